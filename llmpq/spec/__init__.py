@@ -1,0 +1,1 @@
+"""The nouns of llmpq and their file formats; needs the standard library only."""

@@ -1,0 +1,124 @@
+"""Precision: at how many bits a decoder layer's linear weights are stored, and what that weighs.
+
+This is the one place that knows the size of a stored linear operator. The plan side prices memory
+with it and the tensor side's packed weights are tested against it, byte for byte. It refuses to
+know which kernel multiplies: that is ``llmpq.kernels``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from llmpq.errors import SpecError
+
+BITS: tuple[int, ...] = (16, 8, 4, 3)
+"""Bitwidths a plan may use, widest first. 16 means "not quantized", whatever the run's dtype."""
+
+DEFAULT_GROUP_SIZE = 128
+
+Method = Literal["none", "rtn", "gptq", "int8"]
+Dtype = Literal["float32", "float16", "bfloat16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_TEXT = re.compile(r"^w(\d+)(?:-(rtn|gptq|int8))?(?:-g(\d+|c))?(?:-(asym))?$")
+
+
+class Phase(StrEnum):
+    """The two phases of generation (LLM-PQ, Sec. 2.1)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """How the weight of a linear operator is stored.
+
+    Attributes:
+        bits: 3, 4, 8 or 16; 16 is the run's own floating type, untouched.
+        method: how the integers were found; ``none`` exactly when ``bits`` is 16.
+        group_size: input features that share one scale; ``None`` is one scale per output channel.
+        symmetric: integers centred on zero (no stored zero point) instead of min-max.
+    """
+
+    bits: int
+    method: Method = "rtn"
+    group_size: int | None = DEFAULT_GROUP_SIZE
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise SpecError(f"precision: found {self.bits} bits, expected one of {BITS}")
+        if (self.bits == 16) != (self.method == "none"):
+            raise SpecError(f"precision: {self.bits} bits cannot have method '{self.method}'")
+        if self.group_size is not None and self.group_size < 1:
+            raise SpecError(f"precision: group size {self.group_size}, expected at least 1")
+
+    def __str__(self) -> str:
+        """Return the canonical text, such as ``w4-rtn-g128-asym``; ``parse`` reads it back."""
+        if self.bits == 16:
+            return "w16"
+        group = "c" if self.group_size is None else str(self.group_size)
+        return f"w{self.bits}-{self.method}-g{group}" + ("" if self.symmetric else "-asym")
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """Read ``w16``, ``w8-rtn-gc``, ``w4-gptq-g128-asym`` ...; raise ``SpecError`` otherwise."""
+        match = _TEXT.match(text)
+        if match is None:
+            raise SpecError(f"precision: found '{text}', expected a text such as 'w4-gptq-g128'")
+        bits, method, group, asym = match.groups()
+        if int(bits) == 16:
+            if method or group or asym:
+                raise SpecError(f"precision: found '{text}', expected plain 'w16'")
+            return unquantized()
+        size = None if group in (None, "c") else int(group)
+        return cls(bits=int(bits), method=method or "rtn", group_size=size, symmetric=asym is None)
+
+    def effective_group(self, in_features: int) -> int:
+        """Return the group length used on an operator of ``in_features`` inputs.
+
+        A group that does not divide the inputs falls back to one group a channel, so that every
+        operator of every model has an answer (GPTQ's own convention is ``-1``, per channel).
+        """
+        if self.group_size is None or in_features % self.group_size:
+            return in_features
+        return self.group_size
+
+
+def unquantized() -> Precision:
+    """Return the precision of a layer left in the run's own floating type."""
+    return Precision(bits=16, method="none", group_size=None, symmetric=True)
+
+
+def default_precision(bits: int) -> Precision:
+    """Return what a plan means by a bare bitwidth.
+
+    16: untouched. 8: symmetric, one scale an output channel (the vector-wise weights of
+    LLM.int8()). 4 and 3: min-max with groups of 128 (the GPTQ convention).
+    """
+    if bits == 16:
+        return unquantized()
+    if bits == 8:
+        return Precision(bits=8, method="rtn", group_size=None, symmetric=True)
+    return Precision(bits=bits, method="rtn", group_size=DEFAULT_GROUP_SIZE, symmetric=False)
+
+
+def linear_bytes(
+    out_features: int, in_features: int, precision: Precision, dtype_bytes: int
+) -> int:
+    """Return the bytes of one stored weight matrix ``[out_features, in_features]``, without bias.
+
+    Integers are packed without padding inside a row except to whole bytes; every group stores one
+    scale in the run's dtype, and one zero point in the same dtype when asymmetric (the layout that
+    torch's int4 kernels read: scale and zero side by side).
+    """
+    if precision.bits == 16:
+        return out_features * in_features * dtype_bytes
+    row_bytes = -(-in_features * precision.bits // 8)
+    groups = in_features // precision.effective_group(in_features)
+    values = 1 if precision.symmetric else 2
+    return out_features * (row_bytes + groups * values * dtype_bytes)
