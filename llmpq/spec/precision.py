@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, cast
 
 from llmpq.errors import SpecError
 
@@ -76,7 +76,12 @@ class Precision:
                 raise SpecError(f"precision: found '{text}', expected plain 'w16'")
             return unquantized()
         size = None if group in (None, "c") else int(group)
-        return cls(bits=int(bits), method=method or "rtn", group_size=size, symmetric=asym is None)
+        return cls(
+            bits=int(bits),
+            method=cast(Method, method or "rtn"),
+            group_size=size,
+            symmetric=asym is None,
+        )
 
     def effective_group(self, in_features: int) -> int:
         """Return the group length used on an operator of ``in_features`` inputs.

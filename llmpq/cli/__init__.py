@@ -1,0 +1,1 @@
+"""The commands: parse, call one library function, print, exit. No algorithm lives here."""

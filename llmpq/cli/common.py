@@ -1,0 +1,67 @@
+"""What all commands share: one way to fail, one way to print JSON, one way to name themselves.
+
+Standard output carries the result and nothing else; progress, logs and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmpq import __version__
+from llmpq.errors import LlmpqError
+from llmpq.logging import configure_logging
+
+INTERRUPTED = 130
+
+
+def make_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options every command has."""
+    parser = argparse.ArgumentParser(prog=name, description=description)
+    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--verbose", "-v", action="store_true", help="log what is being done")
+    return parser
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    body: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse, run ``body`` and turn every error into one clear line and its exit status.
+
+    Exit status: 0 done, 1 our own bug, 2 bad input, 3 no plan exists, 4 a stage failed.
+    """
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    configure_logging(logging.INFO if options.verbose else logging.WARNING)
+    try:
+        return body(options)
+    except LlmpqError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_status
+    except BrokenPipeError:
+        # The reader of our output left: nothing more can be said, and nothing is wrong here.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print exactly one JSON object on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def command_line(name: str, argv: Sequence[str] | None) -> str:
+    """Return the command as typed, for provenance."""
+    return " ".join([name, *(sys.argv[1:] if argv is None else argv)])

@@ -1,0 +1,316 @@
+"""Cluster: the devices there are, where they stand, and the links between them.
+
+A device's *figures* (peak rates, efficiencies) are a ``DeviceSpec`` of the catalogue; a cluster
+file only says which devices, how many, where, and what differs from the catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from llmpq.errors import SpecError
+from llmpq.spec.fields import SCHEMA, Fields, read_json
+
+DeviceKind = Literal["cpu", "cuda"]
+CPU_ISAS = ("avx2", "avx512")
+MAX_DEVICES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionCost:
+    """How a bitwidth changes a device's roofline, relative to 16 bits.
+
+    Attributes:
+        bits: the bitwidth.
+        compute: factor on arithmetic time (dequantization, slower or faster matrix units).
+        stream: factor on achieved memory bandwidth while reading weights.
+    """
+
+    bits: int
+    compute: float
+    stream: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Figures of one type of device, each with its source in the catalogue file.
+
+    Attributes:
+        type: catalogue name, such as ``T4-16G``.
+        kind: which runtime drives it.
+        memory_bytes: memory on the device.
+        runtime_bytes: memory the process and its context hold before any tensor of ours.
+        flops: peak dense operations per second by dtype name.
+        memory_bytes_per_s: peak memory bandwidth.
+        compute_efficiency: share of peak arithmetic that large matrix products reach.
+        memory_efficiency: share of peak bandwidth that weight streaming reaches.
+        layer_overhead_s: launch and dispatch time of one decoder layer at 16 bits.
+        link_bytes_per_s: bandwidth to another device of the same node.
+        link_latency_s: latency to another device of the same node.
+        precision_costs: how 3, 4 and 8 bits differ from 16.
+    """
+
+    type: str
+    kind: DeviceKind
+    memory_bytes: int
+    runtime_bytes: int
+    flops: tuple[tuple[str, float], ...]
+    memory_bytes_per_s: float
+    compute_efficiency: float
+    memory_efficiency: float
+    layer_overhead_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    precision_costs: tuple[PrecisionCost, ...]
+
+    def peak_flops(self, dtype: str) -> float:
+        """Return the peak of ``dtype``, or of the nearest supported format (float16, float32)."""
+        rates = dict(self.flops)
+        for name in (dtype, "float16", "float32"):
+            if name in rates:
+                return rates[name]
+        raise SpecError(f"device {self.type}: no arithmetic rate for {dtype}")
+
+    def precision_cost(self, bits: int) -> PrecisionCost:
+        """Return the factors of ``bits``; 16 bits and unlisted widths cost 1."""
+        for cost in self.precision_costs:
+            if cost.bits == bits:
+                return cost
+        return PrecisionCost(bits=bits, compute=1.0, stream=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceGroup:
+    """Equal devices of one node, as a cluster file lists them.
+
+    Attributes:
+        type: catalogue name of the device.
+        count: how many there are.
+        memory_bytes: overrides the catalogue's memory (a cap the owner sets).
+        profile: path of a measured latency table for this device, relative to the cluster file.
+        threads: CPU threads of a worker on it.
+        cpu_isa: newest vector extension a CPU worker may use (an older CPU, or one made so).
+    """
+
+    type: str
+    count: int
+    memory_bytes: int | None = None
+    profile: str | None = None
+    threads: int | None = None
+    cpu_isa: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One host and its devices."""
+
+    name: str
+    devices: tuple[DeviceGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """A link between two nodes, or inside one when both names are equal; both directions.
+
+    Attributes:
+        between: the two node names.
+        bytes_per_s: bandwidth of one direction.
+        latency_s: time of an empty message.
+    """
+
+    between: tuple[str, str]
+    bytes_per_s: float
+    latency_s: float
+
+
+DEFAULT_NETWORK = LinkSpec(between=("*", "*"), bytes_per_s=1.25e9, latency_s=50e-6)
+"""What two nodes are joined by when the file says nothing: 10 Gbit/s Ethernet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device of a cluster: a group's entry with its own number.
+
+    Attributes:
+        node: name of its host.
+        group: index of its group in the cluster (its "type" for ordering: equal devices of one
+            node are interchangeable).
+        local_index: number within the group.
+        type, memory_bytes, profile, threads, cpu_isa: as in ``DeviceGroup``.
+    """
+
+    node: str
+    group: int
+    local_index: int
+    type: str
+    memory_bytes: int | None
+    profile: str | None
+    threads: int | None
+    cpu_isa: str | None
+
+    @property
+    def label(self) -> str:
+        """A name for messages, unique in the cluster: ``node/type#0``."""
+        return f"{self.node}/{self.type}#{self.local_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All nodes and links. Devices are numbered in file order."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    links: tuple[LinkSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names:
+            raise SpecError(f"cluster {self.name}: found no nodes, expected at least one")
+        if len(set(names)) != len(names):
+            raise SpecError(f"cluster {self.name}: found two nodes of one name, expected unique")
+        if sum(group.count for node in self.nodes for group in node.devices) > MAX_DEVICES:
+            raise SpecError(f"cluster {self.name}: more than {MAX_DEVICES} devices")
+        for link in self.links:
+            for end in link.between:
+                if end not in names:
+                    raise SpecError(
+                        f"cluster {self.name}: link between {link.between}: "
+                        f"found unknown node '{end}', expected one of {names}"
+                    )
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Every single device, in file order."""
+        found: list[Device] = []
+        group_index = 0
+        for node in self.nodes:
+            for group in node.devices:
+                for local_index in range(group.count):
+                    found.append(_device(node.name, group_index, local_index, group))
+                group_index += 1
+        return tuple(found)
+
+    def link(self, first: Device, second: Device, own: DeviceSpec | None = None) -> LinkSpec:
+        """Return the link between two devices.
+
+        Args:
+            first: the sending device.
+            second: the receiving device.
+            own: figures of the sending device, whose link serves inside a node that names none.
+        """
+        for link in self.links:
+            if set(link.between) == {first.node, second.node}:
+                return link
+        if first.node != second.node or own is None:
+            return replace(DEFAULT_NETWORK, between=(first.node, second.node))
+        return LinkSpec(
+            between=(first.node, first.node),
+            bytes_per_s=own.link_bytes_per_s,
+            latency_s=own.link_latency_s,
+        )
+
+
+def _device(node: str, group_index: int, local_index: int, group: DeviceGroup) -> Device:
+    return Device(
+        node=node,
+        group=group_index,
+        local_index=local_index,
+        type=group.type,
+        memory_bytes=group.memory_bytes,
+        profile=group.profile,
+        threads=group.threads,
+        cpu_isa=group.cpu_isa,
+    )
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file; relative ``profile`` paths are resolved against its folder."""
+    path = Path(path)
+    return cluster_from_fields(Fields(read_json(path), str(path)), base=path.parent)
+
+
+def cluster_from_fields(fields: Fields, base: Path | None = None) -> Cluster:
+    """Build a cluster from its JSON object, strictly."""
+    fields.schema()
+    name = fields.text("name")
+    nodes = tuple(_node(node, base) for node in fields.children("nodes", minimum=1))
+    found = fields.children("links") if fields.has("links") else []
+    links = tuple(_link(link) for link in found)
+    fields.done()
+    return Cluster(name=name, nodes=nodes, links=links)
+
+
+def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
+    """Return the JSON object of a cluster; optional fields only where they are set."""
+    return {
+        "schema": SCHEMA,
+        "name": cluster.name,
+        "nodes": [
+            {"name": node.name, "devices": [_group_to_json(group) for group in node.devices]}
+            for node in cluster.nodes
+        ],
+        "links": [
+            {
+                "between": list(link.between),
+                "bytes_per_s": link.bytes_per_s,
+                "latency_s": link.latency_s,
+            }
+            for link in cluster.links
+        ],
+    }
+
+
+def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Cluster:
+    """Build the paper's form of cluster: one node for each device type."""
+    nodes = tuple(
+        Node(name=f"node{index}", devices=(DeviceGroup(type=device, count=count),))
+        for index, (device, count) in enumerate(types.items())
+    )
+    label = name or "-".join(f"{device}x{count}" for device, count in types.items()).lower()
+    return Cluster(name=label, nodes=nodes)
+
+
+def _node(fields: Fields, base: Path | None) -> Node:
+    name = fields.text("name")
+    devices = tuple(_group(group, base) for group in fields.children("devices", minimum=1))
+    fields.done()
+    return Node(name=name, devices=devices)
+
+
+def _group(fields: Fields, base: Path | None) -> DeviceGroup:
+    group = DeviceGroup(
+        type=fields.text("type"),
+        count=fields.integer("count", minimum=1, maximum=MAX_DEVICES),
+        memory_bytes=fields.optional_integer("memory_bytes", minimum=1),
+        profile=fields.optional_text("profile"),
+        threads=fields.optional_integer("threads", minimum=1, maximum=4096),
+        cpu_isa=fields.text("cpu_isa", CPU_ISAS) if fields.has("cpu_isa") else None,
+    )
+    fields.done()
+    if base is not None and group.profile is not None:
+        return replace(group, profile=str(base / group.profile))
+    return group
+
+
+def _link(fields: Fields) -> LinkSpec:
+    ends = fields.items("between", minimum=2)
+    if len(ends) != 2 or not all(isinstance(end, str) for end in ends):
+        raise fields.error("between", ends, "two node names")
+    link = LinkSpec(
+        between=(ends[0], ends[1]),
+        bytes_per_s=fields.number("bytes_per_s", minimum=1.0),
+        latency_s=fields.number("latency_s"),
+    )
+    fields.done()
+    return link
+
+
+def _group_to_json(group: DeviceGroup) -> dict[str, Any]:
+    value: dict[str, Any] = {"type": group.type, "count": group.count}
+    for field in ("memory_bytes", "profile", "threads", "cpu_isa"):
+        if (found := getattr(group, field)) is not None:
+            value[field] = found
+    return value

@@ -1,0 +1,186 @@
+"""Strict reading of JSON objects: every reader of a file goes through here.
+
+One way to say what is wrong: the file, the dotted field, the value found, what was expected. An
+unknown field is an error (a typing mistake must not silently mean the default). It refuses to know
+any noun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmpq.errors import SpecError, bad_field
+
+T = TypeVar("T", bound=str)
+
+MAX_FILE_BYTES = 64 * 1024 * 1024
+SCHEMA = 1
+
+
+class Fields:
+    """The fields of one JSON object, each taken once; ``done`` refuses what nobody took.
+
+    Args:
+        value: what the JSON parser returned; anything but an object is an error.
+        where: the file as the user knows it.
+        path: dotted path of this object inside the file, empty at the top.
+    """
+
+    def __init__(self, value: object, where: str, path: str = "") -> None:
+        self.where = where
+        self.path = path
+        if not isinstance(value, Mapping):
+            raise bad_field(where, path or "(top level)", value, "a JSON object")
+        self._left = {str(key): item for key, item in value.items()}
+
+    def name_of(self, field: str) -> str:
+        """Return the dotted path of ``field`` for a message."""
+        return f"{self.path}.{field}" if self.path else field
+
+    def error(self, field: str, found: object, expected: str) -> SpecError:
+        """Build the error for one of this object's fields."""
+        return bad_field(self.where, self.name_of(field), found, expected)
+
+    def has(self, field: str) -> bool:
+        """Tell whether ``field`` is present, not yet taken, and not null."""
+        return self._left.get(field) is not None
+
+    def take(self, field: str) -> Any:
+        """Return the raw value of a required field."""
+        if field not in self._left:
+            raise bad_field(self.where, self.name_of(field), "nothing", "this field to be present")
+        return self._left.pop(field)
+
+    def text(self, field: str, choices: Iterable[str] | None = None) -> str:
+        """Return a required non-empty string, one of ``choices`` when given."""
+        value = self.take(field)
+        if not isinstance(value, str) or not value:
+            raise self.error(field, value, "a non-empty string")
+        if choices is not None and value not in (allowed := sorted(choices)):
+            raise self.error(field, value, f"one of {', '.join(allowed)}")
+        return value
+
+    def integer(self, field: str, minimum: int = 0, maximum: int = 2**62) -> int:
+        """Return a required whole number in ``[minimum, maximum]``."""
+        value = self.take(field)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise self.error(field, value, f"a whole number in [{minimum}, {maximum}]")
+        return value
+
+    def number(self, field: str, minimum: float = 0.0, maximum: float = math.inf) -> float:
+        """Return a required finite number in ``[minimum, maximum]``."""
+        value = self.take(field)
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not math.isfinite(value) or not minimum <= value <= maximum:
+            raise self.error(field, value, f"a finite number in [{minimum}, {maximum}]")
+        return float(value)
+
+    def flag(self, field: str) -> bool:
+        """Return a required true or false."""
+        value = self.take(field)
+        if not isinstance(value, bool):
+            raise self.error(field, value, "true or false")
+        return value
+
+    def optional_text(self, field: str) -> str | None:
+        """Return a string, or ``None`` when the field is absent or null."""
+        return self.text(field) if self._present(field) else None
+
+    def optional_integer(self, field: str, minimum: int = 0, maximum: int = 2**62) -> int | None:
+        """Return a whole number, or ``None`` when the field is absent or null."""
+        return self.integer(field, minimum, maximum) if self._present(field) else None
+
+    def optional_number(
+        self, field: str, minimum: float = 0.0, maximum: float = math.inf
+    ) -> float | None:
+        """Return a number, or ``None`` when the field is absent or null."""
+        return self.number(field, minimum, maximum) if self._present(field) else None
+
+    def items(self, field: str, minimum: int = 0) -> list[Any]:
+        """Return a required array of at least ``minimum`` entries, raw."""
+        value = self.take(field)
+        if not isinstance(value, list) or len(value) < minimum:
+            raise self.error(field, value, f"an array of at least {minimum} entries")
+        return value
+
+    def child(self, field: str) -> Fields:
+        """Return a required nested object."""
+        return Fields(self.take(field), self.where, self.name_of(field))
+
+    def children(self, field: str, minimum: int = 0) -> list[Fields]:
+        """Return a required array of objects."""
+        path = self.name_of(field)
+        return [
+            Fields(value, self.where, f"{path}[{index}]")
+            for index, value in enumerate(self.items(field, minimum))
+        ]
+
+    def schema(self, version: int = SCHEMA) -> None:
+        """Take the field ``schema`` and refuse any version but ``version``."""
+        self.integer("schema", minimum=version, maximum=version)
+
+    def done(self) -> None:
+        """Refuse every field that nobody took."""
+        for field, value in self._left.items():
+            raise self.error(field, value, "no such field")
+
+    def _present(self, field: str) -> bool:
+        if self._left.get(field) is None:
+            self._left.pop(field, None)
+            return False
+        return True
+
+
+def read_json(path: str | Path) -> Any:
+    """Return the parsed JSON file; ``SpecError`` names the file, line and column when it is not."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes, expected a small file")
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path}: is a directory, expected a JSON file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise SpecError(
+            f"{path}: line {error.lineno} column {error.colno}: not JSON: {error.msg}"
+        ) from None
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(f"{path}: not acceptable JSON: {error}") from None
+
+
+def dump_json(value: object) -> str:
+    """Return the canonical text of a file: two-space indent, given order, one final newline."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all: a reader never meets half of it."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def digest_of(value: object) -> str:
+    """Return a short stable digest of a JSON-able value (order of keys does not matter)."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"'{name}' is not a JSON number")

@@ -1,0 +1,164 @@
+"""ModelSpec: what a plan must know of a model, as numbers; no weights, no framework.
+
+A decoder layer is the list of its real linear operators (so grouped-query attention, gated
+feed-forwards and experts count right) plus what always stays unquantized. Layers of one kind are
+identical in time and memory, which the planner exploits. Reading a ``config.json`` is
+``llmpq.spec.families``; named models are ``llmpq.spec.catalog``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.errors import SpecError
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Precision, linear_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """One linear operator of a decoder layer, weight ``[out_features, in_features]``.
+
+    Attributes:
+        name: its module path inside the layer, such as ``self_attn.q_proj``.
+        bias: whether it adds a bias (kept in the run's dtype).
+        count: how many such matrices the layer holds (the experts of a mixture).
+        active: how many of them one token visits.
+        quantizable: false for routers, which stay in the run's dtype.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool = False
+    count: int = 1
+    active: int = 1
+    quantizable: bool = True
+
+    @property
+    def weight_parameters(self) -> int:
+        """Weights of all its matrices, biases apart."""
+        return self.count * self.out_features * self.in_features
+
+    @property
+    def bias_parameters(self) -> int:
+        """Biases of all its matrices."""
+        return self.count * self.out_features if self.bias else 0
+
+    @property
+    def active_weight_parameters(self) -> int:
+        """Weights that one token is multiplied with."""
+        return self.active * self.out_features * self.in_features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One kind of decoder layer.
+
+    Attributes:
+        linears: its linear operators.
+        norm_parameters: parameters of its norms (and any other small tensors), never quantized.
+        num_heads: query heads ``q``.
+        num_kv_heads: key-value heads ``k`` (grouped-query attention when fewer than ``q``).
+        head_dim: features of a head ``d``.
+        sliding_window: tokens a query looks back on, ``None`` for all.
+    """
+
+    linears: tuple[LinearSpec, ...]
+    norm_parameters: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of the layer."""
+        linear = sum(op.weight_parameters + op.bias_parameters for op in self.linears)
+        return linear + self.norm_parameters
+
+    @property
+    def active_weight_parameters(self) -> int:
+        """Linear weights that one token is multiplied with."""
+        return sum(op.active_weight_parameters for op in self.linears)
+
+    def weight_bytes(self, precision: Precision, dtype_bytes: int) -> int:
+        """Bytes of the layer stored at ``precision``; norms, biases and routers stay in the dtype.
+
+        LLM-PQ, Sec. 4.1, generalised from ``(4 h^2 + 2 h f) b / 8`` to the real operators and with
+        the quantizer's own scales and zero points.
+        """
+        total = self.norm_parameters * dtype_bytes
+        for op in self.linears:
+            if op.quantizable:
+                one = linear_bytes(op.out_features, op.in_features, precision, dtype_bytes)
+            else:
+                one = op.out_features * op.in_features * dtype_bytes
+            total += op.count * one + op.bias_parameters * dtype_bytes
+        return total
+
+    def kv_bytes_per_token(self, kv_value_bytes: float) -> float:
+        """Bytes of keys and values that one token leaves in this layer (``2 k d`` values)."""
+        return 2 * self.num_kv_heads * self.head_dim * kv_value_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only model.
+
+    Attributes:
+        name: public repository id or directory name.
+        family: ``model_type`` of its configuration.
+        hidden_size: width of the residual stream ``h``.
+        vocab_size: entries of the vocabulary ``V``.
+        head_in_features: inputs of the LM head (OPT-350m projects before it).
+        max_positions: longest sequence, ``None`` when unlimited.
+        layer_types: the kinds of decoder layer, each once.
+        layer_kinds: index into ``layer_types`` for every layer, in order; its length is ``L``.
+        embedding_parameters: token and position embeddings, their norm and projections.
+        final_parameters: the norm before the head.
+        head_parameters: the LM head, 0 when tied to the token embedding.
+        dtype: the checkpoint's own number format.
+    """
+
+    name: str
+    family: str
+    hidden_size: int
+    vocab_size: int
+    head_in_features: int
+    max_positions: int | None
+    layer_types: tuple[LayerSpec, ...]
+    layer_kinds: tuple[int, ...]
+    embedding_parameters: int
+    final_parameters: int
+    head_parameters: int
+    dtype: Dtype
+
+    def __post_init__(self) -> None:
+        if not self.layer_kinds:
+            raise SpecError(f"model {self.name}: found no decoder layers, expected at least one")
+        if not all(0 <= kind < len(self.layer_types) for kind in self.layer_kinds):
+            raise SpecError(f"model {self.name}: a layer names a kind that does not exist")
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers ``L``."""
+        return len(self.layer_kinds)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, tied ones once."""
+        return self.master_parameters + sum(layer.parameters for layer in self.layers)
+
+    @property
+    def master_parameters(self) -> int:
+        """Parameters that sit with the master: embeddings, final norm and head."""
+        return self.embedding_parameters + self.final_parameters + self.head_parameters
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layer of every index, in order."""
+        return tuple(self.layer_types[kind] for kind in self.layer_kinds)
+
+    def dtype_bytes(self, dtype: Dtype) -> int:
+        """Bytes of one value in ``dtype``."""
+        return DTYPE_BYTES[dtype]

@@ -1,0 +1,276 @@
+"""Plan: which device runs which layers at how many bits, and what it is predicted to take.
+
+A plan stands alone: it carries the cluster and the workload it was made for, so that it can be
+checked, drawn, simulated and run from one file. Its invariants hold once it is constructed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.precision import BITS, Dtype
+from llmpq.spec.workload import Workload
+
+Status = Literal["optimal", "feasible"]
+Formula = Literal["steady", "paper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAssignment:
+    """One stage of the pipeline.
+
+    Attributes:
+        rank: position in the pipeline; rank 0 also is the master.
+        device: index into ``cluster.devices``.
+        first_layer, end_layer: the half-open range of decoder layers it holds. Only the master's
+            stage may be empty (it then only embeds and projects).
+        bits: the bitwidth of each of those layers.
+    """
+
+    rank: int
+    device: int
+    first_layer: int
+    end_layer: int
+    bits: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the stage."""
+        return self.end_layer - self.first_layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatching:
+    """Sequences that travel together: one size for prefill (``eta``), one for decode (``xi``)."""
+
+    prefill: int
+    decode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """Bytes on one device, by cause (LLM-PQ, Sec. 4.1).
+
+    Attributes:
+        weights: decoder layers with scales, zero points, norms and biases.
+        kv: preallocated key-value slots.
+        temporary: worst operator of a layer over both phases, and message buffers.
+        master: embeddings, final norm, head and logits; 0 off the first stage.
+        runtime: what the process itself holds.
+    """
+
+    weights: int
+    kv: int
+    temporary: int
+    master: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.weights + self.kv + self.temporary + self.master + self.runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """What one stage is predicted to take.
+
+    Attributes:
+        prefill_s: seconds of one prefill micro-batch, the master's own work included.
+        decode_s: seconds of one decode micro-batch at mean context, likewise.
+        send_prefill_s: seconds to send one prefill micro-batch to the next stage (the last stage
+            sends back to the master).
+        send_decode_s: seconds to send one decode micro-batch.
+        memory: bytes by cause.
+        capacity_bytes: bytes there are.
+    """
+
+    prefill_s: float
+    decode_s: float
+    send_prefill_s: float
+    send_decode_s: float
+    memory: MemoryParts
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEstimate:
+    """What the whole plan is predicted to take.
+
+    Attributes:
+        latency_s: seconds for the whole batch, first prompt to last token.
+        quality: normalised degradation; 1 is every layer at 4 bits, 0 is unquantized.
+        objective_s: latency plus the price of the degradation, what was minimised.
+        stages: one entry a stage, in order of rank.
+    """
+
+    latency_s: float
+    quality: float
+    objective_s: float
+    stages: tuple[StageEstimate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How the plan was found, and what was proven.
+
+    Attributes:
+        method: planner's name.
+        solver: solver's name, empty when none was needed.
+        formula: which latency formula was minimised.
+        theta_s: seconds that "every layer at 4 bits" costs in the objective.
+        quality_budget: largest allowed degradation, ``None`` without one.
+        status: ``optimal`` when proven within ``gap`` over everything searched.
+        bound_s: proven lower bound of the objective, ``None`` when the method proves nothing.
+        gap: ``(objective - bound) / objective``, ``None`` likewise.
+        planning_s: seconds the search took.
+        orders, pairs_searched, pairs_pruned: size of the outer loop.
+    """
+
+    method: str
+    solver: str = ""
+    formula: Formula = "steady"
+    theta_s: float = 0.0
+    quality_budget: float | None = None
+    status: Status = "feasible"
+    bound_s: float | None = None
+    gap: float | None = None
+    planning_s: float = 0.0
+    orders: int = 0
+    pairs_searched: int = 0
+    pairs_pruned: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where a generated file comes from.
+
+    Attributes:
+        command: the command that wrote it.
+        version: version of llmpq.
+        inputs: name and digest of everything it was made from.
+    """
+
+    command: str
+    version: str
+    inputs: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRef:
+    """Which model a plan is for.
+
+    Attributes:
+        name: catalogue name or directory name.
+        source: directory of the weights, ``None`` for a catalogue model.
+        num_layers: decoder layers.
+    """
+
+    name: str
+    source: str | None
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A strategy: everything ``llmpq-dist`` needs to run and ``llmpq-check`` needs to argue.
+
+    Attributes:
+        model, cluster, workload: what it is for.
+        dtype: number format of whatever is not quantized.
+        kv_bits: bits of a cached key or value (the dtype's own width when not quantized).
+        micro_batching: sizes for the two phases.
+        stages: the pipeline in order; together they cover every layer once.
+        dropped_devices: indices into ``cluster.devices`` that run nothing.
+        estimate, search, provenance: prediction, proof and origin.
+    """
+
+    model: ModelRef
+    cluster: Cluster
+    workload: Workload
+    dtype: Dtype
+    kv_bits: int
+    micro_batching: MicroBatching
+    stages: tuple[StageAssignment, ...]
+    dropped_devices: tuple[int, ...]
+    estimate: PlanEstimate
+    search: Search
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        _check_stages(self)
+        _check_sizes(self)
+
+    @property
+    def throughput_tokens_per_s(self) -> float:
+        """Generated tokens per predicted second."""
+        tokens = self.workload.batch * self.workload.new_tokens
+        return tokens / self.estimate.latency_s if self.estimate.latency_s > 0 else 0.0
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """The bitwidth of every layer, in order."""
+        return tuple(bits for stage in self.stages for bits in stage.bits)
+
+    def device_of(self, stage: StageAssignment) -> Device:
+        """Return the device a stage runs on."""
+        return self.cluster.devices[stage.device]
+
+
+def _check_stages(plan: Plan) -> None:
+    if not plan.stages:
+        raise SpecError("plan: field 'stages': found none, expected at least one")
+    num_devices = len(plan.cluster.devices)
+    layer = 0
+    for rank, stage in enumerate(plan.stages):
+        where = f"plan: field 'stages[{rank}]"
+        if stage.rank != rank:
+            raise SpecError(f"{where}.rank': found {stage.rank}, expected {rank}")
+        if not 0 <= stage.device < num_devices:
+            raise SpecError(
+                f"{where}.device': found {stage.device}, expected an index below {num_devices}"
+            )
+        if stage.first_layer != layer or stage.end_layer < layer:
+            raise SpecError(
+                f"{where}.first_layer': found layers [{stage.first_layer}, {stage.end_layer}), "
+                f"expected the range to start at {layer}"
+            )
+        if stage.num_layers == 0 and rank > 0:
+            raise SpecError(f"{where}': found no layers, expected some on every rank but 0")
+        if len(stage.bits) != stage.num_layers or not set(stage.bits) <= set(BITS):
+            raise SpecError(
+                f"{where}.bits': found {list(stage.bits)}, "
+                f"expected {stage.num_layers} entries out of {list(BITS)}"
+            )
+        layer = stage.end_layer
+    if layer != plan.model.num_layers:
+        raise SpecError(
+            f"plan: field 'stages': found {layer} layers covered, expected {plan.model.num_layers}"
+        )
+
+
+def _check_sizes(plan: Plan) -> None:
+    used = [stage.device for stage in plan.stages]
+    everyone = sorted([*used, *plan.dropped_devices])
+    if everyone != list(range(len(plan.cluster.devices))):
+        raise SpecError(
+            "plan: fields 'stages' and 'dropped_devices': found devices "
+            f"{everyone}, expected each of {len(plan.cluster.devices)} devices once"
+        )
+    if len(plan.estimate.stages) != len(plan.stages):
+        raise SpecError(
+            f"plan: field 'estimate.stages': found {len(plan.estimate.stages)} entries, "
+            f"expected {len(plan.stages)}"
+        )
+    for name in ("prefill", "decode"):
+        size = getattr(plan.micro_batching, name)
+        if not 1 <= size <= plan.workload.batch:
+            raise SpecError(
+                f"plan: field 'micro_batching.{name}': found {size}, "
+                f"expected a whole number in [1, {plan.workload.batch}]"
+            )
+    if plan.kv_bits not in (8, 16, 32):
+        raise SpecError(f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8, 16 or 32")

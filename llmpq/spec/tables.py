@@ -1,0 +1,296 @@
+"""Measured tables: what the profiler and the indicators write and the planner reads.
+
+A latency table is CSV with the header ``phase,bits,batch,tokens,seconds``; a link table is CSV with
+``from,to,bytes,seconds``; a sensitivity table is JSON. Lines that start with ``#`` carry
+provenance as ``# key: value``. No meaning is ever read out of a file's name.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import MAX_FILE_BYTES, SCHEMA, Fields, dump_json, read_json, write_text
+from llmpq.spec.precision import BITS, Phase
+
+LATENCY_HEADER = ("phase", "bits", "batch", "tokens", "seconds")
+COMM_HEADER = ("from", "to", "bytes", "seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySample:
+    """Seconds of ONE decoder layer.
+
+    Attributes:
+        phase: prefill or decode, or ``master`` work of that phase when ``bits`` is 0.
+        bits: bitwidth of the layer's weights; 0 marks the master's own work (embedding, head).
+        batch: sequences in the micro-batch ``v``.
+        tokens: prompt length ``s``, or context length ``s + t`` for decode.
+        seconds: median time.
+    """
+
+    phase: Phase
+    bits: int
+    batch: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyTable:
+    """Samples of one model on one device, with where they come from."""
+
+    samples: tuple[LatencySample, ...]
+    provenance: tuple[tuple[str, str], ...] = ()
+
+    def select(self, phase: Phase, bits: int) -> tuple[LatencySample, ...]:
+        """Return the samples of one phase and bitwidth."""
+        return tuple(
+            sample for sample in self.samples if sample.phase is phase and sample.bits == bits
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommSample:
+    """Seconds to send ``size_bytes`` from one node to another."""
+
+    source: str
+    target: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommTable:
+    """Measured sends, with where they come from."""
+
+    samples: tuple[CommSample, ...]
+    provenance: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityTable:
+    """How much each layer loses at each bitwidth.
+
+    Attributes:
+        model: name of the model it was measured on.
+        method: indicator that made it.
+        omega: for each bitwidth, one value a layer, raw; 16 bits is 0 and not listed.
+        provenance: key and value pairs.
+    """
+
+    model: str
+    method: str
+    omega: tuple[tuple[int, tuple[float, ...]], ...]
+    provenance: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Layers the table covers."""
+        return len(self.omega[0][1])
+
+    def normalised(self, bits: Sequence[int]) -> tuple[tuple[float, ...], ...]:
+        """Return ``[L, B]`` values for ``bits``, scaled so that "every layer at 4 bits" is 1.
+
+        Raises:
+            SpecError: a bitwidth below 16 is not in the table, or the 4-bit column sums to zero.
+        """
+        columns = dict(self.omega)
+        scale = sum(columns.get(4, ()))
+        if scale <= 0:
+            raise SpecError(
+                f"sensitivity table of {self.model}: found a 4-bit column that sums to {scale}, "
+                "expected a positive sum (it is the unit of quality)"
+            )
+        rows = []
+        for layer in range(self.num_layers):
+            row = []
+            for width in bits:
+                if width != 16 and width not in columns:
+                    raise SpecError(
+                        f"sensitivity table of {self.model}: no column for {width} bits, "
+                        f"expected one of {sorted(columns)}"
+                    )
+                row.append(0.0 if width == 16 else columns[width][layer] / scale)
+            rows.append(tuple(row))
+        return tuple(rows)
+
+
+def read_latency_table(path: str | Path) -> LatencyTable:
+    """Read a latency CSV; ``SpecError`` names file, line, column and value."""
+    rows, provenance = _read_csv(path, LATENCY_HEADER)
+    samples = []
+    for line, row in rows:
+        where = f"{path}: line {line}"
+        phase = row["phase"]
+        if phase not in tuple(Phase):
+            raise bad_field(where, "phase", phase, "prefill or decode")
+        bits = _whole(where, "bits", row["bits"], minimum=0)
+        if bits not in (*BITS, 0):
+            raise bad_field(where, "bits", bits, f"one of {BITS}, or 0 for the master's work")
+        samples.append(
+            LatencySample(
+                phase=Phase(phase),
+                bits=bits,
+                batch=_whole(where, "batch", row["batch"]),
+                tokens=_whole(where, "tokens", row["tokens"]),
+                seconds=_positive(where, "seconds", row["seconds"]),
+            )
+        )
+    if not samples:
+        raise SpecError(f"{path}: found no samples, expected at least one row")
+    return LatencyTable(samples=tuple(samples), provenance=provenance)
+
+
+def write_latency_table(path: str | Path, table: LatencyTable) -> None:
+    """Write a latency CSV."""
+    rows = [
+        (sample.phase.value, sample.bits, sample.batch, sample.tokens, repr(sample.seconds))
+        for sample in table.samples
+    ]
+    write_text(path, _csv_text(LATENCY_HEADER, rows, table.provenance))
+
+
+def read_comm_table(path: str | Path) -> CommTable:
+    """Read a link CSV."""
+    rows, provenance = _read_csv(path, COMM_HEADER)
+    samples = tuple(
+        CommSample(
+            source=row["from"],
+            target=row["to"],
+            size_bytes=_whole(f"{path}: line {line}", "bytes", row["bytes"]),
+            seconds=_positive(f"{path}: line {line}", "seconds", row["seconds"]),
+        )
+        for line, row in rows
+    )
+    if not samples:
+        raise SpecError(f"{path}: found no samples, expected at least one row")
+    return CommTable(samples=samples, provenance=provenance)
+
+
+def write_comm_table(path: str | Path, table: CommTable) -> None:
+    """Write a link CSV."""
+    rows = [
+        (sample.source, sample.target, sample.size_bytes, repr(sample.seconds))
+        for sample in table.samples
+    ]
+    write_text(path, _csv_text(COMM_HEADER, rows, table.provenance))
+
+
+def read_sensitivity(path: str | Path) -> SensitivityTable:
+    """Read a sensitivity JSON file."""
+    fields = Fields(read_json(path), str(path))
+    fields.schema()
+    model, method = fields.text("model"), fields.text("method")
+    columns = fields.take("omega")
+    if not isinstance(columns, dict) or not columns:
+        raise fields.error("omega", columns, "an object of one array per bitwidth")
+    omega = tuple((_width(fields, key), _column(fields, key, columns[key])) for key in columns)
+    if len({len(values) for _, values in omega}) != 1:
+        raise fields.error("omega", "arrays of unlike length", "one value a layer in each")
+    provenance = fields.take("provenance") if fields.has("provenance") else {}
+    fields.done()
+    return SensitivityTable(
+        model=model,
+        method=method,
+        omega=omega,
+        provenance=tuple((str(key), str(value)) for key, value in provenance.items()),
+    )
+
+
+def write_sensitivity(path: str | Path, table: SensitivityTable) -> None:
+    """Write a sensitivity JSON file."""
+    value: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": table.model,
+        "method": table.method,
+        "omega": {str(bits): list(values) for bits, values in table.omega},
+        "provenance": dict(table.provenance),
+    }
+    write_text(path, dump_json(value))
+
+
+def _width(fields: Fields, key: str) -> int:
+    if key not in {str(bits) for bits in BITS if bits != 16}:
+        raise fields.error(f"omega.{key}", key, "3, 4 or 8")
+    return int(key)
+
+
+def _column(fields: Fields, key: str, values: object) -> tuple[float, ...]:
+    good = isinstance(values, list) and all(
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value >= 0
+        for value in values
+    )
+    if not good or not values:
+        raise fields.error(f"omega.{key}", values, "an array of finite values, none negative")
+    return tuple(float(value) for value in values)  # type: ignore[attr-defined]
+
+
+def _read_csv(
+    path: str | Path, header: tuple[str, ...]
+) -> tuple[list[tuple[int, dict[str, str]]], tuple[tuple[str, str], ...]]:
+    path = Path(path)
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes, expected a table")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    provenance = []
+    body = []
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("#"):
+            key, _, value = line[1:].partition(":")
+            provenance.append((key.strip(), value.strip()))
+        elif line.strip():
+            body.append((number, next(csv.reader([line]))))
+    if not body or tuple(body[0][1]) != header:
+        found = ",".join(body[0][1]) if body else "nothing"
+        raise bad_field(str(path), "header", found, ",".join(header))
+    rows = []
+    for number, cells in body[1:]:
+        if len(cells) != len(header):
+            raise SpecError(f"{path}: line {number}: {len(cells)} cells, expected {len(header)}")
+        rows.append((number, dict(zip(header, cells, strict=True))))
+    return rows, tuple(provenance)
+
+
+def _csv_text(
+    header: Sequence[str], rows: Sequence[Sequence[object]], provenance: Sequence[tuple[str, str]]
+) -> str:
+    out = io.StringIO()
+    for key, value in provenance:
+        out.write(f"# {key}: {value}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _whole(where: str, field: str, text: str, minimum: int = 1) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise bad_field(where, field, text, "a whole number") from None
+    if value < minimum:
+        raise bad_field(where, field, text, f"a whole number of at least {minimum}")
+    return value
+
+
+def _positive(where: str, field: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise bad_field(where, field, text, "a number of seconds") from None
+    if not math.isfinite(value) or value <= 0:
+        raise bad_field(where, field, text, "a positive number of seconds")
+    return value
