@@ -15,7 +15,9 @@ from llmpq.errors import SpecError
 from llmpq.spec.fields import SCHEMA, Fields, read_json
 
 DeviceKind = Literal["cpu", "cuda"]
-CPU_ISAS = ("avx2", "avx512")
+CPU_ISAS = ("sse4", "avx2", "avx512")
+"""Vector extensions a CPU worker can be limited to, oldest first."""
+
 MAX_DEVICES = 1024
 
 

@@ -1,0 +1,46 @@
+"""The environment a CPU worker must have before torch is imported in it.
+
+Thread counts, spinning and vector extensions are read once, when the libraries load; set later they
+are ignored. So a worker is always a process that was started with these.
+"""
+
+from __future__ import annotations
+
+# One extension, three libraries: ATen's own kernels, oneDNN's products, MKL's products.
+_ISA_LIMITS: dict[str, dict[str, str]] = {
+    "sse4": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    },
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "avx512": {
+        "ATEN_CPU_CAPABILITY": "avx512",
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+    },
+}
+
+
+def cpu_environment(threads: int, cpu_isa: str | None = None) -> dict[str, str]:
+    """Return the variables for a CPU worker.
+
+    Args:
+        threads: threads it may compute with.
+        cpu_isa: newest vector extension it may use (``spec.cluster.CPU_ISAS``), ``None`` for all.
+    """
+    count = str(threads)
+    variables = {
+        # A spinning OpenMP thread takes the core that another worker computes on.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if cpu_isa is not None:
+        variables.update(_ISA_LIMITS[cpu_isa])
+    return variables
