@@ -1,0 +1,15 @@
+"""Matrix multiplication by packed low-bit weights, on whatever this machine offers."""
+
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
+from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.registry import BACKENDS, capability_table, choose_backend
+
+__all__ = [
+    "BACKENDS",
+    "Capability",
+    "KernelBackend",
+    "PackedWeight",
+    "PreparedWeight",
+    "capability_table",
+    "choose_backend",
+]

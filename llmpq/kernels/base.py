@@ -1,0 +1,119 @@
+"""What every kernel backend promises, and the one form in which they all keep a weight.
+
+This module holds the protocol and its values; it refuses to know any backend by name
+(``llmpq.kernels.registry`` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.kernels.packed import PackedWeight
+from llmpq.spec.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreparedWeight:
+    """A weight in the layout of one backend: the only copy of it that stays in memory.
+
+    Attributes:
+        backend: name of the backend that prepared it and alone can read it.
+        out_features: N.
+        in_features: K.
+        precision: how the weight was quantized.
+        tensors: the backend's own layout.
+    """
+
+    backend: str
+    out_features: int
+    in_features: int
+    precision: Precision
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, counting the padding inside layouts that only oneDNN can read."""
+        return sum(_tensor_bytes(tensor) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One row of the capability table: where a backend runs, on what, and at what price.
+
+    Attributes:
+        device_types: torch device types; empty means any.
+        bits: stored bitwidths.
+        dtypes: dtypes of activations and scales it accepts.
+        default_dtypes: those of them for which it is chosen without being asked for by name.
+        shapes: its rule on shapes and groups, in words; ``supports`` decides.
+        stored: bytes it keeps, compared with ``spec.precision.linear_bytes``.
+        cost: what it costs in time, and when it is the right choice.
+    """
+
+    device_types: tuple[str, ...]
+    bits: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    default_dtypes: tuple[torch.dtype, ...]
+    shapes: str
+    stored: str
+    cost: str
+
+    def covers(self, device_type: str, bits: int, dtype: torch.dtype) -> bool:
+        """Return whether the row allows this device type, bitwidth and dtype, shapes aside."""
+        on_device = not self.device_types or device_type in self.device_types
+        return on_device and bits in self.bits and dtype in self.dtypes
+
+
+class KernelBackend(Protocol):
+    """A way to multiply activations by a packed weight."""
+
+    @property
+    def name(self) -> str:
+        """The name a user asks for it by; its key in the registry."""
+
+    @property
+    def capability(self) -> Capability:
+        """Its row of the capability table."""
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+    ) -> bool:
+        """Return whether it can run a weight ``[out_features, in_features]`` here."""
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return the bytes that ``prepare`` keeps for such a weight."""
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Convert to its own layout. The caller drops ``packed``; no copy of it survives."""
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
+
+
+def check_supported(backend: KernelBackend, packed: PackedWeight) -> None:
+    """Raise ``SpecError`` when ``backend`` cannot hold ``packed`` in the dtype of its scales."""
+    device_type = packed.codes.device.type
+    shape = (packed.out_features, packed.in_features)
+    if not backend.supports(device_type, packed.precision, packed.dtype, *shape):
+        raise SpecError(
+            f"kernel '{backend.name}': found a {packed.precision} weight {list(shape)} with "
+            f"{packed.dtype} scales on '{device_type}', expected {backend.capability.shapes}"
+        )
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]  # absent from torch's stubs
+        return int(torch.ops.mkldnn._nbytes(tensor))
+    return tensor.nbytes

@@ -1,0 +1,196 @@
+"""torch's own quantized CPU kernels: int4pack, and oneDNN's 8-bit matmul with u8 activations.
+
+Both were measured (``benchmarks/kernels.py``); what they are good for is in their rows of the
+capability table. This module refuses to compile anything.
+
+Shape legend: M rows of x, N output features, K input features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
+from llmpq.spec.precision import Precision, linear_bytes
+
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class CpuInt4Backend:
+    """``aten::_weight_int4pack_mm_for_cpu``: weight-only, 4-bit codes read as they are.
+
+    The bytes are those of ``linear_bytes`` at 4 bits: codes, and scale and zero side by side. A
+    symmetric weight would carry zeros that the law does not count, so it is left to the reference.
+    """
+
+    name: ClassVar[str] = "cpu_int4"
+    capability: ClassVar[Capability] = Capability(
+        device_types=("cpu",),
+        bits=(4,),
+        dtypes=SCALE_DTYPES,
+        default_dtypes=_HALF_DTYPES,
+        shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
+        stored="exactly linear_bytes",
+        cost="the fastest for one row; over two times a bf16 matmul for many rows",
+    )
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+    ) -> bool:
+        """Return whether the kernel's conditions on shape and group hold."""
+        covered = self.capability.covers(device_type, precision.bits, dtype)
+        group = precision.effective_group(in_features)
+        fits = out_features % 16 == 0 and group in (32, 64, 128, 256)
+        return covered and fits and not precision.symmetric
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return the bytes at 4 bits a weight, also when fewer would do."""
+        group = precision.effective_group(in_features)
+        stored = Precision(bits=4, method=precision.method, group_size=group)
+        return linear_bytes(out_features, in_features, stored, dtype.itemsize)
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Interleave the codes as the kernel reads them."""
+        check_supported(self, packed)
+        assert packed.zeros is not None
+        layout = torch.empty(
+            (packed.out_features, packed.in_features // 2), dtype=torch.uint8
+        )  # [N, K/2]
+        # The layout repeats every 64 rows at most, so blocks of 64 give the same bytes as the
+        # whole would, without an int32 copy of the whole.
+        for rows in row_blocks(packed.out_features, packed.in_features, multiple=64):
+            codes = packed.signed_rows(rows).to(torch.int32).add_(8)  # 3-bit codes keep their value
+            layout[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        affine = torch.stack((packed.scales.t(), packed.zeros.t()), dim=-1)  # [G, N, 2]
+        return PreparedWeight(
+            backend=self.name,
+            out_features=packed.out_features,
+            in_features=packed.in_features,
+            precision=packed.precision,
+            tensors=(layout, affine.contiguous()),
+        )
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``; x must have the dtype of the scales."""
+        layout, affine = weight.tensors
+        group = weight.precision.effective_group(weight.in_features)
+        rows = x.reshape(-1, weight.in_features)  # [M, K]
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows, layout, group, affine
+        )  # [M, N]
+        if bias is not None:
+            y = y.add_(bias)
+        return y.view(*x.shape[:-1], weight.out_features)
+
+
+class CpuInt4WidenedBackend(CpuInt4Backend):
+    """3-bit codes kept in 4 bits each, to run at int4pack's speed.
+
+    Faster than the reference for few rows, and a third larger than a plan's 3 bits: a plan that
+    counted on true 3-bit memory may not fit, so nothing chooses it unless asked by name.
+    """
+
+    name: ClassVar[str] = "cpu_int4_widened"
+    capability: ClassVar[Capability] = Capability(
+        device_types=("cpu",),
+        bits=(3,),
+        dtypes=SCALE_DTYPES,
+        default_dtypes=(),
+        shapes=CpuInt4Backend.capability.shapes,
+        stored="linear_bytes of 4 bits: a third more than a plan counts for 3",
+        cost="as cpu_int4",
+    )
+
+
+class CpuInt8Backend:
+    """oneDNN's u8 x s8 matmul: activations are rounded to 8 bits, one scale a row of x.
+
+    Round-off grows with outliers: rows with a few channels 40 times the rest lose .05 of their
+    norm, against .008 weight-only. It is therefore the default of 16-bit runs only; a float32 run
+    asks for exactness and gets the reference.
+    """
+
+    name: ClassVar[str] = "cpu_int8"
+    capability: ClassVar[Capability] = Capability(
+        device_types=("cpu",),
+        bits=(8,),
+        dtypes=SCALE_DTYPES,
+        default_dtypes=_HALF_DTYPES,
+        shapes="symmetric, one scale a channel, N and K multiples of 64, a CPU with VNNI",
+        stored="linear_bytes and 4 bytes an output channel of oneDNN's own",
+        cost="about half of a bf16 matmul at any number of rows; rounds activations to 8 bits",
+    )
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+    ) -> bool:
+        """Return whether oneDNN would run it without padding and without saturating.
+
+        Without VNNI, oneDNN adds pairs of u8 x s8 products in 16 bits and saturates.
+        """
+        covered = self.capability.covers(device_type, precision.bits, dtype)
+        per_channel = precision.effective_group(in_features) == in_features
+        whole_blocks = out_features % 64 == 0 and in_features % 64 == 0
+        return covered and per_channel and whole_blocks and precision.symmetric and _has_u8_matmul()
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return ``linear_bytes`` and the column sums that undo the activations' zero point."""
+        law = linear_bytes(out_features, in_features, precision, dtype.itemsize)
+        return law + 4 * out_features
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Reorder the codes into oneDNN's blocked layout."""
+        check_supported(self, packed)
+        codes = packed.signed_rows(slice(None))  # [N, K]
+        layout = torch.ops.onednn.qlinear_prepack(codes, None)
+        return PreparedWeight(
+            backend=self.name,
+            out_features=packed.out_features,
+            in_features=packed.in_features,
+            precision=packed.precision,
+            tensors=(layout, packed.scales.view(-1)),
+        )
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row.
+
+        Only uint8 activations reach a compiled kernel (int8 ones are 800 times slower), so 128 is
+        added and named as the zero point. The row's scale is applied afterwards, because the
+        kernel knows one activation scale a call.
+        """
+        layout, scales = weight.tensors
+        rows = x.reshape(-1, weight.in_features).to(torch.float32)  # [M, K]
+        row_scales = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-30)  # [M, 1]
+        unsigned = (rows / row_scales).round_().add_(128).to(torch.uint8)
+        zero_points = torch.zeros(1, dtype=torch.int32)
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            unsigned, 1.0, 128, layout, scales.to(torch.float32), zero_points, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        y = y.mul_(row_scales)  # [M, N]
+        if bias is not None:
+            y = y.add_(bias)
+        return y.to(x.dtype).view(*x.shape[:-1], weight.out_features)
+
+
+def _has_u8_matmul() -> bool:
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and torch.cpu._is_vnni_supported()

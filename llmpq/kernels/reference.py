@@ -1,0 +1,101 @@
+"""Dequantize, then multiply: runs every precision on every device, and is the oracle of the rest.
+
+Shape legend: N output features, K input features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
+from llmpq.spec.precision import Precision, linear_bytes
+
+
+class Scratch(threading.local):
+    """One growing buffer a thread, into which weights are dequantized one after the other.
+
+    Fresh memory of 32 MiB and more is mapped and zeroed by the kernel at every call, which costs
+    up to eight times the conversion itself; a buffer that stays mapped does not. One a thread,
+    because stages that run as threads of one process must not write into each other's weights.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return ``[rows, columns]`` of undefined content, valid until the next ``take``."""
+        size = rows * columns * dtype.itemsize
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer[:size].view(dtype).view(rows, columns)
+
+
+class ReferenceBackend:
+    """Weight-only: the integers become floats of x's dtype, then the library's own matmul runs."""
+
+    name: ClassVar[str] = "reference"
+    capability: ClassVar[Capability] = Capability(
+        device_types=(),
+        bits=PACKED_BITS,
+        dtypes=SCALE_DTYPES,
+        default_dtypes=SCALE_DTYPES,
+        shapes="any shape and group",
+        stored="exactly linear_bytes; plus one scratch weight a thread on a CPU",
+        cost="dequantizes the whole weight at every call: slow for few rows, and within a "
+        "factor of two of a 16-bit matmul for many. No error beyond that of the codes",
+    )
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,  # noqa: ARG002  the protocol's signature; any shape will do
+        in_features: int,  # noqa: ARG002  as above
+    ) -> bool:
+        """Return whether the precision is packed at all; any shape and device will do."""
+        return self.capability.covers(device_type, precision.bits, dtype)
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return ``linear_bytes``: the packed form is kept as it is."""
+        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Keep the tensors of ``packed`` themselves."""
+        check_supported(self, packed)
+        zeros = () if packed.zeros is None else (packed.zeros,)
+        return PreparedWeight(
+            backend=self.name,
+            out_features=packed.out_features,
+            in_features=packed.in_features,
+            precision=packed.precision,
+            tensors=(packed.codes, packed.scales, *zeros),
+        )
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
+        codes, scales, *zeros = weight.tensors
+        packed = PackedWeight(
+            out_features=weight.out_features,
+            in_features=weight.in_features,
+            precision=weight.precision,
+            codes=codes,
+            scales=scales,
+            zeros=zeros[0] if zeros else None,
+        )
+        if codes.device.type != "cpu":  # accelerators' allocators keep their memory mapped
+            return F.linear(x, packed.dequantize(x.dtype), bias)
+        dense = self._scratch.take(weight.out_features, weight.in_features, x.dtype)
+        packed.dequantize_into(dense)
+        return F.linear(x, dense, bias)

@@ -1,0 +1,66 @@
+"""The backends by name, and the choice among them.
+
+The choice is made once a weight, when it is loaded, from what never changes afterwards: device,
+precision, dtype and shape. It refuses to look at the number of rows; a backend that cares
+decides inside its own ``linear``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from llmpq.errors import SpecError
+from llmpq.kernels.base import Capability, KernelBackend
+from llmpq.kernels.cpu import CpuInt4Backend, CpuInt4WidenedBackend, CpuInt8Backend
+from llmpq.kernels.reference import ReferenceBackend
+from llmpq.spec.precision import Precision
+
+_PREFERENCE: tuple[KernelBackend, ...] = (
+    CpuInt4Backend(),
+    CpuInt8Backend(),
+    CpuInt4WidenedBackend(),
+    ReferenceBackend(),
+)
+
+BACKENDS: dict[str, KernelBackend] = {backend.name: backend for backend in _PREFERENCE}
+"""Every backend by name, the one preferred first; ``reference`` is last because it takes all."""
+
+
+def capability_table() -> dict[str, Capability]:
+    """Return the capability row of every backend, by name."""
+    return {name: backend.capability for name, backend in BACKENDS.items()}
+
+
+def choose_backend(
+    device_type: str,
+    precision: Precision,
+    dtype: torch.dtype,
+    out_features: int,
+    in_features: int,
+    prefer: str | None = None,
+) -> KernelBackend:
+    """Return the backend for a weight ``[out_features, in_features]``.
+
+    Args:
+        device_type: such as ``cpu`` or ``cuda``.
+        precision: how the weight is stored; 3, 4 or 8 bits.
+        dtype: dtype of the activations, which is that of the scales.
+        out_features: N.
+        in_features: K.
+        prefer: a backend to use wherever it can run, also where it would not be the default;
+            weights it cannot take get their default.
+
+    Raises:
+        SpecError: ``prefer`` names no backend, or no backend takes the weight.
+    """
+    if prefer is not None and prefer not in BACKENDS:
+        raise SpecError(f"kernel backend: found '{prefer}', expected one of {sorted(BACKENDS)}")
+    asked = (device_type, precision, dtype, out_features, in_features)
+    if prefer is not None and BACKENDS[prefer].supports(*asked):
+        return BACKENDS[prefer]
+    for backend in BACKENDS.values():
+        if dtype in backend.capability.default_dtypes and backend.supports(*asked):
+            return backend
+    raise SpecError(
+        f"kernel backend: no backend takes {precision} weights with {dtype} on '{device_type}'"
+    )

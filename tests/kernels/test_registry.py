@@ -1,0 +1,69 @@
+"""The choice of a backend follows the capability table."""
+
+import pytest
+import torch
+
+from llmpq.errors import SpecError
+from llmpq.kernels import BACKENDS, capability_table, choose_backend
+from llmpq.spec.precision import Precision, default_precision
+
+HAS_U8 = BACKENDS["cpu_int8"].supports("cpu", default_precision(8), torch.bfloat16, 1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "expected"),
+    [
+        (4, torch.bfloat16, "cpu_int4"),
+        (3, torch.bfloat16, "reference"),
+        (3, torch.float32, "reference"),
+        (8, torch.float32, "reference"),
+        (8, torch.bfloat16, "cpu_int8" if HAS_U8 else "reference"),
+        (8, torch.float16, "cpu_int8" if HAS_U8 else "reference"),
+    ],
+)
+def test_defaults_on_a_cpu(bits, dtype, expected):
+    assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_shape_on_every_device_has_a_backend(bits, dtype):
+    chosen = choose_backend("cuda", default_precision(bits), dtype, 37, 41)
+    assert chosen.name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "precision"),
+    [
+        (1000, 1024, Precision(bits=4)),
+        (1024, 96, Precision(bits=4)),
+        (1024, 1024, Precision(bits=4, symmetric=True)),
+    ],
+)
+def test_shapes_outside_the_rule_fall_back(out_features, in_features, precision):
+    chosen = choose_backend("cpu", precision, torch.bfloat16, out_features, in_features)
+    assert chosen.name == "reference"
+
+
+def test_prefer_overrides_the_default_where_it_can():
+    precision = default_precision(3)
+    asked = choose_backend("cpu", precision, torch.bfloat16, 64, 128, prefer="cpu_int4_widened")
+    assert asked.name == "cpu_int4_widened"
+    odd_shape = choose_backend("cpu", precision, torch.bfloat16, 63, 128, prefer="cpu_int4_widened")
+    assert odd_shape.name == "reference"
+
+
+def test_an_unknown_preference_names_the_known():
+    with pytest.raises(SpecError, match=r"found 'fast'.*reference"):
+        choose_backend("cpu", default_precision(4), torch.float32, 64, 64, prefer="fast")
+
+
+def test_unpacked_precisions_have_no_backend():
+    with pytest.raises(SpecError, match="no backend takes w16"):
+        choose_backend("cpu", default_precision(16), torch.float32, 64, 64)
+
+
+def test_the_table_has_one_row_a_backend():
+    table = capability_table()
+    assert list(table) == list(BACKENDS)
+    assert all(row.bits and row.dtypes and row.stored and row.cost for row in table.values())
