@@ -1,0 +1,109 @@
+"""Quantize a decoder layer in place: which of its operators, and what stands in for them.
+
+Linear operators and the experts of mixtures are quantized; norms, biases and routers are not.
+This module refuses to know model families: it goes by the modules it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.errors import SpecError
+from llmpq.kernels.registry import choose_backend
+from llmpq.quant.linear import QuantExperts, QuantLinear
+from llmpq.quant.methods import quantize
+from llmpq.spec.precision import Precision, default_precision
+
+_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+_EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
+# What transformers' decorator of expert modules notes when their layout is not the plain one.
+_PLAIN_EXPERTS = {
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_bias": False,
+    "has_gate": True,
+    "has_post_expert_norm": False,
+}
+
+
+def quantize_layer_(
+    layer: nn.Module, bits: int, dtype: torch.dtype, *, backend: str | None = None
+) -> None:
+    """Cast ``layer`` to ``dtype`` and quantize its linear weights, freeing them one by one.
+
+    Args:
+        layer: one decoder layer with its weights on the device they will run on.
+        bits: 3, 4, 8 or 16, meaning ``spec.precision.default_precision``; 16 only casts.
+        dtype: dtype of the run: of what stays unquantized, and of the scales.
+        backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
+
+    Raises:
+        SpecError: the layer has no operator to quantize, or experts in a layout nobody taught
+            this module; leaving those alone would break the plan's memory without a word.
+    """
+    precision = default_precision(bits)
+    layer.to(dtype).requires_grad_(False).eval()
+    if bits == 16:
+        return
+    names = list(_quantizable_names(layer))
+    if not names:
+        raise SpecError(f"{type(layer).__name__}: found no linear operator to quantize")
+    for name in names:
+        replacement = _replacement(layer.get_submodule(name), precision, backend)
+        layer.set_submodule(name, replacement)
+
+
+def stored_bytes(module: nn.Module) -> int:
+    """Return the bytes that the weights and buffers of ``module`` occupy, quantized or not."""
+    plain = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return plain + sum(m.weight_bytes for m in module.modules() if isinstance(m, QuantLinear))
+
+
+def _quantizable_names(layer: nn.Module) -> Iterator[str]:
+    for name, module in layer.named_modules():
+        is_linear = isinstance(module, nn.Linear)
+        if is_linear and name.rpartition(".")[2] not in _ROUTER_NAMES:
+            yield name
+        elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            _check_experts(name, module)
+            yield name
+
+
+def _check_experts(name: str, experts: nn.Module) -> None:
+    held = {key for key, _ in experts.named_parameters(recurse=False)}
+    odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
+    # The decorator gives every class a gate function; one with its own does more than activate.
+    gate = getattr(type(experts), "_apply_gate", None)
+    if gate is not None and not gate.__module__.startswith("transformers.integrations"):
+        odd.append("_apply_gate")
+    if held != _EXPERT_WEIGHTS or odd:
+        raise SpecError(
+            f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
+            f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
+        )
+
+
+def _replacement(
+    module: nn.Module, precision: Precision, backend: str | None
+) -> QuantLinear | QuantExperts:
+    if isinstance(module, nn.Linear):
+        return _pack(module.weight, module.bias, precision, backend)
+    packed: dict[str, list[QuantLinear]] = {}
+    for key in sorted(_EXPERT_WEIGHTS):
+        stacked = module.get_parameter(key)  # [E, 2F, H] or [E, H, F]
+        packed[key] = [_pack(weight, None, precision, backend) for weight in stacked]
+        delattr(module, key)  # frees the 16-bit copy of one before the other is quantized
+    return QuantExperts(packed["gate_up_proj"], packed["down_proj"], module.get_submodule("act_fn"))
+
+
+def _pack(
+    weight: Tensor, bias: Tensor | None, precision: Precision, backend: str | None
+) -> QuantLinear:
+    out_features, in_features = weight.shape
+    kernel = choose_backend(
+        weight.device.type, precision, weight.dtype, out_features, in_features, prefer=backend
+    )
+    return QuantLinear(quantize(weight, precision, weight.dtype), bias, kernel)

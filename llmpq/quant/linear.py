@@ -1,0 +1,124 @@
+"""Modules that stand in for a layer's linear operators and experts, with quantized weights.
+
+Both run inference only, and hold their weights in a backend's own layout: they cannot be moved to
+another device or cast once built. Everything about the layer around them stays transformers' own.
+
+Shape legend: T tokens, K inputs, N outputs, H hidden, F features of an expert, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.errors import SpecError
+from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.packed import PackedWeight
+
+
+class QuantLinear(nn.Module):
+    """A linear operator whose weight is quantized; stands in for ``nn.Linear``.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        precision: how the weight is stored.
+        bias: ``[N]`` in the run's dtype, or ``None``.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, packed: PackedWeight, bias: Tensor | None, backend: KernelBackend) -> None:
+        """Prepare ``packed`` for ``backend``; only the prepared form is kept.
+
+        Raises:
+            SpecError: the backend cannot run this weight, or the bias does not fit it.
+        """
+        super().__init__()
+        if bias is not None and tuple(bias.shape) != (packed.out_features,):
+            raise SpecError(
+                f"quantized linear: found a bias {list(bias.shape)}, "
+                f"expected [{packed.out_features}]"
+            )
+        self.in_features = packed.in_features
+        self.out_features = packed.out_features
+        self.precision = packed.precision
+        self._backend = backend
+        self._weight = backend.prepare(packed)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(packed.dtype))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight as its backend keeps it, without the bias."""
+        return self._weight.nbytes
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend that multiplies."""
+        return self._backend.name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
+        return self._backend.linear(x, self._weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(module)`` shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, precision={self.precision}, "
+            f"backend={self.backend_name}"
+        )
+
+
+class QuantExperts(nn.Module):
+    """The experts of a mixture, two quantized matrices each; stands in for ``MixtralExperts``.
+
+    Takes the place of transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]`` and
+    ``down_proj`` ``[E, H, F]``. Experts run one after the other, each on the tokens routed to it.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[QuantLinear],
+        down: Sequence[QuantLinear],
+        act_fn: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Take the matrices of every expert in order.
+
+        Args:
+            gate_up: ``[2F, H]`` each, the gate's rows first.
+            down: ``[H, F]`` each.
+            act_fn: applied to the gate.
+        """
+        super().__init__()
+        assert len(gate_up) == len(down)
+        self.num_experts = len(gate_up)
+        self.gate_up = nn.ModuleList(gate_up)
+        self.down = nn.ModuleList(down)
+        self.act_fn = act_fn
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices as their backends keep them."""
+        return sum(m.weight_bytes for m in self.modules() if isinstance(m, QuantLinear))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: expert of each choice, ``[T, k]``; ``num_experts`` means none.
+            top_k_weights: its weight, ``[T, k]``.
+        """
+        output = torch.zeros_like(hidden_states)  # [T, H]
+        for expert in torch.unique(top_k_index).tolist():
+            if expert == self.num_experts:
+                continue
+            token, choice = torch.where(top_k_index == expert)
+            gate, up = self.gate_up[expert](hidden_states[token]).chunk(2, dim=-1)
+            y = self.down[expert](self.act_fn(gate) * up)  # [tokens of this expert, H]
+            y = y * top_k_weights[token, choice, None]
+            output.index_add_(0, token, y.to(output.dtype))
+        return output

@@ -1,0 +1,123 @@
+"""Round-to-nearest: the quantizer that needs no data, and the grid that every other one uses.
+
+Scales and zeros are rounded to the dtype they are stored in before any code is chosen, and always
+so that the grid still covers the group. Codes are therefore nearest neighbours on the grid that
+will be read back: the error of a weight is at most half a step, at any storage dtype. This module
+refuses to look at activations.
+
+Shape legend: N output features, K input features, G groups of a row, b bits, R rows of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.kernels.packed import PackedWeight, pack_codes, packed_row_bytes, row_blocks
+from llmpq.spec.precision import Precision
+
+_BITS_OF_DTYPE = {2: torch.int16, 4: torch.int32}
+
+
+def round_to_nearest(
+    weight: Tensor, precision: Precision, scale_dtype: torch.dtype
+) -> PackedWeight:
+    """Quantize ``weight`` ``[N, K]``, each group on its own.
+
+    Works a block of rows at a time, so that no float32 copy of the matrix exists.
+
+    Args:
+        weight: any floating dtype; read only.
+        precision: 3, 4 or 8 bits; symmetric or min-max.
+        scale_dtype: the run's dtype, in which scales and zeros are stored.
+
+    Raises:
+        SpecError: the weight holds a NaN or an infinity, or its scales overflow ``scale_dtype``.
+    """
+    rows, columns = weight.shape
+    group = precision.effective_group(columns)
+    shape, device = (rows, columns // group), weight.device
+    codes_shape = (rows, packed_row_bytes(columns, precision.bits))
+    codes = torch.empty(codes_shape, dtype=torch.uint8, device=device)
+    scales = torch.empty(shape, dtype=scale_dtype, device=device)
+    zeros = None if precision.symmetric else torch.empty_like(scales)
+    for block in row_blocks(rows, columns):
+        grouped = weight[block].to(torch.float32).reshape(-1, shape[1], group)  # [R, G, K/G]
+        scale, zero = fit_grid(grouped, precision, scale_dtype)  # [R, G]
+        nearest = nearest_codes(grouped, scale, zero, precision.bits)
+        codes[block] = pack_codes(nearest.view(-1, columns), precision.bits)
+        scales[block] = scale
+        if zeros is not None:
+            zeros[block] = zero
+    return PackedWeight(
+        out_features=rows,
+        in_features=columns,
+        precision=precision,
+        codes=codes,
+        scales=scales,
+        zeros=zeros,
+    )
+
+
+def fit_grid(
+    grouped: Tensor, precision: Precision, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and zero of each group of ``grouped`` ``[R, G, K/G]``, both ``[R, G]``.
+
+    Both are float32 numbers that ``scale_dtype`` represents exactly. Grid points are
+    ``(code - 2^(b-1)) * scale + zero``; every weight lies on the grid or within half a step of it.
+    A group of equal weights that the zero represents has any grid: its scale is 1, never 0.
+
+    Raises:
+        SpecError: a weight is not finite, or the grid overflows ``scale_dtype``.
+    """
+    low, high = grouped.aminmax(dim=-1)  # [R, G]
+    if precision.symmetric:
+        zero = torch.zeros_like(low)
+        step = torch.maximum(high, -low) / _symmetric_half_width(precision.bits)
+    else:
+        half = 1 << (precision.bits - 1)
+        steps = 2 * half - 1
+        # Divided before subtracting: the range of extreme weights overflows float32 itself.
+        zero = (low + (high / steps - low / steps) * half).to(scale_dtype).to(torch.float32)
+        step = torch.maximum((high - zero) / (half - 1), (zero - low) / half)
+    scale = _round_up(step, scale_dtype)
+    if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
+        raise SpecError(
+            f"weight: found values in [{low.min().item()}, {high.max().item()}], expected finite "
+            f"ones whose scales fit {scale_dtype}"
+        )
+    return torch.where(scale == 0, 1.0, scale), zero
+
+
+def nearest_codes(grouped: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Return the codes nearest to ``grouped`` ``[R, G, K/G]`` on the given grid: uint8, same shape.
+
+    Args:
+        grouped: float32 weights.
+        scale: ``[R, G]``, positive.
+        zero: ``[R, G]``.
+        bits: b; codes lie in ``[0, 2^b)``.
+    """
+    half = 1 << (bits - 1)
+    steps = (grouped - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1)).round_().add_(half)
+    return steps.clamp_(0, 2 * half - 1).to(torch.uint8)
+
+
+def _symmetric_half_width(bits: int) -> float:
+    """Return how many steps the largest weight lies from zero.
+
+    8 bits: 127, so that codes negate (LLM.int8()'s absmax). Fewer: half the number of steps, so
+    that the one code without a negative is used too, as GPTQ does. Either covers to half a step.
+    """
+    return 127.0 if bits == 8 else (2**bits - 1) / 2
+
+
+def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the smallest number of ``dtype`` not below each of ``values`` (>= 0), as float32."""
+    rounded = values.to(dtype)
+    # Positive floats of one dtype are ordered as their bit patterns are, so the next is one more.
+    as_integers = rounded.view(_BITS_OF_DTYPE[dtype.itemsize])
+    too_low = rounded.to(torch.float32) < values
+    return (as_integers + too_low.to(as_integers.dtype)).view(dtype).to(torch.float32)
