@@ -29,11 +29,16 @@ class PrecisionCost:
         bits: the bitwidth.
         compute: factor on arithmetic time (dequantization, slower or faster matrix units).
         stream: factor on achieved memory bandwidth while reading weights.
+        overhead: factor on the launch and dispatch time of a layer (more, smaller kernels).
+        dequantize: times the layer's unquantized weights cross memory once more in prefill, where
+            kernels widen a whole matrix before they multiply.
     """
 
     bits: int
     compute: float
     stream: float
+    overhead: float = 1.0
+    dequantize: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class DeviceSpec:
         link_bytes_per_s: bandwidth to another device of the same node.
         link_latency_s: latency to another device of the same node.
         precision_costs: how 3, 4 and 8 bits differ from 16.
+        saturation_tokens: tokens of a prefill at which arithmetic reaches half of its efficiency.
     """
 
     type: str
@@ -67,6 +73,7 @@ class DeviceSpec:
     link_bytes_per_s: float
     link_latency_s: float
     precision_costs: tuple[PrecisionCost, ...]
+    saturation_tokens: float = 0.0
 
     def peak_flops(self, dtype: str) -> float:
         """Return the peak of ``dtype``, or of the nearest supported format (float16, float32)."""
