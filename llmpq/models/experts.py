@@ -1,0 +1,82 @@
+"""Experts stored one by one, fused into the 3-D parameters that transformers' layers hold.
+
+On disk a mixture keeps ``experts.7.gate_proj.weight``; in memory all experts of a layer are one
+``experts.gate_up_proj``. The library's converter works on whole models and its interface is not
+public, so the two spellings in use (Qwen's and Mixtral's, shared by some thirty families) are a
+small rule here.
+
+Shapes: E experts, N output features of a part, K input features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.models.tensor_files import TensorFiles
+
+# Fused parameter -> the names of its parts, stacked along N, in the spelling of each lineage.
+_PARTS = {
+    "experts.gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "experts.down_proj": (("down_proj",), ("w2",)),
+}
+# Mixtral's checkpoints keep the block's first name.
+_RENAMED = (".mlp.", ".block_sparse_moe.")
+
+
+def find_stored(tensors: TensorFiles, name: str) -> str | None:
+    """Name under which ``name`` is stored, whole; ``None`` when it is not."""
+    for candidate in (name, name.replace(*_RENAMED)):
+        if candidate in tensors:
+            return candidate
+    return None
+
+
+def fuse_experts(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Read the parts of the fused parameter ``name`` into one tensor ``[E, parts * N, K]``.
+
+    Args:
+        tensors: the checkpoint's files.
+        name: full name that the fused parameter would have.
+        shape: what the layer expects.
+
+    Raises:
+        SpecError: neither spelling is there, or a part has another shape.
+    """
+    parts = _find_parts(tensors, name)
+    if parts is None or len(shape) != 3:
+        raise SpecError(f"{tensors.directory}: found no tensor '{name}', expected {list(shape)}")
+    experts, rows = shape[0], shape[1] // len(parts)
+    places = {
+        part.format(expert): (expert, slice(i * rows, (i + 1) * rows))
+        for expert in range(experts)
+        for i, part in enumerate(parts)
+    }
+    for stored in places:
+        if stored in tensors and tensors.shape(stored) != (rows, shape[2]):
+            found = list(tensors.shape(stored))
+            raise SpecError(
+                f"{tensors.where(stored)}: found shape {found}, expected {[rows, shape[2]]}"
+            )
+    fused: Tensor | None = None
+    for stored, tensor in tensors.read(places):
+        if fused is None:
+            fused = torch.empty(shape, dtype=tensor.dtype)
+        fused[places[stored]] = tensor
+    assert fused is not None  # a layer with no experts has no expert parameters
+    return fused
+
+
+def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:
+    """Templates of the stored names of each part, with ``{}`` for the expert."""
+    for suffix, spellings in _PARTS.items():
+        if not name.endswith(suffix):
+            continue
+        block = name.removesuffix(suffix.partition(".")[2])
+        for base in (block, block.replace(*_RENAMED)):
+            for spelling in spellings:
+                parts = tuple(f"{base}{{}}.{part}.weight" for part in spelling)
+                if parts[0].format(0) in tensors:
+                    return parts
+    return None

@@ -1,0 +1,80 @@
+"""The few families whose model differs from the default around its decoder layers.
+
+Everything else is read from transformers itself. An entry only names what lies where; the default
+is the Llama shape: ``embed_tokens``, ``layers``, ``norm``, ``lm_head``, rotary embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+def _plain_positions(embedding: nn.Module, positions: Tensor) -> Tensor:
+    result: Tensor = embedding(positions)
+    return result
+
+
+def _opt_positions(embedding: nn.Module, positions: Tensor) -> Tensor:
+    # OPT's module adds its offset of 2 itself, and counts a mask only when given no positions.
+    result: Tensor = embedding(None, 0, position_ids=positions)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Where a family keeps what runs before and after its layers, as names of submodules.
+
+    Attributes:
+        embedding: the token embedding.
+        positions: learned positions added to the embedding, if any.
+        embed_positions: how that module is called.
+        project_in: projection of embeddings narrower than the residual stream.
+        embedding_norm: norm applied to the embeddings.
+        final_norm: norm after the last layer; a model may lack it.
+        project_out: projection before the head.
+        alibi: whether layers take an ``alibi`` bias of the key positions.
+        embedding_multiplier: configuration field that scales embeddings.
+        logits_multiplier: configuration field that scales logits.
+        logits_divisor: configuration field that divides logits.
+    """
+
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    embed_positions: Callable[[nn.Module, Tensor], Tensor] = _plain_positions
+    project_in: str | None = None
+    embedding_norm: str | None = None
+    final_norm: str = "norm"
+    project_out: str | None = None
+    alibi: bool = False
+    embedding_multiplier: str | None = None
+    logits_multiplier: str | None = None
+    logits_divisor: str | None = None
+
+
+DEFAULT = Family()
+
+FAMILIES: dict[str, Family] = {
+    "opt": Family(
+        positions="embed_positions",
+        embed_positions=_opt_positions,
+        project_in="project_in",
+        final_norm="final_layer_norm",
+        project_out="project_out",
+    ),
+    "bloom": Family(
+        embedding="word_embeddings",
+        embedding_norm="word_embeddings_layernorm",
+        final_norm="ln_f",
+        alibi=True,
+    ),
+    "gpt_neox": Family(embedding="embed_in", final_norm="final_layer_norm"),
+    "phi": Family(final_norm="final_layernorm"),
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The entry of ``model_type``, or the default behaviour."""
+    return FAMILIES.get(model_type, DEFAULT)

@@ -1,0 +1,167 @@
+"""Safetensors headers, checked before a byte of weight is read.
+
+A weight file is untrusted input. Its header must be short, be JSON, and describe tensors that lie
+inside the file and beside each other; anything else is a SpecError that names file and tensor.
+Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.errors import SpecError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_LENGTH_BYTES = 8
+_MAX_DIMENSIONS = 64
+
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: the format's name, such as ``BF16``.
+        shape: its dimensions; empty for a scalar.
+        begin: first byte, counted from the end of the header.
+        end: byte after the last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a file says it holds, found consistent.
+
+    Attributes:
+        raw: the header's bytes as stored, for digests.
+        entries: its tensors by name.
+    """
+
+    raw: bytes
+    entries: Mapping[str, TensorEntry]
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of ``path``.
+
+    Raises:
+        SpecError: not a regular file, or a header that is too long, not JSON, or describes
+            tensors that overlap, leave gaps or leave the file.
+    """
+    if not path.is_file():
+        raise SpecError(f"{path}: found no such file, expected safetensors weights")
+    file_bytes = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        available = file_bytes - _LENGTH_BYTES
+        if not 2 <= length <= min(MAX_HEADER_BYTES, available):
+            raise SpecError(
+                f"{path}: found a header of {length} bytes, expected 2 to "
+                f"{max(2, min(MAX_HEADER_BYTES, available))}"
+            )
+        raw = stream.read(length)
+    return parse_header(raw, data_bytes=available - length, where=str(path))
+
+
+def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
+    """Check a header's JSON against the bytes that follow it.
+
+    Args:
+        raw: the JSON.
+        data_bytes: size of the file after the header.
+        where: name of the file, for messages.
+
+    Raises:
+        SpecError: as :func:`read_header`.
+    """
+    try:
+        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{where}: header is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise SpecError(f"{where}: header is a JSON {type(fields).__name__}, expected an object")
+    entries = {
+        name: _entry(f"{where}: tensor '{_short(name)}'", value)
+        for name, value in fields.items()
+        if name != "__metadata__"
+    }
+    _check_layout(entries, data_bytes, where)
+    return Header(raw=raw, entries=entries)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return fields
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 120 else name[:117] + "..."
+
+
+def _entry(where: str, value: object) -> TensorEntry:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise SpecError(f"{where}: expected an object of dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise SpecError(f"{where}: found dtype {_short(repr(dtype))}, expected a known one")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise SpecError(f"{where}: found shape {_short(repr(shape))}, expected sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise SpecError(f"{where}: found offsets {_short(repr(offsets))}, expected two")
+    begin, end = offsets
+    expected = math.prod(shape) * DTYPE_BITS[dtype] // 8
+    if end - begin != expected:
+        raise SpecError(
+            f"{where}: found offsets {begin} to {end}, expected {_short(str(expected))} bytes"
+        )
+    return TensorEntry(dtype=dtype, shape=tuple(shape), begin=begin, end=end)
+
+
+def _are_sizes(value: object) -> bool:
+    # type() and not isinstance(): true is an int in Python, and no size in JSON.
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < 2**63 for x in value)
+
+
+def _check_layout(entries: Mapping[str, TensorEntry], data_bytes: int, where: str) -> None:
+    """Tensors must tile the file: no overlap, no gap, nothing outside (the format's own rule)."""
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        tensor = f"{where}: tensor '{_short(name)}'"
+        if entry.begin < position:
+            raise SpecError(f"{tensor}: begins at {entry.begin}, inside the tensor before it")
+        if entry.begin > position:
+            raise SpecError(f"{tensor}: begins at {entry.begin}, expected {position} (a gap)")
+        if entry.end > data_bytes:
+            raise SpecError(f"{tensor}: ends at byte {entry.end} of {data_bytes}")
+        position = entry.end
+    if position != data_bytes:
+        raise SpecError(f"{where}: tensors end at byte {position} of {data_bytes}")

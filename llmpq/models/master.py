@@ -1,0 +1,126 @@
+"""Master: what runs before the first and after the last decoder layer.
+
+Embeddings, learned positions, projections, the final norm and the LM head, all of them
+transformers' own modules. A head tied to the embedding is one tensor, held and loaded once.
+
+Shapes: R rows, T tokens per row, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmpq.errors import SpecError
+from llmpq.models.adapter import Skeleton
+
+
+def is_tied(config: PreTrainedConfig) -> bool:
+    """Whether the LM head is the token embedding."""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+
+
+class Master(nn.Module):
+    """The two ends of a pipeline; built on the meta device, weights from ``Checkpoint``.
+
+    Submodules keep the library's names inside its decoder (``embed_tokens``, ``norm``, ...), next
+    to ``lm_head`` when the head has weights of its own.
+
+    Args:
+        config: from ``load_config``.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+        skeleton = Skeleton.of(config)
+        self._family = skeleton.family
+        for name in skeleton.known_parts:
+            part = getattr(skeleton.decoder, name)
+            if part is not None:
+                _fill_constants(part, skeleton.model)
+                self.add_module(name, part)
+        head = skeleton.model.get_submodule(skeleton.head_path)
+        self.lm_head: nn.Module | None = None if is_tied(config) else head
+        self.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Turn tokens into the first layer's input.
+
+        Args:
+            token_ids: ``[R, T]`` int64; padding holds any valid token.
+            positions: ``[R, T]`` int64 absolute positions, on any device.
+
+        Returns:
+            ``[R, T, H]`` in the weights' dtype.
+        """
+        family = self._family
+        hidden: Tensor = self.get_submodule(family.embedding)(token_ids)
+        if family.embedding_multiplier is not None:
+            hidden = hidden * getattr(self.config, family.embedding_multiplier)
+        hidden = self._pass(family.project_in, hidden)
+        if family.positions is not None:
+            # Only padding may lie past the last position the model has learned.
+            last = self.config.max_position_embeddings - 1
+            known = positions.to(token_ids.device).clamp(max=last)
+            module = self.get_submodule(family.positions)
+            hidden = hidden + family.embed_positions(module, known)
+        return self._pass(family.embedding_norm, hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Turn the last layer's output into scores of the next token.
+
+        Args:
+            hidden: ``[R, H]``, one position per row.
+
+        Returns:
+            ``[R, V]`` float32.
+        """
+        family = self._family
+        hidden = self._pass(family.final_norm, hidden)
+        hidden = self._pass(family.project_out, hidden)
+        scores = self._head(hidden)
+        if family.logits_multiplier is not None:
+            scores = scores * getattr(self.config, family.logits_multiplier)
+        if family.logits_divisor is not None:
+            scores = scores / getattr(self.config, family.logits_divisor)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
+        return scores.float()
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        if self.lm_head is not None:
+            scores: Tensor = self.lm_head(hidden)
+            return scores
+        embedding = self.get_submodule(self._family.embedding)
+        assert isinstance(embedding, nn.Embedding)
+        return nn.functional.linear(hidden, embedding.weight)
+
+    def _pass(self, name: str | None, hidden: Tensor) -> Tensor:
+        part = None if name is None else self._modules.get(name)
+        if part is None:
+            return hidden
+        result: Tensor = part(hidden)
+        return result
+
+
+def _fill_constants(part: nn.Module, model: PreTrainedModel) -> None:
+    """Compute buffers that no checkpoint stores, such as Gemma's embedding scale.
+
+    transformers' own initializer knows their values; it leaves parameters alone, which are still
+    on the meta device here.
+    """
+    for module in part.modules():
+        names = [name for name, value in module.named_buffers(recurse=False) if value.is_meta]
+        for name in names:
+            blank = torch.full_like(module.get_buffer(name), float("nan"), device="cpu")
+            module._buffers[name] = blank
+        if names:
+            model._init_weights(module)  # type: ignore[no-untyped-call]
+        for name in names:
+            if bool(module.get_buffer(name).isnan().any()):
+                raise SpecError(f"{type(module).__name__}: buffer '{name}' has no known value")

@@ -1,0 +1,111 @@
+"""DecoderStage: transformers' decoder layers ``[first_layer, end_layer)``, run on ragged rows.
+
+The layers are the library's own modules; a stage gives them masks, positions and the KV store
+that a whole model would. It never touches weights and knows nothing of precisions.
+
+Shapes: R rows, T tokens per row, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from llmpq.models.adapter import build_rotary, layer_window, takes
+from llmpq.models.alibi import alibi_bias
+from llmpq.models.attention import (
+    KVStore,
+    KVView,
+    MicroBatch,
+    additive,
+    needs_no_mask,
+    visible_keys,
+)
+from llmpq.models.families import family_of
+from llmpq.models.rotary import RotaryTables
+
+
+class DecoderStage(nn.Module):
+    """A contiguous run of decoder layers.
+
+    Args:
+        config: from ``load_config``; of the whole model.
+        layers: from ``build_layer`` in order, weights loaded.
+        first_layer: index of ``layers[0]`` in the whole model.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, layers: Sequence[nn.Module], first_layer: int
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.first_layer = first_layer
+        self.layers = nn.ModuleList(layers)
+        rotary = build_rotary(config)
+        self.rotary = None if rotary is None else RotaryTables(rotary, config)
+        self._has_alibi = family_of(config.model_type).alibi
+        self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
+        # BLOOM and GPT-NeoX kept the name from before the cache was an object.
+        self._cache_arguments = [
+            "layer_past" if takes(layer.forward, "layer_past") else "past_key_values"
+            for layer in layers
+        ]
+        self.eval()
+
+    @property
+    def end_layer(self) -> int:
+        """Index after the last layer."""
+        return self.first_layer + len(self.layers)
+
+    @torch.inference_mode()
+    def forward(self, hidden: Tensor, batch: MicroBatch, cache: KVStore | None = None) -> Tensor:
+        """Run the layers over one micro-batch.
+
+        Args:
+            hidden: ``[R, T, H]``, rows padded right.
+            batch: positions and slots of the rows.
+            cache: keys and values of these layers; ``None`` runs whole sequences from position 0
+                without storing anything.
+
+        Returns:
+            ``[R, T, H]``; what stands at padding is meaningless.
+        """
+        view = None if cache is None else cache.view(batch)
+        shared = self._shared_arguments(hidden, batch)
+        masks = self._masks(hidden, batch)
+        tables = None if self.rotary is None else self.rotary(hidden, batch)
+        for index, layer in enumerate(self.layers):
+            arguments = dict(shared)
+            arguments[self._cache_arguments[index]] = view
+            arguments["attention_mask"] = masks[self._windows[index]]
+            if tables is not None:
+                arguments["position_embeddings"] = tables[self.first_layer + index]
+            output = layer(hidden, **arguments)
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def _shared_arguments(
+        self, hidden: Tensor, batch: MicroBatch
+    ) -> dict[str, Tensor | KVView | tuple[Tensor, Tensor] | None]:
+        positions = batch.query_positions.to(hidden.device)
+        shared: dict[str, Tensor | KVView | tuple[Tensor, Tensor] | None]
+        shared = {"position_ids": positions}
+        if self._has_alibi:
+            heads = self.config.num_attention_heads
+            shared["alibi"] = alibi_bias(batch.rows, heads, batch.longest, hidden)
+        return shared
+
+    def _masks(self, hidden: Tensor, batch: MicroBatch) -> dict[int | None, Tensor | None]:
+        """One mask for each kind of window among the layers."""
+        is_sdpa = self.config._attn_implementation == "sdpa"
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(self._windows):
+            if needs_no_mask(batch, window, implied_causal=is_sdpa):
+                masks[window] = None
+                continue
+            visible = visible_keys(batch, window, hidden.device)
+            masks[window] = visible if is_sdpa else additive(visible, hidden.dtype)
+        return masks
