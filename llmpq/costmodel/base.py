@@ -1,0 +1,51 @@
+"""The protocols of the cost models: what a planner may ask, whatever answers.
+
+Seconds and bytes. A model answers for one type of device and one ``ModelSpec``; ``ClusterCosts``
+puts one behind every device of a cluster.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from llmpq.spec.cluster import Device
+from llmpq.spec.precision import Phase
+
+
+class LatencyModel(Protocol):
+    """Seconds of compute on one device."""
+
+    @property
+    def source(self) -> str:
+        """Where the seconds come from, for messages: ``roofline`` or ``table <file>``."""
+        ...
+
+    def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
+        """Return the seconds of ONE decoder layer.
+
+        Args:
+            phase: prefill or decode.
+            bits: how its weights are stored.
+            batch: sequences of the micro-batch ``v``.
+            tokens: prompt length ``s`` in prefill, context length ``s + t`` in decode.
+            kind: index into the model's ``layer_types``.
+
+        Raises:
+            ProfileMissError: a measured table holds nothing for this phase and bitwidth.
+        """
+        ...
+
+    def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
+        """Return the seconds of the master's own work on one micro-batch.
+
+        Embedding of every token, then final norm, head and sampling of one position a sequence.
+        """
+        ...
+
+
+class CommModel(Protocol):
+    """Seconds of communication between two devices of a cluster."""
+
+    def send_s(self, source: Device, target: Device, size_bytes: int) -> float:
+        """Return the seconds until ``size_bytes`` from ``source`` have arrived at ``target``."""
+        ...

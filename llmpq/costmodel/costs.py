@@ -1,0 +1,158 @@
+"""ClusterCosts: every cost a planner asks for, per device of one cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.costmodel import memory
+from llmpq.costmodel.base import CommModel, LatencyModel
+from llmpq.costmodel.comm import AlphaBetaCommModel
+from llmpq.costmodel.lookup import TableLatencyModel
+from llmpq.costmodel.profiles import ProfileKey, find_profile, read_folder
+from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster, Device, DeviceSpec
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterCosts:
+    """Seconds and bytes of one model on one cluster; equal devices of one group cost the same.
+
+    Attributes:
+        model, cluster: what is priced.
+        dtype: number format of whatever is not quantized.
+        kv_bits: bits of a cached key or value.
+        specs: figures of every group, by ``Device.group``.
+        latency: the latency model of every group, by ``Device.group``.
+        comm: the links.
+    """
+
+    model: ModelSpec
+    cluster: Cluster
+    dtype: Dtype
+    kv_bits: int
+    specs: tuple[DeviceSpec, ...]
+    latency: tuple[LatencyModel, ...]
+    comm: CommModel
+
+    def capacity_bytes(self, device: Device) -> int:
+        """Return the memory the owner gives: the cluster's figure, or the catalogue's."""
+        return device.memory_bytes or self.specs[device.group].memory_bytes
+
+    def runtime_bytes(self, device: Device) -> int:
+        """Return what the process and its context hold before any tensor of ours."""
+        return self.specs[device.group].runtime_bytes
+
+    def layer_s(
+        self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> float:
+        """Return the seconds of ONE layer of ``layer_types[kind]``; see ``LatencyModel``."""
+        return self.latency[device.group].layer_s(phase, bits, batch, tokens, kind)
+
+    def master_s(self, device: Device, phase: Phase, batch: int, tokens: int) -> float:
+        """Return the seconds of the master's own work on one micro-batch; see ``LatencyModel``."""
+        return self.latency[device.group].master_s(phase, batch, tokens)
+
+    def send_s(
+        self, source: Device, target: Device, phase: Phase, batch: int, tokens: int
+    ) -> float:
+        """Return the seconds to send a micro-batch's hidden states ``[batch, tokens, h]``.
+
+        In decode one token a sequence travels, whatever ``tokens`` says.
+        """
+        rows = batch * tokens if phase is Phase.PREFILL else batch
+        size_bytes = rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
+        return self.comm.send_s(source, target, size_bytes)
+
+    def layer_weight_bytes(self, device: Device, kind: int, bits: int) -> int:
+        """Return the bytes of one layer's weights as ``device`` stores them (all alike so far)."""
+        del device
+        return memory.layer_weight_bytes(self.model, kind, bits, self.dtype)
+
+    def layer_kv_bytes(self, kind: int, slots: int, max_tokens: int) -> int:
+        """Return the bytes of one layer's preallocated key-value slots."""
+        return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, self.kv_bits)
+
+    def temporary_bytes(
+        self,
+        device: Device,
+        workload: Workload,
+        micro_batching: MicroBatching,
+        is_master: bool,
+    ) -> int:
+        """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
+        return memory.temporary_bytes(
+            self.model,
+            workload,
+            micro_batching,
+            dtype=self.dtype,
+            device_kind=self.specs[device.group].kind,
+            is_master=is_master,
+        )
+
+    def master_bytes(self) -> int:
+        """Return the bytes of embeddings, final norm and head."""
+        return memory.master_bytes(self.model, self.dtype)
+
+    def latency_source(self, device: Device) -> str:
+        """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""
+        return self.latency[device.group].source
+
+
+def build_costs(
+    model: ModelSpec,
+    cluster: Cluster,
+    *,
+    dtype: Dtype,
+    kv_bits: int,
+    profile_dir: Path | None = None,
+) -> ClusterCosts:
+    """Build the costs of a model on a cluster: measured where there are tables, else roofline.
+
+    Args:
+        model: the model.
+        cluster: the cluster; its ``profile`` entries name tables for their devices.
+        dtype: number format of the run.
+        kv_bits: bits of a cached key or value.
+        profile_dir: a folder of tables, searched for those whose provenance matches.
+
+    Raises:
+        SpecError: an unknown device type, a malformed table, or one of another model or device.
+    """
+    tables = read_folder(profile_dir)
+    specs: list[DeviceSpec] = []
+    latency: list[LatencyModel] = []
+    for device in cluster.devices:
+        if device.local_index:
+            continue
+        spec = catalog.device(device.type)
+        analytic = RooflineLatencyModel(
+            model=model, device=spec, dtype=dtype, kv_bits=kv_bits, threads=device.threads or 1
+        )
+        profile = find_profile(ProfileKey(model=model, dtype=dtype, device=device), tables)
+        specs.append(spec)
+        if profile is None:
+            latency.append(analytic)
+            continue
+        latency.append(
+            TableLatencyModel(
+                table=profile.table,
+                analytic=analytic,
+                profiled_kind=model.layer_kinds[profile.layer],
+                file=profile.file,
+            )
+        )
+    return ClusterCosts(
+        model=model,
+        cluster=cluster,
+        dtype=dtype,
+        kv_bits=kv_bits,
+        specs=tuple(specs),
+        latency=tuple(latency),
+        comm=AlphaBetaCommModel(cluster=cluster, specs=tuple(specs)),
+    )

@@ -1,0 +1,95 @@
+"""Features: the arithmetic and the values moved by one decoder layer or by the master, by phase.
+
+Pure counting, no device. A context is never cut at a sliding window: the runtime keeps whole
+sequences in its slots and masks what lies outside, so a window saves neither bytes nor time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
+from llmpq.spec.precision import Phase, Precision, linear_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """What one micro-batch asks of one decoder layer.
+
+    Attributes:
+        rows: tokens that pass through it ``v s``, or ``v`` in decode.
+        linear_flops: operations of one token in the linear operators.
+        attention_flops: operations of scores and weighted values, the whole square in prefill.
+        kv_values: keys and values read by attention.
+    """
+
+    rows: float
+    linear_flops: float
+    attention_flops: float
+    kv_values: float
+
+
+def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> LayerWork:
+    """Count the work of one layer.
+
+    Args:
+        layer: the kind of layer.
+        phase: prefill or decode.
+        batch: sequences ``v``.
+        tokens: prompt length ``s``, or context length ``s + t`` in decode.
+    """
+    rows = batch * tokens if phase is Phase.PREFILL else float(batch)
+    width = layer.num_heads * layer.head_dim
+    return LayerWork(
+        rows=rows,
+        linear_flops=2.0 * layer.active_weight_parameters,
+        attention_flops=4.0 * rows * tokens * width,
+        kv_values=2.0 * batch * tokens * layer.num_kv_heads * layer.head_dim,
+    )
+
+
+def experts_hit(op: LinearSpec, rows: float) -> float:
+    """Return how many of an operator's matrices ``rows`` tokens are expected to visit.
+
+    A token picks ``k`` of ``E`` experts; with even, independent routing an expert is missed by all
+    of ``T`` tokens with probability ``(1 - k/E)^T``, so ``E (1 - (1 - k/E)^T)`` are read. One
+    matrix for a dense operator. Real routing is uneven, which only makes this an upper estimate.
+    """
+    if op.count == op.active:
+        return float(op.count)
+    missed: float = (1.0 - op.active / op.count) ** rows
+    return op.count * (1.0 - missed)
+
+
+def touched_bytes(
+    layer: LayerSpec, precision: Precision, dtype_bytes: int, rows: float
+) -> tuple[float, float]:
+    """Return the bytes of weights that ``rows`` tokens make a layer read.
+
+    Returns:
+        Bytes of the quantizable operators at ``precision``, and bytes of what stays in the dtype.
+    """
+    stored = 0.0
+    kept = float(layer.norm_parameters * dtype_bytes)
+    for op in layer.linears:
+        hits = experts_hit(op, rows)
+        if op.quantizable:
+            stored += hits * linear_bytes(op.out_features, op.in_features, precision, dtype_bytes)
+        else:
+            kept += hits * op.out_features * op.in_features * dtype_bytes
+        kept += hits * (op.out_features * dtype_bytes if op.bias else 0)
+    return stored, kept
+
+
+def quantizable_parameters(layer: LayerSpec, rows: float) -> float:
+    """Return the quantizable weights that ``rows`` tokens make a layer read."""
+    return sum(
+        experts_hit(op, rows) * op.out_features * op.in_features
+        for op in layer.linears
+        if op.quantizable
+    )
+
+
+def head_weights(model: ModelSpec) -> int:
+    """Return the weights of the LM head, tied or not ``V x h``."""
+    return model.vocab_size * model.head_in_features

@@ -1,0 +1,116 @@
+"""Profiles: which measured table speaks for which device.
+
+What a table was measured on stands in its provenance lines, never in its file name. A cluster file
+that names a table for a device must name one of this model; a folder of tables is searched for
+those that match, and tables of the same device are read as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import Device
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.precision import Dtype
+from llmpq.spec.tables import LATENCY_HEADER, LatencyTable, read_latency_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A table that speaks for a device.
+
+    Attributes:
+        table: its samples.
+        file: where they come from.
+        layer: index of the decoder layer that was measured.
+    """
+
+    table: LatencyTable
+    file: str
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """What a table must have been measured on; a table that does not say so is taken to match."""
+
+    model: ModelSpec
+    dtype: Dtype
+    device: Device
+
+    def mismatch(self, provenance: dict[str, str]) -> str | None:
+        """Return what differs, in words, or ``None``."""
+        wanted = {"model": self.model.name, "dtype": self.dtype, "device": self.device.type}
+        for key in ("threads", "cpu_isa"):
+            value = getattr(self.device, key)
+            if value is not None:
+                wanted[key] = str(value)
+        for key, value in wanted.items():
+            if key in provenance and provenance[key] != value:
+                return f"found {key} '{provenance[key]}', expected '{value}'"
+        return None
+
+
+def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Profile | None:
+    """Return the measured profile of a device, ``None`` when there is none.
+
+    Args:
+        key: model, dtype and device.
+        folder_tables: the tables of the profile folder, by file.
+
+    Raises:
+        SpecError: the cluster names a table for this device that was measured on something else.
+    """
+    path = key.device.profile
+    if path is not None:
+        table = read_latency_table(path)
+        difference = key.mismatch(dict(table.provenance))
+        if difference is not None:
+            raise SpecError(f"{path}: not a table for device {key.device.label}: {difference}")
+        return Profile(table=table, file=path, layer=_layer(path, table, key.model))
+    matching = {
+        file: table
+        for file, table in folder_tables.items()
+        if "device" in (origin := dict(table.provenance)) and key.mismatch(origin) is None
+    }
+    if not matching:
+        return None
+    layers = {_layer(file, table, key.model) for file, table in matching.items()}
+    if len(layers) > 1:
+        raise SpecError(
+            f"{', '.join(matching)}: found tables of unlike layers {sorted(layers)} for one "
+            "device, expected one layer"
+        )
+    samples = tuple(sample for table in matching.values() for sample in table.samples)
+    return Profile(
+        table=LatencyTable(samples=samples), file=", ".join(matching), layer=layers.pop()
+    )
+
+
+def read_folder(folder: Path | None) -> dict[str, LatencyTable]:
+    """Read every latency table of a folder, by file; other CSV files are not looked into.
+
+    Raises:
+        SpecError: no such folder, or a latency table in it is malformed.
+    """
+    if folder is None:
+        return {}
+    if not folder.is_dir():
+        raise SpecError(f"{folder}: no such folder, expected one with measured tables")
+    header = ",".join(LATENCY_HEADER)
+    return {
+        str(file): read_latency_table(file)
+        for file in sorted(folder.glob("*.csv"))
+        if header in file.read_text(encoding="utf-8", errors="replace")
+    }
+
+
+def _layer(file: str, table: LatencyTable, model: ModelSpec) -> int:
+    text = dict(table.provenance).get("layer", "0")
+    if not text.isdecimal() or int(text) >= model.num_layers:
+        raise SpecError(
+            f"{file}: provenance 'layer': found '{text}', expected a layer below {model.num_layers}"
+        )
+    return int(text)

@@ -1,0 +1,102 @@
+"""Roofline: seconds from a device's figures alone, where nothing was measured.
+
+Arithmetic and weight streaming overlap imperfectly: the slower of the two counts whole, the faster
+one with 15 percent. Attention, widening of quantized weights and launches add. The constants are
+those of the LLM-PQ cluster study behind the catalogue's efficiencies; a measured table replaces all
+of it. The estimate is positive and never falls with batch or tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.costmodel.features import (
+    head_weights,
+    layer_work,
+    quantizable_parameters,
+    touched_bytes,
+)
+from llmpq.spec.cluster import DeviceSpec
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision
+
+OVERLAP_LOSS = 0.15
+DECODE_ARITHMETIC = 0.5
+"""Share of the arithmetic efficiency that thin matrices (one row a sequence) reach."""
+ATTENTION_ARITHMETIC = 0.35
+ATTENTION_STREAM = 0.8
+BANDWIDTH_THREADS = 8
+"""CPU threads after which more of them do not stream faster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineLatencyModel:
+    """Analytic latency of one model on one type of device.
+
+    Attributes:
+        model: the model.
+        device: the device's figures; those of a CPU are per thread.
+        dtype: number format of the run; "16 bits" means this format.
+        kv_bits: bits of a cached key or value.
+        threads: CPU threads of the worker.
+    """
+
+    model: ModelSpec
+    device: DeviceSpec
+    dtype: Dtype
+    kv_bits: int
+    threads: int = 1
+
+    @property
+    def source(self) -> str:
+        """Where the seconds come from."""
+        return "roofline"
+
+    def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
+        """Return the seconds of one decoder layer; see ``LatencyModel``."""
+        layer = self.model.layer_types[kind]
+        work = layer_work(layer, phase, batch, tokens)
+        cost = self.device.precision_cost(bits)
+        stored, kept = touched_bytes(
+            layer, default_precision(bits), DTYPE_BYTES[self.dtype], work.rows
+        )
+        weights_s = (stored / cost.stream + kept) / self._stream
+        is_prefill = phase is Phase.PREFILL
+        share = 1.0 if is_prefill else DECODE_ARITHMETIC
+        # A short prompt does not fill the device: as if it had that many more tokens.
+        rows = work.rows + (self.device.saturation_tokens if is_prefill else 0.0)
+        compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
+        seconds = _overlapped(weights_s, compute_s)
+        seconds += work.attention_flops / (self._arithmetic * ATTENTION_ARITHMETIC)
+        seconds += work.kv_values * self.kv_bits / 8 / (self._stream * ATTENTION_STREAM)
+        if is_prefill and bits != 16:
+            widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
+            seconds += cost.dequantize * widened / self._stream
+        return seconds + self.device.layer_overhead_s * cost.overhead
+
+    def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
+        """Return the seconds of embedding, final norm, head and sampling; see ``LatencyModel``."""
+        value_bytes = DTYPE_BYTES[self.dtype]
+        rows = batch * tokens if phase is Phase.PREFILL else float(batch)
+        embed_s = 2.0 * rows * self.model.hidden_size * value_bytes / self._stream
+        weights = head_weights(self.model)
+        compute_s = 2.0 * batch * weights / (self._arithmetic * DECODE_ARITHMETIC)
+        head_s = _overlapped(weights * value_bytes / self._stream, compute_s)
+        sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
+        return embed_s + head_s + sample_s + self.device.layer_overhead_s
+
+    @property
+    def _arithmetic(self) -> float:
+        """Achieved operations per second of large matrix products."""
+        peak = self.device.peak_flops(self.dtype) * self.device.compute_efficiency
+        return peak * (self.threads if self.device.kind == "cpu" else 1)
+
+    @property
+    def _stream(self) -> float:
+        """Achieved bytes per second while reading weights."""
+        peak = self.device.memory_bytes_per_s * self.device.memory_efficiency
+        return peak * (min(self.threads, BANDWIDTH_THREADS) if self.device.kind == "cpu" else 1)
+
+
+def _overlapped(first_s: float, second_s: float) -> float:
+    return max(first_s, second_s) + OVERLAP_LOSS * min(first_s, second_s)

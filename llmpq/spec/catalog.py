@@ -1,0 +1,210 @@
+"""Catalogue: models and devices by name, read from the package's own data files.
+
+A model's entry is the part of its public ``config.json`` that decides a size, next to the parameter
+count its authors publish; a device's entry carries the source of every figure. It refuses to guess:
+an unknown name is an error that offers the nearest ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import DeviceKind, DeviceSpec, PrecisionCost
+from llmpq.spec.families import load_model_dir, model_from_config
+from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.precision import BITS, DTYPE_BYTES
+
+_PAPER_NAMES = {
+    "opt": "facebook/opt-{}",
+    "bloom": "bigscience/bloom-{}",
+}
+_DEVICE_FIGURES = (
+    "memory_bytes",
+    "runtime_bytes",
+    "flops",
+    "memory_bytes_per_s",
+    "compute_efficiency",
+    "memory_efficiency",
+    "layer_overhead_s",
+    "saturation_tokens",
+    "link_bytes_per_s",
+    "link_latency_s",
+    "precision_costs",
+)
+
+
+def model(name: str) -> ModelSpec:
+    """Return the catalogue's model of that name (any case).
+
+    Raises:
+        SpecError: no such model; the message offers the nearest names.
+    """
+    found = {known.lower(): known for known in _models()}.get(name.lower())
+    if found is None:
+        raise _unknown("model", name, model_names())
+    return model_from_config(_models()[found]["config"], found, f"catalogue entry {found}")
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names of all models, in the order of the file."""
+    return tuple(_models())
+
+
+def published_parameters(name: str) -> int:
+    """Return the parameter count that the authors of a catalogue model publish."""
+    return int(_models()[model(name).name]["published_parameters"])
+
+
+def paper_model_name(family: str, size: str) -> str:
+    """Translate the paper's ``--model-name opt --model_size 30b`` into a catalogue name."""
+    pattern = _PAPER_NAMES.get(family.lower())
+    if pattern is None:
+        raise _unknown("model family", family, _PAPER_NAMES)
+    name = pattern.format(size.lower()).removesuffix("-176b")
+    return model(name).name
+
+
+def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:
+    """Return a model given by directory or catalogue name, and the directory if it is one.
+
+    Raises:
+        SpecError: neither a directory with ``config.json`` nor a catalogue name.
+    """
+    folder = Path(name_or_dir)
+    if folder.is_dir():
+        return load_model_dir(folder), folder
+    return model(str(name_or_dir)), None
+
+
+def device(type_name: str) -> DeviceSpec:
+    """Return the figures of a type of device.
+
+    Raises:
+        SpecError: no such type; the message offers the nearest names.
+    """
+    found = _devices().get(type_name)
+    if found is None:
+        raise _unknown("device type", type_name, device_types())
+    return found
+
+
+def device_types() -> tuple[str, ...]:
+    """Return the names of all device types, in the order of the file."""
+    return tuple(_devices())
+
+
+def device_source(type_name: str, figure: str) -> str:
+    """Return where a figure of a device comes from."""
+    device(type_name)
+    return _device_sources()[type_name][figure]
+
+
+@cache
+def _models() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    fields = _data("models.json")
+    for entry in fields.children("models", minimum=1):
+        name = entry.text("name")
+        entry.text("source")
+        published = entry.integer("published_parameters", minimum=1)
+        config = entry.take("config")
+        entry.done()
+        if name in found:
+            raise entry.error("name", name, "each model once")
+        found[name] = {"published_parameters": published, "config": config}
+    fields.done()
+    return found
+
+
+@cache
+def _devices() -> dict[str, DeviceSpec]:
+    return {spec.type: spec for spec, _ in _device_entries()}
+
+
+@cache
+def _device_sources() -> dict[str, dict[str, str]]:
+    return {spec.type: sources for spec, sources in _device_entries()}
+
+
+@cache
+def _device_entries() -> tuple[tuple[DeviceSpec, dict[str, str]], ...]:
+    fields = _data("devices.json")
+    entries = tuple(_device(entry) for entry in fields.children("devices", minimum=1))
+    fields.done()
+    if len({spec.type for spec, _ in entries}) != len(entries):
+        raise fields.error("devices", "one type twice", "each type once")
+    return entries
+
+
+def _device(fields: Fields) -> tuple[DeviceSpec, dict[str, str]]:
+    spec = DeviceSpec(
+        type=fields.text("type"),
+        kind=cast(DeviceKind, fields.text("kind", ("cpu", "cuda"))),
+        memory_bytes=fields.integer("memory_bytes", minimum=1),
+        runtime_bytes=fields.integer("runtime_bytes"),
+        flops=_rates(fields.child("flops")),
+        memory_bytes_per_s=fields.number("memory_bytes_per_s", minimum=1.0),
+        compute_efficiency=fields.number("compute_efficiency", minimum=0.01, maximum=1.0),
+        memory_efficiency=fields.number("memory_efficiency", minimum=0.01, maximum=1.0),
+        layer_overhead_s=fields.number("layer_overhead_s"),
+        link_bytes_per_s=fields.number("link_bytes_per_s", minimum=1.0),
+        link_latency_s=fields.number("link_latency_s"),
+        precision_costs=tuple(_cost(cost) for cost in fields.children("precision_costs")),
+        saturation_tokens=fields.number("saturation_tokens"),
+    )
+    given = fields.child("source")
+    sources = {figure: given.text(figure) for figure in _DEVICE_FIGURES}
+    given.done()
+    fields.done()
+    return spec, sources
+
+
+def _rates(fields: Fields) -> tuple[tuple[str, float], ...]:
+    found = tuple(
+        (name, fields.number(name, minimum=1.0)) for name in DTYPE_BYTES if fields.has(name)
+    )
+    fields.done()
+    return found
+
+
+def _cost(fields: Fields) -> PrecisionCost:
+    bits = fields.integer("bits")
+    if bits not in BITS or bits == 16:
+        raise fields.error("bits", bits, "3, 4 or 8")
+    cost = PrecisionCost(
+        bits=bits,
+        compute=fields.number("compute", minimum=0.01),
+        stream=fields.number("stream", minimum=0.01),
+        overhead=fields.number("overhead", minimum=0.01),
+        dequantize=fields.number("dequantize"),
+    )
+    fields.done()
+    return cost
+
+
+def _data(name: str) -> Fields:
+    with resources.as_file(resources.files("llmpq") / "data" / name) as path:
+        fields = Fields(read_json(path), f"llmpq/data/{name}")
+    fields.schema()
+    return fields
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> SpecError:
+    names = {known_name.lower(): known_name for known_name in known}
+    # The part behind the slash is what people remember of a repository id.
+    short = {key.rpartition("/")[2]: key for key in names}
+    wanted = name.lower()
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    near += [short[key] for key in difflib.get_close_matches(wanted, short, n=3, cutoff=0.5)]
+    offers = [names[key] for key in dict.fromkeys(near)] or list(names.values())
+    return SpecError(
+        f"{what}: found '{name}', which the catalogue does not know; did you mean "
+        f"{', '.join(offers[:5])}?"
+    )

@@ -1,0 +1,431 @@
+"""Families: a ``ModelSpec`` from any supported ``config.json``, without torch.
+
+Operators are named by their module path inside transformers' own decoder layer, because that is
+the object the tensor side builds. A size that defines the model must be in the file; what older
+files leave out (key-value heads, head size, biases, ties, windows) means what transformers takes it
+to mean, and those defaults differ by family. It refuses everything that is not a decoder-only
+model it knows, naming file and field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmpq.errors import bad_field
+from llmpq.spec.fields import read_json
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
+from llmpq.spec.model_config import HEADS, HIDDEN, Config
+
+
+def load_model_dir(path: str | Path) -> ModelSpec:
+    """Read ``config.json`` of a model directory; the model is named after the directory."""
+    folder = Path(path)
+    file = folder / "config.json"
+    return model_from_config(read_json(file), folder.resolve().name, str(file))
+
+
+def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
+    """Read the object of a ``config.json``.
+
+    Args:
+        config: the parsed file. Fields that do not change a size are ignored.
+        name: what to call the model.
+        where: the file, for messages.
+
+    Raises:
+        SpecError: not a decoder-only model of a known family, or a field is missing or nonsense.
+    """
+    if not isinstance(config, Mapping):
+        raise bad_field(where, "(top level)", config, "a JSON object")
+    fields = Config(config, where)
+    family = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        raise fields.error("is_encoder_decoder", True, "a decoder-only model")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise fields.error("model_type", family, f"one of {', '.join(sorted(_FAMILIES))}")
+    parts = _FAMILIES[family](fields)
+    kinds = tuple(dict.fromkeys(parts.layers))
+    return ModelSpec(
+        name=name,
+        family=family,
+        hidden_size=fields.size(*HIDDEN),
+        vocab_size=fields.size("vocab_size"),
+        head_in_features=parts.head_in_features,
+        max_positions=parts.max_positions,
+        layer_types=kinds,
+        layer_kinds=tuple(kinds.index(layer) for layer in parts.layers),
+        embedding_parameters=parts.embedding_parameters,
+        final_parameters=parts.final_parameters,
+        head_parameters=parts.head_parameters,
+        dtype=fields.dtype(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What a family's reader finds out."""
+
+    layers: tuple[LayerSpec, ...]
+    head_in_features: int
+    max_positions: int | None
+    embedding_parameters: int
+    final_parameters: int
+    head_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variant:
+    """How a family differs from Llama: what its files may leave out, and fixed habits.
+
+    Attributes:
+        kv_heads, head_dim: transformers' defaults; ``None`` is "as many as query heads" and "an
+            equal share of the width".
+        qkv_bias, out_bias: fixed habit, or ``None`` where ``attention_bias`` decides.
+        mlp_bias: whether ``mlp_bias`` of the file is honoured.
+        fused: query, key and value are one matrix, gate and up another (Phi-3).
+        qk_norm: norms on query and key heads.
+        norms: norms of width ``h`` in a layer.
+        tied: default of ``tie_word_embeddings``.
+        windows: the sliding window of every layer.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    mlp_bias: bool = False
+    fused: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    tied: bool = False
+    windows: Callable[[Config], Sequence[int | None]]
+
+
+def _linear(name: str, out_features: int, in_features: int, bias: bool = False) -> LinearSpec:
+    return LinearSpec(name=name, out_features=out_features, in_features=in_features, bias=bias)
+
+
+def _llama_like(variant: _Variant, fields: Config) -> _Parts:
+    hidden = fields.size("hidden_size")
+    layer = _attention_only(variant, fields)
+    feed_forward = _gated(variant, fields, hidden, fields.size("intermediate_size"))
+    whole = replace(layer, linears=layer.linears + feed_forward)
+    windows = variant.windows(fields)
+    return _rope_parts(variant, fields, [replace(whole, sliding_window=one) for one in windows])
+
+
+def _mixtral(variant: _Variant, fields: Config) -> _Parts:
+    layer = _attention_only(variant, fields)
+    experts = _experts(
+        fields,
+        fields.size("num_local_experts", "num_experts", default=8),
+        fields.size("num_experts_per_tok", default=2),
+        fields.size("intermediate_size"),
+    )
+    whole = replace(layer, linears=layer.linears + experts)
+    windows = variant.windows(fields)
+    return _rope_parts(variant, fields, [replace(whole, sliding_window=one) for one in windows])
+
+
+def _qwen3_moe(variant: _Variant, fields: Config) -> _Parts:
+    hidden = fields.size("hidden_size")
+    attention = _attention_only(variant, fields)
+    dense = _gated(variant, fields, hidden, fields.size("intermediate_size", default=6144))
+    experts = _experts(
+        fields,
+        fields.size("num_experts", "num_local_experts", default=128),
+        fields.size("num_experts_per_tok", default=8),
+        fields.size("moe_intermediate_size", default=768),
+    )
+    step = fields.size("decoder_sparse_step", default=1)
+    dense_layers = fields.indices("mlp_only_layers")
+    layers = []
+    for index, window in enumerate(variant.windows(fields)):
+        is_sparse = index not in dense_layers and (index + 1) % step == 0
+        linears = attention.linears + (experts if is_sparse else dense)
+        layers.append(replace(attention, linears=linears, sliding_window=window))
+    return _rope_parts(variant, fields, layers)
+
+
+def _rope_parts(variant: _Variant, fields: Config, layers: Iterable[LayerSpec]) -> _Parts:
+    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    is_tied = fields.flag("tie_word_embeddings", variant.tied)
+    return _Parts(
+        layers=tuple(layers),
+        head_in_features=hidden,
+        max_positions=fields.optional_size("max_position_embeddings"),
+        embedding_parameters=vocab * hidden,
+        final_parameters=hidden,
+        head_parameters=0 if is_tied else vocab * hidden,
+    )
+
+
+def _attention_only(variant: _Variant, fields: Config) -> LayerSpec:
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = fields.kv_heads(variant.kv_heads)
+    head_dim = fields.head_dim(variant.head_dim)
+    stated = fields.flag("attention_bias", default=False)
+    qkv_bias = stated if variant.qkv_bias is None else variant.qkv_bias
+    out_bias = stated if variant.out_bias is None else variant.out_bias
+    query, key = heads * head_dim, kv_heads * head_dim
+    if variant.fused:
+        inputs: tuple[LinearSpec, ...] = (
+            _linear("self_attn.qkv_proj", query + 2 * key, hidden, qkv_bias),
+        )
+    else:
+        inputs = (
+            _linear("self_attn.q_proj", query, hidden, qkv_bias),
+            _linear("self_attn.k_proj", key, hidden, qkv_bias),
+            _linear("self_attn.v_proj", key, hidden, qkv_bias),
+        )
+    return LayerSpec(
+        linears=(*inputs, _linear("self_attn.o_proj", hidden, query, out_bias)),
+        norm_parameters=variant.norms * hidden + (2 * head_dim if variant.qk_norm else 0),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _gated(
+    variant: _Variant, fields: Config, hidden: int, intermediate: int
+) -> tuple[LinearSpec, ...]:
+    bias = variant.mlp_bias and fields.flag("mlp_bias", default=False)
+    down = _linear("mlp.down_proj", hidden, intermediate, bias)
+    if variant.fused:
+        return (_linear("mlp.gate_up_proj", 2 * intermediate, hidden, bias), down)
+    return (
+        _linear("mlp.gate_proj", intermediate, hidden, bias),
+        _linear("mlp.up_proj", intermediate, hidden, bias),
+        down,
+    )
+
+
+def _experts(fields: Config, count: int, active: int, intermediate: int) -> tuple[LinearSpec, ...]:
+    hidden = fields.size("hidden_size")
+    if active > count:
+        raise fields.error("num_experts_per_tok", active, f"at most {count} experts")
+    router = replace(_linear("mlp.gate", count, hidden), quantizable=False)
+    gate_up = _linear("mlp.experts.gate_up_proj", 2 * intermediate, hidden)
+    down = _linear("mlp.experts.down_proj", hidden, intermediate)
+    return (
+        router,
+        replace(gate_up, count=count, active=active),
+        replace(down, count=count, active=active),
+    )
+
+
+def _opt(fields: Config) -> _Parts:
+    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    ffn = fields.size("ffn_dim", default=3072)
+    bias = fields.flag("enable_bias", default=True)
+    norm = 2 * hidden if fields.flag("layer_norm_elementwise_affine", default=True) else 0
+    projected = fields.size("word_embed_proj_dim", default=hidden)
+    positions = fields.size("max_position_embeddings", default=2048)
+    names = ("k_proj", "v_proj", "q_proj", "out_proj")
+    layer = _plain_layer(
+        fields,
+        linears=(
+            *(_linear(f"self_attn.{name}", hidden, hidden, bias) for name in names),
+            _linear("fc1", ffn, hidden, bias),
+            _linear("fc2", hidden, ffn, bias),
+        ),
+        norm_parameters=2 * norm,
+    )
+    has_final_norm = fields.flag("do_layer_norm_before", default=True) and not fields.flag(
+        "_remove_final_layer_norm", default=False
+    )
+    # Learned positions start at 2 (the rows of padding); OPT-350m projects in and out of its width.
+    projections = 0 if projected == hidden else 2 * projected * hidden
+    is_tied = fields.flag("tie_word_embeddings", default=True)
+    return _Parts(
+        layers=(layer,) * fields.layers(),
+        head_in_features=projected,
+        max_positions=positions,
+        embedding_parameters=vocab * projected + (positions + 2) * hidden + projections,
+        final_parameters=norm if has_final_norm else 0,
+        head_parameters=0 if is_tied else vocab * projected,
+    )
+
+
+def _bloom(fields: Config) -> _Parts:
+    hidden, vocab = fields.size(*HIDDEN), fields.size("vocab_size")
+    layer = _plain_layer(
+        fields,
+        linears=(
+            _linear("self_attention.query_key_value", 3 * hidden, hidden, bias=True),
+            _linear("self_attention.dense", hidden, hidden, bias=True),
+            _linear("mlp.dense_h_to_4h", 4 * hidden, hidden, bias=True),
+            _linear("mlp.dense_4h_to_h", hidden, 4 * hidden, bias=True),
+        ),
+        norm_parameters=4 * hidden,
+    )
+    is_tied = fields.flag("tie_word_embeddings", default=True)
+    return _Parts(
+        layers=(layer,) * fields.layers(),
+        head_in_features=hidden,
+        max_positions=None,  # alibi has no last position
+        embedding_parameters=vocab * hidden + 2 * hidden,
+        final_parameters=2 * hidden,
+        head_parameters=0 if is_tied else vocab * hidden,
+    )
+
+
+def _gpt_neox(fields: Config) -> _Parts:
+    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    inner = fields.size("intermediate_size")
+    bias = fields.flag("attention_bias", default=True)
+    layer = _plain_layer(
+        fields,
+        linears=(
+            _linear("attention.query_key_value", 3 * hidden, hidden, bias),
+            _linear("attention.dense", hidden, hidden, bias),
+            _linear("mlp.dense_h_to_4h", inner, hidden, bias=True),
+            _linear("mlp.dense_4h_to_h", hidden, inner, bias=True),
+        ),
+        norm_parameters=4 * hidden,
+    )
+    is_tied = fields.flag("tie_word_embeddings", default=False)
+    return _Parts(
+        layers=(layer,) * fields.layers(),
+        head_in_features=hidden,
+        max_positions=fields.optional_size("max_position_embeddings"),
+        embedding_parameters=vocab * hidden,
+        final_parameters=2 * hidden,
+        head_parameters=0 if is_tied else vocab * hidden,
+    )
+
+
+def _phi(fields: Config) -> _Parts:
+    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    inner, kv_heads = fields.size("intermediate_size"), fields.kv_heads(None)
+    heads, head_dim = fields.size("num_attention_heads"), fields.head_dim(None)
+    query, key = heads * head_dim, kv_heads * head_dim
+    # One norm serves attention and feed-forward, which run side by side.
+    qk_norms = 4 * (hidden // heads) if fields.flag("qk_layernorm", default=False) else 0
+    layer = LayerSpec(
+        linears=(
+            _linear("self_attn.q_proj", query, hidden, bias=True),
+            _linear("self_attn.k_proj", key, hidden, bias=True),
+            _linear("self_attn.v_proj", key, hidden, bias=True),
+            _linear("self_attn.dense", hidden, query, bias=True),
+            _linear("mlp.fc1", inner, hidden, bias=True),
+            _linear("mlp.fc2", hidden, inner, bias=True),
+        ),
+        norm_parameters=2 * hidden + qk_norms,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    is_tied = fields.flag("tie_word_embeddings", default=False)
+    return _Parts(
+        layers=(layer,) * fields.layers(),
+        head_in_features=hidden,
+        max_positions=fields.optional_size("max_position_embeddings"),
+        embedding_parameters=vocab * hidden,
+        final_parameters=2 * hidden,
+        head_parameters=vocab + (0 if is_tied else vocab * hidden),  # the head has a bias
+    )
+
+
+def _plain_layer(
+    fields: Config, *, linears: tuple[LinearSpec, ...], norm_parameters: int
+) -> LayerSpec:
+    heads = fields.size(*HEADS)
+    return LayerSpec(
+        linears=linears,
+        norm_parameters=norm_parameters,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=fields.head_share(),
+    )
+
+
+def _windows_none(fields: Config) -> Sequence[int | None]:
+    return [None] * fields.layers()
+
+
+def _windows_everywhere(default: int | None) -> Callable[[Config], Sequence[int | None]]:
+    """Every layer looks back on ``sliding_window``; null is all tokens (Mistral, Phi-3)."""
+
+    def windows(fields: Config) -> Sequence[int | None]:
+        stated = fields.optional_size("sliding_window")
+        missing = None if fields.has_key("sliding_window") else default
+        return [stated or missing] * fields.layers()
+
+    return windows
+
+
+def _windows_if_used(fields: Config) -> Sequence[int | None]:
+    """Every layer, where ``use_sliding_window`` says so (Qwen3-MoE)."""
+    used = fields.flag("use_sliding_window", default=False)
+    return [_window(fields) if used else None] * fields.layers()
+
+
+def _windows_from_layer(fields: Config) -> Sequence[int | None]:
+    """Layers from ``max_window_layers`` on, where ``use_sliding_window`` says so (Qwen)."""
+    count = fields.layers()
+    window = _window(fields) if fields.flag("use_sliding_window", default=False) else None
+    first = fields.size("max_window_layers", default=28, minimum=0)
+    return _by_name(fields, [window if index >= first else None for index in range(count)], window)
+
+
+def _windows_by_period(period: int) -> Callable[[Config], Sequence[int | None]]:
+    """All layers but every ``sliding_window_pattern``-th one (Gemma 2 and 3)."""
+
+    def windows(fields: Config) -> Sequence[int | None]:
+        window = _window(fields)
+        every = fields.size("sliding_window_pattern", default=period) if period != 2 else period
+        count = fields.layers()
+        pattern = [window if (index + 1) % every else None for index in range(count)]
+        return _by_name(fields, pattern, window)
+
+    return windows
+
+
+def _by_name(
+    fields: Config, pattern: Sequence[int | None], window: int | None
+) -> Sequence[int | None]:
+    """Return what ``layer_types`` says where the file has it, ``pattern`` otherwise."""
+    names = fields.names("layer_types", len(pattern), ("full_attention", "sliding_attention"))
+    if names is None:
+        return pattern
+    return [window if name == "sliding_attention" else None for name in names]
+
+
+def _window(fields: Config) -> int | None:
+    missing = None if fields.has_key("sliding_window") else 4096
+    return fields.optional_size("sliding_window") or missing
+
+
+_LLAMA = _Variant(mlp_bias=True, windows=_windows_none)
+_MISTRAL = _Variant(kv_heads=8, qkv_bias=False, out_bias=False, windows=_windows_everywhere(4096))
+_MIXTRAL = replace(_MISTRAL, windows=_windows_everywhere(None))
+_PHI3 = replace(_MISTRAL, kv_heads=None, fused=True, windows=_windows_everywhere(None))
+_QWEN2 = _Variant(kv_heads=32, qkv_bias=True, out_bias=False, windows=_windows_from_layer)
+_QWEN3 = _Variant(kv_heads=32, head_dim=128, qk_norm=True, windows=_windows_from_layer)
+_QWEN3_MOE = _Variant(kv_heads=4, qk_norm=True, windows=_windows_if_used)
+_GEMMA = _Variant(kv_heads=16, head_dim=256, tied=True, windows=_windows_none)
+_GEMMA2 = _Variant(kv_heads=4, head_dim=256, norms=4, tied=True, windows=_windows_by_period(2))
+_GEMMA3 = replace(_GEMMA2, qk_norm=True, windows=_windows_by_period(6))
+
+_FAMILIES: dict[str, Callable[[Config], _Parts]] = {
+    "opt": _opt,
+    "bloom": _bloom,
+    "gpt_neox": _gpt_neox,
+    "phi": _phi,
+    "llama": partial(_llama_like, _LLAMA),
+    "mistral": partial(_llama_like, _MISTRAL),
+    "phi3": partial(_llama_like, _PHI3),
+    "qwen2": partial(_llama_like, _QWEN2),
+    "qwen3": partial(_llama_like, _QWEN3),
+    "gemma": partial(_llama_like, _GEMMA),
+    "gemma2": partial(_llama_like, _GEMMA2),
+    "gemma3_text": partial(_llama_like, _GEMMA3),
+    "mixtral": partial(_mixtral, _MIXTRAL),
+    "qwen3_moe": partial(_qwen3_moe, _QWEN3_MOE),
+}
