@@ -1,0 +1,153 @@
+"""What an assignment costs: the one pricing function of every method and of ``llmpq-check``.
+
+LLM-PQ, Sec. 4.3. Two latency formulas, of which the first is ours (docs/equations.md says why):
+
+- ``steady``: ``(mu_pre - 1) Tmax_pre + sum_j (T_pre[j] + c_pre[j]) + (n - 1) T_round`` with
+  ``T_round = max(mu_dec max_j(T_dec[j], c_dec[j]), sum_j (T_dec[j] + c_dec[j]))``;
+- ``paper``: ``(mu_pre - 1) Tmax_pre + sum_j T_pre[j] + (n - 1) (mu_dec - 1) Tmax_dec +
+  sum_j T_dec[j]``.
+
+``j`` runs over the stages that are used, ``c`` is the time to send one micro-batch on (the last
+stage sends back to the master), ``Tmax`` covers stages and links. With one stage nothing is sent.
+It refuses to judge: an assignment that does not fit has a price too, and an excess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.assigner.problem import Assignment, AssignmentProblem, PairCosts
+from llmpq.spec.plan import Formula
+
+QUALITY_SLACK = 1e-9
+"""Relative slack of the quality budget: sums of floating-point shares, nothing more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """What one used position takes.
+
+    Attributes:
+        position: position in the order.
+        prefill_s, decode_s: one micro-batch, the master's own work included.
+        send_prefill_s, send_decode_s: one micro-batch on its outgoing link.
+        weight_bytes, kv_bytes: memory of its layers.
+    """
+
+    position: int
+    prefill_s: float
+    decode_s: float
+    send_prefill_s: float
+    send_decode_s: float
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What an assignment takes.
+
+    Attributes:
+        stages: the used positions in order.
+        latency_s: predicted latency by the problem's formula.
+        quality: total normalised degradation.
+        objective_s: latency plus ``theta_s`` times the degradation.
+        excess_bytes: bytes over capacity, summed over positions; 0 when it fits.
+    """
+
+    stages: tuple[StageCost, ...]
+    latency_s: float
+    quality: float
+    objective_s: float
+    excess_bytes: int
+
+
+def price(problem: AssignmentProblem, assignment: Assignment) -> Price:
+    """Price an assignment; contiguity is the caller's promise (positions never decrease)."""
+    stages = _stage_costs(problem, assignment)
+    latency_s = latency(problem.costs, stages, problem.formula)
+    quality = sum(
+        float(problem.omega[layer, width]) for layer, width in enumerate(assignment.widths)
+    )
+    excess = sum(
+        max(0, stage.weight_bytes + stage.kv_bytes - problem.capacity_bytes(stage.position))
+        for stage in stages
+    )
+    return Price(
+        stages=stages,
+        latency_s=latency_s,
+        quality=quality,
+        objective_s=latency_s + problem.theta_s * quality,
+        excess_bytes=excess,
+    )
+
+
+def is_feasible(problem: AssignmentProblem, found: Price) -> bool:
+    """Tell whether a priced assignment fits in memory and within the quality budget."""
+    return found.excess_bytes == 0 and within_budget(problem, found.quality)
+
+
+def within_budget(problem: AssignmentProblem, quality: float) -> bool:
+    """Tell whether a degradation is within the budget, if there is one."""
+    budget = problem.quality_budget
+    return budget is None or quality <= budget * (1 + QUALITY_SLACK) + 1e-15
+
+
+def latency(costs: PairCosts, stages: Sequence[StageCost], formula: Formula) -> float:
+    """Return the seconds of the whole batch for stages in pipeline order (module docstring)."""
+    prefill_max = max(max(stage.prefill_s, stage.send_prefill_s) for stage in stages)
+    decode_max = max(max(stage.decode_s, stage.send_decode_s) for stage in stages)
+    prefill_s = (costs.prefill_batches - 1) * prefill_max + sum(s.prefill_s for s in stages)
+    rounds = costs.new_tokens - 1
+    if formula == "paper":
+        bubbles = rounds * (costs.decode_batches - 1) * decode_max
+        return prefill_s + bubbles + sum(stage.decode_s for stage in stages)
+    prefill_s += sum(stage.send_prefill_s for stage in stages)
+    pass_s = sum(stage.decode_s + stage.send_decode_s for stage in stages)
+    return prefill_s + rounds * max(costs.decode_batches * decode_max, pass_s)
+
+
+def _stage_costs(problem: AssignmentProblem, assignment: Assignment) -> tuple[StageCost, ...]:
+    costs, order = problem.costs, problem.order
+    used = assignment.used_positions()
+    kinds = problem.kinds.tolist()
+    stages = []
+    for rank, position in enumerate(used):
+        group = order[position]
+        cells = [
+            (group, kinds[layer], assignment.widths[layer])
+            for layer, where in enumerate(assignment.positions)
+            if where == position
+        ]
+        prefill_s = sum(float(costs.prefill_s[cell]) for cell in cells)
+        decode_s = sum(float(costs.decode_s[cell]) for cell in cells)
+        if position == 0:
+            prefill_s += float(costs.master_prefill_s[group])
+            decode_s += float(costs.master_decode_s[group])
+        kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
+        send_prefill_s, send_decode_s = _sends(problem, used, rank)
+        stages.append(
+            StageCost(
+                position=position,
+                prefill_s=prefill_s,
+                decode_s=decode_s,
+                send_prefill_s=send_prefill_s,
+                send_decode_s=send_decode_s,
+                weight_bytes=sum(int(costs.layer_bytes[cell]) for cell in cells) - kv_bytes,
+                kv_bytes=kv_bytes,
+            )
+        )
+    return tuple(stages)
+
+
+def _sends(problem: AssignmentProblem, used: Sequence[int], rank: int) -> tuple[float, float]:
+    """Return the prefill and decode seconds of the link that leaves a stage."""
+    costs, order = problem.costs, problem.order
+    if len(used) == 1:
+        return 0.0, 0.0
+    if rank == len(used) - 1:
+        link = order[used[rank]], order[0]
+        return float(costs.return_prefill_s[link]), float(costs.return_decode_s[link])
+    link = order[used[rank]], order[used[rank + 1]]
+    return float(costs.send_prefill_s[link]), float(costs.send_decode_s[link])

@@ -1,0 +1,152 @@
+"""The problem of one device order and one micro-batch pair, as small arrays.
+
+Devices of one group (equal devices of one node) are interchangeable, and decoder layers of one
+kind cost the same, so every figure is held once a group and a kind. Array legend: ``T`` groups,
+``K`` layer kinds, ``B`` bitwidths, ``L`` layers, ``N`` positions of a device order.
+
+It refuses to decide anything: pricing is ``objective``, choosing is ``search`` and ``baselines``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from llmpq.spec.plan import Formula, MicroBatching
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PairCosts:
+    """All that depends on one pair of micro-batch sizes; seconds and exact bytes.
+
+    Attributes:
+        micro_batching: the pair ``(eta, xi)``.
+        prefill_batches, decode_batches: micro-batches in the batch, ``ceil(B/eta)``, ``ceil(B/xi)``.
+        new_tokens: tokens generated per sequence ``n``.
+        prefill_s, decode_s: ``[T, K, B]`` seconds of one layer and one micro-batch.
+        layer_bytes: ``[T, K, B]`` weights of one layer and its KV cache for the whole batch.
+        kv_bytes: ``[K]`` the KV part of it.
+        total_bytes, runtime_bytes: ``[T]`` a device's memory, and what its process holds.
+        temporary_bytes: ``[T]`` worst operator and message buffers.
+        master_bytes: ``[T]`` embeddings, final norm, head and logits, were it the master.
+        master_prefill_s, master_decode_s: ``[T]`` the master's own work on one micro-batch.
+        send_prefill_s, send_decode_s: ``[T, T]`` hidden states of one micro-batch, from row to
+            column.
+        return_prefill_s, return_decode_s: ``[T, T]`` what the last stage sends to the master: the
+            hidden states of the last position only, which is all the head reads.
+    """
+
+    micro_batching: MicroBatching
+    prefill_batches: int
+    decode_batches: int
+    new_tokens: int
+    prefill_s: FloatArray
+    decode_s: FloatArray
+    layer_bytes: IntArray
+    kv_bytes: IntArray
+    total_bytes: IntArray
+    runtime_bytes: IntArray
+    temporary_bytes: IntArray
+    master_bytes: IntArray
+    master_prefill_s: FloatArray
+    master_decode_s: FloatArray
+    send_prefill_s: FloatArray
+    send_decode_s: FloatArray
+    return_prefill_s: FloatArray
+    return_decode_s: FloatArray
+
+    @property
+    def capacity_bytes(self) -> IntArray:
+        """``[T]`` bytes left for decoder layers on a device; negative when it cannot even start."""
+        return self.total_bytes - self.runtime_bytes - self.temporary_bytes
+
+    @property
+    def first_capacity_bytes(self) -> IntArray:
+        """``[T]`` bytes left for decoder layers on the master."""
+        return self.capacity_bytes - self.master_bytes
+
+    def merged(self, compositions: Sequence[Sequence[int]]) -> PairCosts:
+        """Return the costs of runs of layers that are decided together.
+
+        Args:
+            compositions: for each new kind, the old kinds of the layers it is made of.
+        """
+        picks = [list(kinds) for kinds in compositions]
+
+        def summed(values: npt.NDArray[np.generic], axis: int) -> npt.NDArray[np.generic]:
+            parts = [np.take(values, kinds, axis=axis).sum(axis=axis) for kinds in picks]
+            return np.stack(parts, axis=axis)
+
+        return replace(
+            self,
+            prefill_s=summed(self.prefill_s, 1),
+            decode_s=summed(self.decode_s, 1),
+            layer_bytes=summed(self.layer_bytes, 1),
+            kv_bytes=summed(self.kv_bytes, 0),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AssignmentProblem:
+    """Which device and bitwidth for each layer, for one order of devices and one pair.
+
+    Attributes:
+        costs: the figures of the pair.
+        kinds: ``[L]`` kind of each layer.
+        bits: the ``B`` bitwidths, widest first.
+        omega: ``[L, B]`` normalised degradation; "every layer at 4 bits" sums to 1.
+        theta_s: price of one unit of degradation.
+        quality_budget: largest allowed degradation, ``None`` for no limit.
+        formula: the latency formula.
+        order: group of every position of the pipeline, each group at most as often as it has
+            devices. Position 0 is the master and always runs; any other may stay empty, which
+            takes it out of the pipeline.
+    """
+
+    costs: PairCosts
+    kinds: IntArray
+    bits: tuple[int, ...]
+    omega: FloatArray
+    theta_s: float
+    quality_budget: float | None
+    formula: Formula
+    order: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers ``L`` (or runs of layers decided together)."""
+        return len(self.kinds)
+
+    @property
+    def num_positions(self) -> int:
+        """Positions ``N`` of the order."""
+        return len(self.order)
+
+    def capacity_bytes(self, position: int) -> int:
+        """Bytes that decoder layers may take at ``position``."""
+        costs, group = self.costs, self.order[position]
+        held = costs.first_capacity_bytes if position == 0 else costs.capacity_bytes
+        return int(held[group])
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A decision: for every layer its position in the order and its index into ``bits``.
+
+    Attributes:
+        positions: ``L`` positions, never decreasing.
+        widths: ``L`` indices into the problem's ``bits``.
+    """
+
+    positions: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    def used_positions(self) -> tuple[int, ...]:
+        """Return the positions that run: the master's, and every one that holds a layer."""
+        return tuple(sorted({0, *self.positions}))

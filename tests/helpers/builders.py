@@ -1,0 +1,103 @@
+"""Small valid problems, built by keyword or drawn from a seeded generator."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmpq.assigner.problem import AssignmentProblem, PairCosts
+from llmpq.spec.plan import MicroBatching
+
+
+def pair_costs(
+    *,
+    prefill_s,
+    decode_s,
+    layer_bytes,
+    capacity_bytes,
+    master_bytes=0,
+    kv_bytes=0,
+    master_prefill_s=0.0,
+    master_decode_s=0.0,
+    send_s=(0.0, 0.0),
+    return_s=(0.0, 0.0),
+    prefill_batches=1,
+    decode_batches=1,
+    new_tokens=2,
+) -> PairCosts:
+    """Costs of ``[T, K, B]`` layers; everything per group may be a number or a list of ``T``."""
+    prefill = np.asarray(prefill_s, dtype=np.float64)
+    groups, kinds, _ = prefill.shape
+
+    def per_group(value, dtype):
+        return np.broadcast_to(np.asarray(value, dtype=dtype), (groups,)).copy()
+
+    def square(value):
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), (groups, groups)).copy()
+
+    return PairCosts(
+        micro_batching=MicroBatching(prefill=1, decode=1),
+        prefill_batches=prefill_batches,
+        decode_batches=decode_batches,
+        new_tokens=new_tokens,
+        prefill_s=prefill,
+        decode_s=np.asarray(decode_s, dtype=np.float64),
+        layer_bytes=np.asarray(layer_bytes, dtype=np.int64),
+        kv_bytes=np.broadcast_to(np.asarray(kv_bytes, dtype=np.int64), (kinds,)).copy(),
+        total_bytes=per_group(capacity_bytes, np.int64),
+        runtime_bytes=per_group(0, np.int64),
+        temporary_bytes=per_group(0, np.int64),
+        master_bytes=per_group(master_bytes, np.int64),
+        master_prefill_s=per_group(master_prefill_s, np.float64),
+        master_decode_s=per_group(master_decode_s, np.float64),
+        send_prefill_s=square(send_s[0]),
+        send_decode_s=square(send_s[1]),
+        return_prefill_s=square(return_s[0]),
+        return_decode_s=square(return_s[1]),
+    )
+
+
+def random_problem(
+    seed: int, *, max_layers: int = 4, max_positions: int = 3, **overrides
+) -> AssignmentProblem:
+    """Draw a tiny problem: arbitrary omega and costs, unlike links, several kinds, tight memory."""
+    rng = np.random.default_rng(seed)
+    layers = int(rng.integers(1, max_layers + 1))
+    positions = int(rng.integers(1, max_positions + 1))
+    groups = int(rng.integers(1, positions + 1))
+    kinds = int(rng.integers(1, 3))
+    bits = ((16, 4), (16, 8, 4), (8, 4, 3))[int(rng.integers(3))]
+    shape = (groups, kinds, len(bits))
+    equal_links = rng.random() < 0.3
+    size = () if equal_links else (groups, groups)
+    widths = np.array(bits)
+    layer_bytes = np.maximum(1, rng.integers(1, 4, size=shape) * widths // 2)
+    typical = int(layer_bytes.min() * layers / positions)
+    omega = rng.random((layers, len(bits))) * (17 - widths) ** 2
+    if rng.random() < 0.3:
+        omega[:] = omega[0]
+    omega = omega / omega.sum()
+    values = {
+        "costs": pair_costs(
+            prefill_s=rng.random(shape),
+            decode_s=rng.random(shape) * 0.3,
+            layer_bytes=layer_bytes,
+            kv_bytes=rng.integers(0, 2, size=kinds),
+            capacity_bytes=rng.integers(typical, 4 * typical + 12, size=groups),
+            master_bytes=rng.integers(0, typical + 4, size=groups),
+            master_prefill_s=rng.random(groups) * 0.5,
+            master_decode_s=rng.random(groups) * 0.1,
+            send_s=(rng.random(size) * 0.8, rng.random(size) * 0.3),
+            return_s=(rng.random(size) * 0.4, rng.random(size) * 0.3),
+            prefill_batches=int(rng.integers(1, 5)),
+            decode_batches=int(rng.integers(1, 5)),
+            new_tokens=int(rng.integers(1, 8)),
+        ),
+        "kinds": rng.integers(0, kinds, size=layers),
+        "bits": bits,
+        "omega": omega,
+        "theta_s": float(rng.choice([0.0, 1.0, 10.0, 100.0])),
+        "quality_budget": float(rng.random()) if rng.random() < 0.4 else None,
+        "formula": str(rng.choice(["steady", "paper"])),
+        "order": tuple(int(group) for group in rng.integers(0, groups, size=positions)),
+    }
+    return AssignmentProblem(**(values | overrides))
