@@ -1,0 +1,263 @@
+"""Frames: the only thing that travels between ranks, and its layout on the wire.
+
+A frame is a header of one fixed size, agreed on by all ranks of a run, and a payload of exactly
+the bytes the header announces. Gloo aborts the process on a message longer than the receive posted
+for it and says nothing of a shorter one, so a receiver must know every size before it posts. The
+header names the plan and is checked against the plan's own limits before a byte is allocated;
+nothing is taken on a peer's word, nothing is ever unpickled. Payloads carry no checksum: the
+transport has its own, and hashing them would cost more than sending them.
+
+Header, little-endian, then one row of the table for each of ``max_rows`` sequences::
+
+    4s magic | B version | B kind | B dtype | B zero | 8s plan digest | Q sequence | Q micro_batch
+    | I rows | I tokens | I hidden | I zero | Q payload bytes
+    | table: rows x (I slot, I first, I length), zeros | I crc32 of everything before
+
+Shapes: R rows (sequences), T tokens a row, H hidden size.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import StageError
+
+MAGIC = b"LPQ1"
+VERSION = 1
+MAX_TEXT_BYTES = 64 * 1024
+"""The longest text a control frame may carry."""
+
+_FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
+_ROW = struct.Struct("<III")
+_CHECKSUM = struct.Struct("<I")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class FrameKind(IntEnum):
+    """What a frame means."""
+
+    PREFILL = 1
+    DECODE = 2
+    READY = 3
+    SHUTDOWN = 4
+    STATS = 5
+    ERROR = 6
+    HEARTBEAT = 7
+
+
+_TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameLimits:
+    """What a frame of this run can be at most; equal on all ranks.
+
+    Attributes:
+        digest: 8 bytes that tell one run's plan and model from another's.
+        num_slots: KV slots; a row's slot is below.
+        max_context: tokens of a slot.
+        prefill_rows, prefill_tokens: largest prefill micro-batch ``[R, T]``.
+        decode_rows: largest decode micro-batch.
+        hidden_size: ``H``.
+        dtype: of the hidden states.
+    """
+
+    digest: bytes
+    num_slots: int
+    max_context: int
+    prefill_rows: int
+    prefill_tokens: int
+    decode_rows: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the table every header has room for."""
+        return max(self.prefill_rows, self.decode_rows)
+
+    @property
+    def header_bytes(self) -> int:
+        """Size of every header of the run."""
+        return _FIXED.size + self.max_rows * _ROW.size + _CHECKSUM.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sequence of a micro-batch.
+
+    Attributes:
+        slot: the KV slot it owns.
+        first: absolute position of its first token in this step.
+        length: tokens in its slot once the step is done, padding apart.
+    """
+
+    slot: int
+    first: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Frame:
+    """A message between two ranks.
+
+    Attributes:
+        kind: what it means.
+        micro_batch: number of the micro-batch, counted by the master.
+        rows: the sequences of a micro-batch.
+        hidden: their hidden states ``[R, T, H]``; ``None`` in every other kind.
+        text: bytes of a control frame (UTF-8 JSON).
+    """
+
+    kind: FrameKind
+    micro_batch: int = 0
+    rows: tuple[Row, ...] = ()
+    hidden: Tensor | None = None
+    text: bytes = b""
+
+    @property
+    def payload(self) -> Tensor | None:
+        """The bytes to send after the header, on the CPU; ``None`` when there are none."""
+        if self.hidden is not None:
+            # Gloo moves host memory; a CUDA stage's states are copied here.
+            return self.hidden.detach().to("cpu").contiguous().view(torch.uint8).reshape(-1)
+        if self.text:
+            return torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """A header that was found acceptable."""
+
+    kind: FrameKind
+    micro_batch: int
+    rows: tuple[Row, ...]
+    shape: tuple[int, int, int]
+    payload_bytes: int
+
+
+def encode_header(frame: Frame, limits: FrameLimits, sequence: int) -> bytes:
+    """Return the header of ``frame`` as the ``sequence``-th frame of its link."""
+    rows, tokens, hidden = (0, 0, 0) if frame.hidden is None else frame.hidden.shape
+    dtype = 0 if frame.hidden is None else _DTYPES.index(frame.hidden.dtype) + 1
+    size = len(frame.text) if frame.hidden is None else frame.hidden.nbytes
+    fixed = _FIXED.pack(
+        MAGIC, VERSION, frame.kind, dtype, 0, limits.digest, sequence, frame.micro_batch,
+        rows, tokens, hidden, 0, size,
+    )  # fmt: skip
+    table = b"".join(_ROW.pack(row.slot, row.first, row.length) for row in frame.rows)
+    body = (fixed + table).ljust(limits.header_bytes - _CHECKSUM.size, b"\0")
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def decode_header(data: bytes, limits: FrameLimits, sequence: int) -> Header:
+    """Check a received header against the run's limits.
+
+    Args:
+        data: exactly ``limits.header_bytes`` bytes.
+        limits: what the run allows.
+        sequence: how many frames came over this link before.
+
+    Raises:
+        StageError: anything is not as this run's own encoder would have written it.
+    """
+    _expect("header size", len(data), limits.header_bytes)
+    body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+    _expect("checksum", _CHECKSUM.unpack(checksum)[0], zlib.crc32(body))
+    (
+        magic, version, kind, dtype, zero, digest, number, micro_batch,
+        rows, tokens, hidden, other_zero, size,
+    ) = _FIXED.unpack_from(body)  # fmt: skip
+    _expect("magic", magic, MAGIC)
+    _expect("version", version, VERSION)
+    _expect("plan digest", digest, limits.digest)
+    _expect("sequence number", number, sequence)
+    _expect("reserved bytes", (zero, other_zero), (0, 0))
+    if kind not in FrameKind._value2member_map_:
+        raise _refused("kind", kind, f"one of {[int(known) for known in FrameKind]}")
+    header = Header(
+        kind=FrameKind(kind),
+        micro_batch=micro_batch,
+        rows=_read_table(body, rows, limits),
+        shape=(rows, tokens, hidden),
+        payload_bytes=size,
+    )
+    if header.kind in _TENSOR_KINDS:
+        _check_tensor(header, dtype, limits)
+    else:
+        _expect("dtype and shape of a control frame", (dtype, *header.shape), (0, 0, 0, 0))
+        if size > MAX_TEXT_BYTES:
+            raise _refused("payload bytes", size, f"at most {MAX_TEXT_BYTES}")
+    return header
+
+
+def assemble(header: Header, payload: Tensor | None, limits: FrameLimits) -> Frame:
+    """Join a header and the payload bytes received for it.
+
+    Args:
+        header: from :func:`decode_header`.
+        payload: uint8 ``[payload_bytes]``, ``None`` when there are none.
+        limits: what the run allows.
+    """
+    _expect("payload size", 0 if payload is None else payload.numel(), header.payload_bytes)
+    hidden = None
+    text = b""
+    if header.kind in _TENSOR_KINDS:
+        assert payload is not None
+        hidden = payload.view(limits.dtype).reshape(header.shape)  # [R, T, H]
+    elif payload is not None:
+        text = payload.numpy().tobytes()
+    return Frame(
+        kind=header.kind,
+        micro_batch=header.micro_batch,
+        rows=header.rows,
+        hidden=hidden,
+        text=text,
+    )
+
+
+def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
+    if rows > limits.max_rows:
+        raise _refused("rows", rows, f"at most {limits.max_rows}")
+    end = _FIXED.size + rows * _ROW.size
+    if body.count(0, end) != len(body) - end:
+        raise _refused("table", "entries beyond its rows", "zeros")
+    return tuple(
+        Row(slot=slot, first=first, length=length)
+        for slot, first, length in _ROW.iter_unpack(body[_FIXED.size : end])
+    )
+
+
+def _check_tensor(header: Header, dtype: int, limits: FrameLimits) -> None:
+    rows, tokens, hidden = header.shape
+    is_prefill = header.kind is FrameKind.PREFILL
+    most_rows = limits.prefill_rows if is_prefill else limits.decode_rows
+    most_tokens = limits.prefill_tokens if is_prefill else 1
+    if not 1 <= rows <= most_rows or not 1 <= tokens <= most_tokens:
+        raise _refused("shape", header.shape, f"at most [{most_rows}, {most_tokens}] rows, tokens")
+    _expect("hidden size", hidden, limits.hidden_size)
+    _expect("dtype", dtype, _DTYPES.index(limits.dtype) + 1)
+    _expect("payload bytes", header.payload_bytes, rows * tokens * hidden * limits.dtype.itemsize)
+    slots = [row.slot for row in header.rows]
+    if len(set(slots)) != rows or max(slots) >= limits.num_slots:
+        raise _refused("slots", slots, f"distinct numbers below {limits.num_slots}")
+    for row in header.rows:
+        # The row's valid tokens end inside this step; padding after them must fit the slot too.
+        if not row.first < row.length <= row.first + tokens <= limits.max_context:
+            raise _refused("row", row, f"positions of a slot of {limits.max_context} tokens")
+
+
+def _expect(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise _refused(what, found, repr(expected))
+
+
+def _refused(what: str, found: object, expected: str) -> StageError:
+    return StageError(f"frame refused: {what}: found {found!r}, expected {expected}"[:400])

@@ -1,0 +1,265 @@
+"""Prompts: JSON lines, read strictly.
+
+A line is ``{"id", "prompt"}`` or ``{"id", "prompt_token_ids"}`` with optional ``max_new_tokens``,
+``stop_token_ids`` and ``ignore_eos``. It refuses anything a run could only fail on later: the error
+names the file and the line. Needs no torch, so a command can refuse bad prompts before it starts a
+rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from llmpq.errors import SpecError
+from llmpq.spec.fields import Fields
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_ID_LENGTH = 1024
+
+RequestId = str | int
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, special tokens as the model expects them."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One line of a prompt file.
+
+    Attributes:
+        id: the user's name for it, unique in the file.
+        where: file and line, for messages.
+        text: the prompt, or ``None`` when it came as tokens.
+        token_ids: the prompt as tokens, or ``None``.
+        max_new_tokens: tokens to make at most; ``None`` is the plan's own number.
+        stop_token_ids: tokens that end the answer.
+        ignore_eos: whether the model's own end token does not end the answer.
+    """
+
+    id: RequestId
+    where: str
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    max_new_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt that fits the plan and the model.
+
+    Attributes:
+        id: the user's name for it.
+        prompt_token_ids: at least one.
+        max_new_tokens: at least one.
+        stop_token_ids: tokens that end the answer; they are its last token.
+    """
+
+    id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What a request may be at most.
+
+    Attributes:
+        prompt_tokens: longest prompt the plan holds memory for.
+        context_tokens: length of a KV slot.
+        new_tokens: what a prompt gets that asks for no number.
+        max_positions: longest sequence of the model, ``None`` when unlimited.
+        vocab_size: tokens are below.
+        eos_token_ids: the model's own end tokens.
+    """
+
+    prompt_tokens: int
+    context_tokens: int
+    new_tokens: int
+    max_positions: int | None
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a prompt file.
+
+    Raises:
+        SpecError: it cannot be read, is empty, or a line is not a prompt or repeats an id.
+    """
+    path = Path(path)
+    prompts: list[Prompt] = []
+    first_line: dict[RequestId, int] = {}
+    for number, fields in json_lines(path):
+        prompt = _prompt(fields)
+        if prompt.id in first_line:
+            raise fields.error(
+                "id", prompt.id, f"an id not yet used in line {first_line[prompt.id]}"
+            )
+        first_line[prompt.id] = number
+        prompts.append(prompt)
+    if not prompts:
+        raise SpecError(f"{path}: found no prompts, expected at least one line")
+    return prompts
+
+
+def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | None) -> Request:
+    """Turn a prompt into tokens and check it against the plan and the model.
+
+    Raises:
+        SpecError: it is text and there is no tokenizer, it is empty or too long, or names a token
+            the model does not have.
+    """
+    token_ids = prompt.token_ids
+    if token_ids is None:
+        if tokenizer is None:
+            raise SpecError(
+                f"{prompt.where}: field 'prompt': found text, but the model directory holds no "
+                "tokenizer; expected 'prompt_token_ids'"
+            )
+        token_ids = tuple(tokenizer.encode(prompt.text or ""))
+    _check_tokens(prompt.where, "prompt_token_ids", token_ids, limits.vocab_size)
+    _check_tokens(prompt.where, "stop_token_ids", prompt.stop_token_ids, limits.vocab_size)
+    new_tokens = prompt.max_new_tokens or limits.new_tokens
+    _check_lengths(prompt.where, len(token_ids), new_tokens, limits)
+    stops = set(prompt.stop_token_ids) | (set() if prompt.ignore_eos else limits.eos_token_ids)
+    return Request(
+        id=prompt.id,
+        prompt_token_ids=token_ids,
+        max_new_tokens=new_tokens,
+        stop_token_ids=frozenset(stops),
+    )
+
+
+def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
+    """Write a prompt file that :func:`read_prompts` reads back."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            file.write(json.dumps(_prompt_to_json(prompt), ensure_ascii=False) + "\n")
+
+
+def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    line: dict[str, Any] = {"id": prompt.id}
+    if prompt.token_ids is None:
+        line["prompt"] = prompt.text
+    else:
+        line["prompt_token_ids"] = list(prompt.token_ids)
+    if prompt.max_new_tokens is not None:
+        line["max_new_tokens"] = prompt.max_new_tokens
+    return line | {
+        "stop_token_ids": list(prompt.stop_token_ids),
+        "ignore_eos": prompt.ignore_eos,
+    }
+
+
+def json_lines(path: Path, end: int | None = None) -> Iterator[tuple[int, Fields]]:
+    """Yield number and object of every line that is not blank, up to byte ``end``."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if end is not None and file.tell() > end:
+                    return
+                if line.strip():
+                    yield number, Fields(_parse(path, number, line), f"{path}: line {number}")
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _parse(path: Path, number: int, line: bytes) -> object:
+    if len(line) > MAX_LINE_BYTES:
+        raise SpecError(f"{path}: line {number}: longer than {MAX_LINE_BYTES} bytes")
+    try:
+        return json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{path}: line {number}: not JSON: {error}") from None
+
+
+def _prompt(fields: Fields) -> Prompt:
+    name = request_id(fields)
+    text, token_ids = None, None
+    if fields.has("prompt_token_ids") == fields.has("prompt"):
+        raise SpecError(
+            f"{fields.where}: expected exactly one of the fields 'prompt' and 'prompt_token_ids'"
+        )
+    if fields.has("prompt_token_ids"):
+        token_ids = token_ids_of(fields, "prompt_token_ids", minimum=1)
+    else:
+        text = fields.text("prompt")
+    prompt = Prompt(
+        id=name,
+        where=fields.where,
+        text=text,
+        token_ids=token_ids,
+        max_new_tokens=fields.optional_integer("max_new_tokens", minimum=1),
+        stop_token_ids=token_ids_of(fields, "stop_token_ids")
+        if fields.has("stop_token_ids")
+        else (),
+        ignore_eos=fields.flag("ignore_eos") if fields.has("ignore_eos") else False,
+    )
+    fields.done()
+    return prompt
+
+
+def request_id(fields: Fields) -> RequestId:
+    """Take the field ``id``."""
+    name = fields.take("id")
+    is_number = isinstance(name, int) and not isinstance(name, bool)
+    if not is_number and not (isinstance(name, str) and 0 < len(name) <= MAX_ID_LENGTH):
+        raise fields.error("id", name, f"a whole number or 1 to {MAX_ID_LENGTH} characters")
+    found: RequestId = name
+    return found
+
+
+def token_ids_of(fields: Fields, field: str, minimum: int = 0) -> tuple[int, ...]:
+    """Take a field that lists tokens."""
+    values = fields.items(field, minimum)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise fields.error(field, value, "whole numbers of tokens")
+    return tuple(values)
+
+
+def _check_tokens(where: str, field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise SpecError(
+                f"{where}: field '{field}': found token {token}, "
+                f"expected tokens below the vocabulary of {vocab_size}"
+            )
+
+
+def _check_lengths(where: str, prompt: int, new_tokens: int, limits: RequestLimits) -> None:
+    if prompt == 0:
+        raise SpecError(f"{where}: field 'prompt': found no tokens, expected at least one")
+    if limits.max_positions is not None and prompt + new_tokens > limits.max_positions:
+        raise SpecError(
+            f"{where}: found {prompt} prompt tokens and {new_tokens} new ones, "
+            f"expected together at most the model's {limits.max_positions} positions"
+        )
+    if prompt > limits.prompt_tokens:
+        raise SpecError(
+            f"{where}: found {prompt} prompt tokens, expected at most the "
+            f"{limits.prompt_tokens} that the plan holds memory for"
+        )
+    if prompt + new_tokens > limits.context_tokens:
+        raise SpecError(
+            f"{where}: found {prompt} prompt tokens and {new_tokens} new ones, "
+            f"expected together at most the plan's slots of {limits.context_tokens}"
+        )

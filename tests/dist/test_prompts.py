@@ -1,0 +1,181 @@
+"""Prompt and result files: what is accepted, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.dist.prompts import RequestLimits, make_request, read_prompts, write_prompts
+from llmpq.dist.results import Result, ResultWriter, read_results
+from llmpq.errors import SpecError
+
+LIMITS = RequestLimits(
+    prompt_tokens=8,
+    context_tokens=12,
+    new_tokens=4,
+    max_positions=11,
+    vocab_size=100,
+    eos_token_ids=frozenset({2}),
+)
+
+
+class Letters:
+    """A tokenizer: one token a letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text if letter != " "]
+
+    def decode(self, token_ids: object) -> str:
+        raise NotImplementedError
+
+
+def _file(folder: Path, *lines: object) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    return path
+
+
+def _request(folder: Path, **line: object):
+    path = _file(folder, {"id": "a"} | line)
+    return make_request(read_prompts(path)[0], LIMITS, Letters())
+
+
+def test_text_becomes_tokens(tmp_path):
+    request = _request(tmp_path, prompt="abc")
+    assert request.prompt_token_ids == (0, 1, 2)
+    assert request.max_new_tokens == 4
+    assert request.stop_token_ids == {2}
+
+
+def test_stop_tokens_add_to_the_models_own_unless_ignored(tmp_path):
+    assert _request(tmp_path, prompt="a", stop_token_ids=[5]).stop_token_ids == {2, 5}
+    line = {"prompt_token_ids": [1], "stop_token_ids": [5], "ignore_eos": True}
+    assert _request(tmp_path, **line).stop_token_ids == {5}
+
+
+def test_prompts_round_trip(tmp_path):
+    path = _file(
+        tmp_path,
+        {"id": 7, "prompt": "x y", "max_new_tokens": 3},
+        "",
+        {"id": "b", "prompt_token_ids": [1, 2], "stop_token_ids": [3], "ignore_eos": True},
+    )
+    prompts = read_prompts(path)
+    write_prompts(path, prompts)
+    again = read_prompts(path)
+    assert [prompt.id for prompt in again] == [7, "b"]
+    first, second = again
+    assert (first.text, first.max_new_tokens, first.ignore_eos) == ("x y", 3, False)
+    assert (second.token_ids, second.stop_token_ids, second.ignore_eos) == ((1, 2), (3,), True)
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        ([], "found no prompts"),
+        (["", "  "], "found no prompts"),
+        (["{"], "line 1: not JSON"),
+        (["[1]"], "line 1: .*a JSON object"),
+        (["[" * 100_000], "line 1: not JSON"),
+        ([{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}], "line 2: field 'id'.*line 1"),
+        ([{"prompt": "x"}], "field 'id'"),
+        ([{"id": True, "prompt": "x"}], "field 'id'"),
+        ([{"id": "", "prompt": "x"}], "field 'id'"),
+        ([{"id": "a"}], "exactly one of the fields"),
+        ([{"id": "a", "prompt": "x", "prompt_token_ids": [1]}], "exactly one of the fields"),
+        ([{"id": "a", "prompt": ""}], "field 'prompt'"),
+        ([{"id": "a", "prompt": 3}], "field 'prompt'"),
+        ([{"id": "a", "prompt_token_ids": []}], "field 'prompt_token_ids'"),
+        ([{"id": "a", "prompt_token_ids": [1.5]}], "field 'prompt_token_ids'"),
+        ([{"id": "a", "prompt_token_ids": [-1]}], "field 'prompt_token_ids'"),
+        ([{"id": "a", "prompt": "x", "max_new_tokens": 0}], "field 'max_new_tokens'"),
+        ([{"id": "a", "prompt": "x", "max_new_tokens": 2**63}], "field 'max_new_tokens'"),
+        ([{"id": "a", "prompt": "x", "stop": [1]}], "field 'stop'.*no such field"),
+        ([{"id": "a", "prompt": "x", "ignore_eos": 1}], "field 'ignore_eos'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, lines, names):
+    with pytest.raises(SpecError, match=names) as caught:
+        read_prompts(_file(tmp_path, *lines))
+    assert "prompts.jsonl" in str(caught.value)
+
+
+def test_bad_bytes_and_missing_files_are_refused(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"id": "\xff"}\n')
+    with pytest.raises(SpecError, match="line 1: not JSON"):
+        read_prompts(path)
+    with pytest.raises(SpecError, match="no such file"):
+        read_prompts(tmp_path / "absent.jsonl")
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ({"prompt_token_ids": [100]}, "token 100.*vocabulary of 100"),
+        ({"prompt_token_ids": [1], "stop_token_ids": [100]}, "stop_token_ids.*token 100"),
+        ({"prompt": " "}, "found no tokens"),
+        ({"prompt_token_ids": [1] * 9, "max_new_tokens": 1}, "9 prompt tokens.*8 that the plan"),
+        ({"prompt_token_ids": [1] * 8, "max_new_tokens": 4}, "the model's 11 positions"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_named(tmp_path, line, names):
+    with pytest.raises(SpecError, match=names) as caught:
+        _request(tmp_path, **line)
+    assert "line 1" in str(caught.value)
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    prompt = read_prompts(_file(tmp_path, {"id": "a", "prompt": "secret words"}))[0]
+    with pytest.raises(SpecError, match="no tokenizer") as caught:
+        make_request(prompt, LIMITS, None)
+    assert "secret" not in str(caught.value)
+
+
+def _result(name: str) -> Result:
+    return Result(id=name, token_ids=(1, 2), text="é", finish_reason="length")
+
+
+def test_results_are_on_disk_at_once(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    with ResultWriter(path) as writer:
+        writer.write(_result("a"))
+        assert read_results(path) == [_result("a")]
+
+
+def test_a_result_is_never_written_twice(tmp_path):
+    with ResultWriter(tmp_path / "results.jsonl") as writer:
+        writer.write(_result("a"))
+        with pytest.raises(AssertionError, match="twice"):
+            writer.write(_result("a"))
+
+
+def test_existing_results_are_not_overwritten(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with ResultWriter(path) as writer:
+        writer.write(_result("a"))
+    with pytest.raises(SpecError, match=r"already exists.*--resume"):
+        ResultWriter(path)
+
+
+def test_resume_drops_the_line_that_was_cut_short(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with ResultWriter(path) as writer:
+        writer.write(_result("a"))
+        writer.write(_result("b"))
+    path.write_bytes(path.read_bytes()[:-5])
+    with ResultWriter(path, resume=True) as writer:
+        assert writer.done == {"a"}
+        writer.write(_result("b"))
+    assert read_results(path) == [_result("a"), _result("b")]
+
+
+def test_resume_refuses_a_file_of_something_else(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"id": "a", "prompt": "x"}\n')
+    with pytest.raises(SpecError, match=r"results.jsonl: line 1"):
+        ResultWriter(path, resume=True)
