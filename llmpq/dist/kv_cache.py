@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.errors import CapacityError, LlmpqError, StageError
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.models import KVShape, MicroBatch
 
 
@@ -93,6 +93,13 @@ class KVCache:
         layer = layer_idx - self.first_layer
         if not 0 <= layer < len(self._keys):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
+        heads, head_dim = self._keys[layer].shape[1], self._keys[layer].shape[3]
+        for new in (key, value):
+            if (new.shape[1], new.shape[3]) != (heads, head_dim):
+                raise SpecError(
+                    f"KV cache: layer {layer_idx} makes {new.shape[1]} heads of {new.shape[3]}, "
+                    f"its configuration says {heads} of {head_dim}"
+                )
         rows.write(self._keys[layer], key)
         rows.write(self._values[layer], value)
         return rows.read(self._keys[layer]), rows.read(self._values[layer])

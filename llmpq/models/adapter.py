@@ -173,10 +173,10 @@ def _one_layer_model(config: PreTrainedConfig) -> PreTrainedModel:
     if model_class is None or config.is_encoder_decoder:
         raise SpecError(f"model family {model_type}: expected a decoder-only language model")
     small = copy.deepcopy(config)
-    small.num_hidden_layers = 1
-    if getattr(small, "layer_types", None):
-        small.layer_types = list(small.layer_types)[:1]
     try:
+        small.num_hidden_layers = 1
+        if getattr(small, "layer_types", None):
+            small.layer_types = list(small.layer_types)[:1]
         with torch.device("meta"):
             model = model_class._from_config(small)
     except Exception as error:  # a configuration can break a model's constructor in any way

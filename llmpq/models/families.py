@@ -39,6 +39,7 @@ class Family:
         embedding_multiplier: configuration field that scales embeddings.
         logits_multiplier: configuration field that scales logits.
         logits_divisor: configuration field that divides logits.
+        stored_head: name of the head in checkpoints, when it is not the library's.
     """
 
     embedding: str = "embed_tokens"
@@ -52,6 +53,7 @@ class Family:
     embedding_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
+    stored_head: str | None = None
 
 
 DEFAULT = Family()
@@ -70,8 +72,17 @@ FAMILIES: dict[str, Family] = {
         final_norm="ln_f",
         alibi=True,
     ),
-    "gpt_neox": Family(embedding="embed_in", final_norm="final_layer_norm"),
+    "cohere": Family(logits_multiplier="logit_scale"),
+    "cohere2": Family(logits_multiplier="logit_scale"),
+    "gpt_neox": Family(
+        embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"
+    ),
+    "granite": Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
+    "granitemoe": Family(
+        embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling"
+    ),
     "phi": Family(final_norm="final_layernorm"),
+    "persimmon": Family(final_norm="final_layernorm"),
 }
 
 

@@ -48,8 +48,18 @@ class RotaryTables(nn.Module):
     def _table(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
         if not self._follows_length:
             return self._call(hidden, positions, kind)
-        rows = [self._call(hidden, row[None], kind) for row in positions]
+        rows = []
+        for row in positions:
+            self._forget_length()
+            rows.append(self._call(hidden, row[None], kind))
         return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+
+    def _forget_length(self) -> None:
+        """Undo what ``dynamic`` scaling keeps of the longest sequence it has met."""
+        if self.rotary.__dict__.get("rope_type") == "dynamic":
+            original = self.rotary.get_buffer("original_inv_freq")
+            self.rotary.register_buffer("inv_freq", original.clone(), persistent=False)
+            self.rotary.max_seq_len_cached = self.rotary.original_max_seq_len
 
     def _call(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
         arguments = {} if kind is None else {"layer_type": kind}

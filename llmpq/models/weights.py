@@ -138,5 +138,9 @@ class Checkpoint:
         )
 
     def _find_head(self, suffix: str) -> str:
-        head = f"{self._skeleton.head_path}.{suffix}"
-        return next((n for n in (head, f"model.{head}") if n in self.tensors), head)
+        """Name of the head's tensor: the library's own, a family's other one, or a wrapped one."""
+        head = self._skeleton.head_path
+        names = [f"{head}.{suffix}", f"model.{head}.{suffix}"]
+        if self._skeleton.family.stored_head is not None:
+            names.insert(0, f"{self._skeleton.family.stored_head}.{suffix}")
+        return next((name for name in names if name in self.tensors), names[0])

@@ -1,0 +1,30 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Factory of seeded tiny checkpoints: ``tiny_model("llama", seed=1, vocab_size=50)``.
+
+    Arguments are those of ``save_tiny_model``; equal calls share one directory, so a test that
+    changes the files copies them first.
+    """
+    made: dict[str, Path] = {}
+
+    def factory(family: str, **options: object) -> Path:
+        key = json.dumps([family, options], sort_keys=True, default=str)
+        if key not in made:
+            # Folders without torch tests need not import it.
+            from helpers.tiny_models import save_tiny_model  # noqa: PLC0415
+
+            made[key] = save_tiny_model(family, tmp_path_factory.mktemp(family), **options)
+        return made[key]
+
+    return factory

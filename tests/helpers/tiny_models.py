@@ -1,0 +1,138 @@
+"""Tiny random checkpoints of every family, and a pipeline in one process to run them.
+
+The models come from ``scripts/make_tiny_model.py``, so that tests and people make the same ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llmpq.dist.kv_cache import KVCache
+from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer, kv_shapes
+
+_SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
+
+
+def make_tiny_model_script() -> ModuleType:
+    """The script as a module."""
+    name = "make_tiny_model"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, _SCRIPT)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before running it: dataclasses look their module up
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def save_tiny_model(
+    family: str,
+    output: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    shape: dict[str, int] | None = None,
+    **overrides: object,
+) -> Path:
+    """Save a tiny model; ``shape`` are sizes of the script, ``overrides`` the family's fields."""
+    script = make_tiny_model_script()
+    config = script.make_config(family, script.Shape(**(shape or {})), overrides)
+    model = script.make_model(config, seed=seed)
+    return script.save_model(model, output, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def load_reference(model_dir: Path) -> PreTrainedModel:
+    """The whole model, loaded by transformers itself."""
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def load_stage(model_dir: Path, first_layer: int, end_layer: int) -> DecoderStage:
+    """A stage with the weights as stored."""
+    checkpoint = Checkpoint(model_dir)
+    layers = []
+    for index in range(first_layer, end_layer):
+        layer = build_layer(checkpoint.config, index)
+        layer.load_state_dict(checkpoint.layer_state_dict(index), assign=True)
+        layers.append(layer)
+    return DecoderStage(checkpoint.config, layers, first_layer)
+
+
+def load_master(model_dir: Path) -> Master:
+    """The two ends with the weights as stored."""
+    checkpoint = Checkpoint(model_dir)
+    master = Master(checkpoint.config)
+    master.load_state_dict(checkpoint.master_state_dict(), assign=True)
+    return master
+
+
+class Pipeline:
+    """Master and stages in one process: embed, every stage in turn, logits."""
+
+    def __init__(
+        self, model_dir: Path, cuts: Sequence[int], *, num_slots: int = 5, max_tokens: int = 64
+    ) -> None:
+        self.master = load_master(model_dir)
+        self.stages = []
+        self.caches = []
+        for first, end in itertools.pairwise(cuts):
+            self.stages.append(load_stage(model_dir, first, end))
+            self.caches.append(
+                KVCache(
+                    kv_shapes(self.master.config, first, end),
+                    first,
+                    num_slots=num_slots,
+                    max_tokens=max_tokens,
+                    dtype=torch.float32,
+                )
+            )
+
+    def step(self, rows: Sequence[tuple[int, int, list[int]]]) -> Tensor:
+        """Run one micro-batch of (slot, tokens already cached, new tokens); logits ``[R, V]``."""
+        slots, starts, tokens = zip(*rows, strict=True)
+        counts = [len(row) for row in tokens]
+        width = max(counts)
+        token_ids = torch.tensor([row + [0] * (width - len(row)) for row in tokens])
+        batch = MicroBatch.build(slots, starts, counts)
+        hidden = self.master.embed(token_ids, batch.positions)
+        for stage, cache in zip(self.stages, self.caches, strict=True):
+            hidden = stage(hidden, batch, cache)
+        last = torch.tensor(counts) - 1
+        return self.master.logits(hidden[torch.arange(batch.rows), last])
+
+
+class Sequences:
+    """Greedy generation of several sequences on a pipeline, in whatever order a test asks for."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.slots: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.logits: dict[str, list[Tensor]] = {}
+
+    def prefill(self, prompts: dict[str, tuple[int, list[int]]]) -> None:
+        """Start sequences ``{name: (slot, prompt)}`` in one micro-batch."""
+        scores = self.pipeline.step([(slot, 0, prompt) for slot, prompt in prompts.values()])
+        for row, (name, (slot, prompt)) in enumerate(prompts.items()):
+            self.slots[name] = slot
+            self.tokens[name] = [*prompt, int(scores[row].argmax())]
+            self.logits[name] = [scores[row]]
+
+    def decode(self, names: Sequence[str], steps: int) -> None:
+        """Generate ``steps`` tokens of each named sequence, all in one micro-batch."""
+        for _ in range(steps):
+            rows = [(self.slots[n], len(self.tokens[n]) - 1, self.tokens[n][-1:]) for n in names]
+            scores = self.pipeline.step(rows)
+            for row, name in enumerate(names):
+                self.tokens[name].append(int(scores[row].argmax()))
+                self.logits[name].append(scores[row])

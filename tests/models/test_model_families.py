@@ -1,0 +1,147 @@
+"""Every family: a pipeline over ragged rows says what transformers' ``generate`` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.tiny_models import Pipeline, Sequences, load_reference
+
+from llmpq.models import MicroBatch
+
+torch.set_num_threads(1)
+
+LONG, SHORT, MIDDLE, NEXT = [1, 2, 3, 4, 5, 11, 12, 13, 14], [7, 8], [9, 10, 11, 50, 51], [61]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 8,
+}
+
+CASES = {
+    "opt": ("opt", {}),
+    "opt-350m": ("opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "opt-untied": ("opt", {"tie_word_embeddings": False}),
+    "bloom": ("bloom", {}),
+    "bloom-3-heads": ("bloom", {"n_head": 3, "hidden_size": 24}),
+    "llama": ("llama", {}),
+    "llama-biased-tied": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-dynamic-rope": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+            "max_position_embeddings": 8,
+        },
+    ),
+    "mistral-sliding": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-mixed-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3", {}),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
+}
+
+
+def _reference(model, prompt, new_tokens):
+    with torch.inference_mode():
+        answer = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return answer.sequences[0].tolist(), torch.cat(answer.logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pipeline_generates_the_tokens_of_transformers(tiny_model, case):
+    family, overrides = CASES[case]
+    model_dir = tiny_model(family, seed=1, **overrides)
+    run = Sequences(Pipeline(model_dir, [0, 1, 2, 3]))
+
+    # Slots out of order; then one is given up and taken by a shorter prompt while others go on.
+    run.prefill({"long": (3, LONG), "short": (0, SHORT), "middle": (4, MIDDLE)})
+    run.decode(["long", "short", "middle"], 5)
+    run.prefill({"next": (3, NEXT)})
+    run.decode(["middle", "next", "short"], 6)
+
+    model = load_reference(model_dir)
+    prompts = {"long": LONG, "short": SHORT, "middle": MIDDLE, "next": NEXT}
+    for name, prompt in prompts.items():
+        tokens, logits = _reference(model, prompt, len(run.logits[name]))
+        assert run.tokens[name] == tokens
+        assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
+
+
+def test_longrope_rows_choose_their_factors_alone(tiny_model):
+    # One prompt beyond the original length, one within it: unbatched they use other factors.
+    model_dir = tiny_model("phi3", seed=1, rope_parameters=LONGROPE)
+    run = Sequences(Pipeline(model_dir, [0, 3]))
+    run.prefill({"long": (1, LONG), "short": (0, SHORT)})
+    run.decode(["long", "short"], 4)
+    model = load_reference(model_dir)
+    for name, prompt in {"long": LONG, "short": SHORT}.items():
+        tokens, logits = _reference(model, prompt, 5)
+        assert run.tokens[name] == tokens
+        assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("case", ["llama", "bloom", "gemma3", "mistral-sliding"])
+def test_prefill_in_chunks_equals_prefill_at_once(tiny_model, case):
+    family, overrides = CASES[case]
+    model_dir = tiny_model(family, seed=1, **overrides)
+    pipeline = Pipeline(model_dir, [0, 2, 3])
+    whole = pipeline.step([(1, 0, LONG), (2, 0, MIDDLE)])
+    pipeline.step([(4, 0, LONG[:4]), (0, 0, MIDDLE[:1])])
+    chunked = pipeline.step([(4, 4, LONG[4:]), (0, 1, MIDDLE[1:])])
+    torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama", "bloom", "gemma2", "mistral-sliding"])
+def test_stage_without_a_cache_equals_prefill(tiny_model, case):
+    family, overrides = CASES[case]
+    model_dir = tiny_model(family, seed=1, **overrides)
+    pipeline = Pipeline(model_dir, [0, 3])
+    expected = pipeline.step([(0, 0, LONG), (1, 0, MIDDLE)])
+
+    batch = MicroBatch.build([0, 1], [0, 0], [len(LONG), len(MIDDLE)])
+    token_ids = torch.tensor([LONG, MIDDLE + [0] * (len(LONG) - len(MIDDLE))])
+    hidden = pipeline.stages[0](pipeline.master.embed(token_ids, batch.positions), batch)
+    found = pipeline.master.logits(hidden[[0, 1], [len(LONG) - 1, len(MIDDLE) - 1]])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(tiny_model):
+    pipeline = Pipeline(tiny_model("llama", seed=1), [0, 3])
+    alone = pipeline.step([(0, 0, SHORT)])[0]
+    together = pipeline.step([(2, 0, LONG), (0, 0, SHORT)])[1]
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def test_tied_head_is_held_once(tiny_model):
+    master = Pipeline(tiny_model("opt", seed=1), [0, 3]).master
+    untied = Pipeline(tiny_model("opt", seed=1, tie_word_embeddings=False), [0, 3]).master
+    count = sum(p.numel() for p in master.parameters())
+    assert sum(p.numel() for p in untied.parameters()) == count + 100 * 32
+
+
+def test_logits_are_float32_whatever_the_weights(tiny_model):
+    master = Pipeline(tiny_model("gemma2", seed=1), [0, 3]).master.bfloat16()
+    assert master.embed(torch.tensor([[1]]), torch.tensor([[0]])).dtype == torch.bfloat16
+    assert master.logits(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
