@@ -18,6 +18,7 @@ from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
+_INT4_DTYPES = (torch.bfloat16,)  # torch has the others in scalar code, 20 to 70 times slower
 
 
 class CpuInt4Backend:
@@ -31,8 +32,8 @@ class CpuInt4Backend:
     capability: ClassVar[Capability] = Capability(
         device_types=("cpu",),
         bits=(4,),
-        dtypes=SCALE_DTYPES,
-        default_dtypes=_HALF_DTYPES,
+        dtypes=_INT4_DTYPES,
+        default_dtypes=_INT4_DTYPES,
         shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
         stored="exactly linear_bytes",
         cost="the fastest for one row; over two times a bf16 matmul for many rows",
@@ -105,7 +106,7 @@ class CpuInt4WidenedBackend(CpuInt4Backend):
     capability: ClassVar[Capability] = Capability(
         device_types=("cpu",),
         bits=(3,),
-        dtypes=SCALE_DTYPES,
+        dtypes=_INT4_DTYPES,
         default_dtypes=(),
         shapes=CpuInt4Backend.capability.shapes,
         stored="linear_bytes of 4 bits: a third more than a plan counts for 3",

@@ -14,6 +14,8 @@ HAS_U8 = BACKENDS["cpu_int8"].supports("cpu", default_precision(8), torch.bfloat
     ("bits", "dtype", "expected"),
     [
         (4, torch.bfloat16, "cpu_int4"),
+        (4, torch.float16, "reference"),
+        (4, torch.float32, "reference"),
         (3, torch.bfloat16, "reference"),
         (3, torch.float32, "reference"),
         (8, torch.float32, "reference"),
