@@ -56,8 +56,7 @@ def lower_bounds(inputs: BoundInputs, pairs: Sequence[PairCosts]) -> FloatArray:
     cells = groups * (groups * kinds + len(inputs.kinds)) * widths
     chunk = max(1, MAX_CELLS // cells)
     parts = [
-        _Sweep(inputs, pairs[start : start + chunk]).run()
-        for start in range(0, len(pairs), chunk)
+        _Sweep(inputs, pairs[start : start + chunk]).run() for start in range(0, len(pairs), chunk)
     ]
     return np.concatenate(parts)
 
@@ -91,9 +90,7 @@ class _Sweep:
         self._set_weights(inputs, pairs, groups)
         self._set_classes(inputs)
 
-    def _set_weights(
-        self, inputs: BoundInputs, pairs: Sequence[PairCosts], groups: int
-    ) -> None:
+    def _set_weights(self, inputs: BoundInputs, pairs: Sequence[PairCosts], groups: int) -> None:
         rounds = np.array([pair.new_tokens - 1.0 for pair in pairs])
         batches = np.array([float(pair.decode_batches) for pair in pairs])
         prefill = np.array([pair.prefill_batches - 1.0 for pair in pairs])
@@ -136,7 +133,9 @@ class _Sweep:
             best = np.maximum(best, value)
             rate = LEARNING_RATE * min(1.0, 2.0 * (1 - step / (STEPS + 1)))
             for index, slope in enumerate(slopes):
-                _adam(logits[index], moments[index], squares[index], slope / unit[:, None], rate, step)
+                _adam(
+                    logits[index], moments[index], squares[index], slope / unit[:, None], rate, step
+                )
         best[self.impossible] = np.inf
         return best.reshape(self.shape)
 

@@ -91,9 +91,7 @@ def solve_ilp(problem: AssignmentProblem, options: IlpOptions) -> IlpResult:
 def _solve_once(problem: AssignmentProblem, options: IlpOptions, margin: float) -> IlpResult:
     program = _Program(problem, margin)
     program.build(options.cutoff_s)
-    found = solve(
-        program.lp, options.solver, gap=options.gap, time_limit_s=options.time_limit_s
-    )
+    found = solve(program.lp, options.solver, gap=options.gap, time_limit_s=options.time_limit_s)
     unit_s = program.unit_s
     if not found.values:
         return IlpResult(
@@ -248,9 +246,7 @@ class _Program:
                 self._row([(self.prefill_max, 0.0)], ">=", 1.0)  # the master itself does not fit
             # Bytes are whole: half a byte of room keeps a solver's tolerance off an exact fit.
             scale = 1.0 / (max(0, capacity) * (1 - self.margin) + 0.5)
-            sizes = [
-                (item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells
-            ]
+            sizes = [(item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells]
             self._row(sizes, "<=", 1.0)
 
     def _add_links(self) -> None:
@@ -366,8 +362,9 @@ def _links_equal(problem: AssignmentProblem) -> bool:
 
 
 def _time_unit(problem: AssignmentProblem) -> float:
-    """Seconds of one objective unit: a rough scale of the latency over ``SCALE``."""
+    """Seconds of one objective unit: a rough scale of the objective over ``SCALE``."""
     costs = problem.costs
     rounds = costs.new_tokens - 1
     layer_s = costs.prefill_s.min(axis=(0, 2)) + rounds * costs.decode_s.min(axis=(0, 2))
-    return max(float(layer_s[problem.kinds].sum()) / SCALE, 1e-12)
+    rough_s = float(layer_s[problem.kinds].sum()) or problem.theta_s or 1.0
+    return rough_s / SCALE

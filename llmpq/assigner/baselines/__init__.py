@@ -1,0 +1,1 @@
+"""Baselines: what people do without a planner."""

@@ -1,0 +1,193 @@
+"""From positions and widths to a strategy: concrete devices, runs of layers, memory by cause.
+
+Also the way back: a plan read from a file is turned into a problem and priced again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import accumulate
+
+import numpy as np
+
+from llmpq import __version__
+from llmpq.assigner.enumeration import build_pairs
+from llmpq.assigner.objective import Price, price
+from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
+from llmpq.assigner.task import DEFAULT_OMEGA, PlanningTask, PlanRequest, Solution
+from llmpq.costmodel import ClusterCosts
+from llmpq.spec.cluster import cluster_to_json
+from llmpq.spec.fields import digest_of
+from llmpq.spec.plan import (
+    MemoryParts,
+    ModelRef,
+    Plan,
+    PlanEstimate,
+    Provenance,
+    Search,
+    StageAssignment,
+    StageEstimate,
+)
+from llmpq.spec.precision import BITS
+from llmpq.spec.workload import workload_to_json
+
+
+def plan_of(
+    task: PlanningTask, solution: Solution, *, method: str, command: str, planning_s: float
+) -> Plan:
+    """Build the plan of a solution, with its estimate, proof and origin."""
+    request = task.request
+    stages = _stages(task, solution)
+    used = {stage.device for stage in stages}
+    bound_s, objective_s = solution.bound_s, solution.price.objective_s
+    gap = None
+    if bound_s is not None:
+        gap = (objective_s - bound_s) / objective_s if objective_s > 0 else 0.0
+    return Plan(
+        model=ModelRef(
+            name=request.model.name,
+            source=request.model_source,
+            num_layers=request.model.num_layers,
+        ),
+        cluster=request.cluster,
+        workload=request.workload,
+        dtype=request.dtype,
+        kv_bits=request.kv_bits,
+        micro_batching=solution.problem.costs.micro_batching,
+        stages=stages,
+        dropped_devices=tuple(
+            index for index in range(len(request.cluster.devices)) if index not in used
+        ),
+        estimate=estimate_of(solution.problem, solution.price),
+        search=Search(
+            method=method,
+            solver=solution.solver,
+            formula=request.formula,
+            theta_s=task.theta_s,
+            quality_budget=request.quality_budget,
+            status=solution.status,
+            bound_s=bound_s,
+            gap=gap,
+            planning_s=planning_s,
+            orders=solution.orders,
+            pairs_searched=solution.pairs_searched,
+            pairs_pruned=solution.pairs_pruned,
+        ),
+        provenance=Provenance(command=command, version=__version__, inputs=_inputs(task)),
+    )
+
+
+def estimate_of(problem: AssignmentProblem, found: Price) -> PlanEstimate:
+    """Return the estimate that a plan stores."""
+    costs = problem.costs
+    stages = []
+    for stage in found.stages:
+        group = problem.order[stage.position]
+        memory = MemoryParts(
+            weights=stage.weight_bytes,
+            kv=stage.kv_bytes,
+            temporary=int(costs.temporary_bytes[group]),
+            master=int(costs.master_bytes[group]) if stage.position == 0 else 0,
+            runtime=int(costs.runtime_bytes[group]),
+        )
+        stages.append(
+            StageEstimate(
+                prefill_s=stage.prefill_s,
+                decode_s=stage.decode_s,
+                send_prefill_s=stage.send_prefill_s,
+                send_decode_s=stage.send_decode_s,
+                memory=memory,
+                capacity_bytes=int(costs.total_bytes[group]),
+            )
+        )
+    return PlanEstimate(
+        latency_s=found.latency_s,
+        quality=found.quality,
+        objective_s=found.objective_s,
+        stages=tuple(stages),
+    )
+
+
+def reprice(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEstimate, int]:
+    """Price a plan as if it were found now.
+
+    Args:
+        plan: the plan.
+        costs: the cost models of today.
+        omega: ``[L, B]`` normalised degradation over all of ``BITS``.
+
+    Returns:
+        The estimate, and the bytes over capacity (0 when it fits).
+    """
+    (pair,) = build_pairs(costs, plan.workload, BITS, [plan.micro_batching])
+    problem = AssignmentProblem(
+        costs=pair,
+        kinds=np.array(costs.model.layer_kinds, dtype=np.int64),
+        bits=BITS,
+        omega=omega,
+        theta_s=plan.search.theta_s,
+        quality_budget=None,
+        formula=plan.search.formula,
+        order=tuple(plan.device_of(stage).group for stage in plan.stages),
+    )
+    assignment = Assignment(
+        tuple(stage.rank for stage in plan.stages for _ in stage.bits),
+        tuple(BITS.index(width) for width in plan.bits),
+    )
+    found = price(problem, assignment)
+    return estimate_of(problem, found), found.excess_bytes
+
+
+def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ...]:
+    problem, assignment = solution.problem, solution.assignment
+    starts = [0, *accumulate(task.run_lengths)]
+    free = [list(members) for members in task.groups]
+    stages = []
+    layer = 0
+    for rank, position in enumerate(assignment.used_positions()):
+        runs = [run for run, where in enumerate(assignment.positions) if where == position]
+        bits = [
+            problem.bits[assignment.widths[run]]
+            for run in runs
+            for _ in range(starts[run], starts[run + 1])
+        ]
+        stages.append(
+            StageAssignment(
+                rank=rank,
+                # Devices of a group are equal: the used positions take the first of them.
+                device=free[problem.order[position]].pop(0),
+                first_layer=layer,
+                end_layer=layer + len(bits),
+                bits=tuple(bits),
+            )
+        )
+        layer += len(bits)
+    return tuple(stages)
+
+
+def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
+    request = task.request
+    model = asdict(request.model)
+    found = [
+        ("model", digest_of(model)),
+        ("cluster", digest_of(cluster_to_json(request.cluster))),
+        ("workload", digest_of(workload_to_json(request.workload))),
+        ("omega", omega_text(request)),
+    ]
+    devices = request.cluster.devices
+    found += [
+        (f"latency of {devices[members[0]].node}/{devices[members[0]].type}", source)
+        for members in task.groups
+        for source in [task.costs.latency_source(devices[members[0]])]
+    ]
+    return tuple(found)
+
+
+def omega_text(request: PlanRequest) -> str:
+    """Return where the degradation comes from: the default in words, or a table's digest."""
+    table = request.sensitivity
+    if table is None:
+        return DEFAULT_OMEGA
+    return (
+        f"{table.method} {digest_of({str(width): list(column) for width, column in table.omega})}"
+    )

@@ -1,0 +1,233 @@
+"""The outer loop of LLM-PQ (Algorithm 1): device orders, micro-batch pairs, and what fits at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
+from typing import Literal
+
+import numpy as np
+
+from llmpq.assigner.problem import IntArray, PairCosts
+from llmpq.costmodel import ClusterCosts
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+from llmpq.spec.workload import Workload
+
+OrderMode = Literal["types", "all"]
+
+MAX_ORDERS = 5040
+MAX_SIZES = 32
+"""Micro-batch sizes tried a phase; a batch of 256 still has every distinct one."""
+
+
+def micro_batch_sizes(batch: int) -> tuple[int, ...]:
+    """Return the smallest size for every distinct number of micro-batches, at most ``MAX_SIZES``.
+
+    A larger size with as many micro-batches only makes each slower. Where there are more than
+    ``MAX_SIZES`` (a batch beyond 272), an even selection in the logarithm stands for them.
+    """
+    sizes: list[int] = []
+    size = 1
+    while size <= batch:
+        sizes.append(size)
+        # The next size that needs fewer micro-batches than ceil(batch / size).
+        number = -(-batch // size)
+        if number == 1:
+            break
+        size = -(-batch // (number - 1))
+    if len(sizes) <= MAX_SIZES:
+        return tuple(sizes)
+    wanted = np.geomspace(1, sizes[-1], MAX_SIZES)
+    near = {min(sizes, key=lambda item: abs(math.log(item / goal))) for goal in wanted}
+    return tuple(sorted(near))
+
+
+def micro_batch_pairs(batch: int) -> tuple[MicroBatching, ...]:
+    """Return every pair of sizes: prefill and decode are free of each other."""
+    sizes = micro_batch_sizes(batch)
+    return tuple(MicroBatching(prefill=eta, decode=xi) for eta, xi in product(sizes, sizes))
+
+
+def device_orders(counts: Sequence[int], mode: OrderMode) -> tuple[tuple[int, ...], ...]:
+    """Return the orders of device groups to try.
+
+    Args:
+        counts: devices of every group.
+        mode: ``types`` keeps the devices of a group together, ``all`` interleaves them.
+
+    Raises:
+        SpecError: more than ``MAX_ORDERS``.
+    """
+    if mode == "types":
+        number = math.factorial(len(counts))
+    else:
+        number = math.factorial(sum(counts)) // math.prod(math.factorial(c) for c in counts)
+    if number > MAX_ORDERS:
+        hint = "use --orders types" if mode == "all" else "merge nodes of one device type"
+        raise SpecError(
+            f"device orders: found {number} of mode '{mode}' for groups of {list(counts)} devices, "
+            f"expected at most {MAX_ORDERS}; {hint}"
+        )
+    if mode == "all":
+        return tuple(_interleavings(list(counts), ()))
+    return tuple(
+        tuple(group for group in blocks for _ in range(counts[group]))
+        for blocks in permutations(range(len(counts)))
+    )
+
+
+def _interleavings(left: list[int], prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not any(left):
+        yield prefix
+        return
+    for group, count in enumerate(left):
+        if count:
+            left[group] -= 1
+            yield from _interleavings(left, (*prefix, group))
+            left[group] += 1
+
+
+def layers_that_fit(costs: PairCosts, counts: IntArray) -> IntArray:
+    """Return ``[T]`` how many of the smallest layers the devices hold, by group of the master.
+
+    -1 where the master itself does not fit. Layers of one kind are interchangeable, so with one
+    kind this is exact for every order; with several it may promise too much, never too little.
+    """
+    smallest = np.maximum(1, costs.layer_bytes.min(axis=(1, 2)))
+    each = np.maximum(0, costs.capacity_bytes) // smallest
+    first = costs.first_capacity_bytes // smallest
+    total = (counts * each).sum() - each + np.maximum(0, first)
+    return np.where(costs.first_capacity_bytes < 0, -1, total)
+
+
+def device_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Return the device indices of every group, in file order."""
+    groups: dict[int, list[int]] = {}
+    for index, device in enumerate(cluster.devices):
+        groups.setdefault(device.group, []).append(index)
+    return tuple(tuple(groups[group]) for group in sorted(groups))
+
+
+def build_pairs(
+    costs: ClusterCosts,
+    workload: Workload,
+    bits: Sequence[int],
+    pairs: Sequence[MicroBatching],
+) -> tuple[PairCosts, ...]:
+    """Ask the cost models for everything each pair needs, each figure once."""
+    return _PairBuilder(costs, workload, bits).build(pairs)
+
+
+class _PairBuilder:
+    def __init__(self, costs: ClusterCosts, workload: Workload, bits: Sequence[int]) -> None:
+        devices = costs.cluster.devices
+        self.costs = costs
+        self.workload = workload
+        self.bits = bits
+        self.devices = [devices[members[0]] for members in device_groups(costs.cluster)]
+        self.kinds = range(len(costs.model.layer_types))
+
+    def build(self, pairs: Sequence[MicroBatching]) -> tuple[PairCosts, ...]:
+        workload, costs = self.workload, self.costs
+        prefill = {
+            size: self._phase(Phase.PREFILL, size, workload.prompt_tokens)
+            for size in {pair.prefill for pair in pairs}
+        }
+        decode = {
+            size: self._phase(Phase.DECODE, size, workload.mean_context_tokens)
+            for size in {pair.decode for pair in pairs}
+        }
+        fixed = {
+            "new_tokens": workload.new_tokens,
+            "layer_bytes": self._layer_bytes(),
+            "kv_bytes": np.array(self._kv_bytes(), dtype=np.int64),
+            "total_bytes": _integers(costs.capacity_bytes(item) for item in self.devices),
+            "runtime_bytes": _integers(costs.runtime_bytes(item) for item in self.devices),
+        }
+        found = []
+        for pair in pairs:
+            layer_p, master_p, send_p, return_p = prefill[pair.prefill]
+            layer_d, master_d, send_d, return_d = decode[pair.decode]
+            temporary = self._temporary(pair, is_master=False)
+            on_master = self._temporary(pair, is_master=True)
+            found.append(
+                PairCosts(
+                    micro_batching=pair,
+                    prefill_batches=-(-workload.batch // pair.prefill),
+                    decode_batches=-(-workload.batch // pair.decode),
+                    prefill_s=layer_p,
+                    decode_s=layer_d,
+                    temporary_bytes=temporary,
+                    master_bytes=costs.master_bytes() + on_master - temporary,
+                    master_prefill_s=master_p,
+                    master_decode_s=master_d,
+                    send_prefill_s=send_p,
+                    send_decode_s=send_d,
+                    return_prefill_s=return_p,
+                    return_decode_s=return_d,
+                    **fixed,
+                )
+            )
+        return tuple(found)
+
+    def _phase(self, phase: Phase, size: int, tokens: float) -> tuple[np.ndarray, ...]:
+        """Return seconds of layers ``[T, K, B]``, master ``[T]``, sends and returns ``[T, T]``."""
+        costs = self.costs
+        whole = round(tokens) if phase is Phase.PREFILL else 1
+        layers = [
+            [
+                [costs.layer_s(item, phase, width, size, tokens, kind) for width in self.bits]
+                for kind in self.kinds
+            ]
+            for item in self.devices
+        ]
+        masters = [costs.master_s(item, phase, size, whole) for item in self.devices]
+        return (
+            np.array(layers, dtype=np.float64),
+            np.array(masters, dtype=np.float64),
+            self._links(phase, size, whole),
+            self._links(phase, size, 1),
+        )
+
+    def _links(self, phase: Phase, size: int, tokens: int) -> np.ndarray:
+        return np.array(
+            [
+                [self.costs.send_s(source, target, phase, size, tokens) for target in self.devices]
+                for source in self.devices
+            ],
+            dtype=np.float64,
+        )
+
+    def _kv_bytes(self) -> list[int]:
+        slots, tokens = self.workload.batch, self.workload.max_context_tokens
+        return [self.costs.layer_kv_bytes(kind, slots, tokens) for kind in self.kinds]
+
+    def _layer_bytes(self) -> IntArray:
+        kv_bytes = self._kv_bytes()
+        return np.array(
+            [
+                [
+                    [
+                        self.costs.layer_weight_bytes(item, kind, width) + kv_bytes[kind]
+                        for width in self.bits
+                    ]
+                    for kind in self.kinds
+                ]
+                for item in self.devices
+            ],
+            dtype=np.int64,
+        )
+
+    def _temporary(self, pair: MicroBatching, *, is_master: bool) -> IntArray:
+        def bytes_on(item: Device) -> int:
+            return self.costs.temporary_bytes(item, self.workload, pair, is_master)
+
+        return _integers(bytes_on(item) for item in self.devices)
+
+
+def _integers(values: Iterator[int]) -> IntArray:
+    return np.array(list(values), dtype=np.int64)

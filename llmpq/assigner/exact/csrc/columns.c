@@ -1,0 +1,224 @@
+/* Stage columns: every way a device class can run layers [a, c) that a plan below the limit needs.
+ *
+ * Time and memory of a stage depend only on how many layers of each kind it has at each bitwidth,
+ * so layers are added one at a time and states of equal counts are merged, the least degradation
+ * staying: exact for any omega. A state is dropped once its price (memory relaxed by its
+ * multiplier) with the cheapest rest of a plan reaches the limit. Of the columns of one cell, only
+ * those are kept that no other beats in prefill, decode, cost and (under a budget) degradation. */
+#include "exact.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    uint64_t counts;
+    int64_t bytes;
+    double prefill, decode, degradation, price;
+} State;
+
+enum { MAX_STATES = 1 << 17, TABLE = 1 << 19 };
+
+typedef struct {
+    State *now, *next;
+    int32_t *slot;    /* [TABLE] index into next */
+    uint32_t *stamp;  /* [TABLE] the layer that wrote the slot */
+    uint32_t turn;
+    Column *found;    /* [MAX_STATES] columns of one cell before filtering */
+    double *tail;     /* [L + 1] cheapest rest of a plan over all later ends */
+    uint64_t *radix;  /* [K, B] what one layer adds to counts; native.py decodes them alike */
+} Sweep;
+
+static void fill_radix(const Problem *p, uint64_t *radix) {
+    uint64_t place = 1;
+    for (int kind = 0; kind < p->kinds; kind++) {
+        uint64_t layers = 0;
+        for (int i = 0; i < p->layers; i++) layers += p->kind[i] == kind;
+        for (int b = 0; b < p->bits; b++) {
+            radix[kind * p->bits + b] = b + 1 < p->bits ? place : 0;
+            if (b + 1 < p->bits) place *= layers + 1;
+        }
+    }
+}
+
+static void sweep_close(Sweep *w) {
+    free(w->now), free(w->next), free(w->slot), free(w->stamp), free(w->found);
+    free(w->tail), free(w->radix);
+}
+
+static int sweep_open(Sweep *w, const Problem *p) {
+    memset(w, 0, sizeof *w);
+    w->now = malloc(MAX_STATES * sizeof(State));
+    w->next = malloc(MAX_STATES * sizeof(State));
+    w->slot = malloc(TABLE * sizeof(int32_t));
+    w->stamp = calloc(TABLE, sizeof(uint32_t));
+    w->found = malloc(MAX_STATES * sizeof(Column));
+    w->tail = malloc(((size_t)p->layers + 2) * sizeof(double));
+    w->radix = malloc((size_t)p->kinds * (size_t)p->bits * sizeof(uint64_t));
+    if (!w->now || !w->next || !w->slot || !w->stamp || !w->found || !w->tail || !w->radix) {
+        sweep_close(w);
+        return EXACT_NO_MEMORY;
+    }
+    fill_radix(p, w->radix);
+    return EXACT_DONE;
+}
+
+/* Put a state into the table of the next layer, merged with one of equal counts. */
+static int merge(Sweep *w, const State *state, uint64_t mask, int *size) {
+    uint64_t at = (state->counts * 0x9E3779B97F4A7C15ULL) >> 20 & mask;
+    while (w->stamp[at] == w->turn) {
+        State *other = w->next + w->slot[at];
+        if (other->counts == state->counts) {
+            if (state->degradation < other->degradation) *other = *state;
+            return EXACT_DONE;
+        }
+        at = (at + 1) & mask;
+    }
+    if (*size == MAX_STATES) return EXACT_OVERFLOW;
+    w->stamp[at] = w->turn, w->slot[at] = *size;
+    w->next[(*size)++] = *state;
+    return EXACT_DONE;
+}
+
+/* Give layer c to every state, at every bitwidth that can still lead below the limit. */
+static int extend(Sweep *w, const Field *f, int k, int c, int size, double limit) {
+    const Problem *p = f->problem;
+    int B = p->bits, grown = 0, cell = ((k % p->groups) * p->kinds + p->kind[c]) * B;
+    const double *price = f->layer_price + ((size_t)k * p->layers + c) * B;
+    double rest = w->tail[c + 1] - f->prefix[(size_t)k * (p->layers + 1) + c + 1];
+    uint64_t mask = 64;
+    while (mask < 2 * (uint64_t)size * B && mask < TABLE) mask *= 2;
+    w->turn++;
+    for (int s = 0; s < size; s++) {
+        for (int b = 0; b < B; b++) {
+            State state = w->now[s];
+            state.price += price[b];
+            state.bytes += p->bytes[cell + b];
+            state.degradation += p->omega[c * B + b];
+            if (state.price + rest >= limit || state.bytes > p->capacity[k] ||
+                state.degradation > p->budget)
+                continue;
+            state.prefill += p->prefill[cell + b], state.decode += p->decode[cell + b];
+            state.counts += w->radix[p->kind[c] * B + b];
+            if (merge(w, &state, mask - 1, &grown)) return -1;
+        }
+    }
+    State *swap = w->now;
+    w->now = w->next, w->next = swap;
+    return grown;
+}
+
+static int by_cost(const void *a, const void *b) {
+    const Column *x = a, *y = b;
+    return x->cost != y->cost ? (x->cost > y->cost) - (x->cost < y->cost)
+                              : (x->prefill > y->prefill) - (x->prefill < y->prefill);
+}
+static int by_price(const void *a, const void *b) {
+    const Column *x = a, *y = b;
+    return (x->price > y->price) - (x->price < y->price);
+}
+
+/* Keep the columns no other beats; returns how many, sorted by price. */
+static int filter(Column *found, int size, int budgeted) {
+    int kept = 0;
+    qsort(found, (size_t)size, sizeof *found, by_cost);
+    for (int j = 0; j < size; j++) {
+        int beaten = 0;
+        for (int q = kept - 1; q >= 0 && !beaten; q--)
+            beaten = found[q].prefill <= found[j].prefill && found[q].decode <= found[j].decode &&
+                     (!budgeted || found[q].degradation <= found[j].degradation);
+        if (!beaten) found[kept++] = found[j];
+    }
+    qsort(found, (size_t)kept, sizeof *found, by_price);
+    return kept;
+}
+
+static int append(Columns *s, const Column *column, int size) {
+    if (s->size + size > s->limit) return EXACT_OVERFLOW;
+    if (s->size + size > s->capacity) {
+        int64_t capacity = 2 * (s->size + size) + 1024;
+        Column *grown = realloc(s->column, (size_t)capacity * sizeof *grown);
+        if (!grown) return EXACT_NO_MEMORY;
+        s->column = grown, s->capacity = capacity;
+    }
+    memcpy(s->column + s->size, column, (size_t)size * sizeof *column);
+    s->size += size;
+    return EXACT_DONE;
+}
+
+/* Turn the states that end at c into columns of the cell. */
+static int emit(Sweep *w, Columns *s, const Field *f, const double *x, int k, int size,
+                double allowed) {
+    const Problem *p = f->problem;
+    double memory = x[at_memory(p, k)] / f->byte_unit;
+    int found = 0;
+    for (int j = 0; j < size; j++) {
+        const State *state = w->now + j;
+        double price = state->price + memory * (double)(p->capacity[k] - state->bytes);
+        if (price >= allowed) continue;
+        w->found[found++] = (Column){.prefill = state->prefill,
+                                     .decode = state->decode,
+                                     .cost = state->prefill + p->theta * state->degradation,
+                                     .degradation = state->degradation,
+                                     .price = price,
+                                     .counts = state->counts};
+    }
+    return append(s, w->found, filter(w->found, found, isfinite(p->budget)));
+}
+
+static int sweep(Sweep *w, Columns *s, const Field *f, const double *x, int k, int a,
+                 const double *best, double limit) {
+    const Problem *p = f->problem;
+    int L = p->layers, last = f->reach[(size_t)k * (L + 1) + a], size = 1, status = EXACT_DONE;
+    const double *prefix = f->prefix + (size_t)k * (L + 1);
+    int32_t *start = s->start + column_cell(p, k, a, 0);
+    for (int c = 0; c <= a; c++) start[c] = (int32_t)s->size;
+    w->tail[L + 1] = HUGE_VAL;
+    for (int c = L; c >= a; c--) {
+        double here = c <= last ? best[c] + prefix[c] : HUGE_VAL;
+        w->tail[c] = w->tail[c + 1] < here ? w->tail[c + 1] : here;
+    }
+    w->now[0] = (State){.prefill = p->master_prefill[k],
+                        .decode = p->master_decode[k],
+                        .price = f->fixed[k]};
+    for (int c = a; c <= L; c++) {
+        start[c] = (int32_t)s->size;
+        if (c > a) {
+            size = size > 0 && c <= last ? extend(w, f, k, c - 1, size, limit) : 0;
+            if (size < 0) return EXACT_OVERFLOW;
+            s->states += size;
+        }
+        if ((c > a || k >= p->groups) && size > 0 && c <= last)
+            status = emit(w, s, f, x, k, size, limit - best[c]);
+        if (status) return status;
+    }
+    start[L + 1] = (int32_t)s->size;
+    return EXACT_DONE;
+}
+
+int columns_fill(Columns *s, const Field *f, const double *x, const double *best, double limit,
+                 double deadline) {
+    const Problem *p = f->problem;
+    int L = p->layers, status = EXACT_DONE;
+    Sweep w;
+    s->problem = p, s->size = 0, s->states = 0;
+    s->start = malloc((size_t)column_cell(p, 2 * p->groups, 0, 0) * sizeof(int32_t));
+    if (!s->start || sweep_open(&w, p)) return EXACT_NO_MEMORY;
+    for (int k = 0; k < 2 * p->groups && !status; k++)
+        for (int a = 0; a <= L && !status; a++) {
+            int possible = a < L && (k < p->groups || a == 0);
+            if (possible && f->reach[(size_t)k * (L + 1) + a] >= a)
+                status = sweep(&w, s, f, x, k, a,
+                               best + ((size_t)k * (L + 1) + a) * (L + 1), limit);
+            else
+                for (int c = 0; c <= L + 1; c++)
+                    s->start[column_cell(p, k, a, c)] = (int32_t)s->size;
+            if (now() > deadline) status = status ? status : EXACT_DEADLINE;
+        }
+    sweep_close(&w);
+    return status;
+}
+
+void columns_close(Columns *s) {
+    free(s->column), free(s->start);
+    memset(s, 0, sizeof *s);
+}

@@ -1,0 +1,482 @@
+/* Label-setting over the lattice: the exact search of one pair below a limit.
+ *
+ * A label is a partial plan: its largest prefill and decode times so far, its cost (summed prefill
+ * plus theta * degradation), its summed decode time and its degradation. Two facts drop labels.
+ *
+ * Bound. For multipliers within their totals, the value of any completion is at least the label's
+ * price plus the cheapest completion: of the weight of the final maximum, the part that devices
+ * still to come cannot claim is paid on the label's own maximum.
+ *
+ * Dominance. At one node and layer, l beats m when every completion of l costs no more than the
+ * same completion of m. With C_l <= C_m that holds if
+ *   P_l <= max(P_m, least final P)         both then end at the completion's own maximum;
+ *   D_l <= max(D_m, least final D, least final S of m / rounds)
+ *                                          or the sum branch of m already pays for it;
+ *   C1_l <= C1_m, or most final S of l <= rounds * max(D_m, least final D)
+ *                                          or the peak branch of m already pays for it,
+ * where C1 = C + sum_weight[1] S. Under a budget, the degradation of l must not be larger either.
+ * "Least" and "most" run over completions by kept columns, which is all that matters below the
+ * limit. */
+#include "exact.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+    double prefill, decode, cost, sum, degradation;
+    int32_t parent, column, node, next;
+    int32_t end;
+} Label;
+
+/* What the rest of a plan takes, at least or at most, from one node and layer on. */
+typedef struct {
+    double price, prefill, decode, least_sum, most_sum, degradation;
+} Rest;
+
+typedef struct {
+    const Problem *p;
+    const Lattice *g;
+    const double *x;
+    Search *out;
+    Field field;
+    Columns columns;
+    double *arrive;  /* [V, L + 1] cheapest start of a plan up to a node whose stage starts at i */
+    double *around;  /* [C, L + 1, L + 1] cheapest rest of a plan around a stage */
+    Rest *cell;      /* [C, L + 1, L + 1] the extremes of the kept columns of a cell */
+    Rest *rest;      /* [V, L + 1] from where the node's stage has ended */
+    Rest *entry;     /* [V, L + 1] from where the node's stage starts */
+    double *own;     /* [V, 2] weight of P and D that later devices cannot claim */
+    Label *label;
+    int64_t size, capacity;
+    int32_t *head;   /* [V, L + 1] labels by node and end */
+    double best;     /* value of the best plan so far, or the limit */
+    int32_t best_label, best_column, best_node, best_parent;
+    double deadline;
+} Labels;
+
+static inline size_t cell_at(const Problem *p, int k, int a, int c) {
+    return ((size_t)k * ((size_t)p->layers + 1) + (size_t)a) * ((size_t)p->layers + 1) + (size_t)c;
+}
+static inline double price_of_sum(const Labels *s) {
+    return s->p->sum_weight[0] + s->x[at_sum(s->p)];
+}
+
+/* ---- the cheapest plan through every stage ------------------------------------------------- */
+
+/* depart[c] = cheapest start of a plan whose node v has run layers up to c: by the relaxation. */
+static void depart_relaxed(const Labels *s, int v, double *depart) {
+    int L = s->p->layers, k = s->g->node_class[v], first = k >= s->p->groups;
+    const double *prefix = s->field.prefix + (size_t)k * (L + 1);
+    const int32_t *reach = s->field.reach + (size_t)k * (L + 1);
+    const double *arrive = s->arrive + (size_t)v * (L + 1);
+    for (int c = 0; c <= L; c++) depart[c] = HUGE_VAL;
+    for (int a = 0; a <= (first ? 0 : L - 1); a++) {
+        if (!isfinite(arrive[a])) continue;
+        double base = arrive[a] - prefix[a] + s->field.fixed[k];
+        for (int c = first ? a : a + 1; c <= reach[a]; c++) {
+            double through = base + prefix[c];
+            depart[c] = through < depart[c] ? through : depart[c];
+        }
+    }
+}
+
+/* The same by the kept columns. */
+static void depart_columns(const Labels *s, int v, double *depart) {
+    int L = s->p->layers, k = s->g->node_class[v], first = k >= s->p->groups;
+    const double *arrive = s->arrive + (size_t)v * (L + 1);
+    for (int c = 0; c <= L; c++) depart[c] = HUGE_VAL;
+    for (int a = 0; a <= (first ? 0 : L - 1); a++) {
+        if (!isfinite(arrive[a])) continue;
+        const Rest *cell = s->cell + cell_at(s->p, k, a, 0);
+        for (int c = a; c <= L; c++) {
+            double through = arrive[a] + cell[c].price;
+            depart[c] = through < depart[c] ? through : depart[c];
+        }
+    }
+}
+
+/* Fill arrive forwards, then around: for each class and interval, the cheapest plan about it. */
+static void fill_around(Labels *s, int by_columns) {
+    const Lattice *g = s->g;
+    int L = s->p->layers;
+    size_t cells = cell_at(s->p, 2 * s->p->groups, 0, 0), places = (size_t)g->nodes * (L + 1);
+    double depart[L + 1];
+    for (size_t j = 0; j < cells; j++) s->around[j] = HUGE_VAL;
+    for (size_t j = 0; j < places; j++) s->arrive[j] = HUGE_VAL;
+    for (int v = 0; v < g->nodes; v++) {
+        if (v == 0) {
+            for (int c = 1; c <= L; c++) depart[c] = HUGE_VAL;
+            depart[0] = 0;
+        } else if (by_columns) depart_columns(s, v, depart);
+        else depart_relaxed(s, v, depart);
+        for (int e = g->edge_start[v]; e < g->edge_start[v + 1]; e++) {
+            double *restrict arrive = s->arrive + (size_t)g->edge_target[e] * (L + 1);
+            double link = g->edge_link[e] < 0 ? 0 : s->field.link[g->edge_link[e]];
+            for (int c = 0; c <= L; c++) {
+                double through = depart[c] + link;
+                arrive[c] = through < arrive[c] ? through : arrive[c];
+            }
+        }
+        if (v == 0) continue;
+        for (int a = 0; a <= L; a++) {
+            double start = s->arrive[(size_t)v * (L + 1) + a];
+            if (!isfinite(start)) continue;
+            double *restrict around = s->around + cell_at(s->p, g->node_class[v], a, 0);
+            const double *restrict to_go = s->field.to_go + (size_t)v * (L + 1);
+            for (int c = a; c <= L; c++) {
+                double through = start + to_go[c];
+                around[c] = through < around[c] ? through : around[c];
+            }
+        }
+    }
+}
+
+/* ---- what the kept columns make of the rest ------------------------------------------------ */
+
+static const Rest NOTHING = {HUGE_VAL, HUGE_VAL, HUGE_VAL, HUGE_VAL, -HUGE_VAL, HUGE_VAL};
+
+static inline void widen(Rest *r, const Rest *by) {
+    if (by->price < r->price) r->price = by->price;
+    if (by->prefill < r->prefill) r->prefill = by->prefill;
+    if (by->decode < r->decode) r->decode = by->decode;
+    if (by->least_sum < r->least_sum) r->least_sum = by->least_sum;
+    if (by->most_sum > r->most_sum) r->most_sum = by->most_sum;
+    if (by->degradation < r->degradation) r->degradation = by->degradation;
+}
+
+static inline Rest joined(const Rest *a, const Rest *b) {
+    return (Rest){a->price + b->price,
+                  a->prefill > b->prefill ? a->prefill : b->prefill,
+                  a->decode > b->decode ? a->decode : b->decode,
+                  a->least_sum + b->least_sum,
+                  a->most_sum + b->most_sum,
+                  a->degradation + b->degradation};
+}
+
+static Rest link_rest(const Labels *s, int id) {
+    if (id < 0) return (Rest){0, 0, 0, 0, 0, 0};
+    double sum = s->p->links_in_sums ? s->p->send_decode[id] : 0;
+    return (Rest){s->field.link[id], s->p->send_prefill[id], s->p->send_decode[id], sum, sum, 0};
+}
+
+static void fill_cells(Labels *s) {
+    const Problem *p = s->p;
+    for (int k = 0; k < 2 * p->groups; k++)
+        for (int a = 0; a <= p->layers; a++)
+            for (int c = a; c <= p->layers; c++) {
+                Rest *cell = s->cell + cell_at(p, k, a, c);
+                *cell = NOTHING;
+                int64_t at = column_cell(p, k, a, c);
+                for (int j = s->columns.start[at]; j < s->columns.start[at + 1]; j++) {
+                    const Column *m = s->columns.column + j;
+                    Rest one = {m->price,  m->prefill, m->decode,
+                                m->decode, m->decode,  m->degradation};
+                    widen(cell, &one);
+                }
+            }
+}
+
+static void fill_rest(Labels *s) {
+    const Lattice *g = s->g;
+    int L = s->p->layers;
+    for (int v = g->nodes - 1; v >= 0; v--) {
+        Rest *rest = s->rest + (size_t)v * (L + 1), *entry = s->entry + (size_t)v * (L + 1);
+        for (int i = 0; i <= L; i++) rest[i] = entry[i] = NOTHING;
+        for (int e = g->edge_start[v]; e < g->edge_start[v + 1]; e++) {
+            const Rest *into = s->entry + (size_t)g->edge_target[e] * (L + 1);
+            Rest link = link_rest(s, g->edge_link[e]);
+            for (int i = 0; i < L; i++) {
+                if (!isfinite(into[i].price)) continue;
+                Rest both = joined(&link, into + i);
+                widen(rest + i, &both);
+            }
+        }
+        if (v == 0) continue;
+        rest[L] = link_rest(s, g->node_return[v]);
+        int k = g->node_class[v];
+        for (int a = 0; a <= (k >= s->p->groups ? 0 : L - 1); a++)
+            for (int c = a; c <= L; c++) {
+                const Rest *cell = s->cell + cell_at(s->p, k, a, c);
+                if (!isfinite(cell->price) || !isfinite(rest[c].price)) continue;
+                Rest both = joined(cell, rest + c);
+                widen(entry + a, &both);
+            }
+    }
+    for (size_t j = 0; j < (size_t)g->nodes * (L + 1); j++) s->field.to_go[j] = s->rest[j].price;
+}
+
+/* Drop the columns that no plan below the limit can use, now that bounds know the columns. */
+static void thin(Labels *s, double limit) {
+    const Problem *p = s->p;
+    Columns *t = &s->columns;
+    int64_t size = 0;
+    for (int k = 0; k < 2 * p->groups; k++)
+        for (int a = 0; a <= p->layers; a++) {
+            int64_t from = t->start[column_cell(p, k, a, 0)];
+            for (int c = 0; c <= p->layers; c++) {
+                int64_t at = column_cell(p, k, a, c), to = t->start[at + 1];
+                t->start[at] = (int32_t)size;
+                for (int64_t j = from; j < to; j++)
+                    if (s->around[cell_at(p, k, a, c)] + t->column[j].price < limit)
+                        t->column[size++] = t->column[j];
+                from = to;
+            }
+            t->start[column_cell(p, k, a, p->layers + 1)] = (int32_t)size;
+        }
+    t->size = size;
+}
+
+/* ---- labels -------------------------------------------------------------------------------- */
+
+static void fill_own(Labels *s) {
+    const Problem *p = s->p;
+    int T = p->groups;
+    for (int v = 0; v < s->g->nodes; v++) {
+        const double *left = s->g->remaining + (size_t)v * 2 * T;
+        double prefill = p->peak_prefill;
+        double decode = p->peak_decode - (p->steady ? p->rounds * s->x[at_sum(p)] : 0);
+        for (int t = 0; t < T; t++) {
+            prefill -= left[t] * s->x[at_prefill(p, t)] + left[T + t] * s->x[at_prefill_link(p, t)];
+            decode -= left[t] * s->x[at_decode(p, t)] + left[T + t] * s->x[at_decode_link(p, t)];
+        }
+        s->own[2 * v] = prefill > 0 ? prefill : 0;
+        s->own[2 * v + 1] = decode > 0 ? decode : 0;
+    }
+}
+
+static inline double larger(double a, double b) { return a > b ? a : b; }
+
+/* Price of a label at a node, less the rest: what the bound adds the cheapest completion to. */
+static inline double label_price(const Labels *s, const Label *l, int v, const Rest *rest) {
+    return s->own[2 * v] * larger(l->prefill, rest->prefill) +
+           s->own[2 * v + 1] * larger(l->decode, rest->decode) + l->cost +
+           price_of_sum(s) * l->sum + s->x[at_budget(s->p)] * l->degradation;
+}
+
+static int push(Labels *s, const Label *label) {
+    if (s->size >= s->out->max_labels) return EXACT_OVERFLOW;
+    if (s->size == s->capacity) {
+        int64_t capacity = 2 * s->capacity + 4096;
+        Label *grown = realloc(s->label, (size_t)capacity * sizeof *grown);
+        if (!grown) return EXACT_NO_MEMORY;
+        s->label = grown, s->capacity = capacity;
+    }
+    s->label[s->size++] = *label;
+    return EXACT_DONE;
+}
+
+/* A label whose last stage ends at the last layer is a plan: price it exactly. */
+static void finish(Labels *s, const Label *label) {
+    const Problem *p = s->p;
+    int id = s->g->node_return[label->node];
+    double P = label->prefill, D = label->decode, C = label->cost, S = label->sum;
+    if (id >= 0) {
+        P = larger(P, p->send_prefill[id]), D = larger(D, p->send_decode[id]);
+        if (p->links_in_sums) C += p->send_prefill[id], S += p->send_decode[id];
+    }
+    double value = p->peak_prefill * P + C +
+                   larger(p->peak_decode * D + p->sum_weight[0] * S, p->sum_weight[1] * S);
+    if (value >= s->best || label->degradation > p->budget) return;
+    s->best = value;
+    s->best_parent = label->parent, s->best_column = label->column, s->best_node = label->node;
+}
+
+/* Continue label number `parent` (a copy in l) over one edge with every column. */
+static int extend(Labels *s, const Label *l, int32_t parent, int e) {
+    const Problem *p = s->p;
+    int L = p->layers, v = l->node, w = s->g->edge_target[e], k = s->g->node_class[w], a = l->end;
+    int id = s->g->edge_link[e];
+    const Rest *rest = s->rest + (size_t)w * (L + 1);
+    Rest link = link_rest(s, id), here = s->rest[(size_t)v * (L + 1) + a];
+    Label at = *l; /* with the link */
+    at.prefill = larger(l->prefill, link.prefill), at.decode = larger(l->decode, link.decode);
+    at.sum += link.least_sum;
+    if (p->links_in_sums) at.cost += link.prefill;
+    at.parent = parent, at.node = w;
+    double base = label_price(s, l, v, &here) + link.price;
+    double budget = isfinite(p->budget) ? s->x[at_budget(p)] * p->budget : 0;
+    for (int c = a; c <= L; c++) {
+        double through = base + rest[c].price - budget;
+        if (through >= s->best) continue;
+        int64_t cell = column_cell(p, k, a, c);
+        for (int j = s->columns.start[cell]; j < s->columns.start[cell + 1]; j++) {
+            const Column *m = s->columns.column + j;
+            if (through + m->price >= s->best) break;
+            Label grown = at;
+            grown.prefill = larger(at.prefill, m->prefill);
+            grown.decode = larger(at.decode, m->decode);
+            grown.cost += m->cost, grown.sum += m->decode, grown.degradation += m->degradation;
+            grown.column = j, grown.end = c;
+            if (c == L) {
+                finish(s, &grown);
+                continue;
+            }
+            if (grown.degradation + rest[c].degradation > p->budget) continue;
+            if (label_price(s, &grown, w, rest + c) + rest[c].price - budget >= s->best) continue;
+            int32_t *head = s->head + (size_t)w * (L + 1) + c;
+            grown.next = *head;
+            int status = push(s, &grown);
+            if (status) return status;
+            *head = (int32_t)(s->size - 1);
+        }
+    }
+    return EXACT_DONE;
+}
+
+typedef struct {
+    double cost, prefill, decode, tail, most, degradation;
+    int32_t label;
+} Key;
+
+static int by_cost(const void *a, const void *b) {
+    const Key *x = a, *y = b;
+    if (x->cost != y->cost) return (x->cost > y->cost) - (x->cost < y->cost);
+    return (x->tail > y->tail) - (x->tail < y->tail);
+}
+
+/* Whether some kept key beats this label (the header's conditions; costs are in order). */
+static int beaten(const Labels *s, const Key *kept, int size, const Key *key, const Rest *rest) {
+    const Problem *p = s->p;
+    const Label *l = s->label + key->label;
+    double P = p->peak_prefill > 0 ? larger(key->prefill, rest->prefill) : HUGE_VAL;
+    double D = larger(key->decode, rest->decode), peak = D, q = key->degradation;
+    if (p->steady) D = larger(D, (l->sum + rest->least_sum) / p->rounds);
+    if (p->peak_decode <= 0) D = HUGE_VAL;
+    double covered = p->steady ? p->rounds * peak : -HUGE_VAL;
+    int budgeted = isfinite(p->budget);
+    for (int j = size - 1; j >= 0; j--)
+        if (kept[j].prefill <= P && kept[j].decode <= D &&
+            (kept[j].tail <= key->tail || kept[j].most <= covered) &&
+            (!budgeted || kept[j].degradation <= q))
+            return 1;
+    return 0;
+}
+
+/* Collect the labels of a place that the bound leaves, least cost first. */
+static int gather(const Labels *s, int v, int i, Key **keys, int *room) {
+    const Rest *rest = s->rest + (size_t)v * (s->p->layers + 1) + i;
+    double budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
+    int size = 0;
+    for (int32_t j = s->head[(size_t)v * (s->p->layers + 1) + i]; j >= 0; j = s->label[j].next) {
+        const Label *l = s->label + j;
+        if (label_price(s, l, v, rest) + rest->price - budget >= s->best) continue;
+        if (size == *room) {
+            *room = 2 * *room + 1024;
+            Key *grown = realloc(*keys, (size_t)*room * sizeof *grown);
+            if (!grown) return -1;
+            *keys = grown;
+        }
+        (*keys)[size++] = (Key){l->cost + s->p->sum_weight[0] * l->sum, l->prefill, l->decode,
+                                l->cost + s->p->sum_weight[1] * l->sum,
+                                l->sum + rest->most_sum, l->degradation, j};
+    }
+    qsort(*keys, (size_t)size, sizeof **keys, by_cost);
+    return size;
+}
+
+static int settle(Labels *s) {
+    int L = s->p->layers, status = EXACT_DONE, room = 0;
+    Key *keys = NULL;
+    for (int v = 0; v < s->g->nodes && !status; v++)
+        for (int i = 0; i < L && !status; i++) {
+            int size = gather(s, v, i, &keys, &room), kept = 0;
+            const Rest *rest = s->rest + (size_t)v * (L + 1) + i;
+            if (size < 0) status = EXACT_NO_MEMORY;
+            for (int j = 0; j < size && !status; j++) {
+                Key key = keys[j];
+                if (beaten(s, keys, kept, &key, rest)) continue;
+                keys[kept++] = key;
+                s->out->kept++;
+                Label copy = s->label[key.label];
+                for (int e = s->g->edge_start[v]; e < s->g->edge_start[v + 1] && !status; e++)
+                    status = extend(s, &copy, key.label, e);
+                if ((s->out->kept & 255) == 0 && now() > s->deadline) status = EXACT_DEADLINE;
+            }
+        }
+    free(keys);
+    return status;
+}
+
+/* ---- the search ---------------------------------------------------------------------------- */
+
+static int labels_open(Labels *s) {
+    size_t V = (size_t)s->g->nodes, L = (size_t)s->p->layers;
+    size_t cells = cell_at(s->p, 2 * s->p->groups, 0, 0);
+    if (field_open(&s->field, s->p, s->g)) return EXACT_NO_MEMORY;
+    s->arrive = malloc(V * (L + 1) * sizeof *s->arrive);
+    s->around = malloc(cells * sizeof *s->around);
+    s->cell = malloc(cells * sizeof *s->cell);
+    s->rest = malloc(V * (L + 1) * sizeof *s->rest);
+    s->entry = malloc(V * (L + 1) * sizeof *s->entry);
+    s->own = malloc(2 * V * sizeof *s->own);
+    s->head = malloc(V * (L + 1) * sizeof *s->head);
+    if (!s->arrive || !s->around || !s->cell || !s->rest || !s->entry || !s->own || !s->head)
+        return EXACT_NO_MEMORY;
+    for (size_t j = 0; j < V * (L + 1); j++) s->head[j] = -1;
+    return EXACT_DONE;
+}
+
+static void labels_close(Labels *s) {
+    field_close(&s->field), columns_close(&s->columns);
+    free(s->arrive), free(s->around), free(s->cell), free(s->rest), free(s->entry);
+    free(s->own), free(s->head), free(s->label);
+}
+
+/* Columns below the limit, and bounds that know them. */
+static int prepare(Labels *s) {
+    double limit = s->out->column_limit;
+    double budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
+    field_evaluate(&s->field, s->x, NULL);
+    fill_around(s, 0);
+    s->columns.limit = s->out->max_columns;
+    int status =
+        columns_fill(&s->columns, &s->field, s->x, s->around, limit + budget, s->deadline);
+    s->out->states = s->columns.states;
+    if (status) return status;
+    fill_cells(s);
+    fill_rest(s);
+    fill_around(s, 1);
+    thin(s, limit + budget);
+    fill_cells(s);
+    fill_rest(s);
+    fill_own(s);
+    s->out->columns = s->columns.size;
+    return EXACT_DONE;
+}
+
+/* Write the stages of the best plan, last first: node, first layer, end layer; counts apart. */
+static void trace(const Labels *s, int32_t *stages, uint64_t *counts) {
+    int32_t node = s->best_node, column = s->best_column, parent = s->best_parent;
+    int32_t end = s->p->layers, n = 0;
+    for (;;) {
+        const Label *before = s->label + parent;
+        stages[3 * n] = node, stages[3 * n + 1] = before->end, stages[3 * n + 2] = end;
+        counts[n++] = s->columns.column[column].counts;
+        if (before->node == 0) break;
+        node = before->node, column = before->column, end = before->end, parent = before->parent;
+    }
+    s->out->stages = n;
+}
+
+/* Find the best plan below out->label_limit that uses columns below out->column_limit only. With
+ * both equal and EXACT_DONE the answer is exact: no plan below the limit is better. stages[3 V],
+ * counts[V]. On overflow or deadline the best plan found so far, if any, is still told. */
+int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search *out,
+                     int32_t *stages, uint64_t *counts) {
+    Labels s = {.p = p, .g = g, .x = x, .out = out, .best = out->label_limit, .best_node = -1};
+    s.deadline = now() + out->seconds;
+    out->stages = 0, out->kept = 0, out->labels = 0, out->columns = 0, out->states = 0;
+    int status = labels_open(&s);
+    if (!status) status = prepare(&s);
+    if (!status) {
+        Label origin = {.parent = -1, .column = -1, .next = -1};
+        status = push(&s, &origin);
+        s.head[0] = 0;
+    }
+    if (!status) status = settle(&s);
+    if (s.best_node >= 0) trace(&s, stages, counts);
+    out->value = s.best;
+    out->labels = s.size;
+    labels_close(&s);
+    return status;
+}

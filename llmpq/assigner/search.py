@@ -1,0 +1,141 @@
+"""The whole search: every device order and micro-batch pair, best bound first (Algorithm 1).
+
+Each candidate has a lower bound before anything is solved. Candidates are solved in its order,
+each only for plans better than the best so far, until the next bound cannot win. The result
+carries a bound over all candidates, solved or not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from llmpq.assigner.enumeration import device_orders, layers_that_fit
+from llmpq.assigner.explain import explain_budget, explain_memory
+from llmpq.assigner.ilp import IlpOptions, IlpResult, solve_ilp
+from llmpq.assigner.problem import AssignmentProblem, PairCosts
+from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.errors import InfeasibleError
+
+GAP_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Candidate:
+    bound_s: float
+    pair: PairCosts
+    order: tuple[int, ...]
+
+
+def find_plan(task: PlanningTask, progress: Progress) -> Solution:
+    """Minimise latency plus priced degradation over all orders, pairs, placements and bitwidths.
+
+    Raises:
+        InfeasibleError: memory, the quality budget or the time limit leaves no plan; says which.
+    """
+    request = task.request
+    orders = device_orders(task.group_counts.tolist(), request.orders)
+    if not task.pairs:
+        raise InfeasibleError(explain_memory(request))
+    search = _Search(task, progress, _candidates(task, orders))
+    search.run()
+    total = len(orders) * task.num_pairs
+    if search.best is None:
+        if search.out_of_time:
+            raise InfeasibleError(
+                f"no plan within the time limit of {request.time_limit_s} s "
+                f"({search.searched} of {len(search.candidates)} programs solved); memory does "
+                "not rule one out, so raise the time limit"
+            )
+        raise InfeasibleError(
+            explain_memory(request)
+            if request.quality_budget is None
+            else explain_budget(task, orders)
+        )
+    problem, result = search.best
+    assert result.assignment is not None
+    assert result.price is not None
+    objective_s = result.price.objective_s
+    bound_s = min(objective_s, search.proven_s)
+    gap = (objective_s - bound_s) / objective_s if objective_s > 0 else 0.0
+    return Solution(
+        problem=problem,
+        assignment=result.assignment,
+        price=result.price,
+        solver=request.solver,
+        status="optimal" if gap <= request.gap + GAP_SLACK else "feasible",
+        bound_s=bound_s,
+        orders=len(orders),
+        pairs_searched=search.searched,
+        pairs_pruned=total - search.searched,
+    )
+
+
+def _candidates(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> list[_Candidate]:
+    bounds = task.bounds(task.theta_s)
+    found = []
+    for pair, row in zip(task.pairs, bounds.tolist(), strict=True):
+        fits = layers_that_fit(pair, task.group_counts) >= len(task.kinds)
+        found += [
+            _Candidate(bound_s=row[order[0]], pair=pair, order=order)
+            for order in orders
+            if fits[order[0]]
+        ]
+    return sorted(found, key=lambda item: item.bound_s)
+
+
+class _Search:
+    """Best-first search with an incumbent."""
+
+    def __init__(
+        self, task: PlanningTask, progress: Progress, candidates: list[_Candidate]
+    ) -> None:
+        self.task = task
+        self.progress = progress
+        self.candidates = candidates
+        self.best: tuple[AssignmentProblem, IlpResult] | None = None
+        self.best_s = math.inf
+        self.proven_s = math.inf
+        self.searched = 0
+        self.out_of_time = False
+        limit = task.request.time_limit_s
+        self.deadline = math.inf if limit is None else time.monotonic() + limit
+
+    def run(self) -> None:
+        """Solve until the next bound cannot win, or time is up."""
+        for done, candidate in enumerate(self.candidates):
+            self.progress(done, len(self.candidates), self.best_s if self.best else None)
+            if candidate.bound_s >= self._cutoff_s():
+                self.proven_s = min(self.proven_s, candidate.bound_s)
+                break
+            if time.monotonic() >= self.deadline:
+                self.out_of_time = True
+                self.proven_s = min(self.proven_s, candidate.bound_s)
+                break
+            self._solve(candidate)
+        self.progress(len(self.candidates), len(self.candidates), self.best_s)
+
+    def _cutoff_s(self) -> float:
+        return self.best_s * (1 - self.task.request.gap)
+
+    def _solve(self, candidate: _Candidate) -> None:
+        request, cutoff_s = self.task.request, self._cutoff_s()
+        left_s = self.deadline - time.monotonic()
+        options = IlpOptions(
+            solver=request.solver,
+            gap=request.gap,
+            time_limit_s=None if math.isinf(left_s) else max(0.1, left_s),
+            cutoff_s=cutoff_s,
+        )
+        problem = self.task.problem(candidate.pair, candidate.order)
+        result = solve_ilp(problem, options)
+        self.searched += 1
+        if result.status in ("unknown", "feasible"):
+            self.out_of_time = True
+        # Below the cutoff nothing is cheaper than the program's bound; above it lies the cutoff.
+        bound_s = min(result.bound_s, cutoff_s)
+        self.proven_s = min(self.proven_s, max(candidate.bound_s, bound_s))
+        if result.price is not None and result.price.objective_s < self.best_s:
+            self.best = problem, result
+            self.best_s = result.price.objective_s

@@ -1,0 +1,264 @@
+"""From a request to a planning task: what is asked, and the arrays every method works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llmpq.assigner.bounds import BoundInputs, lower_bounds
+from llmpq.assigner.enumeration import (
+    OrderMode,
+    build_pairs,
+    device_groups,
+    layers_that_fit,
+    micro_batch_pairs,
+)
+from llmpq.assigner.objective import Price
+from llmpq.assigner.problem import (
+    Assignment,
+    AssignmentProblem,
+    FloatArray,
+    IntArray,
+    PairCosts,
+)
+from llmpq.assigner.solvers import SolverName
+from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import Cluster
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import Formula, Status
+from llmpq.spec.precision import BITS, Dtype
+from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.workload import Workload
+
+DEFAULT_GAP = 1e-3
+DEFAULT_OMEGA = "default: every layer alike, ((2^4 - 1) / (2^b - 1))^2"
+
+Progress = Callable[[int, int, float | None], None]
+"""Called with candidates settled, candidates in all, and the best objective so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What is asked of the planner.
+
+    Attributes:
+        model: the model.
+        model_source: directory of its weights, ``None`` for a catalogue model.
+        cluster, workload: where and what.
+        dtype: number format of whatever is not quantized.
+        kv_bits: bits of a cached key or value.
+        bits: bitwidths allowed.
+        sensitivity: measured degradation, ``None`` for ``DEFAULT_OMEGA``.
+        theta_s: seconds that "every layer at 4 bits" costs; ``None`` is 0 under a quality budget,
+            else the default of ``default_theta``.
+        quality_budget: largest allowed degradation, ``None`` for no limit.
+        formula: latency formula to minimise.
+        solver, gap, time_limit_s: how to solve, how well, and for how long at most.
+        orders: which device orders to try.
+        layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
+        profile_dir: folder of measured tables.
+    """
+
+    model: ModelSpec
+    model_source: str | None = None
+    cluster: Cluster
+    workload: Workload
+    dtype: Dtype
+    kv_bits: int
+    bits: tuple[int, ...] = BITS
+    sensitivity: SensitivityTable | None = None
+    theta_s: float | None = None
+    quality_budget: float | None = None
+    formula: Formula = "steady"
+    solver: SolverName = "highs"
+    gap: float = DEFAULT_GAP
+    time_limit_s: float | None = None
+    orders: OrderMode = "types"
+    layer_group: int = 1
+    profile_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        longest = self.model.max_positions
+        if longest is not None and self.workload.max_context_tokens > longest:
+            raise SpecError(
+                f"workload: prompt_tokens + new_tokens: found {self.workload.max_context_tokens}, "
+                f"expected at most {longest}, the longest sequence of {self.model.name}"
+            )
+        if not self.bits or not set(self.bits) <= set(BITS):
+            raise SpecError(f"bits: found {list(self.bits)}, expected some of {list(BITS)}")
+        if not 0 <= self.gap < 1:
+            raise SpecError(f"gap: found {self.gap}, expected a share in [0, 1)")
+        for name in ("theta_s", "quality_budget", "time_limit_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise SpecError(f"{name}: found {value}, expected a finite value, not negative")
+        if self.layer_group < 1:
+            raise SpecError(f"layer group: found {self.layer_group}, expected at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanningTask:
+    """A request with its arrays built.
+
+    Attributes:
+        request: what is asked; its ``theta_s`` is set.
+        costs: the cost models.
+        groups: device indices of every group of interchangeable devices.
+        pairs: costs of every micro-batch pair that memory allows at all.
+        kinds, omega: ``[L]`` and ``[L, B]`` of the runs of layers decided together.
+        run_lengths: model layers of each run.
+        num_pairs: micro-batch pairs before the memory test.
+    """
+
+    request: PlanRequest
+    costs: ClusterCosts
+    groups: tuple[tuple[int, ...], ...]
+    pairs: tuple[PairCosts, ...]
+    kinds: IntArray
+    omega: FloatArray
+    run_lengths: tuple[int, ...]
+    num_pairs: int
+
+    @property
+    def theta_s(self) -> float:
+        """Seconds that "every layer at 4 bits" costs."""
+        return self.request.theta_s or 0.0
+
+    @property
+    def group_counts(self) -> IntArray:
+        """``[T]`` devices of every group."""
+        return np.array([len(members) for members in self.groups], dtype=np.int64)
+
+    def problem(self, pair: PairCosts, order: tuple[int, ...]) -> AssignmentProblem:
+        """Return the problem of one pair and one order of groups."""
+        return AssignmentProblem(
+            costs=pair,
+            kinds=self.kinds,
+            bits=self.request.bits,
+            omega=self.omega,
+            theta_s=self.theta_s,
+            quality_budget=self.request.quality_budget,
+            formula=self.request.formula,
+            order=order,
+        )
+
+    def bounds(self, theta_s: float) -> FloatArray:
+        """Return ``[P, T]`` lower bounds of the objective by pair and first group."""
+        inputs = BoundInputs(
+            counts=self.group_counts,
+            kinds=self.kinds,
+            prices=theta_s * self.omega,
+            omega=self.omega,
+            quality_budget=self.request.quality_budget,
+            formula=self.request.formula,
+        )
+        return lower_bounds(inputs, self.pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solution:
+    """What a method found.
+
+    Attributes:
+        problem, assignment, price: the decision and what it takes.
+        solver: solver's name, empty when none was needed.
+        status: ``optimal`` when proven within the gap asked for.
+        bound_s: proven lower bound over everything the method may choose, ``None`` without one.
+        orders: device orders considered.
+        pairs_searched, pairs_pruned: (order, micro-batch pair) combinations solved and not.
+    """
+
+    problem: AssignmentProblem
+    assignment: Assignment
+    price: Price
+    solver: str
+    status: Status
+    bound_s: float | None
+    orders: int
+    pairs_searched: int
+    pairs_pruned: int
+
+
+def build_task(request: PlanRequest) -> PlanningTask:
+    """Build every array of a request; ``pairs`` is empty when the model fits nowhere."""
+    costs = build_costs(
+        request.model,
+        request.cluster,
+        dtype=request.dtype,
+        kv_bits=request.kv_bits,
+        profile_dir=request.profile_dir,
+    )
+    request = replace(request, bits=tuple(sorted(set(request.bits), reverse=True)))
+    candidates = micro_batch_pairs(request.workload.batch)
+    pairs = build_pairs(costs, request.workload, request.bits, candidates)
+    omega = omega_of(request)
+    compositions, kinds, lengths = _runs(request.model.layer_kinds, request.layer_group)
+    if request.layer_group > 1:
+        pairs = tuple(pair.merged(compositions) for pair in pairs)
+        starts = np.cumsum([0, *lengths[:-1]])
+        omega = np.add.reduceat(omega, starts, axis=0)
+    groups = device_groups(request.cluster)
+    counts = np.array([len(members) for members in groups])
+    task = PlanningTask(
+        request=request,
+        costs=costs,
+        groups=groups,
+        pairs=tuple(p for p in pairs if layers_that_fit(p, counts).max() >= len(kinds)),
+        kinds=np.array(kinds, dtype=np.int64),
+        omega=omega,
+        run_lengths=lengths,
+        num_pairs=len(pairs),
+    )
+    if request.theta_s is not None:
+        return task
+    return replace(task, request=replace(request, theta_s=default_theta(task)))
+
+
+def default_theta(task: PlanningTask) -> float:
+    """Return the price of degradation when none is given.
+
+    Under a quality budget it is 0: the budget says all. Otherwise it is a lower bound of any
+    plan's latency, to two digits: all layers at 4 bits must then save about as much time as the
+    fastest plan takes, and 8 bits (a three-hundredth of that degradation) are all but free.
+    """
+    if task.request.quality_budget is not None or not task.pairs:
+        return 0.0
+    return float(f"{task.bounds(0.0).min():.2g}")
+
+
+def omega_of(request: PlanRequest) -> FloatArray:
+    """Return ``[L, B]`` normalised degradation: measured, or by the shape of the quantizer alone.
+
+    The default weighs all layers alike and follows the square of the step between two codes,
+    ``((2^4 - 1) / (2^b - 1))^2``; nothing about it is random.
+
+    Raises:
+        SpecError: the measured table is of another number of layers, or lacks a bitwidth.
+    """
+    layers = request.model.num_layers
+    if request.sensitivity is None:
+        row = [0.0 if b == 16 else (15 / (2**b - 1)) ** 2 / layers for b in request.bits]
+        return np.tile(np.array(row), (layers, 1))
+    table = request.sensitivity
+    if table.num_layers != layers:
+        raise SpecError(
+            f"sensitivity table of {table.model}: field 'omega': found {table.num_layers} layers, "
+            f"expected {layers}, as {request.model.name} has"
+        )
+    return np.array(table.normalised(request.bits), dtype=np.float64)
+
+
+def _runs(
+    layer_kinds: tuple[int, ...], size: int
+) -> tuple[tuple[tuple[int, ...], ...], list[int], tuple[int, ...]]:
+    """Cut the layers into runs; return what kinds of run there are, and each run's kind, length."""
+    runs = [layer_kinds[start : start + size] for start in range(0, len(layer_kinds), size)]
+    known: dict[tuple[int, ...], int] = {}
+    kinds = [known.setdefault(tuple(sorted(run)), len(known)) for run in runs]
+    if size == 1:
+        return (), list(layer_kinds), tuple(1 for _ in runs)
+    return tuple(known), kinds, tuple(len(run) for run in runs)
