@@ -21,9 +21,18 @@ UNFUSED_FAMILIES = ("bloom", "gemma2")
 """Families whose attention writes out its scores (alibi added, or scores capped)."""
 
 
-def layer_weight_bytes(model: ModelSpec, kind: int, bits: int, dtype: Dtype) -> int:
-    """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases."""
-    return model.layer_types[kind].weight_bytes(default_precision(bits), DTYPE_BYTES[dtype])
+def layer_weight_bytes(
+    model: ModelSpec, kind: int, bits: int, dtype: Dtype, device_kind: DeviceKind
+) -> int:
+    """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases.
+
+    A CPU's 8-bit kernel, which runs in the 16-bit formats, keeps a float32 an output channel more.
+    """
+    layer = model.layer_types[kind]
+    total = layer.weight_bytes(default_precision(bits), DTYPE_BYTES[dtype])
+    if device_kind == "cpu" and bits == 8 and dtype != "float32":
+        total += sum(4 * op.count * op.out_features for op in layer.linears if op.quantizable)
+    return total
 
 
 def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
@@ -56,7 +65,6 @@ def temporary_bytes(
     micro_batching: MicroBatching,
     *,
     dtype: Dtype,
-    device_kind: DeviceKind,
     is_master: bool,
 ) -> int:
     """Return the peak bytes that live only during a step.
@@ -72,13 +80,14 @@ def temporary_bytes(
             + v V (e + 2 * 4)              on the master: logits, in float32, and their sorted copy
 
         attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
-                     + 2 v C x d e                           keys and values picked from the slots
+                     + 2 v C (k + x) d e                     keys and values picked from the slots
                      + v T C e                               mask of T query and C context tokens
                      + v q T C (2 e + 4)                     scores, where they are written out
         feed-forward = R a (p + f) e                         outputs of its operators, activated
 
-    ``x`` is ``q`` on cuda, where grouped heads are repeated for the fused kernel, else ``k``; ``a``
-    experts a token; ``p`` the sum and ``f`` the largest of the operators' outputs.
+    ``x`` is ``q`` where heads are grouped (a masked prefill repeats them, a decode step does not),
+    else 0; ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward
+    operators' outputs.
     Scratch is counted even when no layer ends up quantized: the planner asks before it knows.
     """
     prefill = _Step(
@@ -90,21 +99,17 @@ def temporary_bytes(
     value_bytes = DTYPE_BYTES[dtype]
     worst = 0
     for step in (prefill, decode):
-        peaks = [
-            _layer_peak(model, layer, step, value_bytes, device_kind) for layer in model.layer_types
-        ]
+        peaks = [_layer_peak(model, layer, step, value_bytes) for layer in model.layer_types]
         logits = step.batch * model.vocab_size * (value_bytes + 8) if is_master else 0
         worst = max(worst, 2 * step.rows * model.hidden_size * value_bytes + max(peaks) + logits)
     return math.ceil(SAFETY * worst)
 
 
-def _layer_peak(
-    model: ModelSpec, layer: LayerSpec, step: _Step, value_bytes: int, device_kind: DeviceKind
-) -> int:
+def _layer_peak(model: ModelSpec, layer: LayerSpec, step: _Step, value_bytes: int) -> int:
     held = 2 * step.rows * model.hidden_size * value_bytes
     norm = 2 * step.rows * model.hidden_size * 4
     is_fused = model.family not in UNFUSED_FAMILIES
-    attention = _attention_values(layer, step, device_kind) * value_bytes
+    attention = _attention_values(layer, step) * value_bytes
     if not is_fused:
         scores = step.batch * layer.num_heads * step.tokens * step.context
         attention += scores * (2 * value_bytes + 4)
@@ -112,10 +117,11 @@ def _layer_peak(
     return held + max(norm, attention, feed_forward) + _scratch_bytes(layer, step, value_bytes)
 
 
-def _attention_values(layer: LayerSpec, step: _Step, device_kind: DeviceKind) -> int:
+def _attention_values(layer: LayerSpec, step: _Step) -> int:
     query = layer.num_heads * layer.head_dim
     key = layer.num_kv_heads * layer.head_dim
-    picked = query if device_kind == "cuda" else key
+    is_repeated = layer.num_kv_heads < layer.num_heads and step.tokens > 1
+    picked = key + (query if is_repeated else 0)
     return (
         step.rows * (2 * (query + key) + key + query)
         + 2 * step.batch * step.context * picked

@@ -136,6 +136,7 @@ def _device_sources() -> dict[str, dict[str, str]]:
 @cache
 def _device_entries() -> tuple[tuple[DeviceSpec, dict[str, str]], ...]:
     fields = _data("devices.json")
+    fields.items("notes")
     entries = tuple(_device(entry) for entry in fields.children("devices", minimum=1))
     fields.done()
     if len({spec.type for spec, _ in entries}) != len(entries):

@@ -98,7 +98,8 @@ class Config:
         value = self._values.get(field)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != length or not set(value) <= set(choices):
+        is_list = isinstance(value, list) and len(value) == length
+        if not is_list or not all(item in choices for item in value):
             raise self.error(field, value, f"{length} entries out of {', '.join(choices)}")
         return tuple(value)
 
@@ -119,7 +120,7 @@ class Config:
         for name in ("dtype", "torch_dtype"):
             value = self._values.get(name)
             if value is not None:
-                text = value.removeprefix("torch.") if isinstance(value, str) else value
+                text = value.removeprefix("torch.") if isinstance(value, str) else ""
                 if text not in DTYPE_BYTES:
                     raise self.error(name, value, f"one of {', '.join(DTYPE_BYTES)}")
                 return cast(Dtype, text)
