@@ -29,6 +29,15 @@ from llmpq.models.attention import KVShape
 from llmpq.models.families import Family, family_of
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
+MAX_LAYERS = 10_000
+# Configuration fields that scale embeddings or logits in some family.
+SCALES = (
+    "embedding_multiplier",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "scale_emb",
+)
 
 
 def load_config(model_dir: Path | str) -> PreTrainedConfig:
@@ -73,11 +82,23 @@ def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
         SpecError: the model is not a decoder this package can cut into stages.
     """
     prepared = copy.deepcopy(config)
+    _check_layer_count(prepared)
+    for index in range(prepared.num_hidden_layers):
+        layer_window(prepared, index)
     chosen = Skeleton.of(prepared).model.config
     prepared._attn_implementation = chosen._attn_implementation
     if hasattr(chosen, "_experts_implementation"):
         prepared._experts_implementation = chosen._experts_implementation
     return prepared
+
+
+def _check_layer_count(config: PreTrainedConfig) -> None:
+    count = getattr(config, "num_hidden_layers", None)
+    if type(count) is not int or not 1 <= count <= MAX_LAYERS:
+        raise bad_field("config.json", "num_hidden_layers", count, f"1 to {MAX_LAYERS}")
+    kinds = getattr(config, "layer_types", None)
+    if kinds and len(kinds) != count:
+        raise bad_field("config.json", "layer_types", kinds, f"one of each of {count} layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,6 +139,7 @@ class Skeleton:
             family=family_of(config.model_type),
         )
         skeleton._refuse_unknown_parts(config.model_type)
+        skeleton._refuse_unknown_scales(config)
         return skeleton
 
     @property
@@ -164,6 +186,18 @@ class Skeleton:
                 raise SpecError(
                     f"model family {model_type}: weight '{name}' is outside the layers, the "
                     "embedding, the final norm and the head, so it cannot run as a pipeline"
+                )
+
+    def _refuse_unknown_scales(self, config: PreTrainedConfig) -> None:
+        """The same field multiplies in one family and divides in another: only entries tell."""
+        family = self.family
+        applied = {family.embedding_multiplier, family.logits_multiplier, family.logits_divisor}
+        for field in set(SCALES) - applied:
+            value = getattr(config, field, None)
+            if value is not None and value != 1:
+                raise SpecError(
+                    f"model family {config.model_type}: nothing here applies its field "
+                    f"'{field}' = {value}, so its answers would be wrong"
                 )
 
 

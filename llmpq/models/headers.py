@@ -107,10 +107,11 @@ def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
         raise SpecError(f"{where}: header is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise SpecError(f"{where}: header is a JSON {type(fields).__name__}, expected an object")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise SpecError(f"{where}: header's __metadata__ is not an object of strings")
     entries = {
-        name: _entry(f"{where}: tensor '{_short(name)}'", value)
-        for name, value in fields.items()
-        if name != "__metadata__"
+        name: _entry(f"{where}: tensor '{_short(name)}'", value) for name, value in fields.items()
     }
     _check_layout(entries, data_bytes, where)
     return Header(raw=raw, entries=entries)
