@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import Plan
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_ID_LENGTH = 1024
@@ -94,6 +96,18 @@ class RequestLimits:
     max_positions: int | None
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
+
+
+def request_limits(plan: Plan, model: ModelSpec, eos_token_ids: Iterable[int]) -> RequestLimits:
+    """Return what a request of this plan and model may be at most."""
+    return RequestLimits(
+        prompt_tokens=plan.workload.prompt_tokens,
+        context_tokens=plan.workload.max_context_tokens,
+        new_tokens=plan.workload.new_tokens,
+        max_positions=model.max_positions,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(eos_token_ids),
+    )
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:

@@ -1,0 +1,112 @@
+"""Communicator: frames from rank to rank; the one door through which stages speak.
+
+Every rank sends to the next one and hears the one before it, around a ring (the last stage answers
+to the master). A transport promises: frames of a link arrive complete, checked and in order;
+``send`` does not wait for the peer to be idle; and no call outlasts a peer that died or hangs.
+``TorchCommunicator`` in ``llmpq.dist.torch_communicator`` crosses processes; the one here joins
+threads of one process.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import Protocol
+
+from llmpq.dist.failures import closed_peer, silent_peer
+from llmpq.dist.messages import Frame, FrameLimits, assemble, decode_header, encode_header
+
+
+class Communicator(Protocol):
+    """One rank's view of the ring.
+
+    Attributes:
+        rank: of this process or thread.
+        names: what to call each rank in a message; its length is the number of ranks.
+    """
+
+    rank: int
+    names: Sequence[str]
+
+    def send(self, frame: Frame) -> None:
+        """Start sending to the next rank; the frame's tensor must not change any more.
+
+        Raises:
+            StageError: the peer is gone.
+        """
+        ...
+
+    def has_frame(self) -> bool:
+        """Tell whether ``recv`` would return or raise at once."""
+        ...
+
+    def recv(self) -> Frame:
+        """Return the next frame of the rank before, waiting for it.
+
+        Raises:
+            StageError: the peer is gone, hangs, or sent something that is not a frame.
+        """
+        ...
+
+    def close(self) -> None:
+        """Finish what is being sent and let go; the peers see a closed connection."""
+        ...
+
+
+class InProcessCommunicator:
+    """Ranks as threads of one process, joined by queues. Frames pass the same checks."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        links: Sequence[queue.SimpleQueue[tuple[bytes, Frame] | None]],
+        limits: FrameLimits,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.names = names
+        self._inbox = links[rank]
+        self._outbox = links[(rank + 1) % len(links)]
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._sent = 0
+        self._received = 0
+
+    def send(self, frame: Frame) -> None:
+        """Put the frame into the next rank's queue."""
+        self._outbox.put((encode_header(frame, self._limits, self._sent), frame))
+        self._sent += 1
+
+    def has_frame(self) -> bool:
+        """Tell whether something is in the queue."""
+        return not self._inbox.empty()
+
+    def recv(self) -> Frame:
+        """Take a frame out of the queue."""
+        previous = (self.rank - 1) % len(self.names)
+        try:
+            item = self._inbox.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise silent_peer(self.names[previous], previous, self._timeout_s) from None
+        if item is None:
+            raise closed_peer(self.names[previous], previous)
+        header = decode_header(item[0], self._limits, self._received)
+        self._received += 1
+        return assemble(header, item[1].payload, self._limits)
+
+    def close(self) -> None:
+        """Tell the next rank that nothing follows."""
+        self._outbox.put(None)
+
+
+def in_process_ring(
+    num_ranks: int, limits: FrameLimits, timeout_s: float = 10.0
+) -> list[InProcessCommunicator]:
+    """Return the communicators of ``num_ranks`` threads."""
+    links: list[queue.SimpleQueue[tuple[bytes, Frame] | None]]
+    links = [queue.SimpleQueue() for _ in range(num_ranks)]
+    names = [f"stage {rank} (rank {rank})" for rank in range(num_ranks)]
+    return [
+        InProcessCommunicator(rank, names, links, limits, timeout_s) for rank in range(num_ranks)
+    ]

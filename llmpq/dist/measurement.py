@@ -1,0 +1,93 @@
+"""Measurement: what a run made and took, as values that cross from the ranks to the command.
+
+Needs no torch, so that the command that started the ranks can read what they measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from llmpq.spec.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStats:
+    """The measurements of one rank.
+
+    Attributes:
+        rank: of the stage.
+        load_s: reading, quantizing and placing its tensors.
+        busy_s: all its work on micro-batches.
+        prefill_s: median of a full prefill micro-batch (of any, when none was full); ``None`` when
+            there was none. The master's own work is part of its figures.
+        decode_s: likewise for decode.
+        memory_bytes: see ``llmpq.dist.stats.peak_memory_bytes``.
+    """
+
+    rank: int
+    load_s: float
+    busy_s: float
+    prefill_s: float | None
+    decode_s: float | None
+    memory_bytes: int
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Return the JSON object."""
+        return asdict(self)
+
+
+def stats_from_fields(fields: Fields) -> StageStats:
+    """Build the measurements of a rank from their JSON object, strictly."""
+    stats = StageStats(
+        rank=fields.integer("rank"),
+        load_s=fields.number("load_s"),
+        busy_s=fields.number("busy_s"),
+        prefill_s=fields.optional_number("prefill_s"),
+        decode_s=fields.optional_number("decode_s"),
+        memory_bytes=fields.integer("memory_bytes"),
+    )
+    fields.done()
+    return stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a run made and took.
+
+    Attributes:
+        requests: finished ones.
+        generated_tokens: new tokens of all of them.
+        latency_s: from the first micro-batch sent off to the last token.
+        load_s: until every rank was ready.
+        stages: what every rank measured of itself, in order.
+    """
+
+    requests: int
+    generated_tokens: int
+    latency_s: float
+    load_s: float
+    stages: tuple[StageStats, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {
+            "requests": self.requests,
+            "generated_tokens": self.generated_tokens,
+            "latency_s": self.latency_s,
+            "load_s": self.load_s,
+            "stages": [stage.to_json() for stage in self.stages],
+        }
+
+
+def measurement_from_fields(fields: Fields) -> Measurement:
+    """Build a measurement from its JSON object, strictly."""
+    measurement = Measurement(
+        requests=fields.integer("requests"),
+        generated_tokens=fields.integer("generated_tokens"),
+        latency_s=fields.number("latency_s"),
+        load_s=fields.number("load_s"),
+        stages=tuple(stats_from_fields(stage) for stage in fields.children("stages", minimum=1)),
+    )
+    fields.done()
+    return measurement

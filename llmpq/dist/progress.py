@@ -1,0 +1,118 @@
+"""Progress: what a rank says while it works, as events that any front end may draw."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import IO, Literal, NoReturn, Protocol
+
+from tqdm import tqdm
+
+EventKind = Literal["load", "tokens"]
+MAX_EVENT_BYTES = 200
+"""Below PIPE_BUF, so that events of several ranks never mix on one pipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Work done so far.
+
+    Attributes:
+        rank: who says so.
+        kind: ``load`` counts layers loaded, ``tokens`` counts tokens made.
+        done: how much.
+        total: of how much, as far as is known now.
+    """
+
+    rank: int
+    kind: EventKind
+    done: int
+    total: int
+
+    def encode(self) -> bytes:
+        """Return the event as one line."""
+        return json.dumps([self.rank, self.kind, self.done, self.total]).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> Event:
+        """Read a line back; it comes from our own process, so a bad one is our own bug."""
+        rank, kind, done, total = json.loads(line)
+        return cls(rank=rank, kind=kind, done=done, total=total)
+
+
+class Progress(Protocol):
+    """Takes events."""
+
+    def report(self, event: Event) -> None:
+        """Show or pass on an event; never fails."""
+        ...
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def report(self, event: Event) -> None:
+        """Forget the event."""
+
+
+class PipeProgress:
+    """Passes events to the launching process.
+
+    Args:
+        descriptor: the pipe's writing end.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        os.set_blocking(descriptor, False)
+
+    def report(self, event: Event) -> None:
+        """Write the event; a full or closed pipe loses it rather than stop the work."""
+        try:
+            os.write(self._descriptor, event.encode())
+        except OSError:
+            return
+
+
+class BarProgress:
+    """Draws a bar of layers and then a bar of tokens.
+
+    Args:
+        file: where to, usually standard error.
+        num_layers: layers of all ranks that report here.
+    """
+
+    def __init__(self, file: IO[str], num_layers: int) -> None:
+        self._loaded: dict[int, int] = {}
+        self._num_layers = num_layers
+        self._file = file
+        self._bar: tqdm[NoReturn] | None = None
+        self._kind: EventKind | None = None
+
+    def report(self, event: Event) -> None:
+        """Move the bar of the event's kind."""
+        if event.kind == "load":
+            self._loaded[event.rank] = event.done
+            self._draw("load", sum(self._loaded.values()), self._num_layers)
+        else:
+            self._draw("tokens", event.done, event.total)
+
+    def close(self) -> None:
+        """Leave the last bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _draw(self, kind: EventKind, done: int, total: int) -> None:
+        if self._kind != kind or self._bar is None:
+            self.close()
+            self._kind = kind
+            self._bar = self._new_bar(kind, total)
+        bar = self._bar
+        bar.total = total
+        bar.update(done - bar.n)
+
+    def _new_bar(self, kind: EventKind, total: int) -> tqdm[NoReturn]:
+        unit, label = ("layer", "loading") if kind == "load" else ("tok", "generating")
+        return tqdm(total=total, desc=label, unit=unit, file=self._file, mininterval=0.2)

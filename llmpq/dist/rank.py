@@ -1,0 +1,269 @@
+"""One rank of a run: what a plan makes of it, and the two roles it can have.
+
+The same two functions serve processes (``llmpq.dist.worker``) and, in tests, threads: only the
+communicator differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from llmpq.batching import HybridPolicy
+from llmpq.dist.communicator import Communicator
+from llmpq.dist.engine import MasterEngine, OnFinish
+from llmpq.dist.failures import described, error_frame
+from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.measurement import Measurement
+from llmpq.dist.messages import FrameLimits
+from llmpq.dist.progress import Event, Progress
+from llmpq.dist.prompts import Request
+from llmpq.dist.results import FinishReason
+from llmpq.dist.ring import shut_down, wait_until_ready
+from llmpq.dist.sampler import Sampler, Sampling
+from llmpq.dist.stage import StageRunner, StageWorker
+from llmpq.dist.stats import StageClock
+from llmpq.errors import SpecError
+from llmpq.models import kv_shapes, load_config
+from llmpq.quant.loader import load_master, load_stage
+from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import plan_text
+from llmpq.spec.precision import DTYPE_BYTES
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """What one rank needs to play its role.
+
+    Attributes:
+        plan: the strategy.
+        rank: which of its stages this is.
+        model_dir: where the weights are.
+        communicator: the ring, ``None`` when there is only one stage.
+        progress: takes events.
+    """
+
+    plan: Plan
+    rank: int
+    model_dir: Path
+    communicator: Communicator | None
+    progress: Progress
+
+    @property
+    def name(self) -> str:
+        """What messages call this rank."""
+        if self.communicator is not None:
+            return self.communicator.names[self.rank]
+        return stage_name(self.plan, self.rank)
+
+
+def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
+    """Return what messages call a rank: stage, rank, device and host."""
+    device = plan.device_of(plan.stages[rank]).label
+    where = device if host is None else f"{device} on {host}"
+    return f"stage {rank} (rank {rank}, {where})"
+
+
+def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
+    """Read the model's configuration and make sure that the plan is for it.
+
+    Raises:
+        SpecError: it is another model, or the plan asks for what this runtime does not do.
+    """
+    config = load_config(model_dir)
+    if config.num_hidden_layers != plan.model.num_layers:
+        raise SpecError(
+            f"{model_dir}: found {config.num_hidden_layers} decoder layers, expected the "
+            f"{plan.model.num_layers} of the plan's model {plan.model.name}"
+        )
+    width = 8 * DTYPE_BYTES[plan.dtype]
+    if plan.kv_bits != width:
+        raise SpecError(
+            f"plan: field 'kv_bits': found {plan.kv_bits}, expected {width}: keys and values are "
+            f"held in the plan's dtype {plan.dtype}"
+        )
+    return config
+
+
+def frame_limits(plan: Plan, model_dir: Path, config: PreTrainedConfig) -> FrameLimits:
+    """Return what frames of this run may be; equal on all ranks of equal plans and models."""
+    digest = hashlib.sha256(plan_text(plan).encode())
+    digest.update((model_dir / "config.json").read_bytes())
+    return FrameLimits(
+        digest=digest.digest()[:8],
+        num_slots=plan.workload.batch,
+        max_context=plan.workload.max_context_tokens,
+        prefill_rows=plan.micro_batching.prefill,
+        prefill_tokens=plan.workload.prompt_tokens,
+        decode_rows=plan.micro_batching.decode,
+        hidden_size=config.hidden_size,
+        dtype=DTYPES[plan.dtype],
+    )
+
+
+def torch_device(plan: Plan, rank: int) -> torch.device:
+    """Return the device of a rank: the CPU, or its node's n-th accelerator.
+
+    Raises:
+        SpecError: the plan asks for an accelerator this host does not have.
+    """
+    own = plan.stages[rank].device
+    devices = plan.cluster.devices
+    if device_spec(devices[own].type).kind == "cpu":
+        return torch.device("cpu")
+    before = [
+        other
+        for other in devices[:own]
+        if other.node == devices[own].node and device_spec(other.type).kind == "cuda"
+    ]
+    if len(before) >= torch.cuda.device_count():
+        raise SpecError(
+            f"{stage_name(plan, rank)}: found {torch.cuda.device_count()} CUDA devices on this "
+            f"host, expected at least {len(before) + 1}"
+        )
+    return torch.device("cuda", len(before))
+
+
+def load_runner(context: RankContext, device: torch.device) -> StageRunner:
+    """Read, quantize and place the layers of a stage, and take the memory of its KV slots."""
+    plan, rank = context.plan, context.rank
+    stage = plan.stages[rank]
+    is_last = rank == len(plan.stages) - 1
+    if stage.num_layers == 0:
+        return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
+
+    def report(done: int, total: int, _: str) -> None:
+        context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
+
+    layers = load_stage(
+        context.model_dir,
+        stage.first_layer,
+        stage.end_layer,
+        stage.bits,
+        dtype=DTYPES[plan.dtype],
+        device=device,
+        progress=report,
+    )
+    cache = KVCache(
+        kv_shapes(layers.config, stage.first_layer, stage.end_layer),
+        stage.first_layer,
+        num_slots=plan.workload.batch,
+        max_tokens=plan.workload.max_context_tokens,
+        dtype=DTYPES[plan.dtype],
+        device=device,
+    )
+    return StageRunner(layers=layers, cache=cache, device=device, is_last=is_last)
+
+
+def run_stage(context: RankContext) -> None:
+    """Play the role of a stage until the master ends the run.
+
+    Raises:
+        LlmpqError: what went wrong here or before this rank; the ranks further on know it too.
+    """
+    communicator = context.communicator
+    assert communicator is not None
+    clock = StageClock(micro_batching=context.plan.micro_batching)
+    try:
+        start = clock.now()
+        runner = load_runner(context, torch_device(context.plan, context.rank))
+        clock.load_s = clock.now() - start
+        StageWorker(runner=runner, communicator=communicator, clock=clock).run()
+    except Exception as error:
+        found = described(error, context.name)
+        communicator.send(error_frame(found))
+        raise found from error
+    finally:
+        communicator.close()
+
+
+def run_master(
+    context: RankContext, requests: Sequence[Request], sampling: Sampling, on_finish: OnFinish
+) -> Measurement:
+    """Play the role of the master: load, answer every request, end the run.
+
+    Args:
+        context: of rank 0.
+        requests: in order of arrival; may be none, when all were answered before.
+        sampling: how tokens are chosen.
+        on_finish: called once for each request.
+
+    Raises:
+        LlmpqError: what went wrong here or on any other rank.
+    """
+    try:
+        return _Master(context, sampling).run(requests, on_finish)
+    except Exception as error:
+        found = described(error, context.name)
+        if context.communicator is not None:
+            context.communicator.send(error_frame(found))
+        raise found from error
+    finally:
+        if context.communicator is not None:
+            context.communicator.close()
+
+
+class _Master:
+    """The master's parts, and its progress in tokens."""
+
+    def __init__(self, context: RankContext, sampling: Sampling) -> None:
+        plan = context.plan
+        self._context = context
+        self._clock = StageClock(micro_batching=plan.micro_batching)
+        self._device = torch_device(plan, 0)
+        start = self._clock.now()
+        master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
+        runner = load_runner(context, self._device)
+        self._clock.load_s = self._clock.now() - start
+        if context.communicator is not None:
+            wait_until_ready(context.communicator)
+        self._load_s = self._clock.now() - start
+        policy = HybridPolicy(
+            micro_batching=plan.micro_batching,
+            num_slots=plan.workload.batch,
+            num_stages=len(plan.stages),
+        )
+        self._engine = MasterEngine(
+            master=master,
+            runner=runner,
+            communicator=context.communicator,
+            policy=policy,
+            sampler=Sampler(sampling),
+            clock=self._clock,
+            num_slots=plan.workload.batch,
+        )
+        self._made = 0
+        self._expected = 0
+
+    def run(self, requests: Sequence[Request], on_finish: OnFinish) -> Measurement:
+        """Answer the requests and gather what every stage measured."""
+        self._expected = sum(request.max_new_tokens for request in requests)
+
+        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
+            self._expected -= request.max_new_tokens - len(token_ids)
+            on_finish(request, token_ids, reason)
+
+        made = self._engine.run(requests, finish, self._on_tokens)
+        stages = [self._clock.stats(0, self._device)]
+        if self._context.communicator is not None:
+            stages += shut_down(self._context.communicator)
+        return Measurement(
+            requests=made.requests,
+            generated_tokens=made.generated_tokens,
+            latency_s=made.elapsed_s,
+            load_s=self._load_s,
+            stages=tuple(stages),
+        )
+
+    def _on_tokens(self, count: int) -> None:
+        self._made += count
+        event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
+        self._context.progress.report(event)

@@ -1,0 +1,76 @@
+"""What a stage measures of itself: busy time by phase, and the memory its process reached."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from llmpq.dist.measurement import StageStats
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+from llmpq.units import KIB
+
+
+@dataclass(slots=True, kw_only=True)
+class StageClock:
+    """Collects the busy times of one stage.
+
+    Attributes:
+        micro_batching: what counts as a full micro-batch.
+        now: the clock, in seconds.
+        load_s: filled in once the stage is loaded.
+    """
+
+    micro_batching: MicroBatching
+    now: Callable[[], float] = time.perf_counter
+    load_s: float = 0.0
+    _times: dict[Phase, list[tuple[int, float]]] = field(
+        default_factory=lambda: {phase: [] for phase in Phase}
+    )
+
+    def record(self, phase: Phase, rows: int, seconds: float) -> None:
+        """Add the work on one micro-batch."""
+        self._times[phase].append((rows, seconds))
+
+    def stats(self, rank: int, device: torch.device) -> StageStats:
+        """Return the measurements so far."""
+        return StageStats(
+            rank=rank,
+            load_s=self.load_s,
+            busy_s=sum(seconds for times in self._times.values() for _, seconds in times),
+            prefill_s=self._median(Phase.PREFILL, self.micro_batching.prefill),
+            decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
+            memory_bytes=peak_memory_bytes(device),
+        )
+
+    def _median(self, phase: Phase, full: int) -> float | None:
+        times = self._times[phase]
+        chosen = [seconds for rows, seconds in times if rows == full]
+        chosen = chosen or [seconds for _, seconds in times]
+        return statistics.median(chosen) if chosen else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held.
+
+    On a CPU: the high-water mark of the resident set, so the interpreter, the libraries and pages
+    of files just read are in it, as they are in a plan's ``runtime`` part. On CUDA: the most bytes
+    torch had allocated, so the driver's context is not in it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * KIB
+    return 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device's queued work, so that a clock read next means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,135 @@
+"""The pipeline, all ranks as threads of this process, says what transformers' generate says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import make_plan, run_threads
+from helpers.tiny_models import load_reference
+
+from llmpq.dist.prompts import Request
+from llmpq.dist.sampler import Sampling
+from llmpq.quant.layer import quantize_layer_
+
+torch.set_num_threads(1)
+
+CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
+FAMILIES = {
+    "opt": {},
+    "bloom": {},
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "qwen3": {},
+    "gemma": {},
+    "gpt_neox": {},
+    "mixtral": {},
+}
+PROMPTS = [
+    [1, 2, 3, 4, 5, 11, 12, 13, 14],
+    [7, 8],
+    [9, 10, 11, 50, 51],
+    [61],
+    [33, 34, 35, 36],
+    [90, 3, 90],
+    [15, 16, 17, 18, 19, 20, 21],
+]
+NEW_TOKENS = [8, 3, 8, 5, 1, 8, 7]
+_expected: dict[tuple[Path, int], list[int]] = {}
+
+
+def expected_tokens(model_dir: Path, number: int) -> list[int]:
+    """What transformers generates for a prompt alone, without end tokens."""
+    if (model_dir, number) not in _expected:
+        model = load_reference(model_dir)
+        model.generation_config.eos_token_id = None
+        for index, prompt in enumerate(PROMPTS):
+            _expected[model_dir, index] = _generate(model, prompt)
+    return _expected[model_dir, number][: NEW_TOKENS[number]]
+
+
+def _generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max(NEW_TOKENS)
+    )
+    return answer[0, len(prompt) :].tolist()
+
+
+def requests_with_stops(model_dir: Path) -> tuple[list[Request], dict[int, list[int]]]:
+    """All prompts; every other one with a stop token that its own answer contains."""
+    requests, answers = [], {}
+    for number, prompt in enumerate(PROMPTS):
+        tokens = expected_tokens(model_dir, number)
+        stops = frozenset(tokens[len(tokens) // 2 :][:1]) if number % 2 == 0 else frozenset()
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        answers[number] = tokens[:end]
+        requests.append(
+            Request(
+                id=number,
+                prompt_token_ids=tuple(prompt),
+                max_new_tokens=NEW_TOKENS[number],
+                stop_token_ids=stops,
+            )
+        )
+    return requests, answers
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_those_of_transformers(tiny_model, family, stages):
+    model_dir = tiny_model(family, seed=1, **FAMILIES[family])
+    requests, expected = requests_with_stops(model_dir)
+    for prefill, decode, batch in ((3, 4, 5), (1, 3, 7), (2, 5, 5)):
+        plan = make_plan(CUTS[stages], prefill=prefill, decode=decode, batch=batch)
+        answers, measurement = run_threads(plan, model_dir, requests)
+        assert {number: list(tokens) for number, (tokens, _) in answers.items()} == expected
+        for number, (tokens, reason) in answers.items():
+            is_stop = tokens[-1] in requests[number].stop_token_ids
+            assert reason == ("stop" if is_stop else "length")
+        assert measurement.generated_tokens == sum(len(tokens) for tokens in expected.values())
+        assert [stage.rank for stage in measurement.stages] == list(range(stages))
+
+
+def test_a_master_may_hold_no_layers(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    requests, expected = requests_with_stops(model_dir)
+    answers, _ = run_threads(make_plan((0, 0, 3), batch=4), model_dir, requests)
+    assert {number: list(tokens) for number, (tokens, _) in answers.items()} == expected
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "mixtral"])
+def test_a_quantized_pipeline_equals_one_quantized_process(tiny_model, family):
+    model_dir = tiny_model(family, seed=1)
+    bits = (8, 4, 3)
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    decoder = getattr(model.model, "decoder", model.model)
+    for layer, width in zip(decoder.layers, bits, strict=True):
+        quantize_layer_(layer, width, torch.float32)
+    plan = make_plan((0, 1, 2, 3), bits=bits, prefill=3, decode=2)
+    requests = [
+        Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=max(NEW_TOKENS))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    answers, _ = run_threads(plan, model_dir, requests)
+    for number, prompt in enumerate(PROMPTS):
+        assert list(answers[number][0]) == _generate(model, prompt)
+
+
+def test_sampling_does_not_depend_on_the_plan(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    requests, greedy = requests_with_stops(model_dir)
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
+    alone, _ = run_threads(make_plan((0, 3)), model_dir, requests, sampling=sampling)
+    plan = make_plan((0, 1, 3), prefill=2, decode=4)
+    together, _ = run_threads(plan, model_dir, requests, sampling=sampling)
+    assert together == alone
+    assert {number: list(tokens) for number, (tokens, _) in alone.items()} != greedy
+
+
+def test_no_requests_is_a_run_too(tiny_model):
+    answers, measurement = run_threads(make_plan((0, 1, 3)), tiny_model("llama", seed=1), [])
+    assert answers == {}
+    assert (measurement.requests, measurement.generated_tokens) == (0, 0)

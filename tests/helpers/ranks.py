@@ -1,0 +1,136 @@
+"""Plans for tiny models, and a run of all ranks of one as threads of this process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llmpq.dist.communicator import Communicator, in_process_ring
+from llmpq.dist.measurement import Measurement
+from llmpq.dist.progress import Progress, SilentProgress
+from llmpq.dist.prompts import Request
+from llmpq.dist.rank import RankContext, checked_config, frame_limits, run_master, run_stage
+from llmpq.dist.results import FinishReason
+from llmpq.dist.sampler import Sampling
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.plan import (
+    MemoryParts,
+    MicroBatching,
+    ModelRef,
+    Plan,
+    PlanEstimate,
+    Provenance,
+    Search,
+    StageAssignment,
+    StageEstimate,
+)
+from llmpq.spec.workload import Workload
+
+Answers = dict[str | int, tuple[tuple[int, ...], FinishReason]]
+
+
+def make_plan(
+    cuts: Sequence[int],
+    *,
+    bits: Sequence[int] | None = None,
+    prefill: int = 1,
+    decode: int = 1,
+    batch: int = 4,
+    prompt_tokens: int = 16,
+    new_tokens: int = 8,
+    source: Path | None = None,
+    cpu_isa: str | None = None,
+) -> Plan:
+    """A plan of CPU stages ``[cuts[i], cuts[i + 1])``; its estimates are ones."""
+    widths = list(bits or [16] * cuts[-1])
+    num_stages = len(cuts) - 1
+    group = DeviceGroup(type="cpu", count=num_stages, threads=1, cpu_isa=cpu_isa)
+    memory = MemoryParts(weights=1, kv=1, temporary=1, master=1, runtime=1)
+    estimate = StageEstimate(
+        prefill_s=1.0,
+        decode_s=1.0,
+        send_prefill_s=1.0,
+        send_decode_s=1.0,
+        memory=memory,
+        capacity_bytes=5,
+    )
+    return Plan(
+        model=ModelRef(
+            name="tiny", source=None if source is None else str(source), num_layers=cuts[-1]
+        ),
+        cluster=Cluster(name="here", nodes=(Node(name="here", devices=(group,)),)),
+        workload=Workload(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens),
+        dtype="float32",
+        kv_bits=32,
+        micro_batching=MicroBatching(prefill=prefill, decode=decode),
+        stages=tuple(
+            StageAssignment(
+                rank=rank,
+                device=rank,
+                first_layer=first,
+                end_layer=end,
+                bits=tuple(widths[first:end]),
+            )
+            for rank, (first, end) in enumerate(itertools.pairwise(cuts))
+        ),
+        dropped_devices=(),
+        estimate=PlanEstimate(
+            latency_s=1.0, quality=0.0, objective_s=1.0, stages=(estimate,) * num_stages
+        ),
+        search=Search(method="by hand"),
+        provenance=Provenance(command="test", version="0"),
+    )
+
+
+def run_threads(
+    plan: Plan,
+    model_dir: Path,
+    requests: Sequence[Request],
+    *,
+    sampling: Sampling | None = None,
+    wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
+    progress: Progress | None = None,
+) -> tuple[Answers, Measurement]:
+    """Run every rank of ``plan`` in a thread; the master in this one."""
+    answers: Answers = {}
+
+    def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
+        assert request.id not in answers
+        answers[request.id] = (token_ids, reason)
+
+    limits = frame_limits(plan, model_dir, checked_config(plan, model_dir))
+    num_ranks = len(plan.stages)
+    ring: list[Communicator] = []
+    if num_ranks > 1:
+        ring = [wrap(communicator) for communicator in in_process_ring(num_ranks, limits)]
+    contexts = [
+        RankContext(
+            plan=plan,
+            rank=rank,
+            model_dir=model_dir,
+            communicator=ring[rank] if ring else None,
+            progress=progress or SilentProgress(),
+        )
+        for rank in range(num_ranks)
+    ]
+    failures: list[BaseException] = []
+
+    def stage(context: RankContext) -> None:
+        try:
+            run_stage(context)
+        except Exception as error:  # reported by the master's own error, or below
+            failures.append(error)
+
+    threads = [threading.Thread(target=stage, args=(context,)) for context in contexts[1:]]
+    for thread in threads:
+        thread.start()
+    try:
+        measurement = run_master(contexts[0], requests, sampling or Sampling(), finish)
+    finally:
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+    assert not failures
+    return answers, measurement
