@@ -1,0 +1,33 @@
+"""The plan side imports without torch, and importing llmpq loads the standard library only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PLAN_SIDE = ("llmpq.spec", "llmpq.batching", "llmpq.costmodel", "llmpq.assigner", "llmpq.cli.algo")
+HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
+
+
+def modules_after(statement: str) -> set[str]:
+    """Return the top-level modules a fresh interpreter holds after ``statement``."""
+    code = f"{statement}; import sys; print(*sorted({{m.split('.')[0] for m in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", PLAN_SIDE)
+def test_plan_side_imports_without_torch(module):
+    assert not {"torch", "transformers"} & modules_after(f"import {module}")
+
+
+def test_importing_llmpq_loads_the_standard_library_only():
+    third_party = {"numpy", "tqdm", "highspy", *HEAVY}
+    assert not third_party & modules_after("import llmpq, llmpq.spec.plan_io, llmpq.spec.catalog")
+
+
+def test_help_of_a_tensor_command_answers_without_torch():
+    loaded = modules_after("from llmpq.cli.profile import main; main(['--help'])")
+    assert "torch" not in loaded
