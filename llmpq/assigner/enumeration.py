@@ -1,9 +1,9 @@
-"""The outer loop of LLM-PQ (Algorithm 1): device orders, micro-batch pairs, and what fits at all."""
+"""The outer loop of LLM-PQ (Algorithm 1): device orders, micro-batch pairs, what fits at all."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import permutations, product
 from typing import Literal
 
@@ -141,13 +141,10 @@ class _PairBuilder:
             size: self._phase(Phase.DECODE, size, workload.mean_context_tokens)
             for size in {pair.decode for pair in pairs}
         }
-        fixed = {
-            "new_tokens": workload.new_tokens,
-            "layer_bytes": self._layer_bytes(),
-            "kv_bytes": np.array(self._kv_bytes(), dtype=np.int64),
-            "total_bytes": _integers(costs.capacity_bytes(item) for item in self.devices),
-            "runtime_bytes": _integers(costs.runtime_bytes(item) for item in self.devices),
-        }
+        layer_bytes = self._layer_bytes()
+        kv_bytes = _integers(self._kv_bytes())
+        total = _integers(costs.capacity_bytes(item) for item in self.devices)
+        runtime = _integers(costs.runtime_bytes(item) for item in self.devices)
         found = []
         for pair in pairs:
             layer_p, master_p, send_p, return_p = prefill[pair.prefill]
@@ -169,7 +166,11 @@ class _PairBuilder:
                     send_decode_s=send_d,
                     return_prefill_s=return_p,
                     return_decode_s=return_d,
-                    **fixed,
+                    new_tokens=workload.new_tokens,
+                    layer_bytes=layer_bytes,
+                    kv_bytes=kv_bytes,
+                    total_bytes=total,
+                    runtime_bytes=runtime,
                 )
             )
         return tuple(found)
@@ -229,5 +230,5 @@ class _PairBuilder:
         return _integers(bytes_on(item) for item in self.devices)
 
 
-def _integers(values: Iterator[int]) -> IntArray:
+def _integers(values: Iterable[int]) -> IntArray:
     return np.array(list(values), dtype=np.int64)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from llmpq.spec.plan import Formula, MicroBatching
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Number = TypeVar("Number", np.float64, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +29,8 @@ class PairCosts:
 
     Attributes:
         micro_batching: the pair ``(eta, xi)``.
-        prefill_batches, decode_batches: micro-batches in the batch, ``ceil(B/eta)``, ``ceil(B/xi)``.
+        prefill_batches, decode_batches: micro-batches of the batch, ``ceil(B/eta)`` and
+            ``ceil(B/xi)``.
         new_tokens: tokens generated per sequence ``n``.
         prefill_s, decode_s: ``[T, K, B]`` seconds of one layer and one micro-batch.
         layer_bytes: ``[T, K, B]`` weights of one layer and its KV cache for the whole batch.
@@ -79,9 +82,9 @@ class PairCosts:
         """
         picks = [list(kinds) for kinds in compositions]
 
-        def summed(values: npt.NDArray[np.generic], axis: int) -> npt.NDArray[np.generic]:
+        def summed(values: npt.NDArray[Number], axis: int) -> npt.NDArray[Number]:
             parts = [np.take(values, kinds, axis=axis).sum(axis=axis) for kinds in picks]
-            return np.stack(parts, axis=axis)
+            return np.stack(parts, axis=axis).astype(values.dtype)
 
         return replace(
             self,

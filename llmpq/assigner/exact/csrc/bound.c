@@ -337,8 +337,8 @@ static double pool_evaluate(const Pool *o, const double *x, double *gradient) {
     double bound = pool_master(o, x, gradient) + pool_layers(o, x, gradient);
     if (o->fewest > 1) { /* the floor link stands in for every link multiplier of group 0 */
         if (p->links_in_sums) {
-            bound += o->fewest * (o->floor_link[0] + sum_price(p, x) * o->floor_link[1]);
-            gradient[at_sum(p)] += o->fewest * o->floor_link[1];
+            bound += (o->fewest - 1) * (o->floor_link[0] + sum_price(p, x) * o->floor_link[1]);
+            gradient[at_sum(p)] += (o->fewest - 1) * o->floor_link[1];
         }
         bound += x[at_prefill_link(p, 0)] * o->floor_link[0];
         bound += x[at_decode_link(p, 0)] * o->floor_link[1];
