@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -230,24 +230,30 @@ def default_theta(task: PlanningTask) -> float:
     return float(f"{task.bounds(0.0).min():.2g}")
 
 
-def omega_of(request: PlanRequest) -> FloatArray:
-    """Return ``[L, B]`` normalised degradation: measured, or by the shape of the quantizer alone.
+def default_omega(model: ModelSpec, bits: Sequence[int]) -> FloatArray:
+    """Return ``[L, B]`` degradation by the shape of the quantizer alone.
 
-    The default weighs all layers alike and follows the square of the step between two codes,
-    ``((2^4 - 1) / (2^b - 1))^2``; nothing about it is random.
+    All layers weigh alike, and a bitwidth costs the square of its step between two codes,
+    ``((2^4 - 1) / (2^b - 1))^2``, so that every layer at 4 bits is 1. Nothing about it is random.
+    """
+    layers = model.num_layers
+    row = [0.0 if width == 16 else (15 / (2**width - 1)) ** 2 / layers for width in bits]
+    return np.tile(np.array(row), (layers, 1))
+
+
+def omega_of(request: PlanRequest) -> FloatArray:
+    """Return ``[L, B]`` normalised degradation: measured, or the default.
 
     Raises:
         SpecError: the measured table is of another number of layers, or lacks a bitwidth.
     """
-    layers = request.model.num_layers
-    if request.sensitivity is None:
-        row = [0.0 if b == 16 else (15 / (2**b - 1)) ** 2 / layers for b in request.bits]
-        return np.tile(np.array(row), (layers, 1))
     table = request.sensitivity
-    if table.num_layers != layers:
+    if table is None:
+        return default_omega(request.model, request.bits)
+    if table.num_layers != request.model.num_layers:
         raise SpecError(
             f"sensitivity table of {table.model}: field 'omega': found {table.num_layers} layers, "
-            f"expected {layers}, as {request.model.name} has"
+            f"expected {request.model.num_layers}, as {request.model.name} has"
         )
     return np.array(table.normalised(request.bits), dtype=np.float64)
 
