@@ -1,0 +1,109 @@
+"""quantize_layer_ replaces exactly the operators that a plan's memory model counts as quantized."""
+
+import pytest
+import torch
+from torch import nn
+
+from llmpq.errors import SpecError
+from llmpq.models import Checkpoint, build_layer
+from llmpq.quant import QuantExperts, QuantLinear, quantize_layer_, stored_bytes
+from llmpq.spec.families import load_model_dir
+from llmpq.spec.precision import default_precision
+
+torch.set_num_threads(1)
+
+# Wide enough for two groups of 128 in some operators and a single shorter one in others.
+SHAPE = {"layers": 2, "hidden": 64, "intermediate": 256, "heads": 4, "kv_heads": 2}
+FAMILIES = ["opt", "bloom", "llama", "mistral", "qwen2", "qwen3", "gemma2", "phi", "gpt_neox"]
+MIXTURES = ["mixtral", "qwen3_moe"]
+
+
+def read_layer(model_dir, index=0):
+    checkpoint = Checkpoint(model_dir)
+    layer = build_layer(checkpoint.config, index)
+    layer.load_state_dict(checkpoint.layer_state_dict(index), assign=True)
+    return layer
+
+
+@pytest.mark.parametrize("family", FAMILIES + MIXTURES)
+@pytest.mark.parametrize("bits", [3, 4, 8, 16])
+def test_layer_weighs_what_the_memory_model_predicts(tiny_model, family, bits):
+    model_dir = tiny_model(family, shape=SHAPE)
+    layer = read_layer(model_dir)
+    quantize_layer_(layer, bits, torch.float32)
+    predicted = load_model_dir(model_dir).layers[0].weight_bytes(default_precision(bits), 4)
+    assert stored_bytes(layer) == predicted
+
+
+@pytest.mark.parametrize("family", FAMILIES + MIXTURES)
+def test_no_large_matrix_is_left_unquantized(tiny_model, family):
+    layer = read_layer(tiny_model(family, shape=SHAPE))
+    quantize_layer_(layer, 4, torch.float32)
+    matrices = {name: p for name, p in layer.named_parameters() if p.dim() > 1}
+    routers = {"mlp.gate.weight"} if family in MIXTURES else set()
+    assert set(matrices) == routers
+    assert any(isinstance(module, QuantLinear) for module in layer.modules())
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_quantized_and_the_router_is_not(tiny_model, family):
+    layer = read_layer(tiny_model(family, shape=SHAPE))
+    router = layer.mlp.gate.weight.clone()
+    quantize_layer_(layer, 3, torch.float32)
+    assert isinstance(layer.mlp.experts, QuantExperts)
+    assert torch.equal(layer.mlp.gate.weight, router)
+
+
+def test_sixteen_bits_only_cast(tiny_model):
+    layer = read_layer(tiny_model("llama", shape=SHAPE))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    quantize_layer_(layer, 16, torch.bfloat16)
+    after = layer.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name].to(torch.bfloat16)) for name in before)
+
+
+def test_biases_and_norms_are_kept_in_the_dtype_of_the_run(tiny_model):
+    layer = read_layer(tiny_model("opt", shape=SHAPE))
+    bias, norm = layer.fc1.bias.clone(), layer.final_layer_norm.weight.clone()
+    quantize_layer_(layer, 4, torch.bfloat16)
+    assert torch.equal(layer.fc1.bias, bias.to(torch.bfloat16))
+    assert torch.equal(layer.final_layer_norm.weight, norm.to(torch.bfloat16))
+
+
+def test_a_named_backend_is_used_where_it_can_run(tiny_model):
+    layer = read_layer(tiny_model("llama", shape={**SHAPE, "hidden": 128}))
+    quantize_layer_(layer, 3, torch.bfloat16, backend="cpu_int4_widened")
+    assert layer.mlp.down_proj.backend_name == "cpu_int4_widened"
+
+
+def test_a_layer_without_linear_operators_is_refused():
+    with pytest.raises(SpecError, match="found no linear operator"):
+        quantize_layer_(nn.Sequential(nn.LayerNorm(8)), 4, torch.float32)
+
+
+class OddExperts(nn.Module):
+    """Experts as nobody taught the quantizer: a bias next to the weights, or another layout."""
+
+    def __init__(self, *, bias=False, transposed=False):
+        super().__init__()
+        self.is_transposed = transposed
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 16, 8))
+        self.down_proj = nn.Parameter(torch.zeros(2, 8, 8))
+        self.act_fn = nn.SiLU()
+        if bias:
+            self.down_proj_bias = nn.Parameter(torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (OddExperts(bias=True), "down_proj_bias"),
+        (OddExperts(transposed=True), "is_transposed"),
+        (nn.Conv1d(8, 8, 3), r"Conv1d.*expected experts"),
+    ],
+)
+def test_experts_in_an_unknown_layout_are_refused(module, message):
+    layer = nn.ModuleDict({"proj": nn.Linear(8, 8), "experts": module})
+    with pytest.raises(SpecError, match=message):
+        quantize_layer_(layer, 4, torch.float32)
