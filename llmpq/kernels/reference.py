@@ -5,7 +5,6 @@ Shape legend: N output features, K input features, G groups of a row.
 
 from __future__ import annotations
 
-import threading
 from typing import ClassVar
 
 import torch
@@ -14,26 +13,8 @@ from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, PreparedWeight, check_supported
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
+from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
-
-
-class Scratch(threading.local):
-    """One growing buffer a thread, into which weights are dequantized one after the other.
-
-    Fresh memory of 32 MiB and more is mapped and zeroed by the kernel at every call, which costs
-    up to eight times the conversion itself; a buffer that stays mapped does not. One a thread,
-    because stages that run as threads of one process must not write into each other's weights.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return ``[rows, columns]`` of undefined content, valid until the next ``take``."""
-        size = rows * columns * dtype.itemsize
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        return self._buffer[:size].view(dtype).view(rows, columns)
 
 
 class ReferenceBackend:
@@ -51,8 +32,8 @@ class ReferenceBackend:
         "factor of two of a 16-bit matmul for many. No error beyond that of the codes",
     )
 
-    def __init__(self) -> None:
-        self._scratch = Scratch()
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
 
     def supports(
         self,

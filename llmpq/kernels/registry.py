@@ -13,16 +13,20 @@ from llmpq.errors import SpecError
 from llmpq.kernels.base import Capability, KernelBackend
 from llmpq.kernels.cpu import CpuInt4Backend, CpuInt4WidenedBackend, CpuInt8Backend
 from llmpq.kernels.reference import ReferenceBackend
+from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision
 
-_PREFERENCE: tuple[KernelBackend, ...] = (
-    CpuInt4Backend(),
-    CpuInt8Backend(),
-    CpuInt4WidenedBackend(),
-    ReferenceBackend(),
-)
 
-BACKENDS: dict[str, KernelBackend] = {backend.name: backend for backend in _PREFERENCE}
+def _all_backends(scratch: Scratch) -> tuple[KernelBackend, ...]:
+    return (
+        CpuInt4Backend(scratch),
+        CpuInt8Backend(),
+        CpuInt4WidenedBackend(scratch),
+        ReferenceBackend(scratch),
+    )
+
+
+BACKENDS: dict[str, KernelBackend] = {backend.name: backend for backend in _all_backends(Scratch())}
 """Every backend by name, the one preferred first; ``reference`` is last because it takes all."""
 
 

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, PackedWeight
+from llmpq.kernels.int4_layout import dequantize_int4pack_into, layout_is_known
 from llmpq.kernels.packed import pack_codes
-from llmpq.kernels.reference import ReferenceBackend, Scratch
+from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)
@@ -114,6 +115,30 @@ def test_int4_layout_in_blocks_is_that_of_the_whole(rows, monkeypatch):
     assert torch.equal(layout, torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
 
 
+@pytest.mark.skipif(not layout_is_known(), reason="another instruction set's layout")
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_layout_read_back_is_the_dequantized_weight(group):
+    packed = random_packed(Precision(bits=4, group_size=group), torch.bfloat16)
+    layout, affine = BACKENDS["cpu_int4"].prepare(packed).tensors
+    out = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
+    dequantize_int4pack_into(layout, affine, group, out)
+    assert torch.equal(out, packed.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["cpu_int4", "cpu_int4_widened"])
+@pytest.mark.parametrize("rows", [64, 80])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_int4_gives_one_answer_for_few_rows_and_for_many(name, rows, has_bias):
+    bits = BACKENDS[name].capability.bits[0]
+    prepared = BACKENDS[name].prepare(random_packed(Precision(bits=bits), torch.bfloat16, rows))
+    x = torch.randn(2, 70, COLUMNS, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    bias = torch.randn(rows).to(torch.bfloat16) if has_bias else None
+    many = BACKENDS[name].linear(x, prepared, bias)
+    few = BACKENDS[name].linear(x[:, :5], prepared, bias)
+    assert many.shape == (2, 70, rows)
+    torch.testing.assert_close(many[:, :5], few, atol=0.02, rtol=0.02)
+
+
 def test_int8_rounds_each_row_of_activations_on_its_own():
     backend = BACKENDS["cpu_int8"]
     precision = Precision(bits=8, group_size=None, symmetric=True)
@@ -139,7 +164,7 @@ def test_a_backend_refuses_what_it_does_not_support(name):
 
 def test_reference_keeps_the_packed_tensors_themselves():
     packed = random_packed(Precision(bits=3), torch.float32)
-    prepared = ReferenceBackend().prepare(packed)
+    prepared = BACKENDS["reference"].prepare(packed)
     assert prepared.tensors[0] is packed.codes
     assert prepared.nbytes == packed.nbytes
 
