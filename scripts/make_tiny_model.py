@@ -101,10 +101,12 @@ def _qwen3_moe(shape: Shape) -> dict[str, object]:
 # Family -> (model_type of transformers, its fields for a shape).
 FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, object]]]] = {
     "bloom": ("bloom", _bloom),
+    "cohere": ("cohere", _common),
     "gemma": ("gemma", _with_head_dim),
     "gemma2": ("gemma2", _soft_capped),
     "gemma3": ("gemma3_text", _gemma3),
     "gpt_neox": ("gpt_neox", _gpt_neox),
+    "granite": ("granite", _common),
     "llama": ("llama", _common),
     "mistral": ("mistral", _with_head_dim),
     "mixtral": ("mixtral", _mixtral),

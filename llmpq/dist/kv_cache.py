@@ -102,7 +102,9 @@ class KVCache:
                 )
         rows.write(self._keys[layer], key)
         rows.write(self._values[layer], value)
-        return rows.read(self._keys[layer]), rows.read(self._values[layer])
+        # Attention runs in the layer's own number format, whatever the store's.
+        keys = rows.read(self._keys[layer]).to(key.dtype)
+        return keys, rows.read(self._values[layer]).to(value.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,8 +25,11 @@ from transformers import (
 )
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.logging import get_logger
 from llmpq.models.attention import KVShape
-from llmpq.models.families import Family, family_of
+from llmpq.models.families import CHECKED, REFUSED, Family, family_of
+
+_logger = get_logger(__name__)
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_LAYERS = 10_000
@@ -82,9 +85,12 @@ def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
         SpecError: the model is not a decoder this package can cut into stages.
     """
     prepared = copy.deepcopy(config)
-    _check_layer_count(prepared)
-    for index in range(prepared.num_hidden_layers):
-        layer_window(prepared, index)
+    _check_layers(prepared)
+    model_type = prepared.model_type
+    if model_type in REFUSED:
+        raise SpecError(f"model family {model_type}: not supported: {REFUSED[model_type]}")
+    if model_type not in CHECKED:
+        _logger.warning("family %s was never checked against transformers", model_type)
     chosen = Skeleton.of(prepared).model.config
     prepared._attn_implementation = chosen._attn_implementation
     if hasattr(chosen, "_experts_implementation"):
@@ -92,13 +98,17 @@ def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return prepared
 
 
-def _check_layer_count(config: PreTrainedConfig) -> None:
+def _check_layers(config: PreTrainedConfig) -> None:
     count = getattr(config, "num_hidden_layers", None)
     if type(count) is not int or not 1 <= count <= MAX_LAYERS:
         raise bad_field("config.json", "num_hidden_layers", count, f"1 to {MAX_LAYERS}")
     kinds = getattr(config, "layer_types", None)
     if kinds and len(kinds) != count:
         raise bad_field("config.json", "layer_types", kinds, f"one of each of {count} layers")
+    if getattr(config, "kv_lora_rank", None):
+        raise bad_field("config.json", "kv_lora_rank", config.kv_lora_rank, "no latent attention")
+    for index in range(count):
+        layer_window(config, index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from llmpq.errors import SpecError
 
@@ -77,17 +78,20 @@ def read_header(path: Path) -> Header:
     """
     if not path.is_file():
         raise SpecError(f"{path}: found no such file, expected safetensors weights")
-    file_bytes = path.stat().st_size
     with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-        available = file_bytes - _LENGTH_BYTES
-        if not 2 <= length <= min(MAX_HEADER_BYTES, available):
-            raise SpecError(
-                f"{path}: found a header of {length} bytes, expected 2 to "
-                f"{max(2, min(MAX_HEADER_BYTES, available))}"
-            )
-        raw = stream.read(length)
-    return parse_header(raw, data_bytes=available - length, where=str(path))
+        return read_header_from(stream, file_bytes=path.stat().st_size, where=str(path))
+
+
+def read_header_from(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
+    """Read and check the header of an open file of ``file_bytes``; as :func:`read_header`."""
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    available = file_bytes - _LENGTH_BYTES
+    if not 2 <= length <= min(MAX_HEADER_BYTES, available):
+        raise SpecError(
+            f"{where}: found a header of {length} bytes, expected 2 to "
+            f"{max(2, min(MAX_HEADER_BYTES, available))}"
+        )
+    return parse_header(stream.read(length), data_bytes=available - length, where=where)
 
 
 def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:

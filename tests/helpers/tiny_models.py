@@ -52,9 +52,25 @@ def save_tiny_model(
     return script.save_model(model, output, dtype=dtype, max_shard_size=max_shard_size)
 
 
-def load_reference(model_dir: Path) -> PreTrainedModel:
+def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The whole model, loaded by transformers itself."""
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+
+def generate_alone(
+    model: PreTrainedModel, prompt: Sequence[int], new_tokens: int
+) -> tuple[list[int], Tensor]:
+    """What transformers generates greedily for one prompt: all tokens, and logits ``[new, V]``."""
+    with torch.inference_mode():
+        answer = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return answer.sequences[0].tolist(), torch.cat(answer.logits)
 
 
 def load_stage(model_dir: Path, first_layer: int, end_layer: int) -> DecoderStage:
@@ -93,7 +109,7 @@ class Pipeline:
                     first,
                     num_slots=num_slots,
                     max_tokens=max_tokens,
-                    dtype=torch.float32,
+                    dtype=Checkpoint(model_dir).dtype,
                 )
             )
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
+    DeepseekV3Config,
+    DogeConfig,
     GemmaConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    NemotronConfig,
     Qwen2Config,
     Qwen3NextConfig,
     T5Config,
@@ -96,12 +99,21 @@ def test_mutated_configuration_is_read_or_refused(tiny_model, tmp_path, family):
         (BertConfig(), "plain decoder"),
         (GPT2Config(), "found no 'embed_tokens' in GPT2Model"),
         (Qwen3NextConfig(), "linear_attention"),
+        (DogeConfig(), "not supported: its layers build attention masks"),
+        (DeepseekV3Config(), "kv_lora_rank.*no latent attention"),
         (LlamaConfig(embedding_multiplier=2.0), "nothing here applies its field 'embedding_mul"),
     ],
 )
 def test_model_that_is_no_plain_decoder_is_refused(config, message):
     with pytest.raises(SpecError, match=message):
         prepare_config(config)
+
+
+def test_family_that_was_never_checked_is_run_with_a_warning(caplog):
+    prepare_config(LlamaConfig())
+    assert not caplog.records
+    prepare_config(NemotronConfig(num_key_value_heads=48))
+    assert "nemotron was never checked" in caplog.text
 
 
 def test_scales_that_the_family_applies_are_accepted():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.tiny_models import Pipeline, Sequences, load_reference
+from helpers.tiny_models import Pipeline, Sequences, generate_alone, load_reference
 
 from llmpq.models import MicroBatch
 
@@ -47,6 +47,11 @@ CASES = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {}),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 1.5, "logits_scaling": 0.3, "residual_multiplier": 0.7},
+    ),
     "phi": ("phi", {"qk_layernorm": True}),
     "phi3": ("phi3", {}),
     "gpt_neox": ("gpt_neox", {}),
@@ -54,19 +59,6 @@ CASES = {
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }
-
-
-def _reference(model, prompt, new_tokens):
-    with torch.inference_mode():
-        answer = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=new_tokens,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    return answer.sequences[0].tolist(), torch.cat(answer.logits)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,7 +76,7 @@ def test_pipeline_generates_the_tokens_of_transformers(tiny_model, case):
     model = load_reference(model_dir)
     prompts = {"long": LONG, "short": SHORT, "middle": MIDDLE, "next": NEXT}
     for name, prompt in prompts.items():
-        tokens, logits = _reference(model, prompt, len(run.logits[name]))
+        tokens, logits = generate_alone(model, prompt, len(run.logits[name]))
         assert run.tokens[name] == tokens
         assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
 
@@ -97,7 +89,7 @@ def test_longrope_rows_choose_their_factors_alone(tiny_model):
     run.decode(["long", "short"], 4)
     model = load_reference(model_dir)
     for name, prompt in {"long": LONG, "short": SHORT}.items():
-        tokens, logits = _reference(model, prompt, 5)
+        tokens, logits = generate_alone(model, prompt, 5)
         assert run.tokens[name] == tokens
         assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
 
@@ -132,6 +124,14 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny_model):
     alone = pipeline.step([(0, 0, SHORT)])[0]
     together = pipeline.step([(2, 0, LONG), (0, 0, SHORT)])[1]
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
+def test_bfloat16_follows_transformers(tiny_model, family):
+    model_dir = tiny_model(family, seed=1, dtype=torch.bfloat16)
+    found = Pipeline(model_dir, [0, 2, 3]).step([(3, 0, MIDDLE), (1, 0, SHORT)])
+    _, expected = generate_alone(load_reference(model_dir, torch.bfloat16), MIDDLE, 1)
+    torch.testing.assert_close(found[:1], expected, atol=0.05, rtol=0.02)
 
 
 def test_tied_head_is_held_once(tiny_model):
