@@ -1,1 +1,162 @@
-"""Pipelined serving: a master, stages that own tensors, and the frames between them."""
+"""Running a plan: one process a stage, prompts in, tokens out.
+
+Importing this package does not load torch; the workers do.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmpq.dist.job import Job, Meeting, Sampling
+from llmpq.dist.launch import launch, ranks_of_node
+from llmpq.dist.measurement import Measurement
+from llmpq.dist.progress import Progress, SilentProgress
+from llmpq.dist.prompts import Prompt, make_request, read_prompts, request_limits, write_prompts
+from llmpq.dist.results import Result, finished_ids, read_results
+from llmpq.errors import SpecError
+from llmpq.spec.families import load_model_dir
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import read_plan, write_plan
+
+__all__ = [
+    "Hosts",
+    "Job",
+    "Meeting",
+    "Prompt",
+    "Result",
+    "Sampling",
+    "check_job",
+    "generate_offline",
+    "model_dir_of",
+    "run_job",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """This host's place among those of a run.
+
+    Attributes:
+        num_nodes: how many hosts there are.
+        node_rank: which of them this is; 0 is the master's.
+        address: host and port on which rank 0 waits for the others; unused on one host.
+    """
+
+    num_nodes: int = 1
+    node_rank: int = 0
+    address: tuple[str, int] | None = None
+
+
+def generate_offline(
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    *,
+    model_dir: str | Path | None = None,
+    sampling: Sampling | None = None,
+    step_timeout_s: float = 10.0,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Answer prompts with the ranks of ``plan`` as processes of this host.
+
+    Args:
+        plan: the strategy.
+        prompts: any number; ids must differ.
+        model_dir: where the weights are; the plan's own directory by default.
+        sampling: how tokens are chosen; greedy by default.
+        step_timeout_s: how long a rank may give no sign of life.
+        progress: takes events.
+
+    Returns:
+        The results in the order of the prompts.
+
+    Raises:
+        LlmpqError: ``SpecError`` for bad prompts or files, ``CapacityError`` when memory ran out,
+            ``StageError`` when a rank died, hung or failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
+        folder = Path(name)
+        job = Job(
+            strategy=folder / "strategy.json",
+            model_dir=model_dir_of(plan, model_dir),
+            prompts=folder / "prompts.jsonl",
+            output=folder / "results.jsonl",
+            sampling=sampling or Sampling(),
+            step_timeout_s=step_timeout_s,
+        )
+        write_plan(job.strategy, plan)
+        write_prompts(job.prompts, prompts)
+        run_job(job, progress=progress)
+        results = {result.id: result for result in read_results(job.output)}
+        return [results[prompt.id] for prompt in prompts]
+
+
+def run_job(
+    job: Job, *, hosts: Hosts | None = None, progress: Progress | None = None
+) -> Measurement | None:
+    """Start this host's ranks, wait for their end, return what the master measured.
+
+    Args:
+        job: what to run; where its ranks meet is decided here.
+        hosts: this host's place; by default all ranks run here.
+        progress: takes events.
+
+    Returns:
+        The measurement, ``None`` on a host without the master.
+
+    Raises:
+        LlmpqError: as for :func:`generate_offline`.
+    """
+    plan = check_job(job)
+    hosts = hosts or Hosts()
+    ranks = ranks_of_node(plan, hosts.node_rank, hosts.num_nodes)
+    # Only this user can enter the folder: it holds the job, the ranks' logs and, on one host, the
+    # file they meet at.
+    with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
+        folder = Path(name)
+        if hosts.num_nodes == 1:
+            meeting = Meeting(file=folder / "meeting")
+        else:
+            meeting = Meeting(address=hosts.address)
+        told = replace(job, meeting=meeting, launcher_pid=os.getpid())
+        return launch(told, plan, ranks, folder, progress or SilentProgress())
+
+
+def check_job(job: Job) -> Plan:
+    """Refuse what no rank could run, before any starts; what needs a tokenizer is left to them.
+
+    Raises:
+        SpecError: names the file and what is wrong in it.
+    """
+    plan = read_plan(job.strategy)
+    model = load_model_dir(job.model_dir)
+    if model.num_layers != plan.model.num_layers:
+        raise SpecError(
+            f"{job.model_dir}: found {model.num_layers} decoder layers, expected the "
+            f"{plan.model.num_layers} of the plan's model {plan.model.name}"
+        )
+    limits = request_limits(plan, model, ())
+    for prompt in read_prompts(job.prompts):
+        if prompt.token_ids is not None:
+            make_request(prompt, limits, None)
+    finished_ids(job.output, resume=job.resume)
+    return plan
+
+
+def model_dir_of(plan: Plan, given: str | Path | None) -> Path:
+    """Return where the weights are: the directory given, else the plan's own.
+
+    Raises:
+        SpecError: there is none.
+    """
+    if given is None and plan.model.source is None:
+        raise SpecError(
+            f"plan: model {plan.model.name} names no directory of weights, expected --model DIR"
+        )
+    path = Path(given if given is not None else str(plan.model.source)).resolve()
+    if not path.is_dir():
+        raise SpecError(f"{path}: no such directory, expected a model with its weights")
+    return path

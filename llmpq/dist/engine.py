@@ -28,11 +28,11 @@ from llmpq.batching import (
     check_decision,
 )
 from llmpq.dist.communicator import Communicator
-from llmpq.dist.failures import error_of
 from llmpq.dist.kv_cache import SlotPool
 from llmpq.dist.messages import Frame, FrameKind, Row
 from llmpq.dist.prompts import Request
 from llmpq.dist.results import FinishReason
+from llmpq.dist.ring import error_of
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import PHASES, StageRunner
 from llmpq.dist.stats import StageClock, synchronize

@@ -2,18 +2,18 @@
 
 A rank that fails sends its error round the ring before it ends, and a rank that notices a lost peer
 says so with that peer's name; so wherever the master stands, it learns the cause and not the echo.
+A process leaves its error as a note in the run's private folder, where the launcher picks the one
+that came first. Needs no torch.
 """
 
 from __future__ import annotations
 
-import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-import torch
-
-from llmpq.dist.messages import Frame, FrameKind
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
-
-MAX_MESSAGE_LENGTH = 2000
+from llmpq.spec.fields import Fields, dump_json, read_json, write_text
+from llmpq.spec.plan import Plan
 
 
 class PeerLostError(StageError):
@@ -39,22 +39,11 @@ def closed_peer(name: str, rank: int) -> PeerLostError:
     return PeerLostError(f"{name}: closed its connection before the run was over", rank)
 
 
-def error_frame(error: LlmpqError) -> Frame:
-    """Return the frame that tells the ranks further on why this one ends."""
-    text = json.dumps(
-        {"exit_status": error.exit_status, "message": str(error)[:MAX_MESSAGE_LENGTH]}
-    )
-    return Frame(kind=FrameKind.ERROR, text=text.encode())
-
-
-def error_of(frame: Frame) -> LlmpqError:
-    """Return the error that an error frame tells of."""
-    try:
-        found = json.loads(frame.text)
-        status, message = found["exit_status"], found["message"]
-    except (ValueError, TypeError, KeyError):
-        return StageError("a stage failed and sent no readable reason")
-    return error_of_status(status, message)
+def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
+    """Return what messages call a rank: stage, rank, device and host."""
+    device = plan.device_of(plan.stages[rank]).label
+    where = device if host is None else f"{device} on {host}"
+    return f"stage {rank} (rank {rank}, {where})"
 
 
 def error_of_status(status: object, message: object) -> LlmpqError:
@@ -63,11 +52,44 @@ def error_of_status(status: object, message: object) -> LlmpqError:
     return kinds.get(status, LlmpqError)(str(message))
 
 
-def described(error: Exception, name: str) -> LlmpqError:
-    """Turn anything that went wrong inside a stage into one of our errors, naming the stage."""
-    if isinstance(error, SpecError | CapacityError):
-        return error
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return CapacityError(f"{name}: out of memory: {str(error).splitlines()[0:1]}")
-    text = f"{type(error).__name__}: {error}" if not isinstance(error, LlmpqError) else str(error)
-    return StageError(text if text.startswith("stage ") else f"{name}: {text}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorNote:
+    """What a failed rank leaves behind.
+
+    Attributes:
+        rank: who failed.
+        message: for the user.
+        exit_status: of its kind of error.
+        blames: the rank that was lost, when that is all there was to it.
+        time_s: when, on this host's monotonic clock.
+    """
+
+    rank: int
+    message: str
+    exit_status: int
+    blames: int | None
+    time_s: float
+
+
+def write_note(folder: Path, note: ErrorNote) -> None:
+    """Leave a note for the launcher."""
+    write_text(_note_file(folder, note.rank), dump_json(asdict(note)))
+
+
+def read_note(folder: Path, rank: int) -> ErrorNote | None:
+    """Return the note of a rank, ``None`` when it left none."""
+    path = _note_file(folder, rank)
+    if not path.is_file():
+        return None
+    fields = Fields(read_json(path), str(path))
+    return ErrorNote(
+        rank=fields.integer("rank"),
+        message=fields.text("message"),
+        exit_status=fields.integer("exit_status"),
+        blames=fields.optional_integer("blames"),
+        time_s=fields.number("time_s"),
+    )
+
+
+def _note_file(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}.json"

@@ -6,6 +6,7 @@ communicator differs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +18,19 @@ from transformers import PreTrainedConfig
 from llmpq.batching import HybridPolicy
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.engine import MasterEngine, OnFinish
-from llmpq.dist.failures import described, error_frame
+from llmpq.dist.failures import stage_name
+from llmpq.dist.job import Sampling
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.messages import FrameLimits
 from llmpq.dist.progress import Event, Progress
 from llmpq.dist.prompts import Request
 from llmpq.dist.results import FinishReason
-from llmpq.dist.ring import shut_down, wait_until_ready
-from llmpq.dist.sampler import Sampler, Sampling
+from llmpq.dist.ring import error_frame, shut_down, wait_until_ready
+from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import StageRunner, StageWorker
 from llmpq.dist.stats import StageClock
-from llmpq.errors import SpecError
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.models import kv_shapes, load_config
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
@@ -63,13 +65,6 @@ class RankContext:
         if self.communicator is not None:
             return self.communicator.names[self.rank]
         return stage_name(self.plan, self.rank)
-
-
-def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
-    """Return what messages call a rank: stage, rank, device and host."""
-    device = plan.device_of(plan.stages[rank]).label
-    where = device if host is None else f"{device} on {host}"
-    return f"stage {rank} (rank {rank}, {where})"
 
 
 def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
@@ -179,10 +174,16 @@ def run_stage(context: RankContext) -> None:
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
     except Exception as error:
         found = described(error, context.name)
-        communicator.send(error_frame(found))
+        tell_others(communicator, found)
         raise found from error
     finally:
         communicator.close()
+
+
+def tell_others(communicator: Communicator, error: LlmpqError) -> None:
+    """Send the reason for the end on; that the next rank is gone too must not hide it."""
+    with contextlib.suppress(StageError):
+        communicator.send(error_frame(error))
 
 
 def run_master(
@@ -204,7 +205,7 @@ def run_master(
     except Exception as error:
         found = described(error, context.name)
         if context.communicator is not None:
-            context.communicator.send(error_frame(found))
+            tell_others(context.communicator, found)
         raise found from error
     finally:
         if context.communicator is not None:
@@ -267,3 +268,15 @@ class _Master:
         self._made += count
         event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
         self._context.progress.report(event)
+
+
+def described(error: Exception, name: str) -> LlmpqError:
+    """Turn anything that went wrong inside a rank into one of our errors, naming the stage."""
+    if isinstance(error, StageError) and not str(error).startswith("stage "):
+        return StageError(f"{name}: {error}")
+    if isinstance(error, LlmpqError):
+        return error
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        first_line = str(error).partition("\n")[0]
+        return CapacityError(f"{name}: out of memory: {first_line}")
+    return StageError(f"{name}: {type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""The two rounds a frame makes besides micro-batches: everyone is ready, everyone is done.
+"""What goes round the ring besides micro-batches: everyone is ready, everyone is done, one failed.
 
-Both are the master's view of the ring; the workers' side is ``StageWorker``.
+The master's side of it; the workers' is ``StageWorker``.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 
 from llmpq.dist.communicator import Communicator
-from llmpq.dist.failures import error_of
+from llmpq.dist.failures import error_of_status
 from llmpq.dist.measurement import StageStats, stats_from_fields
 from llmpq.dist.messages import Frame, FrameKind
-from llmpq.errors import SpecError, StageError
+from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.spec.fields import Fields
+
+MAX_MESSAGE_LENGTH = 2000
 
 
 def wait_until_ready(communicator: Communicator) -> None:
@@ -35,6 +37,24 @@ def shut_down(communicator: Communicator) -> list[StageStats]:
     frames = [_expect(communicator, FrameKind.STATS) for _ in communicator.names[1:]]
     _expect(communicator, FrameKind.SHUTDOWN)
     return [_stats(frame, rank) for rank, frame in enumerate(frames, start=1)]
+
+
+def error_frame(error: LlmpqError) -> Frame:
+    """Return the frame that tells the ranks further on why this one ends."""
+    text = json.dumps(
+        {"exit_status": error.exit_status, "message": str(error)[:MAX_MESSAGE_LENGTH]}
+    )
+    return Frame(kind=FrameKind.ERROR, text=text.encode())
+
+
+def error_of(frame: Frame) -> LlmpqError:
+    """Return the error that an error frame tells of."""
+    try:
+        found = json.loads(frame.text)
+        status, message = found["exit_status"], found["message"]
+    except (ValueError, TypeError, KeyError):
+        return StageError("a stage failed and sent no readable reason")
+    return error_of_status(status, message)
 
 
 def _expect(communicator: Communicator, kind: FrameKind) -> Frame:

@@ -11,37 +11,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmpq.errors import SpecError, StageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen.
-
-    Attributes:
-        temperature: divides the scores; 0 is greedy.
-        top_k: only the k best tokens; 0 is all.
-        top_p: only the smallest set of best tokens that holds this probability, in (0, 1].
-        seed: of all random numbers of the run.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SpecError(f"temperature: found {self.temperature}, expected at least 0")
-        if self.top_k < 0:
-            raise SpecError(f"top_k: found {self.top_k}, expected at least 0")
-        if not 0 < self.top_p <= 1:
-            raise SpecError(f"top_p: found {self.top_p}, expected a number in (0, 1]")
+from llmpq.dist.job import Sampling
+from llmpq.errors import StageError
 
 
 class Sampler:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.communicator import Communicator
-from llmpq.dist.failures import error_of
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.messages import Frame, FrameKind, Row
+from llmpq.dist.ring import error_of
 from llmpq.dist.stats import StageClock, synchronize
 from llmpq.models import DecoderStage, MicroBatch
 from llmpq.spec.precision import Phase

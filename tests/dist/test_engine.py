@@ -9,8 +9,8 @@ import torch
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import load_reference
 
+from llmpq.dist.job import Sampling
 from llmpq.dist.prompts import Request
-from llmpq.dist.sampler import Sampling
 from llmpq.quant.layer import quantize_layer_
 
 torch.set_num_threads(1)

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from llmpq.dist.sampler import Sampler, Sampling
+from llmpq.dist.job import Sampling
+from llmpq.dist.sampler import Sampler
 from llmpq.errors import SpecError, StageError
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llmpq.dist.communicator import Communicator, in_process_ring
+from llmpq.dist.job import Sampling
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import Progress, SilentProgress
 from llmpq.dist.prompts import Request
 from llmpq.dist.rank import RankContext, checked_config, frame_limits, run_master, run_stage
 from llmpq.dist.results import FinishReason
-from llmpq.dist.sampler import Sampling
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
     MemoryParts,

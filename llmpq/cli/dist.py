@@ -1,0 +1,156 @@
+"""llmpq-dist: run a strategy on prompts.
+
+Starts one process a stage on this host (or, with ``--nnodes``, this host's share of them), draws
+their progress on standard error, and prints what was predicted against what was measured. Under
+torchrun, give ``--no_auto``: each process then is one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.dist import Hosts, check_job, model_dir_of, run_job
+from llmpq.dist.job import Job, Meeting, Sampling
+from llmpq.dist.launch import rank_environment
+from llmpq.dist.measurement import Measurement
+from llmpq.dist.progress import BarProgress, Progress, SilentProgress
+from llmpq.dist.report import build_report, format_report
+from llmpq.errors import SpecError
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import read_plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
+    files = parser.add_argument_group("files")
+    files.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
+    files.add_argument("--model", metavar="DIR", help="weights (default: the plan's own directory)")
+    files.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    files.add_argument("--output", required=True, metavar="FILE.jsonl")
+    files.add_argument(
+        "--resume", action="store_true", help="skip the requests that --output already answers"
+    )
+    sampling = parser.add_argument_group("sampling (greedy by default)")
+    sampling.add_argument("--temperature", type=float, default=0.0)
+    sampling.add_argument("--top_k", type=int, default=0, help="0 is all tokens")
+    sampling.add_argument("--top_p", type=float, default=1.0)
+    sampling.add_argument("--seed", type=int, default=0)
+    run = parser.add_argument_group("running")
+    run.add_argument("--policy", choices=["hybrid"], default="hybrid", help="batching policy")
+    run.add_argument(
+        "--step_timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a rank that gives no sign of life for so long has failed (default 10)",
+    )
+    hosts = parser.add_argument_group("several hosts (each runs this command)")
+    hosts.add_argument("--nnodes", type=int, default=1, help="number of hosts")
+    hosts.add_argument("--node_rank", type=int, default=0, help="this host; 0 is the master's")
+    hosts.add_argument("--master_addr", help="address of host 0 that rank 0 listens on")
+    hosts.add_argument("--master_port", type=int, default=29500)
+    hosts.add_argument(
+        "--no_auto", action="store_true", help="be one rank, as torchrun's environment says"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    plan = read_plan(options.strat_file_name)
+    job = _job(options, plan)
+    if options.no_auto:
+        measurement = _be_one_rank(job, plan)
+    else:
+        progress = BarProgress(sys.stderr, plan.model.num_layers)
+        try:
+            measurement = run_job(job, hosts=_hosts(options), progress=progress)
+        finally:
+            progress.close()
+    if measurement is not None:
+        _print(plan, measurement, as_json=options.json)
+    return 0
+
+
+def _job(options: argparse.Namespace, plan: Plan) -> Job:
+    return Job(
+        strategy=Path(options.strat_file_name).resolve(),
+        model_dir=model_dir_of(plan, options.model),
+        prompts=Path(options.prompts).resolve(),
+        output=Path(options.output).resolve(),
+        resume=options.resume,
+        sampling=Sampling(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        ),
+        step_timeout_s=options.step_timeout,
+        meeting=Meeting(from_environment=True),
+    )
+
+
+def _hosts(options: argparse.Namespace) -> Hosts:
+    if options.nnodes == 1:
+        return Hosts()
+    if options.master_addr is None:
+        raise SpecError("--nnodes: found more than one host, expected --master_addr too")
+    return Hosts(
+        num_nodes=options.nnodes,
+        node_rank=options.node_rank,
+        address=(options.master_addr, options.master_port),
+    )
+
+
+def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
+    """Run the rank that torchrun made this process."""
+    rank, world_size, local_rank, local_size = (
+        _variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if world_size != len(plan.stages) or not 0 <= rank < world_size:
+        raise SpecError(
+            f"environment: found rank {rank} of WORLD_SIZE {world_size}, expected one process "
+            f"for each of the plan's {len(plan.stages)} stages"
+        )
+    if rank == 0:
+        check_job(job)
+    local_ranks = range(rank - local_rank, rank - local_rank + local_size)
+    os.environ.update(rank_environment(plan, rank, local_ranks))
+    # Only now, for torch reads its environment when it is first imported.
+    from llmpq.dist.worker import run_rank
+
+    bar = BarProgress(sys.stderr, plan.stages[0].num_layers) if rank == 0 else None
+    progress: Progress = bar or SilentProgress()
+    try:
+        return run_rank(job, rank, progress)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _variable(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise SpecError(f"environment: {name}: found '{text}', expected torchrun's number")
+    return int(text)
+
+
+def _print(plan: Plan, measurement: Measurement, *, as_json: bool) -> None:
+    report = build_report(plan, measurement)
+    if as_json:
+        print_json(report)
+    else:
+        print(format_report(plan, report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Job: everything the ranks of one run are told, as a file between the launcher and its workers.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from llmpq.errors import SpecError
+from llmpq.spec.fields import Fields, dump_json, read_json, write_text
+
+MIN_STEP_TIMEOUT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: divides the scores; 0 is greedy.
+        top_k: only the k best tokens; 0 is all.
+        top_p: only the smallest set of best tokens that holds this probability, in (0, 1].
+        seed: of all random numbers of the run.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise SpecError(f"temperature: found {self.temperature}, expected at least 0")
+        if self.top_k < 0:
+            raise SpecError(f"top_k: found {self.top_k}, expected at least 0")
+        if not 0 < self.top_p <= 1:
+            raise SpecError(f"top_p: found {self.top_p}, expected a number in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the ranks of a run find each other; exactly one of the three ways.
+
+    Attributes:
+        file: a file in a folder that only this user can enter, for ranks of one host.
+        address: host and port that rank 0 listens on.
+        from_environment: torchrun's own store, named by its environment variables.
+    """
+
+    file: Path | None = None
+    address: tuple[str, int] | None = None
+    from_environment: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run.
+
+    Attributes:
+        strategy: the strategy file.
+        model_dir: where the weights are, on every host.
+        prompts: the prompt file; only the master reads it.
+        output: the result file; only the master writes it.
+        resume: whether to skip what the result file already holds.
+        sampling: how tokens are chosen.
+        step_timeout_s: how long a rank may give no sign of life.
+        meeting: where the ranks find each other.
+        launcher_pid: the process that started the workers of this host; they end with it.
+            0 when something else (torchrun) did.
+    """
+
+    strategy: Path
+    model_dir: Path
+    prompts: Path
+    output: Path
+    resume: bool = False
+    sampling: Sampling = Sampling()
+    step_timeout_s: float = 10.0
+    meeting: Meeting = Meeting(from_environment=True)
+    launcher_pid: int = 0
+
+    def __post_init__(self) -> None:
+        if not MIN_STEP_TIMEOUT_S <= self.step_timeout_s < math.inf:
+            raise SpecError(
+                f"step_timeout: found {self.step_timeout_s}, "
+                f"expected at least {MIN_STEP_TIMEOUT_S} seconds"
+            )
+
+
+def write_job(path: Path, job: Job) -> None:
+    """Write a job for the workers of this host."""
+    write_text(path, dump_json(_job_to_json(job)))
+
+
+def read_job(path: Path) -> Job:
+    """Read a job; ``SpecError`` names the field that is wrong."""
+    fields = Fields(read_json(path), str(path))
+    job = Job(
+        strategy=Path(fields.text("strategy")),
+        model_dir=Path(fields.text("model_dir")),
+        prompts=Path(fields.text("prompts")),
+        output=Path(fields.text("output")),
+        resume=fields.flag("resume"),
+        sampling=_sampling(fields.child("sampling")),
+        step_timeout_s=fields.number("step_timeout_s"),
+        meeting=_meeting(fields.child("meeting")),
+        launcher_pid=fields.integer("launcher_pid"),
+    )
+    fields.done()
+    return job
+
+
+def _job_to_json(job: Job) -> dict[str, Any]:
+    meeting = job.meeting
+    return {
+        "strategy": str(job.strategy),
+        "model_dir": str(job.model_dir),
+        "prompts": str(job.prompts),
+        "output": str(job.output),
+        "resume": job.resume,
+        "sampling": asdict(job.sampling),
+        "step_timeout_s": job.step_timeout_s,
+        "meeting": {
+            "file": None if meeting.file is None else str(meeting.file),
+            "host": None if meeting.address is None else meeting.address[0],
+            "port": None if meeting.address is None else meeting.address[1],
+            "from_environment": meeting.from_environment,
+        },
+        "launcher_pid": job.launcher_pid,
+    }
+
+
+def _sampling(fields: Fields) -> Sampling:
+    sampling = Sampling(
+        temperature=fields.number("temperature"),
+        top_k=fields.integer("top_k"),
+        top_p=fields.number("top_p"),
+        seed=fields.integer("seed"),
+    )
+    fields.done()
+    return sampling
+
+
+def _meeting(fields: Fields) -> Meeting:
+    file, host = fields.optional_text("file"), fields.optional_text("host")
+    port = fields.optional_integer("port", minimum=1, maximum=65535)
+    meeting = Meeting(
+        file=None if file is None else Path(file),
+        address=None if host is None or port is None else (host, port),
+        from_environment=fields.flag("from_environment"),
+    )
+    fields.done()
+    return meeting

@@ -1,0 +1,231 @@
+"""Starting the ranks of a plan on this host, and ending all of them when one fails.
+
+The processes get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK ...) and one each of what
+differs from rank to rank: thread count, vector extensions, cores. torchrun's own agent is not used
+for this: it gives all ranks one environment, loads torch into the launching process, and its store
+listens on every address of the host. Ranks can be started by torchrun all the same
+(``llmpq-dist --no_auto``), they then run the same code.
+
+Needs no torch. It reads the environment, which only it and the commands may.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import llmpq
+from llmpq.dist.environment import cpu_environment
+from llmpq.dist.failures import ErrorNote, error_of_status, read_note, stage_name
+from llmpq.dist.job import Job, write_job
+from llmpq.dist.measurement import Measurement, measurement_from_fields
+from llmpq.dist.progress import Event, Progress
+from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.plan import Plan
+
+POLL_S = 0.05
+GRACE_S = 1.0
+"""How long the others may take to say why, once one rank has failed."""
+
+
+def measurement_file(folder: Path) -> Path:
+    """Where the master leaves its measurement."""
+    return folder / "measurement.json"
+
+
+def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
+    """Return the ranks that run on one host.
+
+    Args:
+        plan: its stages name devices, and those their nodes.
+        node_rank: number of the host; hosts are counted as the pipeline first reaches them, so 0
+            is the master's.
+        num_nodes: number of hosts; with 1, this host plays all nodes.
+
+    Raises:
+        SpecError: the plan uses another number of nodes.
+    """
+    if num_nodes == 1:
+        return list(range(len(plan.stages)))
+    nodes = list(dict.fromkeys(plan.device_of(stage).node for stage in plan.stages))
+    if num_nodes != len(nodes) or not 0 <= node_rank < num_nodes:
+        raise SpecError(
+            f"nnodes, node_rank: found {num_nodes} and {node_rank}, expected 1, or the "
+            f"{len(nodes)} nodes of the plan ({', '.join(nodes)})"
+        )
+    return [stage.rank for stage in plan.stages if plan.device_of(stage).node == nodes[node_rank]]
+
+
+def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[str, str]:
+    """Return the variables of one rank, in torchrun's names and the numeric libraries'."""
+    device = plan.device_of(plan.stages[rank])
+    return cpu_environment(_threads(plan, rank, local_ranks), device.cpu_isa) | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(plan.stages)),
+        "LOCAL_RANK": str(list(local_ranks).index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(local_ranks)),
+        # A model directory is complete; nothing is ever fetched.
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def launch(
+    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, progress: Progress
+) -> Measurement | None:
+    """Run these ranks to their end.
+
+    Args:
+        job: what they are told.
+        plan: of the job.
+        ranks: those that run on this host.
+        folder: private to this user and this run.
+        progress: takes their events.
+
+    Returns:
+        What the master measured, ``None`` when it runs on another host.
+
+    Raises:
+        LlmpqError: the error of the rank that failed first, or a ``StageError`` that names a rank
+            that was killed or hangs. No rank outlives the call.
+    """
+    write_job(folder / "job.json", job)
+    reader, writer = os.pipe()
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for rank in ranks:
+            workers[rank] = _start(job, plan, rank, ranks, folder, writer)
+        os.close(writer)
+        writer = -1
+        failed = _watch(workers, reader, progress)
+        if failed:
+            _wait_for_notes(workers, folder)
+            raise _cause(plan, workers, folder)
+    finally:
+        for worker in workers.values():
+            worker.kill()
+        for worker in workers.values():
+            worker.wait()
+        os.close(reader)
+        if writer >= 0:
+            os.close(writer)
+    if 0 not in ranks:
+        return None
+    path = measurement_file(folder)
+    return measurement_from_fields(Fields(read_json(path), str(path)))
+
+
+def _start(
+    job: Job, plan: Plan, rank: int, ranks: Sequence[int], folder: Path, events: int
+) -> subprocess.Popen[bytes]:
+    environment = _inherited(os.environ) | rank_environment(plan, rank, ranks)
+    if job.meeting.file is not None:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, "-P", "-m", "llmpq.dist.worker"]
+    with _log_file(folder, rank).open("wb") as log:
+        worker = subprocess.Popen(
+            [*command, str(folder / "job.json"), str(rank), str(events)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(events,),
+        )
+    cores = _cores(plan, rank, ranks)
+    if cores:
+        os.sched_setaffinity(worker.pid, cores)
+    return worker
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return our own environment, with this very package first on the path."""
+    package_parent = str(Path(llmpq.__file__).resolve().parents[1])
+    paths = [package_parent, *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return dict(environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _threads(plan: Plan, rank: int, local_ranks: Sequence[int]) -> int:
+    """Threads of a worker: the cluster file's number, else an equal share of the cores."""
+    asked = plan.device_of(plan.stages[rank]).threads
+    return asked or max(1, len(os.sched_getaffinity(0)) // len(local_ranks))
+
+
+def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
+    """Return a CPU worker's own cores, none when there are not enough for everyone."""
+    workers = [
+        other
+        for other in ranks
+        if device_spec(plan.device_of(plan.stages[other]).type).kind == "cpu"
+    ]
+    threads = {other: _threads(plan, other, ranks) for other in workers}
+    available = sorted(os.sched_getaffinity(0))
+    if rank not in threads or sum(threads.values()) > len(available):
+        return set()
+    first = sum(threads[other] for other in workers[: workers.index(rank)])
+    return set(available[first : first + threads[rank]])
+
+
+def _watch(workers: Mapping[int, subprocess.Popen[bytes]], reader: int, progress: Progress) -> bool:
+    """Pass events on until all ranks ended well (false) or one did not (true)."""
+    os.set_blocking(reader, False)
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        while True:
+            codes = [worker.poll() for worker in workers.values()]
+            data = os.read(reader, 65536) if selector.select(POLL_S) else b""
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                progress.report(Event.decode(line))
+            if any(codes):
+                return True
+            if all(code == 0 for code in codes):
+                return False
+
+
+def _wait_for_notes(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
+    """Give ranks that only noticed a loss the time to be joined by the rank that caused it."""
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        if any((worker.poll() or 0) < 0 for worker in workers.values()):
+            return
+        if any(note.blames is None for note in _notes(workers, folder)):
+            return
+        if all(worker.poll() is not None for worker in workers.values()):
+            return
+        time.sleep(POLL_S)
+
+
+def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> LlmpqError:
+    """Return the error that started it all, among those that follow from it."""
+    host = os.uname().nodename
+    for rank, worker in workers.items():
+        if (code := worker.poll() or 0) < 0:
+            name = signal.Signals(-code).name
+            hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
+            return StageError(
+                f"{stage_name(plan, rank, os.uname().nodename)}: was ended by {name}{hint}"
+            )
+    notes = sorted(_notes(workers, folder), key=lambda note: (note.blames is not None, note.time_s))
+    if notes:
+        return error_of_status(notes[0].exit_status, notes[0].message)
+    rank = next(rank for rank, worker in workers.items() if worker.poll())
+    log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
+    status = workers[rank].poll()
+    return StageError(f"{stage_name(plan, rank, host)}: exited with status {status}: {log[-1000:]}")
+
+
+def _notes(workers: Mapping[int, object], folder: Path) -> list[ErrorNote]:
+    found = (read_note(folder, rank) for rank in workers)
+    return [note for note in found if note is not None]
+
+
+def _log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"

@@ -1,0 +1,142 @@
+"""The process of one rank. ``launch`` starts it; under torchrun the command itself calls in here.
+
+``python -m llmpq.dist.worker JOB_FILE RANK EVENTS_DESCRIPTOR``: exits with the status of its error
+and leaves the error, or the master's measurement, as a file beside the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
+from llmpq.dist.job import Job, read_job
+from llmpq.dist.launch import measurement_file
+from llmpq.dist.measurement import Measurement
+from llmpq.dist.model_files import eos_token_ids, load_tokenizer
+from llmpq.dist.progress import PipeProgress, Progress
+from llmpq.dist.prompts import Request, Tokenizer, make_request, read_prompts, request_limits
+from llmpq.dist.rank import (
+    RankContext,
+    checked_config,
+    frame_limits,
+    run_master,
+    run_stage,
+)
+from llmpq.dist.results import FinishReason, Result, ResultWriter
+from llmpq.dist.torch_communicator import TorchCommunicator
+from llmpq.errors import LlmpqError
+from llmpq.logging import configure_logging
+from llmpq.spec.families import load_model_dir
+from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import read_plan
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank to its end and return its exit status."""
+    job_file, rank, descriptor = Path(argv[0]), int(argv[1]), int(argv[2])
+    job = read_job(job_file)
+    die_with(job.launcher_pid)
+    configure_logging(rank=rank)
+    try:
+        measurement = run_rank(job, rank, PipeProgress(descriptor))
+    except LlmpqError as error:
+        blames = error.rank if isinstance(error, PeerLostError) else None
+        _leave_note(job_file, rank, str(error), error.exit_status, blames)
+        return error.exit_status
+    except Exception as error:
+        traceback.print_exc()
+        _leave_note(job_file, rank, f"{type(error).__name__}: {error}", 1, None)
+        return 1
+    if measurement is not None:
+        write_text(measurement_file(job_file.parent), dump_json(measurement.to_json()))
+    return 0
+
+
+def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
+    """Play one rank of a job; the master's measurement comes back, from others ``None``.
+
+    Raises:
+        LlmpqError: what went wrong, on whichever rank.
+    """
+    plan = read_plan(job.strategy)
+    if rank > 0:
+        run_stage(_context(job, plan, rank, progress))
+        return None
+    with ResultWriter(job.output, resume=job.resume) as writer:
+        tokenizer = load_tokenizer(job.model_dir)
+        requests = _requests(job, plan, tokenizer, writer)
+
+        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
+            text = "" if tokenizer is None else tokenizer.decode(token_ids)
+            writer.write(
+                Result(id=request.id, token_ids=token_ids, text=text, finish_reason=reason)
+            )
+
+        context = _context(job, plan, rank, progress)
+        return run_master(context, requests, job.sampling, finish)
+
+
+def die_with(launcher_pid: int) -> None:
+    """Make the kernel end this process when its launcher ends, however that happens."""
+    if launcher_pid == 0 or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:  # it ended before the line above
+        os._exit(1)
+
+
+def _requests(
+    job: Job, plan: Plan, tokenizer: Tokenizer | None, writer: ResultWriter
+) -> list[Request]:
+    """Return what is left to answer; bad prompts are refused before any weight is read."""
+    config = checked_config(plan, job.model_dir)
+    eos = eos_token_ids(job.model_dir, config)
+    limits = request_limits(plan, load_model_dir(job.model_dir), eos)
+    requests = [make_request(prompt, limits, tokenizer) for prompt in read_prompts(job.prompts)]
+    return [request for request in requests if request.id not in writer.done]
+
+
+def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
+    config = checked_config(plan, job.model_dir)
+    communicator = None
+    if len(plan.stages) > 1:
+        communicator = TorchCommunicator(
+            rank=rank,
+            world_size=len(plan.stages),
+            name=stage_name(plan, rank, socket.gethostname()),
+            limits=frame_limits(plan, job.model_dir, config),
+            meeting=job.meeting,
+            timeout_s=job.step_timeout_s,
+        )
+    return RankContext(
+        plan=plan,
+        rank=rank,
+        model_dir=job.model_dir,
+        communicator=communicator,
+        progress=progress,
+    )
+
+
+def _leave_note(job_file: Path, rank: int, message: str, status: int, blames: int | None) -> None:
+    note = ErrorNote(
+        rank=rank, message=message, exit_status=status, blames=blames, time_s=time.monotonic()
+    )
+    write_note(job_file.parent, note)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # A rank that failed may have a thread inside gloo, whose destructors would wait for its peer.
+    os._exit(code)
