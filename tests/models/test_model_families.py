@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers.tiny_models import Pipeline, Sequences, generate_alone, load_reference
 
-from llmpq.models import MicroBatch
+from llmpq.dist.kv_cache import KVCache
+from llmpq.models import MicroBatch, kv_shapes
 
 torch.set_num_threads(1)
 
@@ -145,3 +146,19 @@ def test_logits_are_float32_whatever_the_weights(tiny_model):
     master = Pipeline(tiny_model("gemma2", seed=1), [0, 3]).master.bfloat16()
     assert master.embed(torch.tensor([[1]]), torch.tensor([[0]])).dtype == torch.bfloat16
     assert master.logits(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["opt", "bloom", "gemma2", "gemma3", "llama"])
+def test_nothing_stays_behind_on_the_host(tiny_model, family):
+    # The meta device mixes with no other: a tensor left on the host would raise here.
+    pipeline = Pipeline(tiny_model(family, seed=1), [0, 3])
+    master, stage = pipeline.master.to("meta"), pipeline.stages[0].to("meta")
+    shapes = kv_shapes(master.config, 0, 3)
+    cache = KVCache(shapes, 0, num_slots=3, max_tokens=9, dtype=torch.float32, device="meta")
+    for batch in (
+        MicroBatch.build([2, 0], [0, 0], [4, 2]),
+        MicroBatch.build([0, 1], [2, 4], [1, 1]),
+    ):
+        token_ids = torch.zeros(batch.positions.shape, dtype=torch.int64, device="meta")
+        hidden = stage(master.embed(token_ids, batch.positions), batch, cache)
+        assert master.logits(hidden[:, 0]).device.type == "meta"
