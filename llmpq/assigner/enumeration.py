@@ -128,7 +128,10 @@ class _PairBuilder:
         self.costs = costs
         self.workload = workload
         self.bits = bits
-        self.devices = [devices[members[0]] for members in device_groups(costs.cluster)]
+        groups = device_groups(costs.cluster)
+        self.devices = [devices[members[0]] for members in groups]
+        # The far end of a link inside a group is another device of it, where there is one.
+        self.others = [devices[members[-1]] for members in groups]
         self.kinds = range(len(costs.model.layer_types))
 
     def build(self, pairs: Sequence[MicroBatching]) -> tuple[PairCosts, ...]:
@@ -197,7 +200,7 @@ class _PairBuilder:
     def _links(self, phase: Phase, size: int, tokens: int) -> np.ndarray:
         return np.array(
             [
-                [self.costs.send_s(source, target, phase, size, tokens) for target in self.devices]
+                [self.costs.send_s(source, target, phase, size, tokens) for target in self.others]
                 for source in self.devices
             ],
             dtype=np.float64,

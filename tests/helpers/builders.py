@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmpq.assigner import PlanRequest
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
+from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.workload import Workload
 
 
 def pair_costs(
@@ -101,3 +107,81 @@ def random_problem(
         "order": tuple(int(group) for group in rng.integers(0, groups, size=positions)),
     }
     return AssignmentProblem(**(values | overrides))
+
+
+def layer_spec(hidden: int = 1024, window: int | None = None, wide: int = 4) -> LayerSpec:
+    """One decoder layer of the OPT shape; ``wide`` times ``hidden`` in the feed-forward."""
+    projections = [
+        LinearSpec(name=f"self_attn.{name}_proj", out_features=hidden, in_features=hidden)
+        for name in ("q", "k", "v", "out")
+    ]
+    up = LinearSpec(name="fc1", out_features=wide * hidden, in_features=hidden)
+    down = LinearSpec(name="fc2", out_features=hidden, in_features=wide * hidden)
+    return LayerSpec(
+        linears=(*projections, up, down),
+        norm_parameters=4 * hidden,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=hidden // 8,
+        sliding_window=window,
+    )
+
+
+def model_spec(*, layers: int = 6, kinds: int = 1, hidden: int = 1024) -> ModelSpec:
+    """A small model; with several kinds, the feed-forward differs and kinds alternate."""
+    return ModelSpec(
+        name="small",
+        family="opt",
+        hidden_size=hidden,
+        vocab_size=2000,
+        head_in_features=hidden,
+        max_positions=2048,
+        layer_types=tuple(layer_spec(hidden, wide=4 + 2 * kind) for kind in range(kinds)),
+        layer_kinds=tuple(layer % kinds for layer in range(layers)),
+        embedding_parameters=2000 * hidden,
+        final_parameters=2 * hidden,
+        head_parameters=0,
+        dtype="float16",
+    )
+
+
+def cluster_of(*groups: tuple[str, int, int], links: tuple[LinkSpec, ...] = ()) -> Cluster:
+    """One node for each ``(type, count, megabytes)``: the memory beyond the process's own."""
+    nodes = tuple(
+        Node(
+            name=f"node{index}",
+            devices=(
+                DeviceGroup(
+                    type=type_name,
+                    count=count,
+                    memory_bytes=catalog.device(type_name).runtime_bytes + megabytes * 10**6,
+                ),
+            ),
+        )
+        for index, (type_name, count, megabytes) in enumerate(groups)
+    )
+    return Cluster(name="small", nodes=nodes, links=links)
+
+
+def plan_request(**overrides) -> PlanRequest:
+    """A request that takes milliseconds: six small layers on one V100 and one T4."""
+    values = {
+        "model": model_spec(),
+        "cluster": cluster_of(("V100-32G", 1, 150), ("T4-16G", 1, 100)),
+        "workload": Workload(batch=4, prompt_tokens=64, new_tokens=16),
+        "dtype": "float16",
+        "kv_bits": 16,
+        "gap": 0.0,
+    }
+    return PlanRequest(**(values | overrides))
+
+
+def sensitivity(model: ModelSpec, seed: int = 0) -> SensitivityTable:
+    """A seeded measured-looking table: layers differ, more bits never lose more."""
+    rng = np.random.default_rng(seed)
+    weight = rng.uniform(0.2, 3.0, size=model.num_layers)
+    columns = []
+    for width in (3, 4, 8):
+        noise = rng.uniform(0.9, 1.1, size=model.num_layers)
+        columns.append((width, tuple((weight * noise / (2**width - 1) ** 2).tolist())))
+    return SensitivityTable(model=model.name, method="seeded", omega=tuple(columns))
