@@ -4,8 +4,9 @@
 ``Master`` runs the two ends. Precisions are ``llmpq.quant``'s business, slots ``llmpq.dist``'s.
 """
 
-from llmpq.models.adapter import build_layer, kv_shapes, load_config
+from llmpq.models.adapter import build_layer
 from llmpq.models.attention import KVShape, KVStore, KVView, MicroBatch
+from llmpq.models.config import kv_shapes, load_config
 from llmpq.models.master import Master
 from llmpq.models.stage import DecoderStage
 from llmpq.models.tensor_files import TensorFiles

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from llmpq.models.adapter import build_rotary, layer_window, takes
+from llmpq.models.adapter import build_rotary, takes
 from llmpq.models.alibi import alibi_bias
 from llmpq.models.attention import (
     KVStore,
@@ -24,6 +24,7 @@ from llmpq.models.attention import (
     needs_no_mask,
     visible_keys,
 )
+from llmpq.models.config import layer_window
 from llmpq.models.families import family_of
 from llmpq.models.rotary import RotaryTables
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.models.adapter import Skeleton, build_layer, load_config
+from llmpq.models.adapter import Skeleton, build_layer
+from llmpq.models.config import load_config
 from llmpq.models.experts import find_stored, fuse_experts
 from llmpq.models.master import Master
 from llmpq.models.tensor_files import TensorFiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
@@ -64,6 +64,8 @@ def test_padded_queries_see_something(rows, window):
 
 
 @given(ROWS, WINDOWS)
+@example([(2, 1), (0, 3)], None)  # as many tokens cached as new, and yet a row begins late
+@example([(4, 1), (4, 1)], 4)
 def test_a_mask_is_left_out_only_when_it_would_change_nothing(rows, window):
     batch = _batch(rows)
     mask = visible_keys(batch, window, torch.device("cpu"))
