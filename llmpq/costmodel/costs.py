@@ -9,7 +9,7 @@ from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, LatencyModel
 from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
-from llmpq.costmodel.profiles import ProfileKey, find_profile, read_folder
+from llmpq.costmodel.profiles import ProfileKey, find_profile, read_folder, read_links
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec
@@ -91,14 +91,19 @@ class ClusterCosts:
 
     def temporary_bytes(
         self,
-        device: Device,  # noqa: ARG002  kernels of some device may need less one day
+        device: Device,
         workload: Workload,
         micro_batching: MicroBatching,
         is_master: bool,
     ) -> int:
         """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
         return memory.temporary_bytes(
-            self.model, workload, micro_batching, dtype=self.dtype, is_master=is_master
+            self.model,
+            workload,
+            micro_batching,
+            dtype=self.dtype,
+            device_kind=self.specs[device.group].kind,
+            is_master=is_master,
         )
 
     def master_bytes(self) -> int:
@@ -125,7 +130,8 @@ def build_costs(
         cluster: the cluster; its ``profile`` entries name tables for their devices.
         dtype: number format of the run.
         kv_bits: bits of a cached key or value.
-        profile_dir: a folder of tables, searched for those whose provenance matches.
+        profile_dir: a folder of tables, searched for latency tables whose provenance matches a
+            device and for link tables of this cluster's nodes.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
@@ -160,7 +166,9 @@ def build_costs(
         kv_bits=kv_bits,
         specs=tuple(specs),
         latency=tuple(latency),
-        comm=AlphaBetaCommModel(cluster=cluster, specs=tuple(specs)),
+        comm=AlphaBetaCommModel(
+            cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
+        ),
     )
 
 

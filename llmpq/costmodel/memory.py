@@ -11,14 +11,19 @@ import math
 from dataclasses import dataclass
 
 from llmpq.spec.cluster import DeviceKind
-from llmpq.spec.model import LayerSpec, ModelSpec
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, default_precision
 from llmpq.spec.workload import Workload
+from llmpq.units import MIB
 
 SAFETY = 1.1
-UNFUSED_FAMILIES = ("bloom", "gemma2")
+WORKSPACE_BYTES = 4 * MIB
+"""What kernels hold whatever the shape: blocks of a weight being widened, thread buffers."""
+EAGER_ATTENTION = ("bloom", "gemma2")
 """Families whose attention writes out its scores (alibi added, or scores capped)."""
+STEPWISE_ACTIVATION = ("bloom", "phi")
+"""Families whose activation is a formula of tensor operations, with three results alive."""
 
 
 def layer_weight_bytes(
@@ -65,30 +70,33 @@ def temporary_bytes(
     micro_batching: MicroBatching,
     *,
     dtype: Dtype,
+    device_kind: DeviceKind,
     is_master: bool,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
     With ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
 
-        1.1 * max over (prefill, decode) of
+        4 MiB + 1.1 * max over (prefill, decode) of
               2 R h e                      messages: received, to be sent
             + 2 R h e                      the residual and the normed copy
-            + max( 2 R h 4                 norm in float32,
-                   attention, feed-forward )
-            + scratch                      the largest operator widened, its 8-bit rows and sums
+            + max( 2 R h 4                 norm in float32
+                   attention, feed-forward, worst operator's rows )
+            + widened                      the largest weight matrix in the dtype: out in e
             + v V (e + 2 * 4)              on the master: logits, in float32, and their sorted copy
 
         attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
                      + 2 v C (k + x) d e                     keys and values picked from the slots
                      + v T C e                               mask of T query and C context tokens
-                     + v q T C (2 e + 4)                     scores, where they are written out
-        feed-forward = R a (p + f) e                         outputs of its operators, activated
+                     + v q T C (2 e + 8)                     scores, where they are written out
+        feed-forward = R a (p + c f) e                       outputs of its operators, activated
+        rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
-    ``x`` is ``q`` where heads are grouped (a masked prefill repeats them, a decode step does not),
-    else 0; ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward
-    operators' outputs.
-    Scratch is counted even when no layer ends up quantized: the planner asks before it knows.
+    ``x`` is ``q`` where heads are grouped and repeated (a masked prefill, written-out scores), else
+    0; ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
+    outputs; ``c`` results of the activation alive at once; ``w`` bytes of a value on its way to 8
+    bits, 1 on cuda and 9 on a CPU, whose kernel goes through float32 (float32 runs widen instead).
+    What quantized layers need is counted always: the planner asks before it knows.
     """
     prefill = _Step(
         batch=micro_batching.prefill,
@@ -96,58 +104,67 @@ def temporary_bytes(
         context=workload.prompt_tokens,
     )
     decode = _Step(batch=micro_batching.decode, tokens=1, context=workload.max_context_tokens)
-    value_bytes = DTYPE_BYTES[dtype]
     worst = 0
     for step in (prefill, decode):
-        peaks = [_layer_peak(model, layer, step, value_bytes) for layer in model.layer_types]
-        logits = step.batch * model.vocab_size * (value_bytes + 8) if is_master else 0
-        worst = max(worst, 2 * step.rows * model.hidden_size * value_bytes + max(peaks) + logits)
-    return math.ceil(SAFETY * worst)
+        shape = _Shape(model=model, step=step, dtype=dtype, device_kind=device_kind)
+        peak = max(shape.layer_peak(layer) for layer in model.layer_types)
+        logits = step.batch * model.vocab_size * (shape.value_bytes + 8) if is_master else 0
+        worst = max(worst, 2 * shape.hidden_bytes + peak + logits)
+    return WORKSPACE_BYTES + math.ceil(SAFETY * worst)
 
 
-def _layer_peak(model: ModelSpec, layer: LayerSpec, step: _Step, value_bytes: int) -> int:
-    held = 2 * step.rows * model.hidden_size * value_bytes
-    norm = 2 * step.rows * model.hidden_size * 4
-    is_fused = model.family not in UNFUSED_FAMILIES
-    attention = _attention_values(layer, step) * value_bytes
-    if not is_fused:
-        scores = step.batch * layer.num_heads * step.tokens * step.context
-        attention += scores * (2 * value_bytes + 4)
-    feed_forward = _feed_forward_values(layer, step) * value_bytes
-    return held + max(norm, attention, feed_forward) + _scratch_bytes(layer, step, value_bytes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """A step of a model in a dtype on a kind of device; its methods are the formula's terms."""
 
+    model: ModelSpec
+    step: _Step
+    dtype: Dtype
+    device_kind: DeviceKind
 
-def _attention_values(layer: LayerSpec, step: _Step) -> int:
-    query = layer.num_heads * layer.head_dim
-    key = layer.num_kv_heads * layer.head_dim
-    is_repeated = layer.num_kv_heads < layer.num_heads and step.tokens > 1
-    picked = key + (query if is_repeated else 0)
-    return (
-        step.rows * (2 * (query + key) + key + query)
-        + 2 * step.batch * step.context * picked
-        + step.batch * step.tokens * step.context
-    )
+    @property
+    def value_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
 
+    @property
+    def hidden_bytes(self) -> int:
+        return self.step.rows * self.model.hidden_size * self.value_bytes
 
-def _feed_forward_values(layer: LayerSpec, step: _Step) -> int:
-    outputs = [
-        op.active * op.out_features
-        for op in layer.linears
-        if "attn" not in op.name and "attention" not in op.name
-    ]
-    return step.rows * (sum(outputs) + max(outputs))
+    def layer_peak(self, layer: LayerSpec) -> int:
+        norm = 2 * self.step.rows * self.model.hidden_size * 4
+        quantizable = [op for op in layer.linears if op.quantizable]
+        rows = max(self._operator_rows(op) for op in quantizable)
+        widened = max(op.out_features * op.in_features for op in quantizable) * self.value_bytes
+        worst = max(norm, self._attention(layer), self._feed_forward(layer), rows)
+        return 2 * self.hidden_bytes + worst + widened
 
-
-def _scratch_bytes(layer: LayerSpec, step: _Step, value_bytes: int) -> int:
-    """Return what the worst quantized operator needs: its matrix widened, or 8-bit rows and sums.
-
-    Kernels do one or the other; a short step widens, a long one may convert its rows.
-    """
-    return max(
-        max(
-            op.out_features * op.in_features * value_bytes,
-            step.rows * op.active * (op.in_features + 4 * op.out_features),
+    def _attention(self, layer: LayerSpec) -> int:
+        step = self.step
+        query = layer.num_heads * layer.head_dim
+        key = layer.num_kv_heads * layer.head_dim
+        is_eager = self.model.family in EAGER_ATTENTION
+        is_repeated = layer.num_kv_heads < layer.num_heads and (step.tokens > 1 or is_eager)
+        picked = key + (query if is_repeated else 0)
+        values = (
+            step.rows * (2 * (query + key) + key + query)
+            + 2 * step.batch * step.context * picked
+            + step.batch * step.tokens * step.context
         )
-        for op in layer.linears
-        if op.quantizable
-    )
+        scores = step.batch * layer.num_heads * step.tokens * step.context if is_eager else 0
+        return values * self.value_bytes + scores * (2 * self.value_bytes + 8)
+
+    def _feed_forward(self, layer: LayerSpec) -> int:
+        outputs = [op.active * op.out_features for op in layer.linears if not _is_attention(op)]
+        copies = 3 if self.model.family in STEPWISE_ACTIVATION else 1
+        return self.step.rows * (sum(outputs) + copies * max(outputs)) * self.value_bytes
+
+    def _operator_rows(self, op: LinearSpec) -> int:
+        one = (op.in_features + op.out_features) * self.value_bytes
+        if self.dtype != "float32":
+            converted = 9 if self.device_kind == "cpu" else 1
+            one += converted * op.in_features + 4 * op.out_features
+        return self.step.rows * op.active * one
+
+
+def _is_attention(op: LinearSpec) -> bool:
+    return op.name.startswith(("self_attn.", "self_attention.", "attention."))

@@ -10,11 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmpq.costmodel.comm import fit_links
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Device
+from llmpq.spec.cluster import Cluster, Device, LinkSpec
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Dtype
-from llmpq.spec.tables import LATENCY_HEADER, LatencyTable, read_latency_table
+from llmpq.spec.tables import (
+    COMM_HEADER,
+    LATENCY_HEADER,
+    CommSample,
+    LatencyTable,
+    read_comm_table,
+    read_latency_table,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +107,35 @@ def read_folder(folder: Path | None) -> dict[str, LatencyTable]:
         return {}
     if not folder.is_dir():
         raise SpecError(f"{folder}: no such folder, expected one with measured tables")
-    header = ",".join(LATENCY_HEADER)
-    return {
-        str(file): read_latency_table(file)
-        for file in sorted(folder.glob("*.csv"))
-        if header in file.read_text(encoding="utf-8", errors="replace")
-    }
+    files = _tables(folder, ",".join(LATENCY_HEADER))
+    return {str(file): read_latency_table(file) for file in files}
+
+
+def read_links(folder: Path | None, cluster: Cluster) -> tuple[LinkSpec, ...]:
+    """Fit the links of a cluster from the link tables of a folder.
+
+    A table whose provenance names another cluster is left out, and so are nodes the cluster lacks.
+    """
+    if folder is None:
+        return ()
+    names = {node.name for node in cluster.nodes}
+    header = ",".join(COMM_HEADER)
+    samples: list[CommSample] = []
+    for file in _tables(folder, header):
+        table = read_comm_table(file)
+        if dict(table.provenance).get("cluster", cluster.name) == cluster.name:
+            samples += [one for one in table.samples if {one.source, one.target} <= names]
+    return fit_links(samples)
+
+
+def _tables(folder: Path, header: str) -> list[Path]:
+    """Return the CSV files whose first line behind the provenance is ``header``."""
+    return [file for file in sorted(folder.glob("*.csv")) if _header(file) == header]
+
+
+def _header(file: Path) -> str:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        return next((line.strip() for line in lines if line.strip() and line[0] != "#"), "")
 
 
 def _layer(file: str, table: LatencyTable, model: ModelSpec) -> int:

@@ -361,7 +361,7 @@ _QWEN3 = _Variant(kv_heads=32, head_dim=128, qk_norm=True, windows=windows_from_
 _QWEN3_MOE = _Variant(kv_heads=4, qk_norm=True, windows=windows_if_used)
 _GEMMA = _Variant(kv_heads=16, head_dim=256, tied=True, windows=no_windows)
 _GEMMA2 = _Variant(kv_heads=4, head_dim=256, norms=4, tied=True, windows=windows_by_period(2))
-_GEMMA3 = replace(_GEMMA2, qk_norm=True, windows=windows_by_period(6))
+_GEMMA3 = replace(_GEMMA2, qk_norm=True, windows=windows_by_period(6, "sliding_window_pattern"))
 
 _FAMILIES: dict[str, Callable[[Config], _Parts]] = {
     "opt": _opt,

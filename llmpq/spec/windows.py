@@ -40,12 +40,14 @@ def windows_from_layer(fields: Config) -> Sequence[int | None]:
     return _by_name(fields, [window if index >= first else None for index in range(count)], window)
 
 
-def windows_by_period(period: int) -> Callable[[Config], Sequence[int | None]]:
-    """All layers but every ``sliding_window_pattern``-th one (Gemma 2 and 3)."""
+def windows_by_period(
+    period: int, field: str | None = None
+) -> Callable[[Config], Sequence[int | None]]:
+    """All layers but every ``period``-th one (Gemma 2), or as ``field`` says (Gemma 3)."""
 
     def windows(fields: Config) -> Sequence[int | None]:
         window = _window(fields)
-        every = fields.size("sliding_window_pattern", default=period) if period != 2 else period
+        every = period if field is None else fields.size(field, default=period)
         count = fields.layers()
         pattern = [window if (index + 1) % every else None for index in range(count)]
         return _by_name(fields, pattern, window)

@@ -1,0 +1,189 @@
+from pathlib import Path
+
+import pytest
+
+from llmpq.costmodel import build_costs
+from llmpq.errors import ProfileMissError, SpecError
+from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node, cluster_of_types
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+from llmpq.spec.tables import (
+    CommSample,
+    CommTable,
+    LatencySample,
+    LatencyTable,
+    write_comm_table,
+    write_latency_table,
+)
+from llmpq.spec.workload import Workload
+
+OPT = catalog.model("facebook/opt-125m")
+PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
+PAPER = cluster_of_types({"T4-16G": 3, "V100-32G": 1})
+
+
+def write(path: Path, seconds: float, **provenance: str) -> str:
+    samples = tuple(
+        LatencySample(phase=phase, bits=16, batch=1, tokens=8, seconds=seconds) for phase in Phase
+    )
+    table = LatencyTable(samples=samples, provenance=tuple(provenance.items()))
+    write_latency_table(path, table)
+    return str(path)
+
+
+def one_node(*groups: DeviceGroup) -> Cluster:
+    return Cluster(name="box", nodes=(Node(name="box", devices=groups),))
+
+
+def costs_of(cluster, profile_dir=None, model=OPT):
+    return build_costs(model, cluster, dtype="float32", kv_bits=32, profile_dir=profile_dir)
+
+
+def test_devices_of_one_group_cost_the_same_and_groups_differ():
+    costs = costs_of(PAPER)
+    seconds = [costs.layer_s(device, DECODE, 16, 8, 100, 0) for device in PAPER.devices]
+    assert seconds[0] == seconds[1] == seconds[2] > seconds[3]
+    assert {costs.latency_source(device) for device in PAPER.devices} == {"roofline"}
+
+
+def test_capacity_is_the_owners_or_the_catalogues():
+    cluster = one_node(
+        DeviceGroup(type="cpu", count=1, memory_bytes=10**9), DeviceGroup(type="cpu", count=1)
+    )
+    costs = costs_of(cluster)
+    assert [costs.capacity_bytes(device) for device in cluster.devices] == [
+        10**9,
+        catalog.device("cpu").memory_bytes,
+    ]
+    assert costs.runtime_bytes(cluster.devices[0]) == catalog.device("cpu").runtime_bytes
+
+
+def test_an_unknown_device_type_is_refused():
+    with pytest.raises(SpecError, match="device type: found 'V101'"):
+        costs_of(cluster_of_types({"V101": 1}))
+
+
+def test_decode_sends_one_token_a_sequence():
+    costs = costs_of(PAPER)
+    first, last = PAPER.devices[0], PAPER.devices[3]
+    assert costs.send_s(first, last, DECODE, 4, 500) == costs.send_s(first, last, PREFILL, 4, 1)
+    link = PAPER.link(first, last)
+    expected = link.latency_s + 4 * 500 * 768 * 4 / link.bytes_per_s
+    assert costs.send_s(first, last, PREFILL, 4, 500) == pytest.approx(expected)
+
+
+def test_bytes_are_those_of_the_memory_model():
+    costs = costs_of(PAPER)
+    device = PAPER.devices[0]
+    layer = OPT.layer_types[0]
+    assert costs.layer_weight_bytes(device, 0, 16) == layer.parameters * 4
+    assert costs.layer_kv_bytes(0, 2, 10) == 2 * 10 * 2 * 768 * 4
+    assert costs.master_bytes() == OPT.master_parameters * 4
+    workload = Workload(batch=4, prompt_tokens=16, new_tokens=4)
+    sizes = MicroBatching(prefill=1, decode=2)
+    off, on = (costs.temporary_bytes(device, workload, sizes, flag) for flag in (False, True))
+    assert on >= off + 2 * OPT.vocab_size * 4
+
+
+def test_the_clusters_own_table_answers(tmp_path):
+    path = write(tmp_path / "any name.csv", 0.5, model=OPT.name, device="cpu", dtype="float32")
+    cluster = one_node(
+        DeviceGroup(type="cpu", count=1, profile=path), DeviceGroup(type="cpu", count=1)
+    )
+    costs = costs_of(cluster)
+    measured, guessed = cluster.devices
+    assert costs.layer_s(measured, DECODE, 16, 1, 8, 0) == 0.5
+    assert costs.latency_source(measured) == f"table {path}"
+    assert costs.latency_source(guessed) == "roofline"
+    with pytest.raises(ProfileMissError, match="any name"):
+        costs.layer_s(measured, DECODE, 4, 1, 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model", "facebook/opt-30b"), ("device", "T4-16G"), ("dtype", "bfloat16"), ("threads", "9")],
+)
+def test_a_named_table_of_something_else_is_refused(tmp_path, key, value):
+    path = write(tmp_path / "t.csv", 0.5, **{key: value})
+    cluster = one_node(DeviceGroup(type="cpu", count=1, profile=path, threads=1))
+    with pytest.raises(SpecError, match=rf"t\.csv: not a table for.*found {key} '{value}'"):
+        costs_of(cluster)
+
+
+def test_a_folder_is_searched_by_provenance_not_by_name(tmp_path):
+    write(tmp_path / "T4-16G.csv", 0.9, model=OPT.name, device="V100-32G")
+    write(tmp_path / "b.csv", 0.7, model="facebook/opt-30b", device="T4-16G")
+    write(tmp_path / "c.csv", 0.3)  # of no stated device: nobody's
+    (tmp_path / "notes.csv").write_text("phase,bits,batch,tokens,seconds is a header\nx,y\n")
+    costs = costs_of(PAPER, tmp_path)
+    t4, v100 = PAPER.devices[0], PAPER.devices[3]
+    assert costs.latency_source(t4) == "roofline"
+    assert costs.layer_s(v100, DECODE, 16, 1, 8, 0) == 0.9
+
+
+def test_threads_and_instructions_tell_tables_of_one_type_apart(tmp_path):
+    for threads in ("1", "2"):
+        write(tmp_path / f"t{threads}.csv", float(threads), device="cpu", threads=threads)
+    cluster = one_node(
+        DeviceGroup(type="cpu", count=1, threads=1), DeviceGroup(type="cpu", count=1, threads=2)
+    )
+    costs = costs_of(cluster, tmp_path)
+    seconds = [costs.layer_s(device, DECODE, 16, 1, 8, 0) for device in cluster.devices]
+    assert seconds == [1.0, 2.0]
+
+
+def test_tables_of_one_device_are_read_as_one(tmp_path):
+    write(tmp_path / "a.csv", 0.2, device="cpu")
+    write(tmp_path / "b.csv", 0.4, device="cpu")
+    cluster = one_node(DeviceGroup(type="cpu", count=1))
+    assert costs_of(cluster, tmp_path).layer_s(
+        cluster.devices[0], DECODE, 16, 1, 8, 0
+    ) == pytest.approx(0.3)
+
+
+def test_tables_of_unlike_layers_are_refused(tmp_path):
+    write(tmp_path / "a.csv", 0.2, device="cpu", layer="0")
+    write(tmp_path / "b.csv", 0.4, device="cpu", layer="1")
+    with pytest.raises(SpecError, match="unlike layers"):
+        costs_of(one_node(DeviceGroup(type="cpu", count=1)), tmp_path)
+
+
+@pytest.mark.parametrize("layer", ["12", "-1", "first"])
+def test_a_layer_the_model_lacks_is_refused(tmp_path, layer):
+    write(tmp_path / "a.csv", 0.2, device="cpu", layer=layer)
+    with pytest.raises(SpecError, match="'layer': found"):
+        costs_of(one_node(DeviceGroup(type="cpu", count=1)), tmp_path)
+
+
+def test_a_missing_folder_or_table_is_refused(tmp_path):
+    with pytest.raises(SpecError, match="no such folder"):
+        costs_of(PAPER, tmp_path / "none")
+    cluster = one_node(DeviceGroup(type="cpu", count=1, profile=str(tmp_path / "none.csv")))
+    with pytest.raises(SpecError, match=r"none\.csv"):
+        costs_of(cluster)
+
+
+@pytest.mark.parametrize(("cluster_name", "is_used"), [("t4-16gx3-v100-32gx1", True), ("x", False)])
+def test_measured_links_of_this_cluster_replace_the_stated_ones(tmp_path, cluster_name, is_used):
+    samples = tuple(
+        CommSample(source=source, target="node1", size_bytes=size, seconds=1.0 + size)
+        for source in ("node0", "elsewhere")
+        for size in (1, 1000)
+    )
+    table = CommTable(samples=samples, provenance=(("cluster", cluster_name),))
+    write_comm_table(tmp_path / "links.csv", table)
+    costs = costs_of(PAPER, tmp_path)
+    seconds = costs.send_s(PAPER.devices[0], PAPER.devices[3], DECODE, 1, 1)
+    assert (seconds > 1.0) == is_used
+
+
+def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
+    cluster = one_node(
+        DeviceGroup(type="cpu", count=1), DeviceGroup(type="cpu", count=1, cpu_isa="avx2")
+    )
+    for dtype, is_slower in (("bfloat16", True), ("float32", False)):
+        costs = build_costs(OPT, cluster, dtype=dtype, kv_bits=16)
+        new, old = (costs.layer_s(one, PREFILL, 16, 4, 256, 0) for one in cluster.devices)
+        assert (old > 5 * new) == is_slower
+        assert old >= new
