@@ -25,6 +25,11 @@ _PARTS = {
 _RENAMED = (".mlp.", ".block_sparse_moe.")
 
 
+def is_expert_part(name: str) -> bool:
+    """Whether a stored name belongs to a block of experts, which is read under other names."""
+    return ".experts." in name or _RENAMED[1] in name
+
+
 def find_stored(tensors: TensorFiles, name: str) -> str | None:
     """Name under which ``name`` is stored, whole; ``None`` when it is not."""
     for candidate in (name, name.replace(*_RENAMED)):

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
+from llmpq.logging import get_logger
 from llmpq.models.adapter import Skeleton, build_layer
 from llmpq.models.config import load_config
-from llmpq.models.experts import find_stored, fuse_experts
+from llmpq.models.experts import find_stored, fuse_experts, is_expert_part
 from llmpq.models.master import Master
 from llmpq.models.tensor_files import TensorFiles
+
+_logger = get_logger(__name__)
+
+# Constants that older versions of transformers stored with the weights.
+_CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
 
 _TORCH_DTYPES = {
     "F64": torch.float64,
@@ -85,9 +91,10 @@ class Checkpoint:
         Raises:
             SpecError: a tensor of the layer is missing or has another shape.
         """
-        layer = build_layer(self.config, index)
+        state = build_layer(self.config, index).state_dict()
         prefix = f"{self._root}{self._skeleton.layers_name}.{index}."
-        return self._read({prefix + k: (k, tuple(v.shape)) for k, v in layer.state_dict().items()})
+        self._remark_on_others(prefix, state.keys())
+        return self._read({prefix + k: (k, tuple(v.shape)) for k, v in state.items()})
 
     def master_state_dict(self) -> dict[str, Tensor]:
         """Read what :class:`Master` holds, under its names; a tied head is read once.
@@ -117,6 +124,14 @@ class Checkpoint:
         for stored, tensor in self.tensors.read(plain):
             state[plain[stored]] = tensor
         return state
+
+    def _remark_on_others(self, prefix: str, keys: Iterable[str]) -> None:
+        """Say which stored tensors the layer has no place for; old checkpoints keep constants."""
+        known = {prefix + key for key in keys}
+        for name in self.tensors.names:
+            is_other = name.startswith(prefix) and name not in known
+            if is_other and not name.endswith(_CONSTANTS) and not is_expert_part(name):
+                _logger.warning("%s is not part of the layer, left out", self.tensors.where(name))
 
     def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
         found = self.tensors.shape(stored)

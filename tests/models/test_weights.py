@@ -135,6 +135,21 @@ def test_digest_follows_configuration_and_layout_only(copy_of):
     assert Checkpoint(model_dir).digest() != digest
 
 
+def test_tensor_without_a_place_is_remarked_on(copy_of, caplog):
+    model_dir = copy_of()
+    layer = "model.layers.0.self_attn."
+    extra = {layer + "q_proj.bias": torch.zeros(32), layer + "rotary_emb.inv_freq": torch.zeros(4)}
+    _rewrite(model_dir, lambda ts: ts | extra)
+    assert "self_attn.q_proj.bias" not in Checkpoint(model_dir).layer_state_dict(0)
+    assert [r.message.count("q_proj.bias' is not part of the layer") for r in caplog.records] == [1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_neox", "opt", "bloom"])
+def test_nothing_is_remarked_on_when_all_have_a_place(tiny_model, family, caplog):
+    Checkpoint(tiny_model(family)).layer_state_dict(0)
+    assert not caplog.records
+
+
 def test_missing_tensor_is_named(copy_of):
     model_dir = copy_of()
     name = "model.layers.1.mlp.up_proj.weight"
