@@ -21,7 +21,7 @@ from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_MANY_ROWS = 128  # measured at 1024 and 4096 features: the two ways meet between 64 and 128 rows
+_MANY_ROWS = 128  # measured: the two ways are equal here at 4096 features, 10% apart at 1024
 _INT4_DTYPES = (torch.bfloat16,)  # torch has the others in scalar code, 20 to 70 times slower
 
 
@@ -43,9 +43,9 @@ class CpuInt4Backend:
         dtypes=_INT4_DTYPES,
         default_dtypes=_INT4_DTYPES,
         shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
-        stored="exactly linear_bytes",
-        cost="a quarter of a bf16 matmul for one row, two and a half times it for 64 to 128, "
-        "and within a third of it for 512 and more",
+        stored="exactly linear_bytes; calls with many rows share the reference's scratch weight",
+        cost="0.25 to 0.5 of a bf16 matmul for one row, about 2.5 times it at 128 rows and "
+        "1.35 to 1.5 times at 512",
     )
 
     def __init__(self, scratch: Scratch) -> None:
@@ -136,9 +136,9 @@ class CpuInt4WidenedBackend(CpuInt4Backend):
 class CpuInt8Backend:
     """oneDNN's u8 x s8 matmul: activations are rounded to 8 bits, one scale a row of x.
 
-    Round-off grows with outliers: rows with a few channels 40 times the rest lose .05 of their
-    norm, against .008 weight-only. It is therefore the default of 16-bit runs only; a float32 run
-    asks for exactness and gets the reference.
+    Round-off grows with outliers: with eight channels in 1024 forty times the rest, the answer is
+    off by .045 of its norm, against .008 weight-only (.011 without outliers). It is therefore the
+    default of 16-bit runs only; a float32 run asks for exactness and gets the reference.
     """
 
     name: ClassVar[str] = "cpu_int8"
@@ -149,7 +149,8 @@ class CpuInt8Backend:
         default_dtypes=_HALF_DTYPES,
         shapes="symmetric, one scale a channel, N and K multiples of 64, a CPU with VNNI",
         stored="linear_bytes and 4 bytes an output channel of oneDNN's own",
-        cost="about half of a bf16 matmul at any number of rows; rounds activations to 8 bits",
+        cost="about half of a bf16 matmul at 4096 features, 0.7 to 1.3 of it at 1024; rounds "
+        "activations to 8 bits",
     )
 
     def supports(

@@ -148,8 +148,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_signed(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """Return ``code - 2^(b-1)`` as int8 ``[N, K]`` from rows of bytes; undoes ``pack_codes``.
 
-    Reads a table instead of shifting: one lookup yields all codes of an index, and it is the
-    fastest way there is in plain torch (3 bits: 14 ms against 26 ms for 4096 x 4096, one thread).
+    Reads a table instead of shifting: one lookup yields all codes of an index. The fastest of the
+    ways tried in plain torch: 4096 x 4096 weights of 3 bits dequantize in 14 ms on one thread, and
+    in 18 to 26 ms with shifts.
     """
     if bits == 8:
         return torch.bitwise_xor(packed, 0x80).view(torch.int8)

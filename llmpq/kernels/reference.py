@@ -28,8 +28,8 @@ class ReferenceBackend:
         default_dtypes=SCALE_DTYPES,
         shapes="any shape and group",
         stored="exactly linear_bytes; plus one scratch weight a thread on a CPU",
-        cost="dequantizes the whole weight at every call: slow for few rows, and within a "
-        "factor of two of a 16-bit matmul for many. No error beyond that of the codes",
+        cost="dequantizes the whole weight at every call: 3 to 12 times a bf16 matmul for one "
+        "row on a CPU, 1.1 to 1.5 times for 512. No error beyond that of the codes",
     )
 
     def __init__(self, scratch: Scratch) -> None:

@@ -54,6 +54,14 @@ def test_experts_are_quantized_and_the_router_is_not(tiny_model, family):
     assert torch.equal(layer.mlp.gate.weight, router)
 
 
+@pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
+def test_routers_that_are_linear_modules_are_left_alone(name):
+    layer = nn.ModuleDict({name: nn.Linear(8, 4), "gate_proj": nn.Linear(8, 8)})
+    quantize_layer_(layer, 4, torch.float32)
+    assert type(layer[name]) is nn.Linear
+    assert isinstance(layer["gate_proj"], QuantLinear)
+
+
 def test_sixteen_bits_only_cast(tiny_model):
     layer = read_layer(tiny_model("llama", shape=SHAPE))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
