@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,10 +112,7 @@ def _calls(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[torch.Tensor],
             if not backend.supports("cpu", precision, weight.dtype, *weight.shape):
                 continue
             prepared = backend.prepare(packed)
-            yield (
-                f"{name} {bits}",
-                lambda x, backend=backend, prepared=prepared: backend.linear(x, prepared, None),
-            )
+            yield f"{name} {bits}", partial(backend.linear, weight=prepared, bias=None)
 
 
 def _interleaved_medians(
