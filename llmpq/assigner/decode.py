@@ -176,7 +176,7 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
     ]
     devices = request.cluster.devices
     found += [
-        (f"latency of {devices[members[0]].node}/{devices[members[0]].type}", source)
+        (f"latency of {devices[members[0]].label}", source)
         for members in task.groups
         for source in [task.costs.latency_source(devices[members[0]])]
     ]

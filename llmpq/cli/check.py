@@ -178,12 +178,10 @@ def _source_changes(plan: Plan, costs: ClusterCosts) -> list[str]:
     recorded = dict(plan.provenance.inputs)
     changes = []
     for device in plan.cluster.devices:
-        before = recorded.get(f"latency of {device.node}/{device.type}")
+        before = recorded.get(f"latency of {device.label}")
         now = costs.latency_source(device)
         if device.local_index == 0 and before is not None and before != now:
-            changes.append(
-                f"{device.node}/{device.type}: planned with {before}, priced again with {now}"
-            )
+            changes.append(f"{device.label}: planned with {before}, priced again with {now}")
     return changes
 
 

@@ -148,12 +148,14 @@ class Device:
         group: index of its group in the cluster (its "type" for ordering: equal devices of one
             node are interchangeable).
         local_index: number within the group.
+        ordinal: number among the devices of its type on its node.
         type, memory_bytes, profile, threads, cpu_isa: as in ``DeviceGroup``.
     """
 
     node: str
     group: int
     local_index: int
+    ordinal: int
     type: str
     memory_bytes: int | None
     profile: str | None
@@ -163,7 +165,7 @@ class Device:
     @property
     def label(self) -> str:
         """A name for messages, unique in the cluster: ``node/type#0``."""
-        return f"{self.node}/{self.type}#{self.local_index}"
+        return f"{self.node}/{self.type}#{self.ordinal}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,12 +196,17 @@ class Cluster:
     def devices(self) -> tuple[Device, ...]:
         """Every single device, in file order."""
         found: list[Device] = []
-        group_index = 0
-        for node in self.nodes:
-            for group in node.devices:
-                for local_index in range(group.count):
-                    found.append(_device(node.name, group_index, local_index, group))
-                group_index += 1
+        groups = [(node.name, group) for node in self.nodes for group in node.devices]
+        for index, (node, group) in enumerate(groups):
+            before = sum(
+                other.count
+                for name, other in groups[:index]
+                if (name, other.type) == (node, group.type)
+            )
+            found += [
+                _device(node, index, number, before + number, group)
+                for number in range(group.count)
+            ]
         return tuple(found)
 
     def link(self, first: Device, second: Device, own: DeviceSpec | None = None) -> LinkSpec:
@@ -222,11 +229,14 @@ class Cluster:
         )
 
 
-def _device(node: str, group_index: int, local_index: int, group: DeviceGroup) -> Device:
+def _device(
+    node: str, group_index: int, local_index: int, ordinal: int, group: DeviceGroup
+) -> Device:
     return Device(
         node=node,
         group=group_index,
         local_index=local_index,
+        ordinal=ordinal,
         type=group.type,
         memory_bytes=group.memory_bytes,
         profile=group.profile,
