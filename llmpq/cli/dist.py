@@ -126,7 +126,9 @@ def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
     local_ranks = range(rank - local_rank, rank - local_rank + local_size)
     os.environ.update(rank_environment(plan, rank, local_ranks))
     # Only now, for torch reads its environment when it is first imported.
-    from llmpq.dist.worker import run_rank
+    from llmpq.dist.worker import die_with, run_rank
+
+    die_with(os.getppid())
 
     bar = BarProgress(sys.stderr, plan.stages[0].num_layers) if rank == 0 else None
     progress: Progress = bar or SilentProgress()

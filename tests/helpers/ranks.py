@@ -41,12 +41,12 @@ def make_plan(
     prompt_tokens: int = 16,
     new_tokens: int = 8,
     source: Path | None = None,
-    cpu_isa: str | None = None,
+    cluster: Cluster | None = None,
 ) -> Plan:
     """A plan of CPU stages ``[cuts[i], cuts[i + 1])``; its estimates are ones."""
     widths = list(bits or [16] * cuts[-1])
     num_stages = len(cuts) - 1
-    group = DeviceGroup(type="cpu", count=num_stages, threads=1, cpu_isa=cpu_isa)
+    group = DeviceGroup(type="cpu", count=num_stages, threads=1)
     memory = MemoryParts(weights=1, kv=1, temporary=1, master=1, runtime=1)
     estimate = StageEstimate(
         prefill_s=1.0,
@@ -60,7 +60,7 @@ def make_plan(
         model=ModelRef(
             name="tiny", source=None if source is None else str(source), num_layers=cuts[-1]
         ),
-        cluster=Cluster(name="here", nodes=(Node(name="here", devices=(group,)),)),
+        cluster=cluster or Cluster(name="here", nodes=(Node(name="here", devices=(group,)),)),
         workload=Workload(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens),
         dtype="float32",
         kv_bits=32,

@@ -1,0 +1,289 @@
+"""Ranks as real processes over gloo: same tokens, and an end to every kind of failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.ranks import make_plan, run_threads
+
+from llmpq.cli.dist import main
+from llmpq.dist import Hosts, generate_offline, run_job
+from llmpq.dist.job import Job
+from llmpq.dist.progress import Event
+from llmpq.dist.prompts import Prompt, Request, write_prompts
+from llmpq.dist.results import read_results
+from llmpq.errors import SpecError, StageError
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import write_plan
+
+# Each takes as long as importing torch in every rank: the gate runs the first three.
+pytestmark = pytest.mark.dist
+
+PROMPTS = [
+    Prompt(id=f"p{n}", where="test", token_ids=tuple(range(n, n + 1 + n % 7)), max_new_tokens=60)
+    for n in range(12)
+]
+PLAN = make_plan((0, 1, 3), prefill=3, decode=2, batch=4, new_tokens=60)
+
+
+class At:
+    """Does something once, when the run is at its ``tokens``-th token."""
+
+    def __init__(self, tokens: int, action: Callable[[], None]) -> None:
+        self.tokens = tokens
+        self.action = action
+        self.time_s = 0.0
+
+    def report(self, event: Event) -> None:
+        if event.kind == "tokens" and event.done >= self.tokens and not self.time_s:
+            self.action()
+            self.time_s = time.monotonic()
+
+
+def workers_of(parent: int) -> dict[int, int]:
+    """Process ids of a launcher's workers, by rank."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            is_child = f"\nPPid:\t{parent}\n" in status.read_text()
+            words = status.with_name("cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if is_child and b"llmpq.dist.worker" in words:
+            found[int(words[-3])] = int(status.parent.name)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def listening_addresses(pids: list[int]) -> set[str]:
+    """Local addresses, in hex, of the listening TCP sockets of processes."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            target = str(link.readlink())
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in inodes:
+                found.add(columns[1].split(":")[0])
+    return found
+
+
+def expected_answers(plan: Plan, model_dir: Path) -> dict[str | int, tuple[int, ...]]:
+    requests = [
+        Request(id=p.id, prompt_token_ids=p.token_ids or (), max_new_tokens=p.max_new_tokens or 0)
+        for p in PROMPTS
+    ]
+    answers, _ = run_threads(plan, model_dir, requests)
+    return {name: tokens for name, (tokens, _) in answers.items()}
+
+
+def prompts_without_end() -> list[Prompt]:
+    return [
+        Prompt(id=p.id, where="", token_ids=p.token_ids, max_new_tokens=60, ignore_eos=True)
+        for p in PROMPTS
+    ]
+
+
+def test_two_processes_say_what_one_does_and_listen_on_loopback_only(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    listening: set[str] = set()
+    seen: dict[int, int] = {}
+
+    def look() -> None:
+        seen.update(workers_of(os.getpid()))
+        listening.update(listening_addresses(list(seen.values())))
+
+    results = generate_offline(
+        PLAN, prompts_without_end(), model_dir=model_dir, progress=At(20, look)
+    )
+    expected = expected_answers(PLAN, model_dir)
+    assert [result.id for result in results] == [prompt.id for prompt in PROMPTS]
+    assert {result.id: result.token_ids for result in results} == expected
+    assert sorted(seen) == [0, 1]
+    assert listening <= {"0100007F"}
+    assert not any(is_running(pid) for pid in seen.values())
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_killed_rank_ends_the_run_at_once(tiny_model, victim):
+    pids: dict[int, int] = {}
+
+    def kill() -> None:
+        pids.update(workers_of(os.getpid()))
+        os.kill(pids[victim], signal.SIGKILL)
+
+    progress = At(20, kill)
+    with pytest.raises(StageError, match=rf"stage {victim} \(rank {victim}, .*SIGKILL") as caught:
+        generate_offline(
+            PLAN, prompts_without_end(), model_dir=tiny_model("llama", seed=1), progress=progress
+        )
+    assert time.monotonic() - progress.time_s < 2
+    assert socket.gethostname() in str(caught.value)
+    assert caught.value.exit_status == 4
+    assert not any(is_running(pid) for pid in pids.values())
+
+
+def test_a_stopped_rank_is_a_timeout(tiny_model):
+    pids: dict[int, int] = {}
+
+    def stop() -> None:
+        pids.update(workers_of(os.getpid()))
+        os.kill(pids[1], signal.SIGSTOP)
+
+    progress = At(20, stop)
+    plan = make_plan((0, 1, 2, 3), prefill=3, decode=2, new_tokens=60)
+    with pytest.raises(StageError, match=r"stage 1 \(rank 1, .*no sign of life for 2 s") as caught:
+        generate_offline(
+            plan,
+            prompts_without_end(),
+            model_dir=tiny_model("llama", seed=1),
+            step_timeout_s=2.0,
+            progress=progress,
+        )
+    assert time.monotonic() - progress.time_s < 2 + 2
+    assert caught.value.exit_status == 4
+    assert len(pids) == 3
+    assert not any(is_running(pid) for pid in pids.values())
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_its_launcher(tiny_model, tmp_path):
+    files = write_files(tmp_path, PLAN, tiny_model("llama", seed=1))
+    command = [sys.executable, "-m", "llmpq.cli.dist", *files]
+    launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        workers = wait_for(lambda: workers_of(launcher.pid), lambda found: len(found) == 2)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: [p for p in workers.values() if is_running(p)], lambda left: not left)
+
+
+@pytest.mark.slow
+def test_the_command_reports_and_resumes(tiny_model, tmp_path, capsys):
+    model_dir = tiny_model("llama", seed=1)
+    files = write_files(tmp_path, PLAN, model_dir)
+    whole = expected_answers(PLAN, model_dir)
+    first = {"id": "p3", "token_ids": list(whole["p3"]), "text": "", "finish_reason": "length"}
+    output = tmp_path / "results.jsonl"
+    output.write_text(json.dumps(first) + '\n{"id": "p4", "tok')
+    assert main([*files, "--resume", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["status"], report["requests"]) == ("done", 11)
+    assert report["generated_tokens"] == 11 * 60
+    assert report["latency_s"]["predicted"] == 1.0
+    assert report["latency_s"]["measured"] == report["elapsed_s"] > 0
+    assert [stage["device"] for stage in report["stages"]] == ["here/cpu#0", "here/cpu#1"]
+    for stage in report["stages"]:
+        assert 0 < stage["busy_fraction"] <= 1
+        assert stage["memory_bytes"]["measured"] > 50e6
+        assert stage["decode_s"]["measured"] > 0
+    assert {result.id: result.token_ids for result in read_results(output)} == whole
+
+
+@pytest.mark.slow
+def test_two_hosts_meet_at_an_address(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    model_dir = tiny_model("llama", seed=1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = DeviceGroup(type="cpu", count=1, threads=1)
+    cluster = Cluster(
+        name="two", nodes=tuple(Node(name=name, devices=(group,)) for name in ("a", "b"))
+    )
+    plan = make_plan((0, 1, 3), prefill=3, decode=2, new_tokens=60, cluster=cluster)
+    files = write_files(tmp_path, plan, model_dir)
+    there = [*files, "--nnodes", "2", "--node_rank", "1"]
+    there += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    other = subprocess.Popen([sys.executable, "-m", "llmpq.cli.dist", *there])
+    listening: set[str] = set()
+
+    def look() -> None:
+        listening.update(listening_addresses(list(workers_of(os.getpid()).values())))
+
+    try:
+        measurement = run_job(
+            Job(
+                strategy=tmp_path / "strategy.json",
+                model_dir=model_dir,
+                prompts=tmp_path / "prompts.jsonl",
+                output=tmp_path / "results.jsonl",
+            ),
+            hosts=Hosts(num_nodes=2, node_rank=0, address=("127.0.0.1", port)),
+            progress=At(20, look),
+        )
+        assert other.wait(timeout=20) == 0
+    finally:
+        other.kill()
+        other.wait()
+    assert measurement is not None
+    assert listening <= {"0100007F"}
+    results = {result.id: result.token_ids for result in read_results(tmp_path / "results.jsonl")}
+    assert results == expected_answers(plan, model_dir)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_ranks(tiny_model, tmp_path):
+    model_dir = tiny_model("llama", seed=1)
+    files = write_files(tmp_path, PLAN, model_dir)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", "2", "-m", "llmpq.cli.dist", "--no_auto", "--json", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["generated_tokens"] == 12 * 60
+    results = {result.id: result.token_ids for result in read_results(tmp_path / "results.jsonl")}
+    assert results == expected_answers(PLAN, model_dir)
+
+
+@pytest.mark.slow
+def test_a_missing_shard_is_said_once(tiny_model, tmp_path, capsys):
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    for file in tiny_model("llama", seed=1, max_shard_size="20KB").iterdir():
+        (model_dir / file.name).write_bytes(file.read_bytes())
+    sorted(model_dir.glob("*.safetensors"))[-1].unlink()
+    assert main(write_files(tmp_path, PLAN, model_dir)) == SpecError.exit_status
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert ".safetensors" in errors[0]
+
+
+def write_files(folder: Path, plan: Plan, model_dir: Path) -> list[str]:
+    """Write a strategy and prompts; return the command's options for them."""
+    write_plan(folder / "strategy.json", plan)
+    write_prompts(folder / "prompts.jsonl", prompts_without_end())
+    options = {
+        "--strat_file_name": folder / "strategy.json",
+        "--model": model_dir,
+        "--prompts": folder / "prompts.jsonl",
+        "--output": folder / "results.jsonl",
+    }
+    return [str(word) for option in options.items() for word in option]
+
+
+def wait_for(look, is_good, limit_s: float = 30.0):
+    end = time.monotonic() + limit_s
+    while not is_good(found := look()):
+        assert time.monotonic() < end, f"still {found}"
+        time.sleep(0.02)
+    return found
