@@ -904,7 +904,10 @@ def export(args: argparse.Namespace) -> None:
     }
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(out)
+    for key in ("is_local", "local_files_only"):  # how this copy was loaded, nobody's concern
+        tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
     names = ["model.safetensors", "tokenizer.json", "heldout.txt", "calibration.txt"]
     record["sha256"] = {n: hashlib.sha256((out / n).read_bytes()).hexdigest() for n in names}
     _write_json(out / "pretraining.json", record)
@@ -924,6 +927,7 @@ def model_card(record: dict[str, Any]) -> str:
     return CARD.format(
         parameters=f"{record['parameters'] / 1e6:.1f}M",
         steps=record["steps"],
+        tokens=record["tokens_seen"],
         seen=f"{record['tokens_seen'] / 1e6:.1f}M",
         passes=f"{record['tokens_seen'] / record['data']['train_tokens']:.1f}",
         minutes=f"{record['minutes']:.0f}",
@@ -976,11 +980,15 @@ That is {bits} bits for each byte of text.
 
     {command}
 
-{steps} updates, {seen} tokens ({passes} passes over the text), {minutes} minutes on one CPU thread
-that other work shared, on {date}; {versions}. The layers' matrices are trained with Muon and the
-rest with AdamW (`recipe` in `pretraining.json`). AdamW alone, at its usual rate of 2e-3, was tried
-too: after 0.4M tokens its training loss was 6.5, where Muon's at 4e-3 was 5.5. Rates warm up, stay,
-and fall to zero over the last part of the time.
+The schedule of that run followed the clock. `--tokens {tokens}` instead of `--minutes` makes a run
+of the same length that does not.
+
+{steps} updates of 8192 tokens, {seen} tokens in all ({passes} passes over the text), {minutes}
+minutes on one CPU thread that other work shared, on {date}; {versions}.
+
+The layers' matrices are trained with Muon and the rest with AdamW (`recipe` in `pretraining.json`).
+AdamW alone, at its usual rate of 2e-3, was tried too: after 0.4M tokens its training loss was 6.5,
+where Muon's at 4e-3 was 5.5. Rates warm up, stay, and fall to zero over the last part of the time.
 
 | Tokens seen | Training loss (nats a token) |
 | ---: | ---: |
