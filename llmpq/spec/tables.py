@@ -195,6 +195,8 @@ def read_sensitivity(path: str | Path) -> SensitivityTable:
     if len({len(values) for _, values in omega}) != 1:
         raise fields.error("omega", "arrays of unlike length", "one value a layer in each")
     provenance = fields.take("provenance") if fields.has("provenance") else {}
+    if not isinstance(provenance, dict):
+        raise fields.error("provenance", provenance, "an object")
     fields.done()
     return SensitivityTable(
         model=model,
