@@ -1,0 +1,45 @@
+"""Every example of docs/formats.md is a file that its reader accepts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llmpq.spec.catalog import device_types
+from llmpq.spec.cluster import load_cluster
+from llmpq.spec.plan_io import read_plan
+from llmpq.spec.tables import read_comm_table, read_latency_table, read_sensitivity
+from llmpq.spec.workload import load_workload
+
+PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+READERS = {
+    "Cluster": load_cluster,
+    "Workload": load_workload,
+    "Latency table": read_latency_table,
+    "Link table": read_comm_table,
+    "Sensitivity": read_sensitivity,
+    "Strategy": read_plan,
+}
+
+
+def examples() -> dict[str, str]:
+    text = PAGE.read_text(encoding="utf-8")
+    found = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).*?)```\w+\n(.*?)```", text, re.S | re.M)
+    return dict(found)
+
+
+def test_every_format_has_an_example():
+    assert set(examples()) == set(READERS)
+
+
+@pytest.mark.parametrize("title", READERS)
+def test_the_example_is_accepted(title, tmp_path):
+    path = tmp_path / "example"
+    path.write_text(examples()[title], encoding="utf-8")
+    READERS[title](path)
+
+
+def test_devices_of_the_examples_are_in_the_catalogue(tmp_path):
+    path = tmp_path / "example"
+    path.write_text(examples()["Cluster"], encoding="utf-8")
+    assert {device.type for device in load_cluster(path).devices} <= set(device_types())

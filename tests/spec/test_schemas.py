@@ -1,0 +1,221 @@
+"""The JSON Schemas say what the readers do: both accept, or both refuse."""
+
+import copy
+import json
+from importlib import resources
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import cluster_from_fields
+from llmpq.spec.fields import Fields
+from llmpq.spec.plan_io import plan_from_fields
+from llmpq.spec.tables import read_sensitivity
+from llmpq.spec.workload import workload_from_fields
+
+SCHEMAS = {
+    name: json.loads(
+        (resources.files("llmpq.spec") / "schema" / f"{name}.v1.schema.json").read_text("utf-8")
+    )
+    for name in ("plan", "cluster", "workload", "sensitivity")
+}
+WORKLOAD = {"schema": 1, "batch": 4, "prompt_tokens": 16, "new_tokens": 8}
+CLUSTER = {
+    "schema": 1,
+    "name": "c",
+    "nodes": [
+        {"name": "a", "devices": [{"type": "cpu", "count": 1, "threads": 2, "cpu_isa": "avx2"}]},
+        {"name": "b", "devices": [{"type": "L4", "count": 1, "memory_bytes": 5, "profile": "p"}]},
+    ],
+    "links": [{"between": ["a", "b"], "bytes_per_s": 1e9, "latency_s": 0.0}],
+}
+SENSITIVITY = {
+    "schema": 1,
+    "model": "m",
+    "method": "variance",
+    "omega": {"3": [3.0, 4.0], "4": [1.0, 2.0]},
+    "provenance": {"seed": 0},
+}
+STAGE_ESTIMATE = {
+    "prefill_s": 1.0,
+    "decode_s": 0.1,
+    "send_prefill_s": 0.0,
+    "send_decode_s": 0.0,
+    "memory_bytes": {"weights": 1, "kv": 1, "temporary": 1, "master": 1, "runtime": 1},
+    "capacity_bytes": 9,
+}
+PLAN = {
+    "schema": 1,
+    "model": {"name": "m", "source": None, "num_layers": 3},
+    "dtype": "float16",
+    "kv_bits": 16,
+    "micro_batching": {"prefill": 1, "decode": 2},
+    "stages": [
+        {"rank": 0, "device": 1, "first_layer": 0, "end_layer": 2, "bits": [16, 4]},
+        {"rank": 1, "device": 0, "first_layer": 2, "end_layer": 3, "bits": [3]},
+    ],
+    "dropped_devices": [],
+    "estimate": {
+        "latency_s": 1.0,
+        "quality": 0.5,
+        "objective_s": 2.0,
+        "stages": [STAGE_ESTIMATE, STAGE_ESTIMATE],
+    },
+    "search": {
+        "method": "llmpq",
+        "solver": None,
+        "formula": "steady",
+        "theta_s": 1.0,
+        "quality_budget": None,
+        "status": "feasible",
+        "bound_s": None,
+        "gap": None,
+        "planning_s": 0.1,
+        "orders": 1,
+        "pairs_searched": 1,
+        "pairs_pruned": 0,
+    },
+    "workload": WORKLOAD,
+    "cluster": CLUSTER,
+    "provenance": {"command": "c", "version": "v", "inputs": {"model": "0"}},
+}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "plan": PLAN,
+    "cluster": CLUSTER,
+    "workload": WORKLOAD,
+    "sensitivity": SENSITIVITY,
+}
+TYPES = {"object": dict, "array": list, "string": str, "null": type(None)}
+
+
+def is_type(value: Any, name: str) -> bool:
+    if name in ("integer", "number"):
+        kinds = int if name == "integer" else (int, float)
+        return isinstance(value, kinds) and not isinstance(value, bool)
+    return isinstance(value, TYPES[name])
+
+
+def same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other
+
+
+CHECKS = {
+    "const": same,
+    "enum": lambda value, wanted: any(same(value, one) for one in wanted),
+    "type": lambda value, wanted: any(
+        is_type(value, one) for one in (wanted if isinstance(wanted, list) else [wanted])
+    ),
+    "minimum": lambda value, wanted: not is_type(value, "number") or value >= wanted,
+    "maximum": lambda value, wanted: not is_type(value, "number") or value <= wanted,
+    "minLength": lambda value, wanted: not isinstance(value, str) or len(value) >= wanted,
+    "minItems": lambda value, wanted: not isinstance(value, list) or len(value) >= wanted,
+    "maxItems": lambda value, wanted: not isinstance(value, list) or len(value) <= wanted,
+    "minProperties": lambda value, wanted: not isinstance(value, dict) or len(value) >= wanted,
+    "required": lambda value, wanted: not isinstance(value, dict) or set(wanted) <= set(value),
+    "items": lambda value, wanted: (
+        not isinstance(value, list) or all(accepts(wanted, one) for one in value)
+    ),
+    "properties": lambda value, wanted: (
+        not isinstance(value, dict)
+        or all(accepts(wanted[key], value[key]) for key in wanted if key in value)
+    ),
+}
+
+
+def accepts(schema: dict[str, Any], value: Any) -> bool:
+    """Judge by the part of JSON Schema that our files use; any other keyword is a KeyError."""
+    for keyword, wanted in schema.items():
+        if keyword in ("$schema", "title", "description"):
+            continue
+        if keyword == "additionalProperties":
+            others = (
+                [value[key] for key in value if key not in schema.get("properties", {})]
+                if isinstance(value, dict)
+                else []
+            )
+            if others and (wanted is False or not all(accepts(wanted, one) for one in others)):
+                return False
+        elif not CHECKS[keyword](value, wanted):
+            return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("schemas")
+
+
+def reads(kind: str, value: Any, folder) -> bool:
+    try:
+        if kind == "sensitivity":
+            path = folder / "s.json"
+            path.write_text(json.dumps(value))
+            read_sensitivity(path)
+        else:
+            read = {
+                "plan": plan_from_fields,
+                "cluster": cluster_from_fields,
+                "workload": workload_from_fields,
+            }[kind]
+            read(Fields(value, "file"))
+    except SpecError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_both_accept_a_good_file(kind, folder):
+    assert reads(kind, DOCUMENTS[kind], folder)
+    assert accepts(SCHEMAS[kind], DOCUMENTS[kind])
+
+
+def paths_of(value: Any, path: tuple = ()) -> list[tuple]:
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [path, *(found for key, one in children for found in paths_of(one, (*path, key)))]
+
+
+def changed(document: Any, path: tuple, change: Any) -> Any:
+    result = copy.deepcopy(document)
+    if not path:
+        return change(result, None)
+    place = result
+    for key in path[:-1]:
+        place = place[key]
+    change(place, path[-1])
+    return result
+
+
+JUNK = [None, True, -1, 0, 1.5, "", "text", [], {}, [1], 10**7, 10**20, ["a", "b", "c"]]
+
+
+@settings(max_examples=400, deadline=None)
+@given(kind=st.sampled_from(sorted(DOCUMENTS)), data=st.data())
+def test_what_a_schema_refuses_the_reader_refuses(kind, data, folder):
+    document = DOCUMENTS[kind]
+    path = data.draw(st.sampled_from([one for one in paths_of(document) if one]))
+    action = data.draw(st.sampled_from(["drop", "replace", "add"]))
+
+    def change(place, key):
+        if action == "drop":
+            del place[key]
+        elif action == "replace":
+            place[key] = data.draw(st.sampled_from(JUNK))
+        elif isinstance(place[key], dict):
+            place[key]["surprise"] = data.draw(st.sampled_from(JUNK))
+
+    value = changed(document, path, change)
+    if not accepts(SCHEMAS[kind], value):
+        assert not reads(kind, value, folder)
+    elif kind == "workload":
+        # Names that must be unique, or layers that must be covered, no schema can say; this format
+        # has nothing of the kind.
+        assert reads(kind, value, folder)
