@@ -8,6 +8,7 @@ Shape legend: M rows of x, N output features, K input features, G groups of a ro
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -201,17 +202,33 @@ class CpuInt8Backend:
         rows = x.reshape(-1, weight.in_features).to(torch.float32)  # [M, K]
         row_scales = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-30)  # [M, 1]
         unsigned = (rows / row_scales).round_().add_(128).to(torch.uint8)
-        zero_points = torch.zeros(1, dtype=torch.int32)
-        y: Tensor = torch.ops.onednn.qlinear_pointwise(
-            unsigned, 1.0, 128, layout, scales.to(torch.float32), zero_points, None,
-            1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
+        y = _u8_matmul(unsigned, layout, scales.to(torch.float32))
         y = y.mul_(row_scales)  # [M, N]
         if bias is not None:
             y = y.add_(bias)
         return y.to(x.dtype).view(*x.shape[:-1], weight.out_features)
 
 
+@lru_cache(maxsize=1)
 def _has_u8_matmul() -> bool:
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_onednn and torch.cpu._is_vnni_supported()
+    """Return whether this process multiplies u8 by s8 exactly, by trying the worst case once.
+
+    What the processor can do is not what oneDNN will use: a worker may be held to an older vector
+    extension, and without VNNI pairs of products saturate (an all-positive row loses 96 percent).
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    codes = torch.full((64, 64), 127, dtype=torch.int8)  # [N, K]
+    rows = torch.full((1, 64), 255, dtype=torch.uint8)  # [M, K]
+    y = _u8_matmul(rows, torch.ops.onednn.qlinear_prepack(codes, None), torch.ones(64))
+    return bool((y == (255 - 128) * 127 * 64).all())
+
+
+def _u8_matmul(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
+    """Return ``(rows - 128) @ codes.T * scales``: uint8 ``[M, K]`` to float32 ``[M, N]``."""
+    zero_points = torch.zeros(1, dtype=torch.int32)
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        rows, 1.0, 128, layout, scales, zero_points, None,
+        1.0, 0, torch.float32, "none", [], "",
+    )  # fmt: skip
+    return y
