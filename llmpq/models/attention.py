@@ -59,6 +59,16 @@ class MicroBatch:
             )
         if self.positions.dim() != 2 or self.positions.numel() == 0:
             raise SpecError("micro-batch: expected at least one row and one token")
+        first = self.positions[:, :1]  # [R, 1]
+        counted = first + torch.arange(self.width, device=first.device)
+        if bool((first < 0).any()) or not torch.equal(self.positions, counted):
+            raise SpecError("micro-batch: expected positions from 0 on, rising by one along a row")
+        added = self.lengths - first[:, 0]
+        if bool((added < 1).any()) or bool((added > self.width).any()):
+            raise SpecError(
+                f"micro-batch: found rows with {added.tolist()} new tokens, expected 1 to "
+                f"{self.width} in each"
+            )
 
     @classmethod
     def build(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from llmpq.errors import SpecError
 from llmpq.models.adapter import build_rotary, takes
 from llmpq.models.alibi import alibi_bias
 from llmpq.models.attention import (
@@ -73,7 +74,15 @@ class DecoderStage(nn.Module):
 
         Returns:
             ``[R, T, H]``; what stands at padding is meaningless.
+
+        Raises:
+            SpecError: ``hidden`` and ``batch`` are of unlike shape.
         """
+        if hidden.shape[:2] != batch.positions.shape:
+            raise SpecError(
+                f"micro-batch: found hidden states {list(hidden.shape)} for positions "
+                f"{list(batch.positions.shape)}"
+            )
         view = None if cache is None else cache.view(batch)
         shared = self._shared_arguments(hidden, batch)
         masks = self._masks(hidden, batch)

@@ -36,9 +36,13 @@ def test_build_counts_positions_on_through_padding():
         ([0], [0], [1]),
         ([], [], []),
         ([0], [[]], [0]),
+        ([0], [[-1]], [0]),
+        ([0], [[2, 2]], [4]),
+        ([0], [[2, 3]], [2]),
+        ([0], [[2, 3]], [5]),
     ],
 )
-def test_micro_batch_of_unlike_parts_is_refused(slots, positions, lengths):
+def test_rows_that_cannot_be_are_refused(slots, positions, lengths):
     with pytest.raises(SpecError, match="micro-batch"):
         MicroBatch(
             slots=torch.tensor(slots, dtype=torch.int64),

@@ -7,6 +7,7 @@ import torch
 from helpers.tiny_models import Pipeline, Sequences, generate_alone, load_reference
 
 from llmpq.dist.kv_cache import KVCache
+from llmpq.errors import SpecError
 from llmpq.models import MicroBatch, kv_shapes
 
 torch.set_num_threads(1)
@@ -82,15 +83,24 @@ def test_pipeline_generates_the_tokens_of_transformers(tiny_model, case):
         assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
 
 
-def test_longrope_rows_choose_their_factors_alone(tiny_model):
-    # One prompt beyond the original length, one within it: unbatched they use other factors.
-    model_dir = tiny_model("phi3", seed=1, rope_parameters=LONGROPE)
+@pytest.mark.parametrize(
+    ("family", "overrides", "other"),
+    [
+        # Beyond the original length and within it; twice beyond it, one further than the other.
+        ("phi3", {"rope_parameters": LONGROPE}, SHORT),
+        (*CASES["llama-dynamic-rope"], LONG),
+    ],
+    ids=["longrope", "dynamic"],
+)
+def test_rows_choose_their_rotary_factors_alone(tiny_model, family, overrides, other):
+    model_dir = tiny_model(family, seed=1, **overrides)
     run = Sequences(Pipeline(model_dir, [0, 3]))
-    run.prefill({"long": (1, LONG), "short": (0, SHORT)})
-    run.decode(["long", "short"], 4)
-    model = load_reference(model_dir)
-    for name, prompt in {"long": LONG, "short": SHORT}.items():
-        tokens, logits = generate_alone(model, prompt, 5)
+    prompts = {"long": LONG + LONG[::-1], "other": other}
+    run.prefill({name: (1 - i, prompt) for i, (name, prompt) in enumerate(prompts.items())})
+    run.decode(["long", "other"], 4)
+    for name, prompt in prompts.items():
+        # A fresh model each: transformers' own keeps the factors of the longest prompt it met.
+        tokens, logits = generate_alone(load_reference(model_dir), prompt, 5)
         assert run.tokens[name] == tokens
         assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
 
@@ -133,6 +143,12 @@ def test_bfloat16_follows_transformers(tiny_model, family):
     found = Pipeline(model_dir, [0, 2, 3]).step([(3, 0, MIDDLE), (1, 0, SHORT)])
     _, expected = generate_alone(load_reference(model_dir, torch.bfloat16), MIDDLE, 1)
     torch.testing.assert_close(found[:1], expected, atol=0.05, rtol=0.02)
+
+
+def test_hidden_states_of_another_shape_are_refused(tiny_model):
+    stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
+    with pytest.raises(SpecError, match=r"hidden states \[2, 1, 32\] for positions \[2, 3\]"):
+        stage(torch.zeros(2, 1, 32), MicroBatch.build([0, 1], [0, 0], [3, 3]))
 
 
 def test_tied_head_is_held_once(tiny_model):
