@@ -74,7 +74,7 @@ def test_a_master_that_fits_nowhere_is_named() -> None:
 
 
 def test_an_unreachable_budget_names_the_one_within_reach() -> None:
-    cluster = cluster_of(("V100-32G", 1, 85), ("T4-16G", 1, 60))
+    cluster = cluster_of(("V100-32G", 1, 75), ("T4-16G", 1, 45))
     request = plan_request(quality_budget=0.01, cluster=cluster)
     text = reason_of(request)
     assert "memory forces a degradation" in text
