@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmpq.dist.job import Job, Meeting, Sampling
+from llmpq.dist.job import Job, Meeting, Sampling, check_plan
 from llmpq.dist.launch import launch, ranks_of_node
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import Progress, SilentProgress
@@ -133,11 +133,7 @@ def check_job(job: Job) -> Plan:
     """
     plan = read_plan(job.strategy)
     model = load_model_dir(job.model_dir)
-    if model.num_layers != plan.model.num_layers:
-        raise SpecError(
-            f"{job.model_dir}: found {model.num_layers} decoder layers, expected the "
-            f"{plan.model.num_layers} of the plan's model {plan.model.name}"
-        )
+    check_plan(plan, job.model_dir, model.num_layers)
     limits = request_limits(plan, model, ())
     for prompt in read_prompts(job.prompts):
         if prompt.token_ids is not None:

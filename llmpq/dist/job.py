@@ -12,6 +12,8 @@ from typing import Any
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
+from llmpq.spec.plan import Plan
+from llmpq.spec.precision import DTYPE_BYTES
 
 MIN_STEP_TIMEOUT_S = 0.5
 
@@ -89,6 +91,25 @@ class Job:
                 f"step_timeout: found {self.step_timeout_s}, "
                 f"expected at least {MIN_STEP_TIMEOUT_S} seconds"
             )
+
+
+def check_plan(plan: Plan, model_dir: Path, num_layers: int) -> None:
+    """Make sure that the plan is for this model and asks for what the runtime does.
+
+    Raises:
+        SpecError: it is for another model, or keeps keys and values at other bits.
+    """
+    if num_layers != plan.model.num_layers:
+        raise SpecError(
+            f"{model_dir}: found {num_layers} decoder layers, expected the "
+            f"{plan.model.num_layers} of the plan's model {plan.model.name}"
+        )
+    width = 8 * DTYPE_BYTES[plan.dtype]
+    if plan.kv_bits != width:
+        raise SpecError(
+            f"plan: field 'kv_bits': found {plan.kv_bits}, expected {width}: keys and values are "
+            f"held in the plan's dtype {plan.dtype}"
+        )
 
 
 def write_job(path: Path, job: Job) -> None:

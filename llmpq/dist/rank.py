@@ -19,7 +19,7 @@ from llmpq.batching import HybridPolicy
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.engine import MasterEngine, OnFinish
 from llmpq.dist.failures import stage_name
-from llmpq.dist.job import Sampling
+from llmpq.dist.job import Sampling, check_plan
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.messages import FrameLimits
@@ -36,7 +36,6 @@ from llmpq.quant.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import plan_text
-from llmpq.spec.precision import DTYPE_BYTES
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -71,20 +70,10 @@ def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
     """Read the model's configuration and make sure that the plan is for it.
 
     Raises:
-        SpecError: it is another model, or the plan asks for what this runtime does not do.
+        SpecError: what ``load_config`` and ``check_plan`` refuse.
     """
     config = load_config(model_dir)
-    if config.num_hidden_layers != plan.model.num_layers:
-        raise SpecError(
-            f"{model_dir}: found {config.num_hidden_layers} decoder layers, expected the "
-            f"{plan.model.num_layers} of the plan's model {plan.model.name}"
-        )
-    width = 8 * DTYPE_BYTES[plan.dtype]
-    if plan.kv_bits != width:
-        raise SpecError(
-            f"plan: field 'kv_bits': found {plan.kv_bits}, expected {width}: keys and values are "
-            f"held in the plan's dtype {plan.dtype}"
-        )
+    check_plan(plan, model_dir, config.num_hidden_layers)
     return config
 
 

@@ -1,0 +1,135 @@
+"""llmpq-dist: bad input gets one clear line and status 2 before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.ranks import make_plan
+
+from llmpq.cli.dist import main
+from llmpq.spec.plan_io import write_plan
+
+
+@pytest.fixture
+def files(tiny_model, tmp_path) -> dict[str, Path]:
+    """Options of a run that would succeed."""
+    found = {
+        "--strat_file_name": tmp_path / "strategy.json",
+        "--model": tiny_model("llama", seed=1),
+        "--prompts": tmp_path / "prompts.jsonl",
+        "--output": tmp_path / "results.jsonl",
+    }
+    write_plan(found["--strat_file_name"], make_plan((0, 1, 3)))
+    _write_prompt(found["--prompts"])
+    return found
+
+
+def _write_prompt(path: Path, **line: object) -> None:
+    path.write_text(json.dumps({"id": "a", "prompt_token_ids": [1, 2]} | line) + "\n")
+
+
+def _run(files: dict[str, Path], *more: str) -> int:
+    return main([str(word) for option in files.items() for word in option] + list(more))
+
+
+def _error(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("error:") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ({"prompt_token_ids": [1] * 17}, "17 prompt tokens.*16 that the plan"),
+        ({"max_new_tokens": 23}, "the plan's slots of 24"),
+        ({"max_new_tokens": 127}, "the model's 128 positions"),
+        ({"prompt_token_ids": [100]}, "token 100.*vocabulary of 100"),
+        ({"temperature": 1}, "field 'temperature'"),
+    ],
+)
+def test_a_bad_prompt(files, capsys, line, names):
+    _write_prompt(files["--prompts"], **line)
+    assert _run(files) == 2
+    error = _error(capsys)
+    assert "prompts.jsonl: line 1" in error
+    assert re.search(names, error)
+    assert not files["--output"].exists()
+
+
+def test_an_empty_prompt_file(files, capsys):
+    files["--prompts"].write_text("\n")
+    assert _run(files) == 2
+    assert "found no prompts" in _error(capsys)
+
+
+@pytest.mark.parametrize("option", ["--strat_file_name", "--model", "--prompts"])
+def test_a_missing_file(files, capsys, option):
+    files[option] = Path("/nowhere/at/all")
+    assert _run(files) == 2
+    assert "/nowhere/at/all: no such" in _error(capsys)
+
+
+def test_a_strategy_that_is_none(files, capsys):
+    files["--strat_file_name"].write_text("{}")
+    assert _run(files) == 2
+    assert "strategy.json: field 'schema'" in _error(capsys)
+
+
+def test_a_strategy_for_another_model(files, capsys):
+    write_plan(files["--strat_file_name"], make_plan((0, 1, 4)))
+    assert _run(files) == 2
+    assert "found 3 decoder layers, expected the 4" in _error(capsys)
+
+
+def test_a_strategy_without_a_directory_of_weights(files, capsys):
+    del files["--model"]
+    assert _run(files) == 2
+    assert "expected --model" in _error(capsys)
+
+
+def test_results_that_exist_already(files, capsys):
+    files["--output"].write_text("{}\n")
+    assert _run(files) == 2
+    assert "--resume" in _error(capsys)
+    assert files["--output"].read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top_p", "0"], "top_p"),
+        (["--top_k", "-1"], "top_k"),
+        (["--step_timeout", "0"], "step_timeout"),
+        (["--nnodes", "2"], "--master_addr"),
+        (["--nnodes", "2", "--master_addr", "127.0.0.1"], "nnodes"),
+    ],
+)
+def test_a_senseless_option(files, capsys, options, names):
+    assert _run(files, *options) == 2
+    assert names in _error(capsys)
+
+
+def test_no_auto_needs_torchruns_environment(files, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert _run(files, "--no_auto") == 2
+    assert "RANK" in _error(capsys)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    assert _run(files, "--no_auto") == 2
+    assert "WORLD_SIZE 3" in _error(capsys)
+
+
+def test_keys_and_values_of_fewer_bits_are_refused_by_name(files, capsys):
+    plan = replace(make_plan((0, 1, 3)), kv_bits=8)
+    write_plan(files["--strat_file_name"], plan)
+    assert _run(files) == 2
+    assert "kv_bits" in _error(capsys)

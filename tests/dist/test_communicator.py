@@ -1,0 +1,77 @@
+"""The ring between threads: order, checks, and peers that end or hang."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from llmpq.dist.communicator import InProcessCommunicator, in_process_ring
+from llmpq.dist.failures import PeerLostError
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
+from llmpq.errors import StageError
+
+LIMITS = FrameLimits(
+    digest=b"12345678",
+    num_slots=2,
+    max_context=8,
+    prefill_rows=1,
+    prefill_tokens=4,
+    decode_rows=2,
+    hidden_size=4,
+    dtype=torch.float32,
+)
+
+
+def _ring(timeout_s: float = 0.05) -> list[InProcessCommunicator]:
+    return in_process_ring(2, LIMITS, timeout_s)
+
+
+def _decode(number: int) -> Frame:
+    return Frame(
+        kind=FrameKind.DECODE,
+        micro_batch=number,
+        rows=(Row(slot=1, first=3, length=4),),
+        hidden=torch.full((1, 1, 4), float(number)),
+    )
+
+
+def test_frames_arrive_in_order():
+    first, second = _ring()
+    assert not second.has_frame()
+    for number in range(3):
+        first.send(_decode(number))
+    assert second.has_frame()
+    got = [second.recv() for _ in range(3)]
+    assert [frame.micro_batch for frame in got] == [0, 1, 2]
+    assert all(torch.equal(f.hidden, _decode(n).hidden) for n, f in enumerate(got))
+
+
+def test_the_ring_closes():
+    first, second = _ring()
+    second.send(Frame(kind=FrameKind.READY))
+    assert first.recv().kind is FrameKind.READY
+
+
+def test_a_silent_peer_is_named():
+    _, second = _ring()
+    with pytest.raises(PeerLostError, match=r"stage 0 \(rank 0\).*sign of life") as caught:
+        second.recv()
+    assert (caught.value.rank, caught.value.exit_status) == (0, 4)
+
+
+def test_a_closed_peer_is_named():
+    first, second = _ring()
+    second.close()
+    with pytest.raises(PeerLostError, match=r"stage 1 \(rank 1\).*closed"):
+        first.recv()
+
+
+def test_a_frame_of_another_plan_is_refused():
+    first, _ = _ring()
+    _, second = in_process_ring(2, dataclasses.replace(LIMITS, digest=b"another."))
+    first._outbox = second._inbox
+    first.send(_decode(0))
+    with pytest.raises(StageError, match="plan digest"):
+        second.recv()

@@ -1,0 +1,114 @@
+"""How ranks are laid out, and which failure is called the cause of the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.ranks import make_plan
+
+from llmpq.dist.failures import ErrorNote, write_note
+from llmpq.dist.launch import _cause, _cores, rank_environment, ranks_of_node
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+
+
+def _cluster(**group: object) -> Cluster:
+    """Devices 0 and 1 stand on node a, 2 on node b."""
+    return Cluster(
+        name="two",
+        nodes=(
+            Node(name="a", devices=(DeviceGroup(type="cpu", count=2, **group),)),
+            Node(name="b", devices=(DeviceGroup(type="cpu", count=1, threads=3),)),
+        ),
+    )
+
+
+def _plan(**group: object):
+    return make_plan((0, 1, 2, 3), cluster=_cluster(**group))
+
+
+def test_ranks_follow_the_nodes_of_their_devices():
+    assert ranks_of_node(_plan(), 0, 1) == [0, 1, 2]
+    assert ranks_of_node(_plan(), 0, 2) == [0, 1]
+    assert ranks_of_node(_plan(), 1, 2) == [2]
+
+
+@pytest.mark.parametrize(("node_rank", "num_nodes"), [(2, 2), (-1, 2), (0, 3), (0, 0)])
+def test_hosts_that_the_plan_does_not_have_are_refused(node_rank, num_nodes):
+    with pytest.raises(SpecError, match="the 2 nodes of the plan"):
+        ranks_of_node(_plan(), node_rank, num_nodes)
+
+
+def test_a_rank_gets_torchruns_variables_and_its_devices():
+    plan = _plan(threads=2, cpu_isa="avx2")
+    found = rank_environment(plan, 1, [0, 1])
+    assert found["RANK"] == "1"
+    assert found["LOCAL_RANK"] == "1"
+    assert found["WORLD_SIZE"] == "3"
+    assert found["LOCAL_WORLD_SIZE"] == "2"
+    assert found["OMP_NUM_THREADS"] == "2"
+    assert found["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert found["ATEN_CPU_CAPABILITY"] == "avx2"
+    other = rank_environment(plan, 2, [2])
+    assert other["OMP_NUM_THREADS"] == "3"
+    assert "ATEN_CPU_CAPABILITY" not in other
+
+
+def test_cores_are_shared_out_only_when_they_suffice():
+    available = sorted(os.sched_getaffinity(0))
+    plan = make_plan((0, 3))
+    assert _cores(plan, 0, [0]) == {available[0]}
+    many = make_plan(
+        (0, 3),
+        cluster=Cluster(
+            name="x",
+            nodes=(Node(name="x", devices=(DeviceGroup(type="cpu", count=1, threads=4096),)),),
+        ),
+    )
+    assert _cores(many, 0, [0]) == set()
+
+
+def _ended(*codes: str) -> dict[int, subprocess.Popen[bytes]]:
+    """Processes that end as Python code says."""
+    workers = {
+        rank: subprocess.Popen([sys.executable, "-S", "-c", f"import os; {code}"])
+        for rank, code in enumerate(codes)
+    }
+    for worker in workers.values():
+        worker.wait()
+    return workers
+
+
+def _note(rank: int, status: int, blames: int | None, message: str = "why") -> ErrorNote:
+    return ErrorNote(
+        rank=rank, message=message, exit_status=status, blames=blames, time_s=time.monotonic()
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(1, LlmpqError), (2, SpecError), (3, CapacityError), (4, StageError)]
+)
+def test_an_own_error_comes_before_a_lost_peer(tmp_path, status, kind):
+    workers = _ended("os._exit(4)", f"os._exit({status})")
+    write_note(tmp_path, _note(0, 4, blames=1, message="stage 1 closed"))
+    write_note(tmp_path, _note(1, status, blames=None))
+    found = _cause(_plan(), workers, tmp_path)
+    assert (type(found), str(found)) == (kind, "why")
+
+
+def test_a_signal_comes_before_everything(tmp_path):
+    workers = _ended("os._exit(4)", "os.kill(os.getpid(), 11)")
+    write_note(tmp_path, _note(0, 4, blames=1))
+    found = _cause(_plan(), workers, tmp_path)
+    assert str(found).startswith("stage 1 (rank 1, a/cpu#1 on ")
+    assert "SIGSEGV" in str(found)
+
+
+def test_a_rank_that_left_no_note_is_quoted(tmp_path):
+    (tmp_path / "rank-1.log").write_text("Traceback: something\n")
+    found = _cause(_plan(), _ended("os._exit(0)", "os._exit(7)"), tmp_path)
+    assert "status 7: Traceback: something" in str(found)

@@ -1,0 +1,45 @@
+"""Events cross a pipe whole or not at all, and become bars."""
+
+from __future__ import annotations
+
+import io
+import os
+
+from llmpq.dist.progress import MAX_EVENT_BYTES, BarProgress, Event, PipeProgress
+
+
+def _event(done: int, kind: str = "tokens", rank: int = 0, total: int = 10) -> Event:
+    return Event(rank=rank, kind=kind, done=done, total=total)
+
+
+def test_events_round_trip_and_stay_short():
+    event = _event(2**40, total=2**40, rank=1023)
+    assert Event.decode(event.encode()) == event
+    assert len(event.encode()) < MAX_EVENT_BYTES
+
+
+def test_a_full_or_closed_pipe_does_not_stop_the_work():
+    reader, writer = os.pipe()
+    progress = PipeProgress(writer)
+    for number in range(20_000):
+        progress.report(_event(number))
+    lines = os.read(reader, 1 << 20).splitlines()
+    assert [Event.decode(line).done for line in lines] == list(range(len(lines)))
+    os.close(reader)
+    progress.report(_event(1))
+    os.close(writer)
+    progress.report(_event(1))
+
+
+def test_bars_count_layers_of_all_ranks_and_then_tokens():
+    file = io.StringIO()
+    bar = BarProgress(file, num_layers=4)
+    bar.report(_event(1, "load", rank=0, total=1))
+    bar.report(_event(3, "load", rank=1, total=3))
+    bar.report(_event(5))
+    bar.report(_event(8, total=8))
+    bar.close()
+    bar.close()
+    assert "loading: 100%" in file.getvalue()
+    assert "4/4" in file.getvalue()
+    assert "8/8" in file.getvalue()
