@@ -187,3 +187,12 @@ def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
         new, old = (costs.layer_s(one, PREFILL, 16, 4, 256, 0) for one in cluster.devices)
         assert (old > 5 * new) == is_slower
         assert old >= new
+
+
+def test_float32_on_a_cpu_pays_for_widening():
+    cluster = one_node(DeviceGroup(type="cpu", count=1))
+    (device,) = cluster.devices
+    for dtype, is_slower in (("float32", True), ("bfloat16", False)):
+        costs = build_costs(OPT, cluster, dtype=dtype, kv_bits=16)
+        whole, packed = (costs.layer_s(device, DECODE, bits, 1, 64, 0) for bits in (16, 8))
+        assert (packed > whole) == is_slower
