@@ -145,6 +145,14 @@ def test_bfloat16_follows_transformers(tiny_model, family):
     torch.testing.assert_close(found[:1], expected, atol=0.05, rtol=0.02)
 
 
+def test_padding_may_lie_past_the_last_learned_position(tiny_model):
+    pipeline = Pipeline(tiny_model("opt", seed=1, shape={"max_positions": 12}), [0, 3])
+    alone = pipeline.step([(0, 0, [*LONG, 5])])[0]
+    pipeline.step([(1, 0, LONG)])
+    together = pipeline.step([(1, len(LONG), [5]), (2, 0, MIDDLE)])[0]
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
 def test_hidden_states_of_another_shape_are_refused(tiny_model):
     stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
     with pytest.raises(SpecError, match=r"hidden states \[2, 1, 32\] for positions \[2, 3\]"):
