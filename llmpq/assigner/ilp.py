@@ -47,12 +47,16 @@ class IlpOptions:
         gap: relative gap at which to stop.
         time_limit_s: seconds at most, ``None`` for no limit.
         cutoff_s: only plans of at most this objective are of interest.
+        contiguous: when false, degradation is priced as if any layer could go to any stage. That
+            takes away ``v`` and most of ``z``, gives a lower bound in a fraction of the time, and
+            its counts, spread over contiguous stages, are usually a good plan.
     """
 
     solver: SolverName = "highs"
     gap: float = 0.0
     time_limit_s: float | None = None
     cutoff_s: float = math.inf
+    contiguous: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,8 @@ def solve_ilp(problem: AssignmentProblem, options: IlpOptions) -> IlpResult:
     first = _solve_once(problem, options, margin=0.0)
     if first.price is None or is_feasible(problem, first.price):
         return first
+    if not options.contiguous:
+        return replace(first, assignment=None, price=None)
     # The solver overdrew a row by less than its tolerance; bytes are exact, so ask again with
     # rows a little tighter. The first bound stays valid.
     second = _solve_once(problem, options, margin=MARGIN)
@@ -88,18 +94,30 @@ def solve_ilp(problem: AssignmentProblem, options: IlpOptions) -> IlpResult:
     return replace(second, bound_s=first.bound_s)
 
 
+def is_exact_without_steps(problem: AssignmentProblem) -> bool:
+    """Tell whether dropping contiguity loses nothing: all layers alike, or one position."""
+    return problem.num_positions == 1 or _layers_alike(problem)
+
+
 def _solve_once(problem: AssignmentProblem, options: IlpOptions, margin: float) -> IlpResult:
     program = _Program(problem, margin)
-    program.build(options.cutoff_s)
+    program.build(options.cutoff_s, contiguous=options.contiguous)
     found = solve(program.lp, options.solver, gap=options.gap, time_limit_s=options.time_limit_s)
     unit_s = program.unit_s
+    nothing = IlpResult(
+        status=found.status, assignment=None, price=None, bound_s=found.bound * unit_s
+    )
     if not found.values:
-        return IlpResult(
-            status=found.status, assignment=None, price=None, bound_s=found.bound * unit_s
-        )
-    assignment = assignment_of_counts(problem, program.counts_of(found))
+        return nothing
+    try:
+        assignment = assignment_of_counts(problem, program.counts_of(found))
+    except SolverError:
+        if options.contiguous:
+            raise
+        # With several kinds of layer, free counts need not be contiguous stages.
+        return nothing
     priced = price(problem, assignment)
-    _check_value(priced.objective_s, found, unit_s, options.solver)
+    _check_value(priced.objective_s, found, unit_s, options)
     return IlpResult(
         status=found.status,
         assignment=assignment,
@@ -108,12 +126,18 @@ def _solve_once(problem: AssignmentProblem, options: IlpOptions, margin: float) 
     )
 
 
-def _check_value(objective_s: float, found: SolverResult, unit_s: float, solver: str) -> None:
-    """Hold the price between the solver's bound and its value; they meet when it is optimal."""
+def _check_value(
+    objective_s: float, found: SolverResult, unit_s: float, options: IlpOptions
+) -> None:
+    """Hold the price between the solver's bound and its value; they meet when it is optimal.
+
+    Without contiguity the value itself is only a bound.
+    """
     slack = VALUE_TOLERANCE * abs(objective_s)
-    if not found.bound * unit_s - slack <= objective_s <= found.objective * unit_s + slack:
+    top_s = found.objective * unit_s + slack if options.contiguous else math.inf
+    if not found.bound * unit_s - slack <= objective_s <= top_s:
         raise SolverError(
-            f"solver '{solver}' claims a value of {found.objective * unit_s!r} s (bound "
+            f"solver '{options.solver}' claims a value of {found.objective * unit_s!r} s (bound "
             f"{found.bound * unit_s!r} s), but its answer costs {objective_s!r} s"
         )
 
@@ -140,13 +164,13 @@ class _Program:
             self.decode_weight = rounds * costs.decode_batches / self.unit_s
             self.pass_weight = rounds / self.unit_s
 
-    def build(self, cutoff_s: float) -> None:
+    def build(self, cutoff_s: float, *, contiguous: bool) -> None:
         """Add every variable and row."""
         self.prefill_max = self.lp.add_variable("prefill_max", 0)
         self.decode_max = self.lp.add_variable("decode_max", 0)
         self.objective += [(self.prefill_max, 1.0), (self.decode_max, 1.0)]
         self._add_counts()
-        self._add_layers()
+        self._add_layers(contiguous=contiguous)
         self._add_stages()
         self._add_links()
         self._add_decode_pass()
@@ -179,7 +203,7 @@ class _Program:
                         pulp.LpInteger,
                     )
 
-    def _add_layers(self) -> None:
+    def _add_layers(self, *, contiguous: bool) -> None:
         """Place every layer once; price its degradation; keep within the budget."""
         problem = self.problem
         if _layers_alike(problem):
@@ -189,7 +213,7 @@ class _Program:
             ]
             self._row(((item, 1.0) for item in self.counts.values()), "==", problem.num_layers)
         else:
-            quality = self._add_steps()
+            quality = self._add_steps() if contiguous else self._add_pool()
         self.objective += [
             (variable, value * problem.theta_s / self.unit_s) for variable, value in quality
         ]
@@ -224,6 +248,26 @@ class _Program:
             above = steps
         for key, terms in sums.items():
             self._row([*terms, (self.counts[key], -1.0)], "==", 0.0)
+        return quality
+
+    def _add_pool(self) -> Terms:
+        """Add ``z[i, b]`` of all positions together; return the degradation's terms."""
+        problem = self.problem
+        sums: dict[tuple[int, int], Terms] = {}
+        for (_, kind, width), count in self.counts.items():
+            sums.setdefault((kind, width), []).append((count, -1.0))
+        quality: Terms = []
+        for layer, kind in enumerate(problem.kinds.tolist()):
+            cells = [
+                self.lp.add_variable(f"z_{layer}_{width}", 0, 1)
+                for width in range(len(problem.bits))
+            ]
+            self._row([(cell, 1.0) for cell in cells], "==", 1.0)
+            for width, cell in enumerate(cells):
+                sums[kind, width].append((cell, 1.0))
+                quality.append((cell, float(problem.omega[layer, width])))
+        for terms in sums.values():
+            self._row(terms, "==", 0.0)
         return quality
 
     def _add_stages(self) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.assigner.enumeration import device_orders, layers_that_fit
 from llmpq.assigner.explain import explain_budget, explain_memory
-from llmpq.assigner.ilp import IlpOptions, IlpResult, solve_ilp
+from llmpq.assigner.ilp import IlpOptions, IlpResult, is_exact_without_steps, solve_ilp
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
 from llmpq.assigner.task import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
@@ -86,7 +86,12 @@ def _candidates(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> list
 
 
 class _Search:
-    """Best-first search with an incumbent."""
+    """Best-first search with an incumbent, in two passes.
+
+    The first pass solves programs without contiguity, which is quick, bounds every candidate that
+    matters, and mostly finds the best plan. The second pass settles with the full program what
+    those bounds leave open; when all layers are alike, that is nothing.
+    """
 
     def __init__(
         self, task: PlanningTask, progress: Progress, candidates: list[_Candidate]
@@ -104,22 +109,33 @@ class _Search:
 
     def run(self) -> None:
         """Solve until the next bound cannot win, or time is up."""
-        for done, candidate in enumerate(self.candidates):
-            self.progress(done, len(self.candidates), self.best_s if self.best else None)
-            if candidate.bound_s >= self._cutoff_s():
-                self.proven_s = min(self.proven_s, candidate.bound_s)
-                break
-            if time.monotonic() >= self.deadline:
-                self.out_of_time = True
-                self.proven_s = min(self.proven_s, candidate.bound_s)
-                break
-            self._solve(candidate)
+        still_open = self._pass(self.candidates, contiguous=False)
+        self._pass(sorted(still_open, key=lambda item: item.bound_s), contiguous=True)
         self.progress(len(self.candidates), len(self.candidates), self.best_s)
+
+    def _pass(self, candidates: list[_Candidate], *, contiguous: bool) -> list[_Candidate]:
+        """Solve best bound first; return the candidates whose full program may still win."""
+        still_open = []
+        for done, candidate in enumerate(candidates):
+            self.progress(done, len(self.candidates), self.best_s if self.best else None)
+            pruned = candidate.bound_s >= self._cutoff_s()
+            if pruned or time.monotonic() >= self.deadline:
+                self.out_of_time |= not pruned
+                self.proven_s = min(self.proven_s, candidate.bound_s)
+                break
+            problem = self.task.problem(candidate.pair, candidate.order)
+            bound_s = max(candidate.bound_s, self._solve(problem, contiguous=contiguous))
+            if contiguous or is_exact_without_steps(problem):
+                self.proven_s = min(self.proven_s, bound_s)
+            else:
+                still_open.append(replace(candidate, bound_s=bound_s))
+        return still_open
 
     def _cutoff_s(self) -> float:
         return self.best_s * (1 - self.task.request.gap)
 
-    def _solve(self, candidate: _Candidate) -> None:
+    def _solve(self, problem: AssignmentProblem, *, contiguous: bool) -> float:
+        """Solve one program for plans below the cutoff; return a bound of all its plans."""
         request, cutoff_s = self.task.request, self._cutoff_s()
         left_s = self.deadline - time.monotonic()
         options = IlpOptions(
@@ -127,15 +143,13 @@ class _Search:
             gap=request.gap,
             time_limit_s=None if math.isinf(left_s) else max(0.1, left_s),
             cutoff_s=cutoff_s,
+            contiguous=contiguous,
         )
-        problem = self.task.problem(candidate.pair, candidate.order)
         result = solve_ilp(problem, options)
         self.searched += 1
-        if result.status in ("unknown", "feasible"):
-            self.out_of_time = True
-        # Below the cutoff nothing is cheaper than the program's bound; above it lies the cutoff.
-        bound_s = min(result.bound_s, cutoff_s)
-        self.proven_s = min(self.proven_s, max(candidate.bound_s, bound_s))
+        self.out_of_time |= result.status in ("unknown", "feasible")
         if result.price is not None and result.price.objective_s < self.best_s:
             self.best = problem, result
             self.best_s = result.price.objective_s
+        # Below the cutoff nothing is cheaper than the program's bound; above it lies the cutoff.
+        return min(result.bound_s, cutoff_s)

@@ -141,3 +141,19 @@ def test_time_limit_keeps_the_incumbent_and_an_honest_bound() -> None:
     assert found.status in ("feasible", "unknown", "optimal")
     if found.price is not None:
         assert found.bound_s <= found.price.objective_s
+
+
+def test_without_contiguity_the_bound_holds_and_plans_are_real() -> None:
+    planned = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        oracle = brute_force(problem)
+        found = solve_ilp(problem, IlpOptions(contiguous=False))
+        if oracle is not None:
+            assert found.bound_s <= oracle[1].objective_s * (1 + 1e-7)
+        if found.price is not None:
+            planned += 1
+            assert found.price.objective_s >= oracle[1].objective_s * (1 - 1e-9)
+            if ilp.is_exact_without_steps(problem):
+                assert found.price.objective_s == pytest.approx(oracle[1].objective_s, rel=1e-7)
+    assert planned > 20
