@@ -29,6 +29,8 @@ from llmpq.models.config import layer_window
 from llmpq.models.families import family_of
 from llmpq.models.rotary import RotaryTables
 
+LayerArgument = Tensor | KVView | tuple[Tensor, Tensor] | None
+
 
 class DecoderStage(nn.Module):
     """A contiguous run of decoder layers.
@@ -76,13 +78,16 @@ class DecoderStage(nn.Module):
             ``[R, T, H]``; what stands at padding is meaningless.
 
         Raises:
-            SpecError: ``hidden`` and ``batch`` are of unlike shape.
+            SpecError: ``hidden`` and ``batch`` are of unlike shape, or rows begin late with no
+                cache to hold what came before.
         """
         if hidden.shape[:2] != batch.positions.shape:
             raise SpecError(
                 f"micro-batch: found hidden states {list(hidden.shape)} for positions "
                 f"{list(batch.positions.shape)}"
             )
+        if cache is None and bool(batch.positions[:, 0].any()):
+            raise SpecError("micro-batch: without a cache, expected rows that begin at position 0")
         view = None if cache is None else cache.view(batch)
         shared = self._shared_arguments(hidden, batch)
         masks = self._masks(hidden, batch)
@@ -97,12 +102,9 @@ class DecoderStage(nn.Module):
             hidden = output[0] if isinstance(output, tuple) else output
         return hidden
 
-    def _shared_arguments(
-        self, hidden: Tensor, batch: MicroBatch
-    ) -> dict[str, Tensor | KVView | tuple[Tensor, Tensor] | None]:
-        positions = batch.query_positions.to(hidden.device)
-        shared: dict[str, Tensor | KVView | tuple[Tensor, Tensor] | None]
-        shared = {"position_ids": positions}
+    def _shared_arguments(self, hidden: Tensor, batch: MicroBatch) -> dict[str, LayerArgument]:
+        shared: dict[str, LayerArgument]
+        shared = {"position_ids": batch.query_positions.to(hidden.device)}
         if self._has_alibi:
             heads = self.config.num_attention_heads
             shared["alibi"] = alibi_bias(batch.rows, heads, batch.longest, hidden)

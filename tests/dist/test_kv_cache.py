@@ -86,6 +86,14 @@ def test_rows_may_fill_their_slots_to_the_end():
     assert torch.equal(keys[0, :, 11], _new(2, 4)[0, :, 0])
 
 
+def test_rows_may_end_together_and_begin_apart():
+    batch = MicroBatch.build([0, 1], [2, 4], [3, 1])
+    keys, _ = _cache().view(batch).update(_new(2, 3), _new(2, 3), 5)
+    assert torch.equal(keys[0, :, 2:], _new(2, 3)[0])
+    assert torch.equal(keys[1, :, 4], _new(2, 3)[1, :, 0])
+    assert not keys[1, :, :4].any()
+
+
 def test_layers_do_not_share_memory():
     cache = _cache()
     view = cache.view(MicroBatch.build([0], [0], [1]))

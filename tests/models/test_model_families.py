@@ -159,6 +159,12 @@ def test_hidden_states_of_another_shape_are_refused(tiny_model):
         stage(torch.zeros(2, 1, 32), MicroBatch.build([0, 1], [0, 0], [3, 3]))
 
 
+def test_late_rows_without_a_cache_are_refused(tiny_model):
+    stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
+    with pytest.raises(SpecError, match="begin at position 0"):
+        stage(torch.zeros(1, 2, 32), MicroBatch.build([0], [1], [2]))
+
+
 def test_tied_head_is_held_once(tiny_model):
     master = Pipeline(tiny_model("opt", seed=1), [0, 3]).master
     untied = Pipeline(tiny_model("opt", seed=1, tie_word_embeddings=False), [0, 3]).master
