@@ -16,6 +16,10 @@ from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
 
 MIN_STEP_TIMEOUT_S = 0.5
+BEATS_PER_TIMEOUT = 5
+"""Signs of life within a step timeout: a machine that is merely busy may swallow some."""
+START_TIMEOUT_S = 120.0
+"""How long a rank may take to start and to meet the others: importing torch takes a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,14 @@ from pathlib import Path
 
 import llmpq
 from llmpq.dist.environment import cpu_environment
-from llmpq.dist.failures import ErrorNote, error_of_status, read_note, stage_name
-from llmpq.dist.job import Job, write_job
+from llmpq.dist.failures import (
+    ErrorNote,
+    error_of_status,
+    read_note,
+    silent_peer,
+    stage_name,
+)
+from llmpq.dist.job import START_TIMEOUT_S, Job, write_job
 from llmpq.dist.measurement import Measurement, measurement_from_fields
 from llmpq.dist.progress import Event, Progress
 from llmpq.errors import LlmpqError, SpecError, StageError
@@ -104,8 +110,11 @@ def launch(
             workers[rank] = _start(job, plan, rank, ranks, folder, writer)
         os.close(writer)
         writer = -1
-        failed = _watch(workers, reader, progress)
-        if failed:
+        silent = _Watch(workers, reader, job.step_timeout_s + GRACE_S).run(progress)
+        if silent is not None:
+            name = stage_name(plan, silent, os.uname().nodename)
+            raise silent_peer(name, silent, job.step_timeout_s)
+        if any(worker.poll() for worker in workers.values()):
             _wait_for_notes(workers, folder)
             raise _cause(plan, workers, folder)
     finally:
@@ -172,22 +181,57 @@ def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
     return set(available[first : first + threads[rank]])
 
 
-def _watch(workers: Mapping[int, subprocess.Popen[bytes]], reader: int, progress: Progress) -> bool:
-    """Pass events on until all ranks ended well (false) or one did not (true)."""
-    os.set_blocking(reader, False)
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(reader, selectors.EVENT_READ)
-        while True:
-            codes = [worker.poll() for worker in workers.values()]
-            data = os.read(reader, 65536) if selector.select(POLL_S) else b""
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                progress.report(Event.decode(line))
-            if any(codes):
-                return True
-            if all(code == 0 for code in codes):
-                return False
+class _Watch:
+    """Follows the workers of this host: their events, their ends, their silence."""
+
+    def __init__(
+        self, workers: Mapping[int, subprocess.Popen[bytes]], reader: int, timeout_s: float
+    ) -> None:
+        self._workers = workers
+        self._reader = reader
+        self._timeout_s = timeout_s
+        self._silent_s = dict.fromkeys(workers, 0.0)
+        self._allowed_s = dict.fromkeys(workers, START_TIMEOUT_S)
+        self._rest = b""
+
+    def run(self, progress: Progress) -> int | None:
+        """Pass events on until all ranks ended well or one did not.
+
+        Returns:
+            The rank that gave no sign of life for too long, ``None`` when that is not the cause.
+        """
+        os.set_blocking(self._reader, False)
+        last = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._reader, selectors.EVENT_READ)
+            while True:
+                codes = [worker.poll() for worker in self._workers.values()]
+                self._pass_on(selector.select(POLL_S) != [], progress)
+                if any(codes) or all(code == 0 for code in codes):
+                    return None
+                now = time.monotonic()
+                # A pause of our own (the whole group was stopped) is not the workers' silence.
+                silent = self._find_silent(min(now - last, 1.0))
+                if silent is not None:
+                    return silent
+                last = now
+
+    def _pass_on(self, is_readable: bool, progress: Progress) -> None:
+        data = os.read(self._reader, 65536) if is_readable else b""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            event = Event.decode(line)
+            self._silent_s[event.rank] = 0.0
+            self._allowed_s[event.rank] = self._timeout_s
+            if event.kind != "alive":
+                progress.report(event)
+
+    def _find_silent(self, elapsed_s: float) -> int | None:
+        for rank, worker in self._workers.items():
+            self._silent_s[rank] += elapsed_s
+            if self._silent_s[rank] > self._allowed_s[rank] and worker.poll() is None:
+                return rank
+        return None
 
 
 def _wait_for_notes(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import dataclass
 from typing import IO, Literal, NoReturn, Protocol
 
 from tqdm import tqdm
 
-EventKind = Literal["load", "tokens"]
+EventKind = Literal["load", "tokens", "alive"]
 MAX_EVENT_BYTES = 200
 """Below PIPE_BUF, so that events of several ranks never mix on one pipe."""
 
@@ -20,7 +21,8 @@ class Event:
 
     Attributes:
         rank: who says so.
-        kind: ``load`` counts layers loaded, ``tokens`` counts tokens made.
+        kind: ``load`` counts layers loaded, ``tokens`` counts tokens made, ``alive`` counts
+            nothing: it says that the process is there.
         done: how much.
         total: of how much, as far as is known now.
     """
@@ -75,6 +77,32 @@ class PipeProgress:
             return
 
 
+class Pulse:
+    """A thread that says that this process is alive, until the process ends.
+
+    Args:
+        progress: takes the events.
+        rank: of this process.
+        interval_s: between two of them.
+    """
+
+    def __init__(self, progress: Progress, rank: int, interval_s: float) -> None:
+        self._progress = progress
+        self._event = Event(rank=rank, kind="alive", done=0, total=0)
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="pulse").start()
+
+    def stop(self) -> None:
+        """Fall silent."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._progress.report(self._event)
+            self._stop.wait(self._interval_s)
+
+
 class BarProgress:
     """Draws a bar of layers and then a bar of tokens.
 
@@ -95,7 +123,7 @@ class BarProgress:
         if event.kind == "load":
             self._loaded[event.rank] = event.done
             self._draw("load", sum(self._loaded.values()), self._num_layers)
-        else:
+        elif event.kind == "tokens":
             self._draw("tokens", event.done, event.total)
 
     def close(self) -> None:

@@ -116,6 +116,14 @@ def torch_device(plan: Plan, rank: int) -> torch.device:
     return torch.device("cuda", len(before))
 
 
+def use_device(plan: Plan, rank: int) -> torch.device:
+    """Return the device of a rank, made this thread's current one: Triton launches on that."""
+    device = torch_device(plan, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     """Read, quantize and place the layers of a stage, and take the memory of its KV slots."""
     plan, rank = context.plan, context.rank
@@ -158,7 +166,7 @@ def run_stage(context: RankContext) -> None:
     clock = StageClock(micro_batching=context.plan.micro_batching)
     try:
         start = clock.now()
-        runner = load_runner(context, torch_device(context.plan, context.rank))
+        runner = load_runner(context, use_device(context.plan, context.rank))
         clock.load_s = clock.now() - start
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
     except Exception as error:
@@ -208,7 +216,7 @@ class _Master:
         plan = context.plan
         self._context = context
         self._clock = StageClock(micro_batching=plan.micro_batching)
-        self._device = torch_device(plan, 0)
+        self._device = use_device(plan, 0)
         start = self._clock.now()
         master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
         runner = load_runner(context, self._device)

@@ -1,6 +1,6 @@
 """TorchCommunicator: the ring over torch.distributed's gloo, between processes and hosts.
 
-What gloo does and does not do (measured, see docs/reliability.md) shapes this module:
+What gloo was measured to do, and not to do, shapes this module:
 
 - An operation that times out closes the pair for good, so a timeout is the end, never a poll. A
   thread is always receiving; its timeout bounds how long a peer may be silent.
@@ -36,7 +36,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
 from torch.distributed.rendezvous import rendezvous
 
 from llmpq.dist.failures import closed_peer, silent_peer
-from llmpq.dist.job import Meeting
+from llmpq.dist.job import BEATS_PER_TIMEOUT, START_TIMEOUT_S, Meeting
 from llmpq.dist.messages import (
     Frame,
     FrameKind,
@@ -47,8 +47,6 @@ from llmpq.dist.messages import (
 )
 from llmpq.errors import SpecError, StageError
 
-MEETING_TIMEOUT_S = 120.0
-"""How long ranks wait for each other to start: importing torch takes a slow machine a while."""
 FAREWELL_S = 1.0
 """How long a closing rank waits for a peer to take what was sent to it."""
 MAX_UNREAPED_SENDS = 16
@@ -200,7 +198,7 @@ class TorchCommunicator:
 
     def _beat(self) -> None:
         """Send a heartbeat several times within every timeout, until the last frame."""
-        while not self._closed.wait(self._timeout_s / 5):
+        while not self._closed.wait(self._timeout_s / BEATS_PER_TIMEOUT):
             try:
                 with self._lock:
                     if self._closed.is_set():
@@ -217,7 +215,7 @@ class TorchCommunicator:
 
 
 def _open_store(meeting: Meeting, rank: int, world_size: int) -> Store:
-    timeout = timedelta(seconds=MEETING_TIMEOUT_S)
+    timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
         if meeting.file is not None:
             store: Store = FileStore(str(meeting.file), world_size)
@@ -262,7 +260,7 @@ def _exchange(
             text = store.get(f"rank/{other}")
         except RuntimeError:
             raise StageError(
-                f"rank {other} did not start within {MEETING_TIMEOUT_S:g} s (seen from {name})"
+                f"rank {other} did not start within {START_TIMEOUT_S:g} s (seen from {name})"
             ) from None
         found_name, found_digest = json.loads(text)
         if found_digest != digest:

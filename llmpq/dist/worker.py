@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
-from llmpq.dist.job import Job, read_job
+from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch import measurement_file
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.model_files import eos_token_ids, load_tokenizer
-from llmpq.dist.progress import PipeProgress, Progress
+from llmpq.dist.progress import PipeProgress, Progress, Pulse
 from llmpq.dist.prompts import Request, Tokenizer, make_request, read_prompts, request_limits
 from llmpq.dist.rank import (
     RankContext,
@@ -48,8 +48,10 @@ def main(argv: Sequence[str]) -> int:
     job = read_job(job_file)
     die_with(job.launcher_pid)
     configure_logging(rank=rank)
+    progress = PipeProgress(descriptor)
+    Pulse(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
     try:
-        measurement = run_rank(job, rank, PipeProgress(descriptor))
+        measurement = run_rank(job, rank, progress)
     except LlmpqError as error:
         blames = error.rank if isinstance(error, PeerLostError) else None
         _leave_note(job_file, rank, str(error), error.exit_status, blames)

@@ -143,6 +143,27 @@ def test_a_killed_rank_ends_the_run_at_once(tiny_model, victim):
     assert not any(is_running(pid) for pid in pids.values())
 
 
+@pytest.mark.slow
+def test_a_stopped_rank_without_peers_is_a_timeout_too(tiny_model):
+    pids: dict[int, int] = {}
+
+    def stop() -> None:
+        pids.update(workers_of(os.getpid()))
+        os.kill(pids[0], signal.SIGSTOP)
+
+    progress = At(20, stop)
+    with pytest.raises(StageError, match=r"stage 0 \(rank 0, .*no sign of life for 1 s"):
+        generate_offline(
+            make_plan((0, 3), new_tokens=60),
+            prompts_without_end(),
+            model_dir=tiny_model("llama", seed=1),
+            step_timeout_s=1.0,
+            progress=progress,
+        )
+    assert time.monotonic() - progress.time_s < 1 + 2
+    assert not any(is_running(pid) for pid in pids.values())
+
+
 def test_a_stopped_rank_is_a_timeout(tiny_model):
     pids: dict[int, int] = {}
 

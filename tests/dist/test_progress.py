@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import queue
 
-from llmpq.dist.progress import MAX_EVENT_BYTES, BarProgress, Event, PipeProgress
+from llmpq.dist.progress import MAX_EVENT_BYTES, BarProgress, Event, PipeProgress, Pulse
 
 
 def _event(done: int, kind: str = "tokens", rank: int = 0, total: int = 10) -> Event:
@@ -29,6 +30,19 @@ def test_a_full_or_closed_pipe_does_not_stop_the_work():
     progress.report(_event(1))
     os.close(writer)
     progress.report(_event(1))
+
+
+def test_a_pulse_beats_until_it_stops():
+    events = queue.SimpleQueue()
+
+    class Collect:
+        def report(self, event: Event) -> None:
+            events.put(event)
+
+    pulse = Pulse(Collect(), 3, 0.001)
+    first, second = events.get(timeout=5), events.get(timeout=5)
+    pulse.stop()
+    assert first == second == _event(0, "alive", rank=3, total=0)
 
 
 def test_bars_count_layers_of_all_ranks_and_then_tokens():
