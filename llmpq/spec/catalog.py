@@ -80,7 +80,10 @@ def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:
     folder = Path(name_or_dir)
     if folder.is_dir():
         return load_model_dir(folder), folder
-    return model(str(name_or_dir)), None
+    try:
+        return model(str(name_or_dir)), None
+    except SpecError as error:
+        raise SpecError(f"{error} (a directory of that name does not exist either)") from None
 
 
 def device(type_name: str) -> DeviceSpec:

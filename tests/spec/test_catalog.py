@@ -102,6 +102,11 @@ def test_a_directory_wins_over_the_catalogue(tmp_path):
     assert (model.num_layers, source) == (12, None)
 
 
+def test_neither_directory_nor_name_says_both(tmp_path):
+    with pytest.raises(SpecError, match=r"does not know; did you mean.*directory of that name"):
+        catalog.resolve_model(tmp_path / "none")
+
+
 def test_all_promised_devices_are_there():
     assert set(catalog.device_types()) >= set(DEVICES)
 
