@@ -174,15 +174,17 @@ def _gurobi(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> 
 
 
 def _read_gurobi(program: pulp.LpProblem, codes: Any) -> _Answer:
-    model = program.solverModel
+    # PuLP leaves the objective's constant out of the model it gives to Gurobi.
+    model, constant = program.solverModel, program.objective.constant
     if model.Status in (codes.INFEASIBLE, codes.INF_OR_UNBD):
         return "infeasible", _NOTHING, math.inf, math.inf
-    bound = float(model.ObjBound)
+    bound = float(model.ObjBound) + constant
     if model.SolCount == 0:
         return "unknown", _NOTHING, math.inf, bound
     values = {item.name: float(item.solverVar.X) for item in program.variables()}
     done = model.Status == codes.OPTIMAL
-    return ("optimal" if done else "feasible"), values, float(model.ObjVal), bound
+    value = float(model.ObjVal) + constant
+    return ("optimal" if done else "feasible"), values, value, bound
 
 
 SOLVERS: Mapping[str, Callable[[pulp.LpProblem, float, float | None], _Answer]] = {
