@@ -273,7 +273,8 @@ def described(error: Exception, name: str) -> LlmpqError:
         return StageError(f"{name}: {error}")
     if isinstance(error, LlmpqError):
         return error
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    is_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if is_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
         first_line = str(error).partition("\n")[0]
         return CapacityError(f"{name}: out of memory: {first_line}")
     return StageError(f"{name}: {type(error).__name__}: {error}")

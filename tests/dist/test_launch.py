@@ -112,3 +112,8 @@ def test_a_rank_that_left_no_note_is_quoted(tmp_path):
     (tmp_path / "rank-1.log").write_text("Traceback: something\n")
     found = _cause(_plan(), _ended("os._exit(0)", "os._exit(7)"), tmp_path)
     assert "status 7: Traceback: something" in str(found)
+
+
+def test_the_launching_process_stays_without_torch():
+    code = "import sys, llmpq.cli.dist; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

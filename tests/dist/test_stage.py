@@ -10,8 +10,10 @@ import torch
 from helpers.ranks import make_plan, run_threads
 
 from llmpq.dist.communicator import Communicator, in_process_ring
+from llmpq.dist.failures import PeerLostError
 from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
 from llmpq.dist.prompts import Request
+from llmpq.dist.rank import described
 from llmpq.dist.ring import error_frame, error_of, shut_down, wait_until_ready
 from llmpq.dist.stage import StageRunner, StageWorker, micro_batch_frame
 from llmpq.dist.stats import StageClock
@@ -127,3 +129,26 @@ def test_a_stage_that_cannot_load_says_why(tiny_model, tmp_path):
     shard.write_bytes(b"\xff" * 100)
     with pytest.raises(SpecError, match=shard.name):
         run_threads(plan, model_dir, REQUESTS)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (MemoryError("x"), CapacityError, "stage 1: out of memory: x"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), CapacityError, "stage 1"),
+        (torch.OutOfMemoryError("x"), CapacityError, "stage 1: out of memory"),
+        (ValueError("x"), StageError, "stage 1: ValueError: x"),
+        (StageError("frame refused"), StageError, "stage 1: frame refused"),
+        (StageError("stage 2: gone"), StageError, "stage 2: gone"),
+        (SpecError("file"), SpecError, "file"),
+    ],
+)
+def test_whatever_goes_wrong_is_one_of_our_errors(error, kind, text):
+    found = described(error, "stage 1")
+    assert type(found) is kind
+    assert str(found).startswith(text)
+
+
+def test_a_lost_peer_stays_one():
+    lost = PeerLostError("stage 2: closed", 2)
+    assert described(lost, "stage 1") is lost

@@ -1,0 +1,59 @@
+"""What a run reads besides weights: tokenizers and end tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig
+
+from llmpq.dist.model_files import eos_token_ids, load_tokenizer
+from llmpq.errors import SpecError
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = {"<unk>": 0, "</s>": 1, "one": 2, "two": 3, "three": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def test_text_to_tokens_and_back(tmp_path):
+    _write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("two three one") == [3, 4, 2]
+    assert tokenizer.decode([3, 4, 2, 1]) == "two three one"
+
+
+def test_a_directory_without_tokenizer_has_none(tmp_path):
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_broken_tokenizer_is_named(tmp_path):
+    _write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SpecError, match="the tokenizer cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [(None, {7}), ({}, {7}), ({"eos_token_id": 5}, {5}), ({"eos_token_id": [5, 6]}, {5, 6})],
+)
+def test_end_tokens_come_from_the_generation_config_first(tmp_path, stored, expected):
+    if stored is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert eos_token_ids(tmp_path, LlamaConfig(eos_token_id=7)) == expected
+
+
+def test_senseless_end_tokens_are_refused(tmp_path):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(SpecError, match="eos_token_id"):
+        eos_token_ids(tmp_path, LlamaConfig())
