@@ -91,11 +91,13 @@ class Pulse:
         self._event = Event(rank=rank, kind="alive", done=0, total=0)
         self._interval_s = interval_s
         self._stop = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="pulse").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pulse")
+        self._thread.start()
 
     def stop(self) -> None:
-        """Fall silent."""
+        """Fall silent; no event follows."""
         self._stop.set()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._stop.is_set():

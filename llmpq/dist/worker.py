@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     die_with(job.launcher_pid)
     configure_logging(rank=rank)
     progress = PipeProgress(descriptor)
-    Pulse(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
+    pulse = Pulse(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
     try:
         measurement = run_rank(job, rank, progress)
     except LlmpqError as error:
@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         traceback.print_exc()
         _leave_note(job_file, rank, f"{type(error).__name__}: {error}", 1, None)
         return 1
+    finally:
+        pulse.stop()
     if measurement is not None:
         write_text(measurement_file(job_file.parent), dump_json(measurement.to_json()))
     return 0
