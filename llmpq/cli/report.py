@@ -84,8 +84,12 @@ def plan_table(plan: Plan, dropped: Mapping[int, str]) -> str:
         "",
         *_totals(plan),
     ]
+    alike: dict[str, list[int]] = {}
     for device, reason in dropped.items():
-        lines.append(f"left out       {plan.cluster.devices[device].label}: {reason}")
+        alike.setdefault(reason, []).append(device)
+    for reason, members in alike.items():
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        lines.append(f"left out       {plan.cluster.devices[members[0]].label}{more}: {reason}")
     return "\n".join(lines)
 
 
@@ -147,7 +151,7 @@ def _totals(plan: Plan) -> list[str]:
         proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
         lines.append(
             f"bound          {search.bound_s:.4g} s, gap {max(0.0, search.gap):.2%} ({proof} over "
-            f"{search.orders} orders; {search.pairs_searched} programs solved, "
+            f"{search.orders} device orders: {search.pairs_searched} programs solved, "
             f"{search.pairs_pruned} ruled out by their bound)"
         )
     lines.append(
