@@ -8,9 +8,11 @@ torchrun, give ``--no_auto``: each process then is one rank.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmpq.cli.common import make_parser, print_json, run_command
@@ -72,13 +74,24 @@ def _run(options: argparse.Namespace) -> int:
         measurement = _be_one_rank(job, plan)
     else:
         progress = BarProgress(sys.stderr, plan.model.num_layers)
-        try:
-            measurement = run_job(job, hosts=_hosts(options), progress=progress)
-        finally:
-            progress.close()
+        with _terminated_as_if_interrupted():
+            try:
+                measurement = run_job(job, hosts=_hosts(options), progress=progress)
+            finally:
+                progress.close()
     if measurement is not None:
         _print(plan, measurement, as_json=options.json)
     return 0
+
+
+@contextlib.contextmanager
+def _terminated_as_if_interrupted() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does, so that ranks are ended and the private folder removed."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _job(options: argparse.Namespace, plan: Plan) -> Job:

@@ -11,6 +11,7 @@ Needs no torch. It reads the environment, which only it and the commands may.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -149,7 +150,8 @@ def _start(
         )
     cores = _cores(plan, rank, ranks)
     if cores:
-        os.sched_setaffinity(worker.pid, cores)
+        with contextlib.suppress(ProcessLookupError):  # its end is noticed elsewhere
+            os.sched_setaffinity(worker.pid, cores)
     return worker
 
 

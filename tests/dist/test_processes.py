@@ -188,16 +188,25 @@ def test_a_stopped_rank_is_a_timeout(tiny_model):
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_its_launcher(tiny_model, tmp_path):
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_no_rank_outlives_its_launcher(tiny_model, tmp_path, end):
     files = write_files(tmp_path, PLAN, tiny_model("llama", seed=1))
-    command = [sys.executable, "-m", "llmpq.cli.dist", *files]
-    launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    (tmp_path / "private").mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "llmpq.cli.dist", *files],
+        stderr=subprocess.DEVNULL,
+        env=dict(os.environ) | {"TMPDIR": str(tmp_path / "private")},
+    )
     try:
         workers = wait_for(lambda: workers_of(launcher.pid), lambda found: len(found) == 2)
+        launcher.send_signal(end)
+        assert launcher.wait(timeout=10) == (-signal.SIGKILL if end is signal.SIGKILL else 130)
     finally:
         launcher.kill()
         launcher.wait()
     wait_for(lambda: [p for p in workers.values() if is_running(p)], lambda left: not left)
+    is_tidy = not any((tmp_path / "private").iterdir())
+    assert is_tidy == (end is signal.SIGTERM)
 
 
 @pytest.mark.slow
