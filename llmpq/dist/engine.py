@@ -202,8 +202,7 @@ class MasterEngine:
         return tuple(len(flight.rows) for flight in self._flights if flight.kind is kind)
 
     def _launch_prefill(self, numbers: Sequence[int]) -> None:
-        chosen = set(numbers)
-        self._waiting = deque(item for item in self._waiting if item.request not in chosen)
+        self._take_from_queue(set(numbers))
         sequences = [
             _Sequence(number=number, request=self._requests[number], slot=self._slots.acquire())
             for number in numbers
@@ -217,6 +216,17 @@ class MasterEngine:
             for sequence, prompt in zip(sequences, prompts, strict=True)
         ]
         self._launch(FrameKind.PREFILL, sequences, rows, torch.tensor(padded))
+
+    def _take_from_queue(self, chosen: set[int]) -> None:
+        """Remove requests from the queue without walking past the last of them."""
+        passed_over = []
+        while chosen:
+            item = self._waiting.popleft()
+            if item.request in chosen:
+                chosen.remove(item.request)
+            else:
+                passed_over.append(item)
+        self._waiting.extendleft(reversed(passed_over))
 
     def _launch_decode(self, slots: Sequence[int]) -> None:
         sequences = [self._ready.pop(slot) for slot in slots]

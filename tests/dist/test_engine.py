@@ -9,9 +9,16 @@ import torch
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import load_reference
 
+from llmpq.batching import Decision, Decode, Prefill, SchedulerView, Wait
+from llmpq.dist.engine import MasterEngine
 from llmpq.dist.job import Sampling
+from llmpq.dist.progress import SilentProgress
 from llmpq.dist.prompts import Request
+from llmpq.dist.rank import RankContext, load_runner
+from llmpq.dist.sampler import Sampler
+from llmpq.dist.stats import StageClock
 from llmpq.quant.layer import quantize_layer_
+from llmpq.quant.loader import load_master
 
 torch.set_num_threads(1)
 
@@ -133,3 +140,38 @@ def test_no_requests_is_a_run_too(tiny_model):
     answers, measurement = run_threads(make_plan((0, 1, 3)), tiny_model("llama", seed=1), [])
     assert answers == {}
     assert (measurement.requests, measurement.generated_tokens) == (0, 0)
+
+
+class LastFirst:
+    """A policy of another kind: one request at a time, the one that came last first."""
+
+    def decide(self, view: SchedulerView) -> Decision:
+        if view.waiting and view.free_slots:
+            return Prefill(requests=(view.waiting[-1].request,))
+        if view.ready:
+            return Decode(slots=(view.ready[-1].slot,))
+        return Wait()
+
+
+def test_the_engine_takes_any_policy(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    requests, expected = requests_with_stops(model_dir)
+    device = torch.device("cpu")
+    plan = make_plan((0, 3), batch=2)
+    context = RankContext(
+        plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
+    )
+    answers = {}
+    engine = MasterEngine(
+        master=load_master(model_dir, dtype=torch.float32, device=device),
+        runner=load_runner(context, device),
+        communicator=None,
+        policy=LastFirst(),
+        sampler=Sampler(Sampling()),
+        clock=StageClock(micro_batching=plan.micro_batching),
+        num_slots=2,
+    )
+    made = engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
+    assert {number: list(tokens) for number, tokens in answers.items()} == expected
+    assert next(iter(answers)) in (len(requests) - 1, len(requests) - 2)
+    assert made.requests == len(requests)
