@@ -20,7 +20,7 @@ from llmpq.dist import Hosts, check_job, model_dir_of, run_job
 from llmpq.dist.job import Job, Meeting, Sampling
 from llmpq.dist.launch import rank_environment
 from llmpq.dist.measurement import Measurement
-from llmpq.dist.progress import BarProgress, Progress, SilentProgress
+from llmpq.dist.progress import BarProgress, SilentProgress
 from llmpq.dist.report import build_report, format_report
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.no_auto:
         measurement = _be_one_rank(job, plan)
     else:
-        progress = BarProgress(sys.stderr, plan.model.num_layers)
+        progress = _bar(plan.model.num_layers)
         with _terminated_as_if_interrupted():
             try:
                 measurement = run_job(job, hosts=_hosts(options), progress=progress)
@@ -143,13 +143,16 @@ def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
 
     die_with(os.getppid())
 
-    bar = BarProgress(sys.stderr, plan.stages[0].num_layers) if rank == 0 else None
-    progress: Progress = bar or SilentProgress()
+    progress = _bar(plan.stages[0].num_layers) if rank == 0 else SilentProgress()
     try:
         return run_rank(job, rank, progress)
     finally:
-        if bar is not None:
-            bar.close()
+        progress.close()
+
+
+def _bar(num_layers: int) -> BarProgress | SilentProgress:
+    """Draw on a terminal only: a log file would keep every redrawn line."""
+    return BarProgress(sys.stderr, num_layers) if sys.stderr.isatty() else SilentProgress()
 
 
 def _variable(name: str) -> int:

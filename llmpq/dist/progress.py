@@ -57,6 +57,9 @@ class SilentProgress:
     def report(self, event: Event) -> None:
         """Forget the event."""
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class PipeProgress:
     """Passes events to the launching process.
