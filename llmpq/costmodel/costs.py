@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, LatencyModel
@@ -17,6 +18,9 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
 from llmpq.spec.workload import Workload
+
+LatencySource = Literal["table", "fit"]
+"""Where a table speaks: its measured points with interpolation, or the fit alone."""
 
 _ISA_HALF_RATES = {
     "sse4": {"bfloat16": 0.1, "float16": 0.1},
@@ -131,6 +135,7 @@ def build_costs(
     dtype: Dtype,
     kv_bits: int,
     profile_dir: Path | None = None,
+    latency: LatencySource = "table",
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster: measured where there are tables, else roofline.
 
@@ -141,13 +146,14 @@ def build_costs(
         kv_bits: bits of a cached key or value.
         profile_dir: a folder of tables, searched for latency tables whose provenance matches a
             device and for link tables of this cluster's nodes.
+        latency: how tables answer; devices without one are roofline either way.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
     """
     tables = read_folder(profile_dir)
     specs: list[DeviceSpec] = []
-    latency: list[LatencyModel] = []
+    models: list[LatencyModel] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -158,14 +164,15 @@ def build_costs(
         profile = find_profile(ProfileKey(model=model, dtype=dtype, device=device), tables)
         specs.append(spec)
         if profile is None:
-            latency.append(analytic)
+            models.append(analytic)
             continue
-        latency.append(
+        models.append(
             TableLatencyModel(
                 table=profile.table,
                 analytic=analytic,
                 profiled_kind=model.layer_kinds[profile.layer],
                 file=profile.file,
+                fitted_only=latency == "fit",
             )
         )
     return ClusterCosts(
@@ -174,7 +181,7 @@ def build_costs(
         dtype=dtype,
         kv_bits=kv_bits,
         specs=tuple(specs),
-        latency=tuple(latency),
+        latency=tuple(models),
         comm=AlphaBetaCommModel(
             cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
         ),

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import Phase, Precision, linear_bytes
 
+KV_SCALE_BYTES = 2
+"""One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
@@ -46,6 +49,11 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
         attention_flops=4.0 * rows * tokens * width,
         kv_values=2.0 * batch * tokens * layer.num_kv_heads * layer.head_dim,
     )
+
+
+def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
+    """Return the bytes of scales that one token leaves in a layer beside its keys and values."""
+    return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
 
 
 def experts_hit(op: LinearSpec, rows: float) -> float:

@@ -35,12 +35,15 @@ class TableLatencyModel:
             where the table has none (rows of 0 bits).
         profiled_kind: the kind of layer that was measured.
         file: the table's file, for messages.
+        fitted_only: answer with the regression everywhere, at measured points too (the paper's
+            cost model), instead of only outside the measured grid.
     """
 
     table: LatencyTable
     analytic: LatencyModel
     profiled_kind: int = 0
     file: str = "in memory"
+    fitted_only: bool = False
     _curves: dict[tuple[Phase, int], _Curve] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +54,7 @@ class TableLatencyModel:
     @property
     def source(self) -> str:
         """Where the seconds come from."""
-        return f"table {self.file}"
+        return f"{'fit of ' if self.fitted_only else ''}table {self.file}"
 
     def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
         """Return the seconds of one decoder layer; see ``LatencyModel``.
@@ -66,7 +69,7 @@ class TableLatencyModel:
                 f"{self.file}: found no {phase.value} samples at {bits} bits, only at {known}; "
                 "profile that bitwidth, or leave it out of the search"
             )
-        seconds = curve.seconds(batch, tokens)
+        seconds = self._answer(curve, batch, tokens)
         if kind == self.profiled_kind:
             return seconds
         other = self.analytic.layer_s(phase, bits, batch, tokens, kind)
@@ -79,7 +82,10 @@ class TableLatencyModel:
         curve = self._curves.get((phase, MASTER_BITS))
         if curve is None:
             return self.analytic.master_s(phase, batch, tokens)
-        return curve.seconds(batch, tokens)
+        return self._answer(curve, batch, tokens)
+
+    def _answer(self, curve: _Curve, batch: int, tokens: float) -> float:
+        return (curve.fitted if self.fitted_only else curve.seconds)(batch, tokens)
 
 
 class _Curve:
@@ -110,8 +116,8 @@ class _Curve:
         edge_tokens = min(max(tokens, self._lengths[0]), self._lengths[-1])
         edge = self._inside(edge_batch, edge_tokens)
         if edge is None:
-            return self._fitted(batch, tokens)
-        return edge * self._fitted(batch, tokens) / self._fitted(edge_batch, edge_tokens)
+            return self.fitted(batch, tokens)
+        return edge * self.fitted(batch, tokens) / self.fitted(edge_batch, edge_tokens)
 
     def _inside(self, batch: int, tokens: float) -> float | None:
         """Interpolate between the nearest rows that cover ``tokens``; ``None`` outside."""
@@ -124,7 +130,8 @@ class _Curve:
             return covering[batch]
         return _interpolate(list(covering), list(covering.values()), batch)
 
-    def _fitted(self, batch: int, tokens: float) -> float:
+    def fitted(self, batch: int, tokens: float) -> float:
+        """Return the seconds of the regression alone."""
         return float(np.dot(self._fit, self._features(batch, tokens)))
 
     def _features(self, batch: int, tokens: float) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llmpq.costmodel.features import kv_scale_bytes
 from llmpq.spec.cluster import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
@@ -41,8 +42,12 @@ def layer_weight_bytes(
 
 
 def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
-    """Return the bytes of one layer's preallocated slots ``2 v (s + n) k d`` values."""
-    per_token = model.layer_types[kind].kv_bytes_per_token(kv_bits / 8)
+    """Return the bytes of one layer's preallocated slots ``2 v (s + n) k d`` values.
+
+    At 8 bits a token keeps a 16-bit scale for each of its ``2 k`` keys and values besides.
+    """
+    layer = model.layer_types[kind]
+    per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
     return math.ceil(slots * max_tokens * per_token)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from llmpq.costmodel.features import (
     head_weights,
+    kv_scale_bytes,
     layer_work,
     quantizable_parameters,
     touched_bytes,
@@ -68,7 +69,9 @@ class RooflineLatencyModel:
         compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
         seconds = _overlapped(weights_s, compute_s)
         seconds += work.attention_flops / (self._arithmetic * ATTENTION_ARITHMETIC)
-        seconds += work.kv_values * self.kv_bits / 8 / (self._stream * ATTENTION_STREAM)
+        cached = work.kv_values * self.kv_bits / 8
+        cached += batch * tokens * kv_scale_bytes(layer, self.kv_bits)
+        seconds += cached / (self._stream * ATTENTION_STREAM)
         if is_prefill and bits != 16:
             widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
             seconds += cost.dequantize * widened / self._stream

@@ -135,3 +135,22 @@ def test_other_kinds_of_layer_scale_by_the_analytic_ratio():
     assert table.layer_s(DECODE, 16, 4, 100, 0) == 1.0
     assert table.layer_s(DECODE, 16, 4, 100, 1) == pytest.approx(ratio)
     assert ratio < 0.5
+
+
+def test_the_fit_alone_answers_at_measured_points_too():
+    noisy = [
+        sample(DECODE, 16, batch, tokens, decode_law(batch, tokens) * factor)
+        for (batch, tokens), factor in zip(GRID, (0.9, 1.1, 1.0) * 3, strict=True)
+    ]
+    table, fit = table_model(noisy), table_model(noisy, fitted_only=True)
+    measured = [table.layer_s(DECODE, 16, batch, tokens, 0) for batch, tokens in GRID]
+    fitted = [fit.layer_s(DECODE, 16, batch, tokens, 0) for batch, tokens in GRID]
+    assert measured == [item.seconds for item in noisy]
+    assert all(a != b for a, b in zip(measured, fitted, strict=True))
+    laws = [decode_law(batch, tokens) for batch, tokens in GRID]
+    assert fitted == pytest.approx(laws, rel=0.1)
+    assert fit.source == "fit of table in memory"
+    # Far outside, the table is carried on from its edge by the same fit.
+    assert fit.layer_s(DECODE, 16, 64, 4096, 0) == pytest.approx(
+        table.layer_s(DECODE, 16, 64, 4096, 0), rel=0.15
+    )
