@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
+from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import Price, is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 
 
 def all_assignments(problem: AssignmentProblem) -> Iterator[Assignment]:
-    """Yield every contiguous placement with every choice of bitwidths."""
+    """Yield every contiguous placement with every choice of bitwidths that the limits allow."""
     layers = problem.num_layers
     for positions in combinations_with_replacement(range(problem.num_positions), layers):
         for widths in product(range(len(problem.bits)), repeat=layers):
-            yield Assignment(positions, widths)
+            if obeys(problem.limits, problem.order, positions, widths):
+                yield Assignment(positions, widths)
 
 
 def brute_force(problem: AssignmentProblem) -> tuple[Assignment, Price] | None:

@@ -49,14 +49,14 @@ def plan_of(
             source=request.model_source,
             num_layers=request.model.num_layers,
         ),
-        cluster=request.cluster,
+        cluster=task.cluster,
         workload=request.workload,
         dtype=request.dtype,
         kv_bits=request.kv_bits,
         micro_batching=solution.problem.costs.micro_batching,
         stages=stages,
         dropped_devices=tuple(
-            index for index in range(len(request.cluster.devices)) if index not in used
+            index for index in range(len(task.cluster.devices)) if index not in used
         ),
         estimate=estimate_of(solution.problem, solution.price),
         search=Search(
@@ -155,7 +155,7 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
             StageAssignment(
                 rank=rank,
                 # Devices of a group are equal: the used positions take the first of them.
-                device=free[problem.order[position]].pop(0),
+                device=task.device_indices[free[problem.order[position]].pop(0)],
                 first_layer=layer,
                 end_layer=layer + len(bits),
                 bits=tuple(bits),
@@ -170,15 +170,19 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
     model = asdict(request.model)
     found = [
         ("model", digest_of(model)),
-        ("cluster", digest_of(cluster_to_json(request.cluster))),
+        ("cluster", digest_of(cluster_to_json(task.cluster))),
         ("workload", digest_of(workload_to_json(request.workload))),
         ("omega", omega_text(request)),
     ]
-    devices = request.cluster.devices
+    if request.overrides:
+        found.append(("overrides", " ".join(request.overrides.single())))
+    own, devices = request.cluster.devices, task.cluster.devices
     found += [
-        (f"latency of {devices[members[0]].label}", source)
+        (
+            f"latency of {devices[task.device_indices[members[0]]].label}",
+            task.costs.latency_source(own[members[0]]),
+        )
         for members in task.groups
-        for source in [task.costs.latency_source(devices[members[0]])]
     ]
     return tuple(found)
 

@@ -144,6 +144,7 @@ def _costs(request: PlanRequest) -> ClusterCosts:
         dtype=request.dtype,
         kv_bits=request.kv_bits,
         profile_dir=request.profile_dir,
+        latency=request.latency,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import Price, is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.assigner.program import Program, layers_alike
@@ -101,6 +102,10 @@ def _solve_once(problem: AssignmentProblem, options: IlpOptions, margin: float) 
         if options.contiguous:
             raise
         # With several kinds of layer, free counts need not be contiguous stages.
+        return nothing
+    if not obeys(problem.limits, problem.order, assignment.positions, assignment.widths):
+        if options.contiguous:
+            raise SolverError(f"solver '{options.solver}' breaks a manual decision")
         return nothing
     priced = price(problem, assignment)
     _check_value(priced.objective_s, found, unit_s, options)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from llmpq.assigner.baselines.uniform import find_uniform
 from llmpq.assigner.decode import plan_of
+from llmpq.assigner.overrides import NO_OVERRIDES
 from llmpq.assigner.search import find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
-from llmpq.errors import SpecError
+from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
 Method = Callable[[PlanningTask, Progress], Solution]
 
 METHODS: Mapping[str, Method] = {"llmpq": find_plan, "uniform": find_uniform}
 """The planning methods by name."""
+
+ANY_PLAN_GAP = 0.99
+"""Gap at which a search stops with the first plan it meets."""
+
+BLAME_LIMIT_S = 20.0
+"""Seconds of each search for the manual decision that leaves no plan."""
 
 
 def make_plan(
@@ -37,11 +45,13 @@ def make_plan(
         SpecError: the request or the method cannot be accepted.
         InfeasibleError: no plan exists, or none was found in time; the message says why.
     """
-    if method not in METHODS:
-        raise SpecError(f"method: found '{method}', expected one of {', '.join(METHODS)}")
+    check_method(request, method)
     started = time.perf_counter()
     task = build_task(request)
-    solution = METHODS[method](task, progress or _silent)
+    try:
+        solution = METHODS[method](task, progress or silent)
+    except InfeasibleError as error:
+        raise _blamed(request, method, error) from None
     return plan_of(
         task,
         solution,
@@ -51,6 +61,62 @@ def make_plan(
     )
 
 
-def _silent(done: int, total: int, best_s: float | None) -> None:
+def check_method(request: PlanRequest, method: str) -> None:
+    """Refuse an unknown method, and decisions that a method cannot follow.
+
+    Raises:
+        SpecError: names what was found.
+    """
+    if method not in METHODS:
+        raise SpecError(f"method: found '{method}', expected one of {', '.join(METHODS)}")
+    if method != "llmpq" and request.overrides.shapes_the_plan:
+        found = next(
+            text for text in request.overrides.single() if text.split()[0] not in _ANY_METHOD
+        )
+        raise SpecError(
+            f"{found}: found method '{method}', expected llmpq: the other methods only follow "
+            f"{', '.join(_ANY_METHOD)}"
+        )
+
+
+_ANY_METHOD = ("--memory_gib", "--exclude", "--micro_batch")
+
+
+def silent(done: int, total: int, best_s: float | None) -> None:
     """Report to nobody."""
     del done, total, best_s
+
+
+def _blamed(request: PlanRequest, method: str, error: InfeasibleError) -> InfeasibleError:
+    """Name the manual decisions that leave no plan, by planning without them."""
+    overrides = request.overrides
+    if not overrides:
+        return error
+    guilty = [
+        text
+        for text, others in overrides.without_each()
+        if _has_plan(replace(request, overrides=others), method)
+    ]
+    # What the search said is about memory, and wrong where something else is in the way.
+    others = overrides.shapes_the_plan or overrides.micro_batching is not None
+    detail = "" if others else f": {error}"
+    if guilty:
+        without = "it" if len(guilty) == 1 else "any one of them"
+        return InfeasibleError(
+            f"no plan exists with {' and '.join(guilty)}; without {without} there is one{detail}"
+        )
+    if _has_plan(replace(request, overrides=NO_OVERRIDES), method):
+        return InfeasibleError(
+            f"no plan exists with {' and '.join(overrides.single())} together; without any of "
+            f"them there is one{detail}"
+        )
+    return error
+
+
+def _has_plan(request: PlanRequest, method: str) -> bool:
+    easier = replace(request, gap=ANY_PLAN_GAP, time_limit_s=BLAME_LIMIT_S)
+    try:
+        METHODS[method](build_task(easier), silent)
+    except (InfeasibleError, SpecError):
+        return False
+    return True

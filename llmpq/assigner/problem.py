@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from llmpq.assigner.limits import BoolArray, Limits
 from llmpq.spec.plan import Formula, MicroBatching
 
 FloatArray = npt.NDArray[np.float64]
@@ -110,6 +111,7 @@ class AssignmentProblem:
         order: group of every position of the pipeline, each group at most as often as it has
             devices. Position 0 is the master and always runs; any other may stay empty, which
             takes it out of the pipeline.
+        limits: what a person decided, ``None`` for nothing.
     """
 
     costs: PairCosts
@@ -120,6 +122,7 @@ class AssignmentProblem:
     quality_budget: float | None
     formula: Formula
     order: tuple[int, ...]
+    limits: Limits | None = None
 
     @property
     def num_layers(self) -> int:
@@ -136,6 +139,14 @@ class AssignmentProblem:
         costs, group = self.costs, self.order[position]
         held = costs.first_capacity_bytes if position == 0 else costs.capacity_bytes
         return int(held[group])
+
+    def allowed(self, position: int) -> BoolArray:
+        """``[L, B]`` which widths a layer may have at ``position``."""
+        if self.limits is None:
+            return np.ones(self.omega.shape, dtype=np.bool_)
+        group = self.order[position]
+        both: BoolArray = self.limits.layer_widths & self.limits.group_widths[group]
+        return both
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Program:
         self.decode_max = self.lp.add_variable("decode_max", 0)
         self.objective += [(self.prefill_max, 1.0), (self.decode_max, 1.0)]
         self._add_counts()
+        self._add_limits()
         self._add_layers(contiguous=contiguous)
         self._add_stages()
         self._add_links()
@@ -89,11 +90,13 @@ class Program:
         """``n[j, k, b]``: whole, and no more than memory holds."""
         problem = self.problem
         self.counts: dict[tuple[int, int, int], pulp.LpVariable] = {}
-        kinds, numbers = np.unique(problem.kinds, return_counts=True)
+        kinds = np.unique(problem.kinds).tolist()
         for position, group in enumerate(problem.order):
             capacity = max(0, problem.capacity_bytes(position))
-            for kind, number in zip(kinds.tolist(), numbers.tolist(), strict=True):
-                for width in range(len(problem.bits)):
+            allowed = problem.allowed(position)
+            for kind in kinds:
+                numbers = allowed[problem.kinds == kind].sum(axis=0).tolist()
+                for width, number in enumerate(numbers):
                     size = max(1, int(problem.costs.layer_bytes[group, kind, width]))
                     self.counts[position, kind, width] = self.lp.add_variable(
                         f"n_{position}_{kind}_{width}",
@@ -101,6 +104,27 @@ class Program:
                         min(number, capacity // size),
                         pulp.LpInteger,
                     )
+
+    def _add_limits(self) -> None:
+        """Manual decisions on whole stages: exactly these layers, or one at least."""
+        problem = self.problem
+        if problem.limits is None:
+            return
+        for group, first, end in problem.limits.ranges:
+            position = problem.order.index(group)
+            for kind in np.unique(problem.kinds).tolist():
+                before = [v for (j, k, _), v in self.counts.items() if k == kind and j < position]
+                here = [v for (j, k, _), v in self.counts.items() if k == kind and j == position]
+                for terms, span in ((before, slice(first)), (here, slice(first, end))):
+                    held = float((problem.kinds[span] == kind).sum())
+                    if terms:
+                        self._row(((item, 1.0) for item in terms), "==", held)
+                    elif held:
+                        self._row([(self.prefill_max, 0.0)], ">=", 1.0)  # nothing stands before it
+        for group in problem.limits.used:
+            position = problem.order.index(group)
+            held_here = [(v, 1.0) for (j, _, _), v in self.counts.items() if j == position]
+            self._row(held_here, ">=", 1.0)
 
     def _add_layers(self, *, contiguous: bool) -> None:
         """Place every layer once; price its degradation; keep within the budget."""
@@ -125,16 +149,19 @@ class Program:
         """Add ``v`` and ``z`` and tie them to the counts; return the degradation's terms."""
         problem = self.problem
         last = problem.num_positions - 1
-        widths = range(len(problem.bits))
         sums: dict[tuple[int, int, int], Terms] = {key: [] for key in self.counts}
         quality: Terms = []
         above: list[pulp.LpVariable] = []
+        tops = [problem.allowed(position).astype(int) for position in range(last + 1)]
         for layer, kind in enumerate(problem.kinds.tolist()):
             steps = [
                 self.lp.add_variable(f"v_{layer}_{j}", 0, 1, pulp.LpInteger) for j in range(last)
             ]
             for position in range(last + 1):
-                cells = [self.lp.add_variable(f"z_{layer}_{position}_{b}", 0, 1) for b in widths]
+                cells = [
+                    self.lp.add_variable(f"z_{layer}_{position}_{b}", 0, int(top))
+                    for b, top in enumerate(tops[position][layer])
+                ]
                 for width, cell in enumerate(cells):
                     sums[position, kind, width].append((cell, 1.0))
                     quality.append((cell, float(problem.omega[layer, width])))
@@ -156,10 +183,11 @@ class Program:
         for (_, kind, width), count in self.counts.items():
             sums.setdefault((kind, width), []).append((count, -1.0))
         quality: Terms = []
+        tops = np.any([problem.allowed(j) for j in range(problem.num_positions)], axis=0)
         for layer, kind in enumerate(problem.kinds.tolist()):
             cells = [
-                self.lp.add_variable(f"z_{layer}_{width}", 0, 1)
-                for width in range(len(problem.bits))
+                self.lp.add_variable(f"z_{layer}_{width}", 0, int(top))
+                for width, top in enumerate(tops[layer])
             ]
             self._row([(cell, 1.0) for cell in cells], "==", 1.0)
             for width, cell in enumerate(cells):
@@ -286,8 +314,10 @@ def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
 
 
 def layers_alike(problem: AssignmentProblem) -> bool:
-    """Tell whether all layers are of one kind and degrade alike."""
+    """Tell whether all layers are of one kind, degrade alike and have the same choice."""
     same_kind = bool((problem.kinds == problem.kinds[0]).all())
+    if problem.limits is not None and not problem.limits.layers_alike:
+        return False
     return same_kind and bool((problem.omega == problem.omega[0]).all())
 
 

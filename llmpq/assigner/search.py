@@ -11,7 +11,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.enumeration import device_orders, layers_that_fit
+from llmpq.assigner.enumeration import layers_that_fit
 from llmpq.assigner.explain import explain_budget, explain_memory
 from llmpq.assigner.ilp import IlpOptions, IlpResult, is_exact_without_steps, solve_ilp
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
@@ -35,7 +35,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
         InfeasibleError: memory, the quality budget or the time limit leaves no plan; says which.
     """
     request = task.request
-    orders = device_orders(task.group_counts.tolist(), request.orders)
+    orders = task.orders()
     if not task.pairs:
         raise InfeasibleError(explain_memory(request))
     search = _Search(task, progress, _candidates(task, orders))

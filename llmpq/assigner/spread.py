@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import permutations
 
+import numpy as np
+
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 from llmpq.errors import SolverError
 
 TOLERANCE = 1e-12
 """Relative improvement below which an exchange is rounding noise."""
+
+FORBIDDEN = 1e3
+"""Degradation of a width that a limit forbids, in sums of all degradations."""
 
 
 def assignment_of_counts(problem: AssignmentProblem, counts: Sequence[FloatArray]) -> Assignment:
@@ -41,7 +46,7 @@ def assignment_of_counts(problem: AssignmentProblem, counts: Sequence[FloatArray
                     f"position {position} holds layers [{layer}, {end}) with {len(members)} of "
                     f"kind {kind}, but the solver counted {sum(row)}"
                 )
-            chosen = spread(problem.omega[members], row)
+            chosen = spread(_priced(problem, position, members), row)
             for member, width in zip(members, chosen, strict=True):
                 widths[member] = width
         positions += [position] * (end - layer)
@@ -49,6 +54,16 @@ def assignment_of_counts(problem: AssignmentProblem, counts: Sequence[FloatArray
     if layer != problem.num_layers:
         raise SolverError(f"the solver placed {layer} of {problem.num_layers} layers")
     return Assignment(tuple(positions), tuple(widths))
+
+
+def _priced(problem: AssignmentProblem, position: int, members: Sequence[int]) -> FloatArray:
+    """Return the degradation of some layers, with a width that is not allowed dearer than all."""
+    omega = problem.omega[members]
+    if problem.limits is None:
+        return omega
+    return np.where(
+        problem.allowed(position)[members], omega, FORBIDDEN * (1 + problem.omega.sum())
+    )
 
 
 def spread(omega: FloatArray, counts: Sequence[int]) -> list[int]:

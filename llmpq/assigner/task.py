@@ -13,10 +13,13 @@ from llmpq.assigner.enumeration import (
     OrderMode,
     build_pairs,
     device_groups,
+    device_orders,
     layers_that_fit,
     micro_batch_pairs,
 )
+from llmpq.assigner.limits import Limits
 from llmpq.assigner.objective import Price
+from llmpq.assigner.overrides import NO_OVERRIDES, Overrides
 from llmpq.assigner.problem import (
     Assignment,
     AssignmentProblem,
@@ -24,8 +27,9 @@ from llmpq.assigner.problem import (
     IntArray,
     PairCosts,
 )
+from llmpq.assigner.resolve import resolve
 from llmpq.assigner.solvers import SolverName
-from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
@@ -61,6 +65,8 @@ class PlanRequest:
         orders: which device orders to try.
         layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
         profile_dir: folder of measured tables.
+        latency: measured points with interpolation, or the regression fitted to them.
+        overrides: what a person decided.
     """
 
     model: ModelSpec
@@ -80,6 +86,8 @@ class PlanRequest:
     orders: OrderMode = "types"
     layer_group: int = 1
     profile_dir: Path | None = None
+    latency: LatencySource = "table"
+    overrides: Overrides = NO_OVERRIDES
 
     def __post_init__(self) -> None:
         longest = self.model.max_positions
@@ -98,6 +106,18 @@ class PlanRequest:
                 raise SpecError(f"{name}: found {value}, expected a finite value, not negative")
         if self.layer_group < 1:
             raise SpecError(f"layer group: found {self.layer_group}, expected at least 1")
+        sizes = self.overrides.micro_batching
+        if (
+            sizes is not None
+            and not 1
+            <= min(sizes.prefill, sizes.decode)
+            <= max(sizes.prefill, sizes.decode)
+            <= self.workload.batch
+        ):
+            raise SpecError(
+                f"micro-batches: found {sizes.prefill} and {sizes.decode}, expected sizes in "
+                f"[1, {self.workload.batch}]"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +125,12 @@ class PlanningTask:
     """A request with its arrays built.
 
     Attributes:
-        request: what is asked; its ``theta_s`` is set.
+        request: what is asked; its ``theta_s`` is set, and its cluster has only the devices that
+            may be used.
+        cluster: the whole cluster, as the plan will carry it.
+        device_indices: for every device of the request's cluster its index in ``cluster``.
+        limits: what a person decided about layers, bits and use, ``None`` for nothing.
+        fixed_order: group of every position when a person decided the order.
         costs: the cost models.
         groups: device indices of every group of interchangeable devices.
         pairs: costs of every micro-batch pair that memory allows at all.
@@ -122,6 +147,10 @@ class PlanningTask:
     omega: FloatArray
     run_lengths: tuple[int, ...]
     num_pairs: int
+    cluster: Cluster
+    device_indices: tuple[int, ...]
+    limits: Limits | None = None
+    fixed_order: tuple[int, ...] | None = None
 
     @property
     def theta_s(self) -> float:
@@ -132,6 +161,12 @@ class PlanningTask:
     def group_counts(self) -> IntArray:
         """``[T]`` devices of every group."""
         return np.array([len(members) for members in self.groups], dtype=np.int64)
+
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Return the orders of groups to try; see ``device_orders``."""
+        if self.fixed_order is not None:
+            return (self.fixed_order,)
+        return device_orders(self.group_counts.tolist(), self.request.orders)
 
     def problem(self, pair: PairCosts, order: tuple[int, ...]) -> AssignmentProblem:
         """Return the problem of one pair and one order of groups."""
@@ -144,6 +179,7 @@ class PlanningTask:
             quality_budget=self.request.quality_budget,
             formula=self.request.formula,
             order=order,
+            limits=self.limits,
         )
 
     def bounds(self, theta_s: float) -> FloatArray:
@@ -151,12 +187,19 @@ class PlanningTask:
         inputs = BoundInputs(
             counts=self.group_counts,
             kinds=self.kinds,
-            prices=theta_s * self.omega,
+            prices=self._prices(theta_s),
             omega=self.omega,
             quality_budget=self.request.quality_budget,
             formula=self.request.formula,
         )
         return lower_bounds(inputs, self.pairs)
+
+    def _prices(self, theta_s: float) -> FloatArray:
+        """Return ``[L, B]`` seconds of degradation; no price buys a width that is not allowed."""
+        prices: FloatArray = theta_s * self.omega
+        if self.limits is None:
+            return prices
+        return np.where(self.limits.layer_widths, prices, np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -185,18 +228,15 @@ class Solution:
 
 def build_task(request: PlanRequest) -> PlanningTask:
     """Build every array of a request; ``pairs`` is empty when the model fits nowhere."""
-    costs = build_costs(
-        request.model,
-        request.cluster,
-        dtype=request.dtype,
-        kv_bits=request.kv_bits,
-        profile_dir=request.profile_dir,
-    )
-    request = replace(request, bits=tuple(sorted(set(request.bits), reverse=True)))
-    candidates = micro_batch_pairs(request.workload.batch)
+    bits = tuple(sorted(set(request.bits), reverse=True))
+    compositions, kinds, lengths = _runs(request.model.layer_kinds, request.layer_group)
+    resolved = resolve(request.overrides, request.cluster, np.cumsum([0, *lengths]).tolist(), bits)
+    request = replace(request, bits=bits, cluster=resolved.cluster)
+    costs = costs_of(request)
+    sizes = request.overrides.micro_batching
+    candidates = micro_batch_pairs(request.workload.batch) if sizes is None else (sizes,)
     pairs = build_pairs(costs, request.workload, request.bits, candidates)
     omega = omega_of(request)
-    compositions, kinds, lengths = _runs(request.model.layer_kinds, request.layer_group)
     if request.layer_group > 1:
         pairs = tuple(pair.merged(compositions) for pair in pairs)
         starts = np.cumsum([0, *lengths[:-1]])
@@ -212,10 +252,26 @@ def build_task(request: PlanRequest) -> PlanningTask:
         omega=omega,
         run_lengths=lengths,
         num_pairs=len(pairs),
+        cluster=resolved.whole,
+        device_indices=resolved.indices,
+        limits=resolved.limits,
+        fixed_order=resolved.order,
     )
     if request.theta_s is not None:
         return task
     return replace(task, request=replace(request, theta_s=default_theta(task)))
+
+
+def costs_of(request: PlanRequest) -> ClusterCosts:
+    """Return the cost models of a request."""
+    return build_costs(
+        request.model,
+        request.cluster,
+        dtype=request.dtype,
+        kv_bits=request.kv_bits,
+        profile_dir=request.profile_dir,
+        latency=request.latency,
+    )
 
 
 def default_theta(task: PlanningTask) -> float:

@@ -1,0 +1,66 @@
+"""Limits: what manual decisions mean for one assignment problem, in groups, layers and widths.
+
+Every device that a limit names is a group of its own, so a group tells the position in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Limits:
+    """Rows that a problem must keep besides memory and quality.
+
+    Array legend: ``L`` layers, ``B`` bitwidths, ``T`` groups.
+
+    Attributes:
+        layer_widths: ``[L, B]`` whether a layer may have a width.
+        group_widths: ``[T, B]`` whether layers on a group may have a width.
+        ranges: group, first and end layer: exactly these layers are on its one device.
+        used: groups whose one device holds a layer at least.
+    """
+
+    layer_widths: BoolArray
+    group_widths: BoolArray
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    used: tuple[int, ...] = ()
+
+    @property
+    def layers_alike(self) -> bool:
+        """Whether every layer has the same choice of widths."""
+        return bool((self.layer_widths == self.layer_widths[0]).all())
+
+
+def obeys(
+    limits: Limits | None,
+    order: Sequence[int],
+    positions: Sequence[int],
+    widths: Sequence[int],
+) -> bool:
+    """Tell whether an assignment keeps the limits.
+
+    Args:
+        limits: ``None`` allows all.
+        order: group of every position.
+        positions: position of every layer.
+        widths: width index of every layer.
+    """
+    if limits is None:
+        return True
+    groups = [order[position] for position in positions]
+    allowed = all(
+        limits.layer_widths[layer, width] and limits.group_widths[group, width]
+        for layer, (group, width) in enumerate(zip(groups, widths, strict=True))
+    )
+    ranges = all(
+        [layer for layer, found in enumerate(groups) if found == group] == list(range(first, end))
+        for group, first, end in limits.ranges
+    )
+    return allowed and ranges and set(limits.used) <= set(groups)

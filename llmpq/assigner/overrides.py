@@ -1,0 +1,78 @@
+"""What a person decides instead of the planner: devices, order, layers, bits, memory, batches.
+
+Only values here, in the words of the command line; ``resolve`` holds them against a cluster. Each
+single decision can be told and taken away again, so that an impossible one can be named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from llmpq.spec.plan import MicroBatching
+from llmpq.units import GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """Manual decisions; empty leaves everything to the planner.
+
+    A device is named by its label ``node/type#0``. Where several may be meant, ``node/type``,
+    ``node`` or ``type`` name all that match.
+
+    Attributes:
+        memory: bytes a device may use, by device or devices.
+        exclude: devices to leave out.
+        use: devices that hold at least one layer each.
+        order: devices in the order of the pipeline; the others are left out.
+        layers: a device and the half-open range ``first, end`` of layers it holds.
+        layer_bits: half-open range ``first, end`` and the bits of its layers.
+        device_bits: the bits of whatever layers a device holds, by device or devices.
+        micro_batching: the two micro-batch sizes.
+    """
+
+    memory: tuple[tuple[str, int], ...] = ()
+    exclude: tuple[str, ...] = ()
+    use: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    layers: tuple[tuple[str, int, int], ...] = ()
+    layer_bits: tuple[tuple[int, int, int], ...] = ()
+    device_bits: tuple[tuple[str, int], ...] = ()
+    micro_batching: MicroBatching | None = None
+
+    def __bool__(self) -> bool:
+        return self != Overrides()
+
+    @property
+    def shapes_the_plan(self) -> bool:
+        """Whether it constrains the search itself, not only the devices and pairs it sees."""
+        return bool(self.use or self.order or self.layers or self.layer_bits or self.device_bits)
+
+    def single(self) -> tuple[str, ...]:
+        """Return every single decision as its option."""
+        return tuple(text for text, _ in self.without_each())
+
+    def without_each(self) -> Iterator[tuple[str, Overrides]]:
+        """Yield every single decision as its option, and the overrides without it."""
+        for field, texts in self._texts():
+            entries = getattr(self, field)
+            for index, text in enumerate(texts):
+                yield text, replace(self, **{field: entries[:index] + entries[index + 1 :]})
+        if self.order:
+            yield f"--fix_order {' '.join(self.order)}", replace(self, order=())
+        if self.micro_batching is not None:
+            sizes = self.micro_batching
+            text = f"--micro_batch {sizes.prefill} {sizes.decode}"
+            yield text, replace(self, micro_batching=None)
+
+    def _texts(self) -> Iterator[tuple[str, list[str]]]:
+        yield "memory", [f"--memory_gib {name}={size / GIB:g}" for name, size in self.memory]
+        yield "exclude", [f"--exclude {name}" for name in self.exclude]
+        yield "use", [f"--use {name}" for name in self.use]
+        yield "layers", [f"--fix_layers {name}={a}:{b}" for name, a, b in self.layers]
+        yield "layer_bits", [f"--fix_bits {a}:{b}={bits}" for a, b, bits in self.layer_bits]
+        yield "device_bits", [f"--fix_bits {name}={bits}" for name, bits in self.device_bits]
+
+
+NO_OVERRIDES = Overrides()
+"""Everything is left to the planner."""
