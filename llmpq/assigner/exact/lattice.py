@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-import numpy as np
-
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.coverage import NotCoveredError
 from llmpq.assigner.exact.space import SearchSpace
@@ -157,8 +155,9 @@ def _pack(
 
 
 class BlockWalk:
-    """The devices of a group stand together. Progress: groups entered (a bit set), devices used of
-    the last one.
+    """The devices of a group stand together.
+
+    Progress: the groups entered, as a bit set, and the devices used of the last one.
     """
 
     def __init__(self, counts: tuple[int, ...], symmetry: Symmetry) -> None:

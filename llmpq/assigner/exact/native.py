@@ -1,34 +1,24 @@
-"""The compiled core: found or built once, called through ctypes on numpy arrays.
+"""The compiled core called through ctypes: arrays in, arrays out.
 
-``csrc/`` is plain C11 without dependencies. A wheel may bring it compiled (``_core*.so`` next to
-this module); otherwise the first use compiles it, about two seconds, into ``__pycache__`` under a
-name that carries the digest of its sources. Without a compiler the search is not covered, and the
-caller takes the integer program. It refuses to know what is being planned: arrays in, arrays out.
+The structures mirror ``csrc/exact.h``, which says what every field means. This module refuses to
+know what is being planned, and to hold anything between two calls.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tempfile
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_uint64
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from llmpq.assigner.exact.build import core_path
 from llmpq.assigner.exact.coverage import NotCoveredError
 
-ABI = 3
-FLAGS = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
-COMPILE_LIMIT_S = 60.0
+ABI = 1
 DONE, OVERFLOW, DEADLINE, NO_MEMORY = range(4)
 
 _Doubles = POINTER(c_double)
@@ -84,7 +74,7 @@ class Search(Structure):
         *((name, c_int64) for name in ("max_columns", "max_labels")),
         ("value", c_double),
         *((name, c_int64) for name in ("columns", "labels", "kept", "states")),
-        ("stages", c_int32),
+        *((name, c_int32) for name in ("stages", "beam")),
     )
 
 
@@ -94,14 +84,15 @@ def fill(target: Structure, **values: object) -> list[AnyArray]:
     Returns:
         The arrays pointed to, which must outlive the structure.
     """
-    kinds = {name: kind for name, kind, *_ in target._fields_}
+    kinds: dict[str, Any] = {name: kind for name, kind, *_ in target._fields_}
     held: list[AnyArray] = []
     for name, value in values.items():
-        if kinds[name] in _TYPES:
-            array = np.ascontiguousarray(value, dtype=_TYPES[kinds[name]])
-            held.append(array)
-            value = array.ctypes.data_as(kinds[name])
-        setattr(target, name, value)
+        kind = kinds[name]
+        if kind not in _TYPES:
+            setattr(target, name, value)
+            continue
+        held.append(np.ascontiguousarray(value, dtype=_TYPES[kind]))
+        setattr(target, name, held[-1].ctypes.data_as(kind))
     return held
 
 
@@ -119,7 +110,7 @@ def lattice_bound(
     target: float,
     seconds: float,
 ) -> float:
-    """Improve ``multipliers`` in place and return the bound they prove (infinite: nothing fits)."""
+    """Return the bound that ``multipliers``, improved in place, prove; infinite: nothing fits."""
     steps = (Ascent * max(1, len(schedules)))(*schedules)
     return float(
         library().exact_lattice_bound(
@@ -144,7 +135,8 @@ def pool_bound(
     """Return the bound with contiguity dropped.
 
     Args:
-        problem, lattice: the pair, and the numbers of devices.
+        problem: the pair.
+        lattice: for the numbers of devices.
         floor: ``[T]`` whether a group can hold a layer; ``[2]`` a prefill and a decode send that
             no link undercuts; devices that every plan uses at least.
         multipliers: improved in place.
@@ -210,62 +202,27 @@ def library() -> ctypes.CDLL:
     Raises:
         NotCoveredError: there is none, and no compiler to build it.
     """
-    here = Path(__file__).parent
-    found = sorted(here.glob("_core*.so")) + sorted(here.glob("_core*.pyd"))
-    loaded = ctypes.CDLL(str(found[0] if found else _built(here)))
+    path = core_path()
+    loaded = ctypes.CDLL(str(path))
     if loaded.exact_abi() != ABI:
-        raise NotCoveredError(f"{found}: found another version of the core, expected {ABI}")
+        raise NotCoveredError(f"{path}: found another version of the core, expected {ABI}")
+    both = POINTER(Problem), POINTER(Lattice)
     loaded.exact_lattice_bound.restype = c_double
-    loaded.exact_pool_bound.restype = c_double
     loaded.exact_lattice_bound.argtypes = (
-        *(POINTER(kind) for kind in (Problem, Lattice)),
-        *(_Doubles, POINTER(Ascent), c_int32, c_double, c_double),
+        *both,
+        _Doubles,
+        POINTER(Ascent),
+        c_int32,
+        c_double,
+        c_double,
     )
+    loaded.exact_pool_bound.restype = c_double
     loaded.exact_pool_bound.argtypes = (
-        *(POINTER(kind) for kind in (Problem, Lattice)),
-        *(_Ints, _Doubles, c_double, _Doubles, POINTER(Ascent)),
+        *both,
+        _Ints,
+        _Doubles,
+        c_double,
+        _Doubles,
+        POINTER(Ascent),
     )
     return loaded
-
-
-def _built(here: Path) -> Path:
-    """Compile the core unless a library of these very sources is kept already."""
-    sources = sorted((here / "csrc").glob("*.[ch]"))
-    digest = hashlib.sha256(repr((FLAGS, sys.platform, sysconfig.get_platform())).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    name = f"exact-{digest.hexdigest()[:16]}.so"
-    for folder in (here / "__pycache__", Path(tempfile.gettempdir()) / f"llmpq-{os.getuid()}"):
-        if _owned(folder) and (folder / name).is_file():
-            return folder / name
-    for folder in (here / "__pycache__", Path(tempfile.gettempdir()) / f"llmpq-{os.getuid()}"):
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            return _compile([str(item) for item in sources if item.suffix == ".c"], folder / name)
-        except OSError:
-            continue
-    raise NotCoveredError(f"the compiled core cannot be kept in {here} or the temporary folder")
-
-
-def _owned(folder: Path) -> bool:
-    """Whether nobody else can have put a library there."""
-    if not folder.is_dir():
-        return False
-    status = folder.stat()
-    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
-
-
-def _compile(sources: Sequence[str], target: Path) -> Path:
-    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if compiler is None:
-        raise NotCoveredError("found no C compiler (cc, gcc or clang), and no compiled core")
-    with tempfile.TemporaryDirectory(prefix="exact-", dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler, *FLAGS, *sources, "-o", str(made), "-lm"]
-        done = subprocess.run(  # noqa: S603 - fixed flags, our own sources
-            command, capture_output=True, text=True, timeout=COMPILE_LIMIT_S, check=False
-        )
-        if done.returncode:
-            raise NotCoveredError(f"{compiler} failed on the core: {done.stderr.strip()[-400:]}")
-        made.replace(target)
-    return target

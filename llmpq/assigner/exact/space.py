@@ -152,9 +152,7 @@ class NativePair:
         costs, counts = self.costs, np.array(space.group_counts)
         smallest = np.maximum(1, costs.layer_bytes[:, np.unique(space.kinds)].min(axis=(1, 2)))
         slots = np.maximum(0, costs.capacity_bytes) // smallest
-        first = np.where(
-            costs.first_capacity_bytes < 0, -1, costs.first_capacity_bytes // smallest
-        )
+        first = np.where(costs.first_capacity_bytes < 0, -1, costs.first_capacity_bytes // smallest)
         total = (counts * slots).sum() - slots + first
         self.fits = bool((total[first >= 0] >= space.num_layers).any())
         most = np.sort(np.repeat(slots, counts))[::-1].cumsum()

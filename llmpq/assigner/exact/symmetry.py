@@ -55,7 +55,7 @@ def find_symmetry(space: SearchSpace) -> Symmetry:
 
 
 class _Tables:
-    """Everything a group is told by: ``own`` ``[T, F]``, ``links`` and ``returns`` ``[T, T, F]``."""
+    """Everything a group is told by: ``own`` is ``[T, F]``, the tables of links ``[T, T, F]``."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.counts = space.group_counts

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#define EXACT_ABI 3
+#define EXACT_ABI 1
 enum { EXACT_DONE = 0, EXACT_OVERFLOW = 1, EXACT_DEADLINE = 2, EXACT_NO_MEMORY = 3 };
 
 /* One micro-batch pair. With P and D the largest prefill and decode times of stages and links,
@@ -63,12 +63,12 @@ typedef struct {
     double value;
     int64_t columns, labels, kept, states;
     int32_t stages;
+    int32_t beam; /* labels kept by bound at one node and layer; 0 for all: only that is exact */
 } Search;
 
 /* Multipliers: [T] prefill stages, [T] prefill links, [T] decode stages, [T] decode links,
  * [1] decode sum, [C] memory (seconds per mean layer), [1] quality budget. */
-enum { MULTIPLIERS_PER_GROUP = 6, MULTIPLIERS_FIXED = 2 };
-static inline int at_prefill(const Problem *p, int g) { (void)p; return g; }
+static inline int at_prefill(const Problem *p, int g) { return (void)p, g; }
 static inline int at_prefill_link(const Problem *p, int g) { return p->groups + g; }
 static inline int at_decode(const Problem *p, int g) { return 2 * p->groups + g; }
 static inline int at_decode_link(const Problem *p, int g) { return 3 * p->groups + g; }
@@ -119,5 +119,11 @@ int columns_fill(Columns *s, const Field *f, const double *x, const double *best
 void columns_close(Columns *s);
 
 double now(void);
+double mean_layer_bytes(const Problem *p);
+/* Price of a second of summed decode time: its fixed weight, and what the sum branch of the
+ * steady round adds. */
+double sum_price(const Problem *p, const double *x);
+/* Price of a layer of a kind at bitwidth b on class k, its degradation apart. */
+double layer_base(const Problem *p, const double *x, int k, int kind, int b, double unit);
 
 #endif

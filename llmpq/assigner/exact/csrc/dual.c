@@ -1,0 +1,262 @@
+/* Dual ascent, on the lattice or on the pool: there contiguity is dropped, and every layer chooses
+ * its own device and bitwidth. Any multipliers within their totals prove a bound. */
+#include "exact.h"
+
+#include <string.h>
+
+/* ---- the pool: every layer chooses its own device ------------------------------------------ */
+
+typedef struct {
+    const Problem *problem;
+    const Lattice *lattice;
+    double byte_unit;
+    int32_t *usable;    /* [T] the group can hold some layer */
+    double *floor_link; /* [2] a send that every plan makes at least fewest - 1 times */
+    double fewest;      /* devices that every plan uses at least */
+} Pool;
+
+static double pool_master(const Pool *o, const double *x, double *gradient) {
+    const Problem *p = o->problem;
+    int T = p->groups, best = -1;
+    double least = HUGE_VAL;
+    for (int g = 0; g < T; g++) {
+        int k = T + g;
+        if (p->capacity[k] < 0) continue;
+        double held = ((double)p->capacity[g] - (double)p->capacity[k]) / o->byte_unit;
+        double price = (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
+                       (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] +
+                       x[at_memory(p, g)] * held;
+        if (price < least) least = price, best = g;
+    }
+    if (best < 0) return HUGE_VAL;
+    int k = T + best;
+    gradient[at_prefill(p, best)] += p->master_prefill[k];
+    gradient[at_decode(p, best)] += p->master_decode[k];
+    gradient[at_sum(p)] += p->master_decode[k];
+    gradient[at_memory(p, best)] +=
+        ((double)p->capacity[best] - (double)p->capacity[k]) / o->byte_unit;
+    return least;
+}
+
+static void pool_bases(const Pool *o, const double *x, int kind, double *base, int *who) {
+    const Problem *p = o->problem;
+    for (int b = 0; b < p->bits; b++) {
+        base[b] = HUGE_VAL, who[b] = 0;
+        for (int g = 0; g < p->groups; g++) {
+            double price = o->usable[g] ? layer_base(p, x, g, kind, b, o->byte_unit) : HUGE_VAL;
+            if (price < base[b]) base[b] = price, who[b] = g;
+        }
+    }
+}
+
+static double pool_layers(const Pool *o, const double *x, double *gradient) {
+    const Problem *p = o->problem;
+    double total = 0, quality = p->theta + x[at_budget(p)], base[64];
+    int who[64];
+    for (int i = 0; i < p->layers; i++) {
+        if (i == 0 || p->kind[i] != p->kind[i - 1]) pool_bases(o, x, p->kind[i], base, who);
+        const double *omega = p->omega + (size_t)i * p->bits;
+        int best = 0;
+        double least = HUGE_VAL;
+        for (int b = 0; b < p->bits; b++) {
+            double price = base[b] + quality * omega[b];
+            if (price < least) least = price, best = b;
+        }
+        int g = who[best], j = (g * p->kinds + p->kind[i]) * p->bits + best;
+        total += least;
+        gradient[at_prefill(p, g)] += p->prefill[j];
+        gradient[at_decode(p, g)] += p->decode[j];
+        gradient[at_sum(p)] += p->decode[j];
+        gradient[at_memory(p, g)] += (double)p->bytes[j] / o->byte_unit;
+        gradient[at_budget(p)] += omega[best];
+    }
+    return total;
+}
+
+static double pool_evaluate(const Pool *o, const double *x, double *gradient) {
+    const Problem *p = o->problem;
+    memset(gradient, 0, (size_t)multipliers(p) * sizeof(double));
+    double bound = pool_master(o, x, gradient) + pool_layers(o, x, gradient);
+    if (o->fewest > 1) { /* the floor link stands in for every link multiplier of group 0 */
+        if (p->links_in_sums) {
+            bound += (o->fewest - 1) * (o->floor_link[0] + sum_price(p, x) * o->floor_link[1]);
+            gradient[at_sum(p)] += (o->fewest - 1) * o->floor_link[1];
+        }
+        bound += x[at_prefill_link(p, 0)] * o->floor_link[0];
+        bound += x[at_decode_link(p, 0)] * o->floor_link[1];
+        gradient[at_prefill_link(p, 0)] += o->floor_link[0];
+        gradient[at_decode_link(p, 0)] += o->floor_link[1];
+    }
+    for (int g = 0; g < p->groups; g++) {
+        double held = p->capacity[g] > 0 ? (double)p->capacity[g] / o->byte_unit : 0;
+        bound -= o->lattice->count[g] * x[at_memory(p, g)] * held;
+        gradient[at_memory(p, g)] -= o->lattice->count[g] * held;
+    }
+    if (!isfinite(p->budget)) return bound;
+    gradient[at_budget(p)] -= p->budget;
+    return bound - x[at_budget(p)] * p->budget;
+}
+
+/* ---- dual ascent --------------------------------------------------------------------------- */
+
+typedef struct {
+    const Problem *problem;
+    Field *field;     /* one of the two is set */
+    const Pool *pool;
+    double *weight;   /* per multiplier: its weight in the sum of its block; 0 holds it at 0 */
+    double *scale;    /* per multiplier: its natural size */
+    double deadline;
+} Dual;
+
+static double dual_value(const Dual *d, const double *x, double *gradient) {
+    return d->field ? field_evaluate(d->field, x, gradient) : pool_evaluate(d->pool, x, gradient);
+}
+
+/* Project x onto { x >= 0, sum weight x = total } by bisection on the shift. */
+static void project(double *x, const double *weight, int n, double total) {
+    double span = total + 1;
+    for (int j = 0; j < n; j++)
+        if (weight[j] > 0 && fabs(x[j]) / weight[j] + total + 1 > span)
+            span = fabs(x[j]) / weight[j] + total + 1;
+    double low = -span, high = span;
+    for (int step = 0; step < 60; step++) {
+        double shift = 0.5 * (low + high), sum = 0;
+        for (int j = 0; j < n; j++) {
+            double moved = x[j] - shift * weight[j];
+            if (weight[j] > 0 && moved > 0) sum += weight[j] * moved;
+        }
+        if (sum > total) low = shift;
+        else high = shift;
+    }
+    double sum = 0;
+    for (int j = 0; j < n; j++) {
+        double moved = x[j] - high * weight[j];
+        x[j] = weight[j] > 0 && moved > 0 && total > 0 ? moved : 0;
+        sum += weight[j] * x[j];
+    }
+    if (sum > total) /* never spend more than the total: the bound depends on it */
+        for (int j = 0; j < n; j++) x[j] *= total / sum;
+}
+
+/* The part of direction[0..n) along the simplex: remove its component on the weights. */
+static double tangent(double *direction, const double *weight, const double *scale, int n) {
+    double along = 0, square = 0, norm = 0;
+    for (int j = 0; j < n; j++) along += weight[j] * direction[j], square += weight[j] * weight[j];
+    for (int j = 0; j < n; j++) {
+        direction[j] = weight[j] > 0 ? direction[j] - weight[j] * along / square : 0;
+        norm += direction[j] * direction[j] * scale[j] * scale[j];
+    }
+    return norm;
+}
+
+static double direct(const Dual *d, const double *x, double *direction) {
+    int first = 2 * d->problem->groups, second = at_memory(d->problem, 0);
+    double norm = tangent(direction, d->weight, d->scale, first);
+    norm += tangent(direction + first, d->weight + first, d->scale + first, second - first);
+    for (int j = second; j < multipliers(d->problem); j++) {
+        if (d->weight[j] <= 0 || (x[j] <= 0 && direction[j] <= 0)) direction[j] = 0;
+        norm += direction[j] * direction[j] * d->scale[j] * d->scale[j];
+    }
+    return norm;
+}
+
+static void move(const Dual *d, double *x, const double *direction, double step) {
+    const Problem *p = d->problem;
+    int n = multipliers(p), first = 2 * p->groups, second = at_memory(p, 0);
+    for (int j = 0; j < n; j++) x[j] += step * direction[j] * d->scale[j] * d->scale[j];
+    project(x, d->weight, first, p->peak_prefill);
+    project(x + first, d->weight + first, second - first, p->peak_decode);
+    for (int j = second; j < n; j++) x[j] = x[j] > 0 && d->weight[j] > 0 ? x[j] : 0;
+}
+
+/* Deflected projected subgradient steps of Polyak's length towards best * (1 + step), never
+ * beyond target (a known plan's value; HUGE_VAL for none). Leaves the best multipliers in x. */
+static double ascend(const Dual *d, double *x, const Ascent *s, double target) {
+    int n = multipliers(d->problem), bad = 0;
+    double best = -1e300, length = s->step; /* finite: best + share * |best| is compared */
+    double here[n], gradient[n], mean[n], direction[n];
+    memcpy(here, x, sizeof here);
+    memset(mean, 0, sizeof mean);
+    for (int it = 0; it < s->iterations && best < target && now() < d->deadline; it++) {
+        double value = dual_value(d, here, gradient);
+        if (!isfinite(value)) return it == 0 ? value : best;
+        if (value > best + 1e-7 * fabs(best)) {
+            if (value > best + 1e-4 * fabs(best)) bad = 0;
+            best = value;
+            memcpy(x, here, sizeof here);
+        } else if (++bad >= s->patience) {
+            length *= s->shrink, bad = 0;
+            if (length < s->smallest_step) break;
+            if (s->restart) {
+                memcpy(here, x, sizeof here);
+                memset(mean, 0, sizeof mean);
+                continue;
+            }
+        }
+        for (int j = 0; j < n; j++)
+            direction[j] = mean[j] = s->momentum * mean[j] + (1 - s->momentum) * gradient[j];
+        double norm = direct(d, here, direction);
+        if (norm < 1e-18) break;
+        double aim = best + length * fabs(best);
+        double step = ((aim < target ? aim : target) - value) / norm;
+        move(d, here, direction, step > 0 ? step : 1e-3 * fabs(best) / norm);
+    }
+    return best;
+}
+
+/* Weights and natural sizes. value: a rough size of the objective. */
+static void shape(const Dual *d, const Lattice *g, double value) {
+    const Problem *p = d->problem;
+    int T = p->groups;
+    for (int t = 0; t < T; t++) {
+        double arrivals = d->pool ? (t == 0 && d->pool->fewest > 1) : g->arrivals[t];
+        d->weight[at_prefill(p, t)] = d->weight[at_decode(p, t)] = g->count[t];
+        d->weight[at_prefill_link(p, t)] = d->weight[at_decode_link(p, t)] = arrivals;
+    }
+    d->weight[at_sum(p)] = p->steady ? p->rounds : 0;
+    for (int k = 0; k < 2 * T; k++) d->weight[at_memory(p, k)] = d->pool ? k < T : 1;
+    d->weight[at_budget(p)] = isfinite(p->budget);
+    for (int j = 0; j < multipliers(p); j++)
+        d->scale[j] = j < 2 * T             ? p->peak_prefill
+                      : j < at_memory(p, 0) ? p->peak_decode
+                      : j < at_budget(p)    ? 0.5 * value / p->layers
+                                            : value / (p->budget > 1e-3 ? p->budget : 1e-3);
+}
+
+static double run(Dual *d, const Lattice *g, double *x, const Ascent *s, int schedules,
+                  double target) {
+    int n = multipliers(d->problem);
+    double weight[n], scale[n], gradient[n], best = -HUGE_VAL;
+    d->weight = weight, d->scale = scale;
+    shape(d, g, 1);
+    move(d, x, x, 0); /* projects whatever the caller starts from */
+    double value = dual_value(d, x, gradient);
+    if (!isfinite(value)) return value;
+    best = value;
+    shape(d, g, fabs(value) > 1e-9 ? fabs(value) : 1);
+    for (int j = 0; j < schedules && best < target; j++) {
+        double found = ascend(d, x, s + j, target);
+        if (found > best) best = found;
+    }
+    return best;
+}
+
+/* Improve x and return the lattice bound it proves; +infinity when no plan fits in memory. */
+double exact_lattice_bound(const Problem *p, const Lattice *g, double *x, const Ascent *s,
+                           int32_t schedules, double target, double seconds) {
+    Field field;
+    Dual d = {.problem = p, .field = &field, .deadline = now() + seconds};
+    if (field_open(&field, p, g)) return -HUGE_VAL;
+    double best = run(&d, g, x, s, schedules, target);
+    field_close(&field);
+    return best;
+}
+
+/* The same for the pool. floor_link[2], fewest: see Pool; usable[T]. */
+double exact_pool_bound(const Problem *p, const Lattice *g, const int32_t *usable,
+                        const double *floor_link, double fewest, double *x, const Ascent *s) {
+    Pool pool = {.problem = p, .lattice = g, .byte_unit = mean_layer_bytes(p)};
+    pool.usable = (int32_t *)usable, pool.floor_link = (double *)floor_link, pool.fewest = fewest;
+    Dual d = {.problem = p, .pool = &pool, .deadline = HUGE_VAL};
+    return run(&d, g, x, s, 1, HUGE_VAL);
+}

@@ -1,0 +1,95 @@
+"""Where the compiled core comes from, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exact_cases import Shape, random_space
+
+from llmpq.assigner.exact import NotCoveredError, build, solve_exact
+from llmpq.errors import InfeasibleError
+
+PACKAGE = Path(build.__file__).parent
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, and a temporary folder of its own."""
+    shutil.copytree(PACKAGE / "csrc", tmp_path / "exact" / "csrc")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    return tmp_path / "exact"
+
+
+def test_the_core_is_compiled_once_and_kept(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = build.core_path(package)
+    assert first.parent == package / "__pycache__"
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    assert build.core_path(package) == first
+
+
+def test_changed_sources_are_compiled_again(package: Path) -> None:
+    first = build.core_path(package)
+    with (package / "csrc" / "field.c").open("a", encoding="utf-8") as file:
+        file.write("\n/* changed */\n")
+    assert build.core_path(package) != first
+
+
+def test_a_core_that_a_wheel_brought_is_taken(package: Path) -> None:
+    brought = package / "_core.abi3.so"
+    brought.write_bytes(b"")
+    assert build.core_path(package) == brought
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(package: Path) -> None:
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__").chmod(0o777)
+    assert package not in build.core_path(package).parents
+
+
+def test_without_a_compiler_the_search_is_not_covered(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    with pytest.raises(NotCoveredError, match="no C compiler"):
+        build.core_path(package)
+
+
+def test_a_compiler_error_is_told(package: Path) -> None:
+    (package / "csrc" / "field.c").write_text("#error broken on purpose\n", encoding="utf-8")
+    with pytest.raises(NotCoveredError, match="broken on purpose"):
+        build.core_path(package)
+
+
+def test_too_many_kinds_of_layers_are_not_covered() -> None:
+    shape = Shape(counts=(2,), layers=24, widths=4, kinds=8, memory=2.0, pairs=1)
+    space = random_space(np.random.default_rng(0), replace(shape, kinds=1))
+    many = np.arange(24, dtype=np.int64) % 8
+    pair = space.pairs[0]
+    wide = {
+        name: np.repeat(getattr(pair, name), 8, axis=1)
+        for name in ("prefill_s", "decode_s", "layer_bytes")
+    }
+    spread = replace(pair, **wide, kv_bytes=np.zeros(8, dtype=np.int64))
+    assert solve_exact(replace(space, pairs=(spread,), kinds=many), orders="types").value_s > 0
+    every = np.concatenate([many, many, many, many])
+    omega = np.concatenate([space.omega] * 4)
+    large = replace(space, pairs=(spread,), kinds=every, omega=omega)
+    with pytest.raises(NotCoveredError, match="ways to count a stage"):
+        solve_exact(large, orders="types")
+
+
+def test_memory_that_nothing_fits_in_is_infeasible() -> None:
+    space = random_space(np.random.default_rng(0), Shape(memory=0.01))
+    with pytest.raises(InfeasibleError, match="no plan fits in memory"):
+        solve_exact(space, orders="types")
+
+
+def test_a_budget_that_nothing_meets_is_infeasible() -> None:
+    space = random_space(np.random.default_rng(0), Shape(memory=0.5))
+    with pytest.raises(InfeasibleError, match="quality budget"):
+        solve_exact(replace(space, quality_budget=0.0), orders="types")
