@@ -1,0 +1,269 @@
+"""Exchanges of layers and bitwidths between stages: the steps of the bitwidth transfer.
+
+A plan is seen as a table of counts: how many layers of each bitwidth every position holds. Within
+a stage the most sensitive layers have the widest bits, so the counts say all. An exchange lets
+one set of positions give layers to another while layers of both change their bitwidth; positions
+in between keep their counts and shift along. All ways to do so are priced in one sweep.
+
+Array legend: ``N`` positions, ``B`` bitwidths, ``M`` layers of a stage, ``A`` and ``C`` options of
+the two sides, and ``4`` figures: prefill seconds, decode seconds, bytes, degradation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, IntArray
+
+MAX_CHANGES = 3
+"""Layers of a stage that change from one bitwidth to another in one exchange."""
+
+PREFILL, DECODE, BYTES, QUALITY = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Every giver loses ``given`` layers, every taker gains ``taken``; both may be 0.
+
+    Attributes:
+        givers, takers: two disjoint sets of positions. The members of a side do the same, so that
+            equal devices that are equally slow can be relieved together. Without takers the
+            givers change bitwidths by themselves.
+        given, taken: layers each; ``len(givers) * given == len(takers) * taken``.
+    """
+
+    givers: tuple[int, ...]
+    takers: tuple[int, ...]
+    given: int
+    taken: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """All options of one side: changes ``[A, B]``, summed figures ``[A, 4]``, maxima ``[A, 2]``."""
+
+    changes: IntArray
+    total: FloatArray
+    slowest: FloatArray
+
+
+@cache
+def changes(num_widths: int, net: int, *, alone: bool = False) -> IntArray:
+    """Return ``[A, B]`` changes of a stage's counts that add up to ``net`` layers.
+
+    All of ``net`` layers have one bitwidth; besides, up to ``MAX_CHANGES`` layers change from one
+    bitwidth to another. The rules ``(b_straggler, b_other, count)`` of LLM-PQ are among them:
+    giving ``count`` for one is a net loss of ``count - 1`` and one change. A stage that changes
+    ``alone`` may make two such changes, to pay for one with the other.
+    """
+    unit = np.eye(num_widths, dtype=np.int64)
+    changed = [
+        number * (unit[target] - unit[source])
+        for number in range(MAX_CHANGES + 1)
+        for source in range(num_widths)
+        for target in range(num_widths)
+    ]
+    moved = changed if alone else [net * row for row in unit]
+    found: IntArray = np.unique([a + b for a in moved for b in changed], axis=0)
+    return found
+
+
+class Stages:
+    """Figures of any stage of a problem by its position, range and counts."""
+
+    def __init__(self, problem: AssignmentProblem) -> None:
+        self.problem = problem
+        positions = range(problem.num_positions)
+        # An empty position takes no memory, whatever it has.
+        self.rooms = [max(0, problem.capacity_bytes(position)) for position in positions]
+        self.sensitivity = problem.omega[:, -1] - problem.omega[:, 0]
+        self.tables: dict[tuple[int, int, int], FloatArray] = {}
+
+    def figures(self, position: int, start: int, counts: IntArray) -> FloatArray:
+        """Return ``[A, 4]`` figures for ``[A, B]`` counts of equal sum, from layer ``start`` on."""
+        problem = self.problem
+        group = problem.order[position]
+        table = self._table(group, start, start + int(counts[0].sum()))
+        upto, width = counts.cumsum(axis=1), np.arange(counts.shape[1])
+        found: FloatArray = (table[upto, width] - table[upto - counts, width]).sum(axis=1)
+        if position == 0:
+            found[:, PREFILL] += problem.costs.master_prefill_s[group]
+            found[:, DECODE] += problem.costs.master_decode_s[group]
+        return found
+
+    def _table(self, group: int, start: int, end: int) -> FloatArray:
+        """Return ``[M + 1, B, 4]`` sums over the most sensitive layers of a range."""
+        key = group, start, end
+        if key not in self.tables:
+            costs, layers = self.problem.costs, self._ranked(start, end)
+            kinds = self.problem.kinds[layers]
+            each = np.stack(
+                [
+                    costs.prefill_s[group][kinds],
+                    costs.decode_s[group][kinds],
+                    costs.layer_bytes[group][kinds].astype(np.float64),
+                    self.problem.omega[layers],
+                ],
+                axis=2,
+            )
+            self.tables[key] = np.concatenate([np.zeros((1, *each.shape[1:])), each.cumsum(axis=0)])
+        return self.tables[key]
+
+    def _ranked(self, start: int, end: int) -> IntArray:
+        """Return the layers of a range, the most sensitive first."""
+        return start + np.argsort(-self.sensitivity[start:end], kind="stable")
+
+    def assignment(self, counts: IntArray) -> Assignment:
+        """Return the assignment that ``[N, B]`` counts stand for."""
+        positions = np.repeat(np.arange(len(counts)), counts.sum(axis=1))
+        widths = np.empty(len(positions), dtype=np.int64)
+        start = 0
+        for row in counts:
+            end = start + int(row.sum())
+            widths[self._ranked(start, end)] = np.repeat(np.arange(len(row)), row)
+            start = end
+        return Assignment(tuple(positions.tolist()), tuple(widths.tolist()))
+
+    def sends(self, sizes: Sequence[int]) -> tuple[float, float, float, float]:
+        """Return maximum and sum of the prefill sends, then of the decode sends.
+
+        Args:
+            sizes: ``N`` layers of every position; only those that run have links.
+        """
+        order, costs = self.problem.order, self.problem.costs
+        used = [order[j] for j, size in enumerate(sizes) if size or j == 0]
+        if len(used) == 1:
+            return 0.0, 0.0, 0.0, 0.0
+        hops, back = (used[:-1], used[1:]), (used[-1], used[0])
+        prefill = [*costs.send_prefill_s[hops].tolist(), float(costs.return_prefill_s[back])]
+        decode = [*costs.send_decode_s[hops].tolist(), float(costs.return_decode_s[back])]
+        return max(prefill), sum(prefill), max(decode), sum(decode)
+
+
+class Layout:
+    """The counts of every position, and what exchanges would make of them.
+
+    Attributes:
+        counts: ``[N, B]`` layers of each bitwidth.
+        figures: ``[N, 4]`` figures of every position.
+        objective_s: the objective.
+    """
+
+    def __init__(self, stages: Stages, counts: IntArray) -> None:
+        self.stages = stages
+        self.counts = counts
+        self.starts = _starts(counts.sum(axis=1))
+        rows = zip(self.starts, counts, strict=True)
+        self.figures = np.concatenate(
+            [stages.figures(j, start, row[None]) for j, (start, row) in enumerate(rows)]
+        )
+        slowest = self.figures[:, :BYTES].max(axis=0)
+        sends = stages.sends(counts.sum(axis=1).tolist())
+        self.objective_s = float(_objective(stages, slowest, self.figures.sum(axis=0), sends))
+
+    def best_of(self, exchange: Exchange) -> tuple[float, IntArray] | None:
+        """Return the best way to make an exchange: its objective and counts; ``None`` without."""
+        sizes = self.counts.sum(axis=1)
+        sizes[list(exchange.givers)] -= exchange.given
+        sizes[list(exchange.takers)] += exchange.taken
+        if sizes.min() < 0:
+            return None
+        starts = _starts(sizes)
+        rest = self._rest(exchange, starts)
+        if rest is None:
+            return None
+        widths, alone = self.counts.shape[1], not exchange.takers
+        giving = changes(widths, -exchange.given, alone=alone)
+        givers = self._side(exchange.givers, giving, starts)
+        takers = self._side(exchange.takers, changes(widths, exchange.taken), starts)
+        if givers is None or takers is None:
+            return None
+        slowest = np.maximum(givers.slowest[:, None], takers.slowest[None])  # [A, C, 2]
+        slowest = np.maximum(slowest, rest[:, :BYTES].max(axis=0, initial=0.0))
+        total = givers.total[:, None] + takers.total[None] + rest.sum(axis=0)  # [A, C, 4]
+        sends = self.stages.sends(sizes.tolist())
+        values = _objective(self.stages, slowest, total, sends)
+        giver, taker = np.unravel_index(int(values.argmin()), values.shape)
+        counts = self.counts.copy()
+        counts[list(exchange.givers)] += givers.changes[giver]
+        counts[list(exchange.takers)] += takers.changes[taker]
+        return float(values[giver, taker]), counts
+
+    def _rest(self, exchange: Exchange, starts: Sequence[int]) -> FloatArray | None:
+        """Return the figures of positions that only shift, ``None`` when one no longer fits."""
+        others = [
+            position
+            for position in range(len(starts))
+            if position not in exchange.givers and position not in exchange.takers
+        ]
+        found = self.figures[others]
+        for row, position in enumerate(others):
+            if starts[position] != self.starts[position] and self.counts[position].any():
+                counts = self.counts[position][None]
+                found[row] = self.stages.figures(position, starts[position], counts)[0]
+                if found[row, BYTES] > self.stages.rooms[position]:
+                    return None
+        return found
+
+    def _side(
+        self, members: Sequence[int], options: IntArray, starts: Sequence[int]
+    ) -> _Side | None:
+        """Return every option ``[A, B]`` that all members of a side can take and hold."""
+        if not members:
+            return _Side(
+                np.zeros((1, self.counts.shape[1]), dtype=np.int64),
+                np.zeros((1, QUALITY + 1)),
+                np.zeros((1, BYTES)),
+            )
+        options = options[(self.counts[list(members)][:, None] + options >= 0).all(axis=(0, 2))]
+        if not len(options):
+            return None
+        found = [
+            self.stages.figures(position, starts[position], self.counts[position] + options)
+            for position in members
+        ]
+        fits = np.all(
+            [
+                figures[:, BYTES] <= self.stages.rooms[position]
+                for figures, position in zip(found, members, strict=True)
+            ],
+            axis=0,
+        )
+        if not fits.any():
+            return None
+        stacked = np.stack(found)[:, fits]  # [members, A, 4]
+        return _Side(options[fits], stacked.sum(axis=0), stacked[..., :BYTES].max(axis=0))
+
+
+def _starts(sizes: IntArray) -> list[int]:
+    return [0, *sizes.cumsum()[:-1].tolist()]
+
+
+def _objective(
+    stages: Stages,
+    slowest: FloatArray,
+    total: FloatArray,
+    sends: tuple[float, float, float, float],
+) -> FloatArray:
+    """Return ``[...]`` objectives of ``[..., 2]`` maxima and ``[..., 4]`` sums over all stages.
+
+    The formulas of ``objective``; infinite over the quality budget.
+    """
+    problem, costs = stages.problem, stages.problem.costs
+    rounds = costs.new_tokens - 1
+    slow_prefill = np.maximum(slowest[..., PREFILL], sends[0])
+    slow_decode = np.maximum(slowest[..., DECODE], sends[2])
+    value = (costs.prefill_batches - 1) * slow_prefill + total[..., PREFILL]
+    if problem.formula == "paper":
+        value += rounds * (costs.decode_batches - 1) * slow_decode + total[..., DECODE]
+    else:
+        once = total[..., DECODE] + sends[3]
+        value += sends[1] + rounds * np.maximum(costs.decode_batches * slow_decode, once)
+    value += problem.theta_s * total[..., QUALITY]
+    budget = math.inf if problem.quality_budget is None else problem.quality_budget
+    return np.where(total[..., QUALITY] <= budget, value, math.inf)
