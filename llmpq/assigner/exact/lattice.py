@@ -57,6 +57,9 @@ class Walk(Protocol):
     def is_first(self, state: State) -> bool:
         """Whether only the master is used so far."""
 
+    def is_final(self, state: State) -> bool:
+        """Whether every group that must be used is used."""
+
     def master_of(self, state: State) -> int:
         """Return a group whose device may be the master of this state."""
 
@@ -89,13 +92,14 @@ def build_lattice(space: SearchSpace, orders: Orders) -> OrderLattice:
         NotCoveredError: it would be too large.
     """
     symmetry = find_symmetry(space)
+    needed = () if space.limits is None else space.limits.used
     walk: Walk
     if orders == "types":
-        walk = BlockWalk(space.group_counts, symmetry)
+        walk = BlockWalk(space.group_counts, symmetry, needed)
     elif orders == "all":
-        walk = FreeWalk(space.group_counts, symmetry)
+        walk = FreeWalk(space.group_counts, symmetry, needed)
     else:
-        walk = FixedWalk(space.num_groups, tuple(int(group) for group in orders))
+        walk = FixedWalk(space.num_groups, tuple(int(group) for group in orders), needed)
     states = _explore(walk, MAX_PLACES // (space.num_layers + 1))
     return _pack(space, walk, states, price_inner=symmetry.inner_links_matter)
 
@@ -127,13 +131,16 @@ def _pack(
             targets.append(number[later])
             links.append(-1 if state is None else state.group * size + later.group)
         starts.append(len(targets))
-    classes, returns = [0], [-1]
+    classes, returns, finals = [0], [-1], [False]
     for state in states:
         if state is not None:
+            finals.append(walk.is_final(state))
             first = walk.is_first(state)
             back = size * size + state.group * size + walk.master_of(state)
             classes.append(state.group + size * first)
             returns.append(-1 if first else back)
+    needed = () if space.limits is None else space.limits.used
+    masters = [int(group in needed) for group in range(size)]
     arrivals = walk.devices_left if price_inner else walk.arrivals_left
     graph = native.Lattice()
     held = native.fill(
@@ -142,6 +149,8 @@ def _pack(
         edges=len(targets),
         node_class=classes,
         node_return=returns,
+        node_final=finals,
+        least_layers=[1] * size + masters,
         edge_start=starts,
         edge_target=targets,
         edge_link=links,
@@ -160,9 +169,12 @@ class BlockWalk:
     Progress: the groups entered, as a bit set, and the devices used of the last one.
     """
 
-    def __init__(self, counts: tuple[int, ...], symmetry: Symmetry) -> None:
+    def __init__(
+        self, counts: tuple[int, ...], symmetry: Symmetry, needed: tuple[int, ...]
+    ) -> None:
         self.counts = counts
         self.symmetry = symmetry
+        self.needed = needed
 
     def follow(self, state: State | None) -> Iterator[State]:
         """Yield one more device of the block, and the first of every block not yet entered."""
@@ -185,6 +197,10 @@ class BlockWalk:
     def is_first(self, state: State) -> bool:
         """Whether one device of one block is used."""
         return self.rank(state) == (1, 1)
+
+    def is_final(self, state: State) -> bool:
+        """Whether every needed block is entered."""
+        return all(state.progress[0] >> group & 1 for group in self.needed)
 
     def master_of(self, state: State) -> int:
         """Return this group if it is the only one, else an entered member of the class."""
@@ -215,9 +231,12 @@ class BlockWalk:
 class FreeWalk:
     """Any interleaving. Progress: devices used of every group."""
 
-    def __init__(self, counts: tuple[int, ...], symmetry: Symmetry) -> None:
+    def __init__(
+        self, counts: tuple[int, ...], symmetry: Symmetry, needed: tuple[int, ...]
+    ) -> None:
         self.counts = counts
         self.symmetry = symmetry
+        self.needed = needed
 
     def follow(self, state: State | None) -> Iterator[State]:
         """Yield one more device of every group that has one."""
@@ -238,6 +257,10 @@ class FreeWalk:
         """Whether one device is used."""
         return sum(state.progress) == 1
 
+    def is_final(self, state: State) -> bool:
+        """Whether every needed group has a used device."""
+        return all(state.progress[group] for group in self.needed)
+
     def master_of(self, state: State) -> int:
         """Return the class itself: it is named after a member, and all cost the same."""
         return state.master
@@ -255,17 +278,20 @@ class FreeWalk:
 class FixedWalk:
     """One order, from which devices may be dropped. Progress: position in it."""
 
-    def __init__(self, num_groups: int, order: tuple[int, ...]) -> None:
+    def __init__(self, num_groups: int, order: tuple[int, ...], needed: tuple[int, ...]) -> None:
         self.num_groups = num_groups
         self.order = order
+        self.needed = needed
 
     def follow(self, state: State | None) -> Iterator[State]:
-        """Yield the master, then every later position."""
+        """Yield the master, then every later position up to one that is needed."""
         if state is None:
             yield State((0,), self.order[0], self.order[0])
             return
         for position in range(state.progress[0] + 1, len(self.order)):
             yield State((position,), self.order[position], state.master)
+            if self.order[position] in self.needed:
+                return
 
     def rank(self, state: State) -> tuple[int, ...]:
         """Return the position."""
@@ -274,6 +300,10 @@ class FixedWalk:
     def is_first(self, state: State) -> bool:
         """Whether this is the first position."""
         return state.progress == (0,)
+
+    def is_final(self, state: State) -> bool:
+        """Whether no later position is needed."""
+        return not set(self.order[state.progress[0] + 1 :]) & set(self.needed)
 
     def master_of(self, state: State) -> int:
         """Return the group of the first position."""

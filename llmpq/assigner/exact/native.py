@@ -38,6 +38,7 @@ class Problem(Structure):
         *((name, _Longs) for name in ("bytes", "capacity")),
         *((name, _Doubles) for name in ("master_prefill", "master_decode")),
         *((name, _Doubles) for name in ("send_prefill", "send_decode", "omega")),
+        ("allowed", _Ints),
         *((name, c_double) for name in ("theta", "budget", "peak_prefill", "peak_decode")),
         ("sum_weight", c_double * 2),
         ("rounds", c_double),
@@ -50,8 +51,8 @@ class Lattice(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("nodes", "edges")),
-        *((name, _Ints) for name in ("node_class", "node_return", "edge_start", "edge_target")),
-        ("edge_link", _Ints),
+        *((name, _Ints) for name in ("node_class", "node_return", "node_final", "least_layers")),
+        *((name, _Ints) for name in ("edge_start", "edge_target", "edge_link")),
         *((name, _Doubles) for name in ("remaining", "count", "arrivals")),
         ("price_inner_links", c_int32),
     )

@@ -12,6 +12,7 @@ import numpy as np
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice
 from llmpq.assigner.exact.space import NativePair, SearchSpace
+from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import Price, is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 
@@ -37,6 +38,8 @@ def repaired_plan(
             widths[first:end], prices, sizes, problem.capacity_bytes(position)
         )
     assignment = Assignment(tuple(positions.tolist()), tuple(widths.tolist()))
+    if not obeys(space.limits, order, assignment.positions, assignment.widths):
+        return None
     priced = price(problem, assignment)
     return (problem, assignment, priced) if is_feasible(problem, priced) else None
 
@@ -50,7 +53,7 @@ def _prices(
     base = (1 + multipliers[group]) * pair.costs.prefill_s[group]
     base = base + (sums + multipliers[2 * size + group]) * pair.costs.decode_s[group]
     priced: FloatArray = base[space.kinds] + (space.theta_s + multipliers[-1]) * space.omega
-    return priced
+    return np.where(space.allowed[group], priced, np.inf)
 
 
 def fitted(widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacity: int) -> np.ndarray:

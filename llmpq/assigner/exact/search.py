@@ -33,6 +33,7 @@ from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.repair import Plan, repaired_plan
 from llmpq.assigner.exact.result import ExactResult, PairProof, Reason, SearchStats
 from llmpq.assigner.exact.space import NativePair, SearchSpace
+from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import is_feasible, price
 from llmpq.assigner.problem import FloatArray
 from llmpq.assigner.spread import assignment_of_counts
@@ -339,6 +340,8 @@ class _Search:
             )
         if not is_feasible(problem, priced):
             raise SolverError("the exact search overdraws memory or the quality budget")
+        if not obeys(problem.limits, order, assignment.positions, assignment.widths):
+            raise SolverError("the exact search breaks a manual decision")
         return problem, assignment, priced
 
     def _offer(self, plan: Plan | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.coverage import NotCoveredError
+from llmpq.assigner.limits import BoolArray, Limits
 from llmpq.assigner.objective import QUALITY_SLACK
 from llmpq.assigner.problem import AssignmentProblem, FloatArray, IntArray, PairCosts
 from llmpq.spec.plan import Formula
@@ -35,6 +36,7 @@ class SearchSpace:
         theta_s: seconds that one unit of degradation costs.
         quality_budget: largest allowed degradation, ``None`` for no limit.
         formula: the latency formula.
+        limits: what a person decided, ``None`` for nothing.
     """
 
     pairs: tuple[PairCosts, ...]
@@ -45,6 +47,7 @@ class SearchSpace:
     theta_s: float
     quality_budget: float | None
     formula: Formula
+    limits: Limits | None = None
 
     @property
     def num_layers(self) -> int:
@@ -91,6 +94,23 @@ class SearchSpace:
             found[kind, -1] = held - found[kind, :-1].sum()
         return found
 
+    @cached_property
+    def allowed(self) -> BoolArray:
+        """``[T, L, B]`` which widths a layer may have on a group.
+
+        A range that is given to a group's one device forbids its layers to all other groups, and
+        all other layers to it: then no plan but with the whole range there is left.
+        """
+        limits = self.limits
+        if limits is None:
+            return np.ones((self.num_groups, *self.omega.shape), dtype=np.bool_)
+        found: BoolArray = limits.layer_widths[None] & limits.group_widths[:, None]
+        for group, first, end in limits.ranges:
+            inside = (np.arange(self.num_layers) >= first) & (np.arange(self.num_layers) < end)
+            found[:, inside] &= (np.arange(self.num_groups) == group)[:, None, None]
+            found[group, ~inside] = False
+        return found
+
     def problem(self, pair: PairCosts, order: tuple[int, ...]) -> AssignmentProblem:
         """Return the problem of one pair and one order, for pricing."""
         return AssignmentProblem(
@@ -102,6 +122,7 @@ class SearchSpace:
             quality_budget=self.quality_budget,
             formula=self.formula,
             order=order,
+            limits=self.limits,
         )
 
     def budget(self) -> float:
@@ -142,6 +163,7 @@ class NativePair:
             send_prefill=np.stack([costs.send_prefill_s, costs.return_prefill_s]),
             send_decode=np.stack([costs.send_decode_s, costs.return_decode_s]),
             omega=space.omega,
+            **({} if space.limits is None else {"allowed": space.allowed}),
             theta=space.theta_s,
             budget=space.budget(),
             **_weights(costs, space.formula),

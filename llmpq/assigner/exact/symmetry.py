@@ -69,7 +69,15 @@ class _Tables:
             ]
             return np.concatenate(tables, axis=-1)
 
-        self.own = stacked(_VECTORS, (size,))
+        used = set() if space.limits is None else set(space.limits.used)
+        self.own = np.concatenate(
+            [
+                stacked(_VECTORS, (size,)),
+                space.allowed.reshape(size, -1),
+                np.array([[group in used] for group in range(size)]),
+            ],
+            axis=-1,
+        )
         self.links = stacked(_MATRICES, (size, size))
         self.sends = stacked(_MATRICES[:2], (size, size))
         self.returns = stacked(_MATRICES[2:], (size, size))

@@ -122,9 +122,24 @@ def _best_of_order(space: SearchSpace, pair: PairCosts, order: tuple[int, ...]) 
         value, fits = _values(space, pair, order, (np.array(places), choices))
         if space.quality_budget is not None:
             fits &= quality <= space.quality_budget * (1 + 1e-9) + 1e-15
+        fits &= _obeys(space, np.array(order)[list(places)], choices)
         value = np.where(fits, value + space.theta_s * quality, np.inf)
         best = min(best, float(value.min()))
     return best
+
+
+def _obeys(space: SearchSpace, groups: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """Which choices of bitwidths keep the manual decisions, for the group of every layer."""
+    if space.limits is None:
+        return np.ones(len(choices), dtype=bool)
+    limits, every = space.limits, np.arange(space.num_layers)
+    kept = limits.layer_widths[every, choices] & limits.group_widths[groups, choices]
+    ranges = all(
+        np.flatnonzero(groups == group).tolist() == list(range(first, end))
+        for group, first, end in limits.ranges
+    )
+    used = set(limits.used) <= set(groups.tolist())
+    return kept.all(axis=1) & ranges & used
 
 
 def _values(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
-from llmpq.assigner.exact import solve_exact
+from llmpq.assigner.exact import SearchSpace, solve_exact
 from llmpq.assigner.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.limits import Limits
 from llmpq.errors import InfeasibleError
 
 
@@ -28,6 +30,17 @@ def middle_shape(rng: np.random.Generator) -> Shape:
     )
 
 
+def random_limits(rng: np.random.Generator, space: SearchSpace, order: tuple[int, ...]) -> Limits:
+    layer_widths = np.ones(space.omega.shape, dtype=bool)
+    layer_widths[int(rng.integers(space.num_layers)), 0] = False
+    single = [group for group in order if order.count(group) == 1]
+    return Limits(
+        layer_widths=layer_widths,
+        group_widths=np.ones((space.num_groups, len(space.bits)), dtype=bool),
+        used=tuple(single[-1:]),
+    )
+
+
 @pytest.mark.parametrize(
     "seed", [pytest.param(s, marks=[] if s < 5 else pytest.mark.slow) for s in range(60)]
 )
@@ -36,6 +49,8 @@ def test_exact_search_of_one_order_equals_the_integer_program(seed: int) -> None
     space = random_space(rng, middle_shape(rng))
     groups = [group for group, count in enumerate(space.group_counts) for _ in range(count)]
     order = tuple(rng.permutation(groups).tolist())
+    if rng.integers(2):
+        space = replace(space, limits=random_limits(rng, space, order))
     program = solve_ilp(space.problem(space.pairs[0], order), IlpOptions(gap=0.0))
     want = math.inf if program.price is None else program.price.objective_s
     try:

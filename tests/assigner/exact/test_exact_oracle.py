@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from exact_cases import Shape, best_value, random_space
 from llmpq.assigner.bruteforce import brute_force
 from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import SearchSpace, solve_exact
+from llmpq.assigner.limits import Limits
 from llmpq.errors import InfeasibleError
 
 BLOCK = 25
@@ -55,6 +57,42 @@ def test_exact_search_equals_trying_everything(block: int) -> None:
         orders = ["types", "all"][rng.integers(2)]
         want = best_value(space, orders)
         assert exact_value(space, orders) == pytest.approx(want, rel=1e-9), shape
+        feasible += math.isfinite(want)
+    assert feasible >= BLOCK // 4
+
+
+def random_limits(rng: np.random.Generator, space: SearchSpace) -> Limits:
+    layers, groups, widths = space.num_layers, space.num_groups, len(space.bits)
+    layer_widths = np.ones((layers, widths), dtype=bool)
+    group_widths = np.ones((groups, widths), dtype=bool)
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    if rng.integers(2):
+        first = int(rng.integers(layers))
+        layer_widths[first : first + 2] = np.arange(widths) == rng.integers(widths)
+    if rng.integers(2):
+        group_widths[rng.integers(groups)] = np.arange(widths) == rng.integers(widths)
+    single = [group for group, count in enumerate(space.group_counts) if count == 1]
+    if single and rng.integers(2):
+        first = int(rng.integers(layers))
+        ranges = ((single[0], first, int(rng.integers(first + 1, layers + 1))),)
+    used = (single[-1],) if single and rng.integers(2) else ()
+    return Limits(layer_widths=layer_widths, group_widths=group_widths, ranges=ranges, used=used)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=[] if b < 3 else pytest.mark.slow) for b in range(10)],
+)
+def test_exact_search_keeps_manual_decisions(block: int) -> None:
+    rng = np.random.default_rng(5000 + block)
+    feasible = 0
+    for _ in range(BLOCK):
+        shape = replace(random_shape(rng), memory=float(rng.choice([0.8, 3.0])), budget=None)
+        space = random_space(rng, shape)
+        space = replace(space, limits=random_limits(rng, space))
+        orders = ["types", "all"][rng.integers(2)]
+        want = best_value(space, orders)
+        assert exact_value(space, orders) == pytest.approx(want, rel=1e-9), (shape, space.limits)
         feasible += math.isfinite(want)
     assert feasible >= BLOCK // 4
 

@@ -90,6 +90,7 @@ static int extend(Sweep *w, const Field *f, int k, int c, int size, double limit
     w->turn++;
     for (int s = 0; s < size; s++) {
         for (int b = 0; b < B; b++) {
+            if (!may_run(p, k, c, b)) continue;
             State state = w->now[s];
             state.price += price[b];
             state.bytes += p->bytes[cell + b];
@@ -187,7 +188,7 @@ static int sweep(Sweep *w, Columns *s, const Field *f, const double *x, int k, i
             if (size < 0) return EXACT_OVERFLOW;
             s->states += size;
         }
-        if ((c > a || k >= p->groups) && size > 0 && c <= last)
+        if (c - a >= f->lattice->least_layers[k] && size > 0 && c <= last)
             status = emit(w, s, f, x, k, size, limit - best[c]);
         if (status) return status;
     }

@@ -38,12 +38,13 @@ static double pool_master(const Pool *o, const double *x, double *gradient) {
     return least;
 }
 
-static void pool_bases(const Pool *o, const double *x, int kind, double *base, int *who) {
+static void pool_bases(const Pool *o, const double *x, int layer, double *base, int *who) {
     const Problem *p = o->problem;
     for (int b = 0; b < p->bits; b++) {
         base[b] = HUGE_VAL, who[b] = 0;
         for (int g = 0; g < p->groups; g++) {
-            double price = o->usable[g] ? layer_base(p, x, g, kind, b, o->byte_unit) : HUGE_VAL;
+            if (!o->usable[g] || !may_run(p, g, layer, b)) continue;
+            double price = layer_base(p, x, g, p->kind[layer], b, o->byte_unit);
             if (price < base[b]) base[b] = price, who[b] = g;
         }
     }
@@ -54,7 +55,7 @@ static double pool_layers(const Pool *o, const double *x, double *gradient) {
     double total = 0, quality = p->theta + x[at_budget(p)], base[64];
     int who[64];
     for (int i = 0; i < p->layers; i++) {
-        if (i == 0 || p->kind[i] != p->kind[i - 1]) pool_bases(o, x, p->kind[i], base, who);
+        if (i == 0 || p->allowed || p->kind[i] != p->kind[i - 1]) pool_bases(o, x, i, base, who);
         const double *omega = p->omega + (size_t)i * p->bits;
         int best = 0;
         double least = HUGE_VAL;

@@ -26,6 +26,7 @@ typedef struct {
     const double *master_prefill, *master_decode;  /* [C] seconds; 0 unless first */
     const double *send_prefill, *send_decode;      /* [2, T, T] forward, then back to the master */
     const double *omega;                           /* [L, B] degradation */
+    const int32_t *allowed;                        /* [T, L, B] manual decisions; NULL for none */
     double theta, budget;                          /* budget: INFINITY for none */
     double peak_prefill, peak_decode;
     double sum_weight[2];
@@ -40,6 +41,8 @@ typedef struct {
     int32_t nodes, edges;
     const int32_t *node_class;    /* [V] */
     const int32_t *node_return;   /* [V] link back to the master, -1 for none */
+    const int32_t *node_final;    /* [V] whether a plan may end with this device */
+    const int32_t *least_layers;  /* [C] layers a used device holds at least: 0 for most masters */
     const int32_t *edge_start;    /* [V + 1] */
     const int32_t *edge_target;   /* [edges] */
     const int32_t *edge_link;     /* [edges] -1 for none */
@@ -48,6 +51,10 @@ typedef struct {
     const double *arrivals;       /* [T] largest number of priced arrivals at a group */
     int32_t price_inner_links;    /* whether links within a group carry a multiplier */
 } Lattice;
+
+static inline int may_run(const Problem *p, int k, int i, int b) {
+    return !p->allowed || p->allowed[((k % p->groups) * p->layers + i) * p->bits + b];
+}
 
 /* One schedule of the dual ascent. */
 typedef struct {

@@ -54,8 +54,9 @@ static int link_is_priced(const Problem *p, const Lattice *g, int id) {
 
 static int64_t least_bytes(const Problem *p, int k, int layer) {
     const int64_t *bytes = p->bytes + ((k % p->groups) * p->kinds + p->kind[layer]) * p->bits;
-    int64_t least = bytes[0];
-    for (int b = 1; b < p->bits; b++) least = bytes[b] < least ? bytes[b] : least;
+    int64_t least = INT64_MAX;
+    for (int b = 0; b < p->bits; b++)
+        if (may_run(p, k, layer, b) && bytes[b] < least) least = bytes[b];
     return least;
 }
 
@@ -67,7 +68,7 @@ static void fill_reach(Field *f) {
         int64_t used = 0;
         int end = 0;
         for (int i = 0; i <= L; i++) {
-            while (end < L && used + least_bytes(p, k, end) <= p->capacity[k])
+            while (end < L && least_bytes(p, k, end) <= p->capacity[k] - used)
                 used += least_bytes(p, k, end++);
             reach[i] = p->capacity[k] < 0 ? -1 : end;
             if (end > i) used -= least_bytes(p, k, i);
@@ -119,11 +120,13 @@ static void fill_prices(Field *f, const double *x) {
             prices = f->layer_price + ((size_t)k * L + i) * B;
             int best = 0;
             for (int b = 0; b < B; b++) {
-                prices[b] = base[b] + quality * p->omega[i * B + b];
+                int may = may_run(p, k, i, b);
+                prices[b] = may ? base[b] + quality * p->omega[i * B + b] : HUGE_VAL;
                 if (prices[b] < prices[best]) best = b;
             }
+            /* A layer the class may not run at all is out of every stage's reach. */
             f->choice[(size_t)k * L + i] = (int8_t)best;
-            prefix[i + 1] = prefix[i] + prices[best];
+            prefix[i + 1] = prefix[i] + (isfinite(prices[best]) ? prices[best] : 0);
         }
         int g = k % p->groups;
         f->fixed[k] = (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
@@ -146,7 +149,7 @@ static void fill_entry(const Field *f, int v, double *scratch, int32_t *queue) {
     double *entry = f->entry + (size_t)v * (L + 1);
     if (k >= f->problem->groups) {
         double best = HUGE_VAL;
-        for (int c = 0; c <= reach[0]; c++)
+        for (int c = f->lattice->least_layers[k]; c <= reach[0]; c++)
             if (to_go[c] + prefix[c] < best) best = to_go[c] + prefix[c];
         for (int i = 1; i <= L; i++) entry[i] = HUGE_VAL;
         entry[0] = best + f->fixed[k];
@@ -176,7 +179,8 @@ static void fill_to_go(const Field *f, int v) {
             to_go[i] = through < to_go[i] ? through : to_go[i];
         }
     }
-    if (v > 0) to_go[L] = g->node_return[v] < 0 ? 0 : f->link[g->node_return[v]];
+    if (v > 0 && g->node_final[v])
+        to_go[L] = g->node_return[v] < 0 ? 0 : f->link[g->node_return[v]];
 }
 
 static int best_edge(const Field *f, int v, int i) {
@@ -195,7 +199,7 @@ static int best_end(const Field *f, int v, int i) {
     int L = f->problem->layers, k = f->lattice->node_class[v], best = -1;
     double least = HUGE_VAL;
     int last = f->reach[(size_t)k * (L + 1) + i];
-    for (int c = k >= f->problem->groups ? i : i + 1; c <= last; c++) {
+    for (int c = i + f->lattice->least_layers[k]; c <= last; c++) {
         double through = f->to_go[(size_t)v * (L + 1) + c] + f->prefix[(size_t)k * (L + 1) + c];
         if (through < least) least = through, best = c;
     }

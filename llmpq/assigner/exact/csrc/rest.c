@@ -15,7 +15,7 @@ static void depart_relaxed(const Labels *s, int v, double *depart) {
     for (int a = 0; a <= (first ? 0 : L - 1); a++) {
         if (!isfinite(arrive[a])) continue;
         double base = arrive[a] - prefix[a] + s->field.fixed[k];
-        for (int c = first ? a : a + 1; c <= reach[a]; c++) {
+        for (int c = a + s->g->least_layers[k]; c <= reach[a]; c++) {
             double through = base + prefix[c];
             depart[c] = through < depart[c] ? through : depart[c];
         }
@@ -134,7 +134,7 @@ void fill_rest(Labels *s) {
             }
         }
         if (v == 0) continue;
-        rest[L] = link_rest(s, g->node_return[v]);
+        if (g->node_final[v]) rest[L] = link_rest(s, g->node_return[v]);
         int k = g->node_class[v];
         for (int a = 0; a <= (k >= s->p->groups ? 0 : L - 1); a++)
             for (int c = a; c <= L; c++) {
