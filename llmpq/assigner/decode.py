@@ -173,6 +173,7 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
         ("cluster", digest_of(cluster_to_json(task.cluster))),
         ("workload", digest_of(workload_to_json(request.workload))),
         ("omega", omega_text(request)),
+        ("bits", " ".join(str(width) for width in request.bits)),
     ]
     if request.overrides:
         found.append(("overrides", " ".join(request.overrides.single())))

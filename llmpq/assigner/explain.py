@@ -203,7 +203,7 @@ def _fixes(request: PlanRequest) -> list[str]:
     fixes += [f"<= {tokens} new tokens"] if tokens else []
     for group, name in enumerate(_group_types(request.cluster)):
         for more in range(1, MOST_ADDED_DEVICES + 1):
-            if _fits(replace(request, cluster=_grown(request.cluster, group, more))):
+            if _fits(replace(request, cluster=grown_cluster(request.cluster, group, more))):
                 fixes.append(f"+{more} {name}")
                 break
     return fixes
@@ -229,7 +229,8 @@ def _group_types(cluster: Cluster) -> list[str]:
     return [group.type for node in cluster.nodes for group in node.devices]
 
 
-def _grown(cluster: Cluster, index: int, more: int) -> Cluster:
+def grown_cluster(cluster: Cluster, index: int, more: int) -> Cluster:
+    """Return a cluster with ``more`` devices in its group number ``index``."""
     nodes = []
     number = 0
     for node in cluster.nodes:

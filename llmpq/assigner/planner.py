@@ -9,7 +9,7 @@ from dataclasses import replace
 from llmpq.assigner.baselines.uniform import find_uniform
 from llmpq.assigner.decode import plan_of
 from llmpq.assigner.overrides import NO_OVERRIDES
-from llmpq.assigner.search import find_plan
+from llmpq.assigner.search import OutOfTimeError, find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
@@ -49,15 +49,39 @@ def make_plan(
     started = time.perf_counter()
     task = build_task(request)
     try:
-        solution = METHODS[method](task, progress or silent)
+        return plan_task(task, method, command=command, progress=progress, started=started)
     except InfeasibleError as error:
-        raise _blamed(request, method, error) from None
+        raise blamed(request, method, error) from None
+
+
+def plan_task(
+    task: PlanningTask,
+    method: str,
+    *,
+    command: str = "",
+    progress: Progress | None = None,
+    started: float | None = None,
+) -> Plan:
+    """Plan a request whose arrays are built.
+
+    Args:
+        task: the arrays.
+        method: a name in ``METHODS``.
+        command: the command line, for the plan's provenance.
+        progress: told how far the search is.
+        started: since when the planning time counts, by ``time.perf_counter``; now by default.
+
+    Raises:
+        InfeasibleError: no plan exists, or none was found in time.
+    """
+    begun = time.perf_counter() if started is None else started
+    solution = METHODS[method](task, progress or silent)
     return plan_of(
         task,
         solution,
         method=method,
         command=command,
-        planning_s=time.perf_counter() - started,
+        planning_s=time.perf_counter() - begun,
     )
 
 
@@ -87,10 +111,10 @@ def silent(done: int, total: int, best_s: float | None) -> None:
     del done, total, best_s
 
 
-def _blamed(request: PlanRequest, method: str, error: InfeasibleError) -> InfeasibleError:
-    """Name the manual decisions that leave no plan, by planning without them."""
+def blamed(request: PlanRequest, method: str, error: InfeasibleError) -> InfeasibleError:
+    """Return the error with the manual decisions that leave no plan, found by planning without."""
     overrides = request.overrides
-    if not overrides:
+    if not overrides or isinstance(error, OutOfTimeError):
         return error
     guilty = [
         text

@@ -21,6 +21,10 @@ from llmpq.errors import InfeasibleError
 GAP_SLACK = 1e-9
 
 
+class OutOfTimeError(InfeasibleError):
+    """The time limit came before any plan; whether there is one is not known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Candidate:
     bound_s: float
@@ -43,7 +47,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
     total = len(orders) * task.num_pairs
     if search.best is None:
         if search.out_of_time:
-            raise InfeasibleError(
+            raise OutOfTimeError(
                 f"no plan within the time limit of {request.time_limit_s} s "
                 f"({search.searched} of {len(search.candidates)} programs solved); memory does "
                 "not rule one out, so raise the time limit"

@@ -1,0 +1,189 @@
+"""What binds: which constraint keeps each device of a plan from doing more, or the plan from speed.
+
+It reads a plan and its cost models and refuses to plan anything: what another plan would cost is
+``what_if``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpq.costmodel import ClusterCosts
+from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
+from llmpq.spec.precision import BITS, Phase
+from llmpq.units import format_bytes
+
+Constraint = Literal["memory", "prefill", "decode", "prefill_link", "decode_link"]
+
+NEARLY = 5e-3
+"""Relative difference within which a stage is as slow as the slowest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What holds one stage.
+
+    Attributes:
+        rank: the stage.
+        constraints: what binds: no room for the smallest step more, or among the slowest of a
+            phase whose latency goes with its slowest stage.
+        slack_bytes: memory left.
+        step_bytes: the smallest step that would need more: one of its layers at the next wider
+            bits, or one layer more; ``None`` when there is no such step.
+        prefill_share, decode_share: its time as a share of the slowest stage's or link's.
+        master_share: the master's own work as a share of this stage's decode step, 0 elsewhere.
+    """
+
+    rank: int
+    constraints: tuple[Constraint, ...]
+    slack_bytes: int
+    step_bytes: int | None
+    prefill_share: float
+    decode_share: float
+    master_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBinding:
+    """What holds a plan.
+
+    Attributes:
+        prefill_by_slowest: more than one micro-batch follows another, so prefill goes with the
+            slowest stage; else with the sum of all stages.
+        decode_by_slowest: the same of a decode round.
+        stages: one entry a stage.
+    """
+
+    prefill_by_slowest: bool
+    decode_by_slowest: bool
+    stages: tuple[Binding, ...]
+
+
+def plan_binding(plan: Plan, costs: ClusterCosts) -> PlanBinding:
+    """Return what binds on every stage of a plan.
+
+    Args:
+        plan: the plan.
+        costs: cost models of its model and cluster.
+    """
+    stages = plan.estimate.stages
+    prefill_s = max(max(stage.prefill_s, stage.send_prefill_s) for stage in stages)
+    decode_s = max(max(stage.decode_s, stage.send_decode_s) for stage in stages)
+    by_slowest = (
+        plan.workload.batch > plan.micro_batching.prefill,
+        _decodes_by_slowest(plan, decode_s),
+    )
+    found = []
+    for stage, estimate in zip(plan.stages, stages, strict=True):
+        names: list[Constraint] = []
+        slack = estimate.capacity_bytes - estimate.memory.total
+        step = _smallest_step(plan, stage, costs)
+        if step is not None and slack < step:
+            names.append("memory")
+        if by_slowest[0]:
+            names += _slow(estimate.prefill_s, estimate.send_prefill_s, prefill_s, "prefill")
+        if by_slowest[1]:
+            names += _slow(estimate.decode_s, estimate.send_decode_s, decode_s, "decode")
+        found.append(
+            Binding(
+                rank=stage.rank,
+                constraints=tuple(names),
+                slack_bytes=slack,
+                step_bytes=step,
+                prefill_share=_share(estimate.prefill_s, prefill_s),
+                decode_share=_share(estimate.decode_s, decode_s),
+                master_share=_master_share(plan, stage, estimate, costs),
+            )
+        )
+    return PlanBinding(
+        prefill_by_slowest=by_slowest[0],
+        decode_by_slowest=by_slowest[1],
+        stages=tuple(found),
+    )
+
+
+def _decodes_by_slowest(plan: Plan, slowest_s: float) -> bool:
+    """Tell which side of ``T_round`` is the larger (``objective``)."""
+    work, batches = plan.workload, -(-plan.workload.batch // plan.micro_batching.decode)
+    if work.new_tokens == 1:
+        return False
+    if plan.search.formula == "paper":
+        return batches > 1
+    return batches * slowest_s >= sum(s.decode_s + s.send_decode_s for s in plan.estimate.stages)
+
+
+def binding_text(found: Binding) -> str:
+    """Return what binds on a stage, in words."""
+    parts = []
+    if "memory" in found.constraints:
+        assert found.step_bytes is not None
+        parts.append(
+            f"memory ({format_bytes(max(0, found.slack_bytes))} free, the smallest step takes "
+            f"{format_bytes(found.step_bytes)})"
+        )
+    for phase in ("prefill", "decode"):
+        if phase in found.constraints:
+            parts.append(f"slowest in {phase}")
+        if f"{phase}_link" in found.constraints:
+            parts.append(f"its link is the slowest in {phase}")
+    if found.master_share > 0 and {"prefill", "decode"} & set(found.constraints):
+        parts.append(f"{found.master_share:.0%} of its decode step is the master's own work")
+    if parts:
+        return "; ".join(parts)
+    return (
+        f"nothing ({format_bytes(max(0, found.slack_bytes))} free; {found.prefill_share:.0%} of "
+        f"the slowest in prefill, {found.decode_share:.0%} in decode)"
+    )
+
+
+def allowed_bits(plan: Plan) -> tuple[int, ...]:
+    """Return the bitwidths that the search might choose, as the plan's provenance says."""
+    text = dict(plan.provenance.inputs).get("bits", "")
+    widths = {int(word) for word in text.split() if word.isdecimal()}
+    return tuple(width for width in BITS if width in widths) or BITS
+
+
+def _slow(
+    stage_s: float, send_s: float, slowest_s: float, phase: Literal["prefill", "decode"]
+) -> Sequence[Constraint]:
+    found: list[Constraint] = []
+    if stage_s >= slowest_s * (1 - NEARLY):
+        found.append(phase)
+    if send_s >= slowest_s * (1 - NEARLY):
+        found.append("prefill_link" if phase == "prefill" else "decode_link")
+    return found
+
+
+def _share(value_s: float, slowest_s: float) -> float:
+    return value_s / slowest_s if slowest_s > 0 else 1.0
+
+
+def _smallest_step(plan: Plan, stage: StageAssignment, costs: ClusterCosts) -> int | None:
+    """Return the fewest bytes that a better plan would need here at least."""
+    device, work = plan.device_of(stage), plan.workload
+    kinds, widths = costs.model.layer_kinds, sorted(allowed_bits(plan))
+    steps = []
+    for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):
+        now = costs.layer_weight_bytes(device, kinds[layer], bits)
+        for wider in widths:
+            if wider > bits:
+                steps.append(costs.layer_weight_bytes(device, kinds[layer], wider) - now)
+                break
+    if stage.num_layers < plan.model.num_layers:
+        steps += [
+            costs.layer_weight_bytes(device, kind, widths[0])
+            + costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens)
+            for kind in set(kinds)
+        ]
+    return min(steps) if steps else None
+
+
+def _master_share(
+    plan: Plan, stage: StageAssignment, estimate: StageEstimate, costs: ClusterCosts
+) -> float:
+    if stage.rank or estimate.decode_s <= 0:
+        return 0.0
+    own_s = costs.master_s(plan.device_of(stage), Phase.DECODE, plan.micro_batching.decode, 1)
+    return own_s / estimate.decode_s
