@@ -6,17 +6,35 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from llmpq.assigner.baselines.adabits import find_adabits, find_adaptive_even
+from llmpq.assigner.baselines.fastest import find_fastest
+from llmpq.assigner.baselines.pipeedge import find_pipeedge
+from llmpq.assigner.baselines.proportional import (
+    find_memory_proportional,
+    find_speed_proportional,
+)
 from llmpq.assigner.baselines.uniform import find_uniform
 from llmpq.assigner.decode import plan_of
 from llmpq.assigner.overrides import NO_OVERRIDES
 from llmpq.assigner.search import OutOfTimeError, find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
+from llmpq.assigner.transfer import find_transfer
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
 Method = Callable[[PlanningTask, Progress], Solution]
 
-METHODS: Mapping[str, Method] = {"llmpq": find_plan, "uniform": find_uniform}
+METHODS: Mapping[str, Method] = {
+    "llmpq": find_plan,
+    "uniform": find_uniform,
+    "adaptive_even": find_adaptive_even,
+    "memory_proportional": find_memory_proportional,
+    "speed_proportional": find_speed_proportional,
+    "pipeedge": find_pipeedge,
+    "fastest": find_fastest,
+    "adabits": find_adabits,
+    "heuristic": find_transfer,
+}
 """The planning methods by name."""
 
 ANY_PLAN_GAP = 0.99
