@@ -111,7 +111,7 @@ def _decodes_by_slowest(plan: Plan, slowest_s: float) -> bool:
         return False
     if plan.search.formula == "paper":
         return batches > 1
-    return batches * slowest_s >= sum(s.decode_s + s.send_decode_s for s in plan.estimate.stages)
+    return batches * slowest_s > sum(s.decode_s + s.send_decode_s for s in plan.estimate.stages)
 
 
 def binding_text(found: Binding) -> str:
@@ -139,10 +139,10 @@ def binding_text(found: Binding) -> str:
 
 
 def allowed_bits(plan: Plan) -> tuple[int, ...]:
-    """Return the bitwidths that the search might choose, as the plan's provenance says."""
+    """Return the bitwidths that the search might choose, by the plan's provenance, widest first."""
     text = dict(plan.provenance.inputs).get("bits", "")
     widths = {int(word) for word in text.split() if word.isdecimal()}
-    return tuple(width for width in BITS if width in widths) or BITS
+    return tuple(width for width in BITS if width in widths | set(plan.bits))
 
 
 def _slow(

@@ -119,12 +119,14 @@ def reprice(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEst
     Returns:
         The estimate, and the bytes over capacity (0 when it fits).
     """
-    (pair,) = build_pairs(costs, plan.workload, BITS, [plan.micro_batching])
+    # Only what the plan uses: a measured table need not know other bitwidths.
+    bits = tuple(width for width in BITS if width in plan.bits)
+    (pair,) = build_pairs(costs, plan.workload, bits, [plan.micro_batching])
     problem = AssignmentProblem(
         costs=pair,
         kinds=np.array(costs.model.layer_kinds, dtype=np.int64),
-        bits=BITS,
-        omega=omega,
+        bits=bits,
+        omega=omega[:, [BITS.index(width) for width in bits]],
         theta_s=plan.search.theta_s,
         quality_budget=None,
         formula=plan.search.formula,
@@ -132,7 +134,7 @@ def reprice(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEst
     )
     assignment = Assignment(
         tuple(stage.rank for stage in plan.stages for _ in stage.bits),
-        tuple(BITS.index(width) for width in plan.bits),
+        tuple(bits.index(width) for width in plan.bits),
     )
     found = price(problem, assignment)
     return estimate_of(problem, found), found.excess_bytes

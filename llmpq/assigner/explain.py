@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llmpq.assigner.binding import allowed_bits
 from llmpq.assigner.enumeration import (
     MAX_ORDERS,
     build_pairs,
@@ -106,11 +107,12 @@ def dropped_reasons(plan: Plan, costs: ClusterCosts) -> dict[int, str]:
     if not plan.dropped_devices:
         return {}
     tokens, size = plan.workload.mean_context_tokens, plan.micro_batching.decode
-    (pair,) = build_pairs(costs, plan.workload, BITS, [plan.micro_batching])
+    bits = allowed_bits(plan)
+    (pair,) = build_pairs(costs, plan.workload, bits, [plan.micro_batching])
 
     def step_s(device: int) -> float:
         item = devices[device]
-        return min(costs.layer_s(item, Phase.DECODE, b, size, tokens, 0) for b in BITS)
+        return min(costs.layer_s(item, Phase.DECODE, b, size, tokens, 0) for b in bits)
 
     used = [stage.device for stage in plan.stages if stage.num_layers]
     slowest = max(used, key=step_s)

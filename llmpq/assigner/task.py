@@ -262,11 +262,11 @@ def build_task(request: PlanRequest) -> PlanningTask:
     return replace(task, request=replace(request, theta_s=default_theta(task)))
 
 
-def costs_of(request: PlanRequest) -> ClusterCosts:
-    """Return the cost models of a request."""
+def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCosts:
+    """Return the cost models of a request, on another cluster where one is given."""
     return build_costs(
         request.model,
-        request.cluster,
+        request.cluster if cluster is None else cluster,
         dtype=request.dtype,
         kv_bits=request.kv_bits,
         profile_dir=request.profile_dir,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.explain import grown_cluster
-from llmpq.assigner.planner import plan_task
+from llmpq.assigner.planner import plan_task, silent
 from llmpq.assigner.search import OutOfTimeError
-from llmpq.assigner.task import PlanRequest, build_task
+from llmpq.assigner.task import PlanRequest, Progress, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
@@ -40,7 +40,9 @@ class Alternative:
     proven: bool = False
 
 
-def forced_use(request: PlanRequest, plan: Plan) -> tuple[Alternative, ...]:
+def forced_use(
+    request: PlanRequest, plan: Plan, progress: Progress = silent
+) -> tuple[Alternative, ...]:
     """Return for every kind of device left out the best plan that uses one of them.
 
     Devices that a person left out are not asked about.
@@ -48,20 +50,25 @@ def forced_use(request: PlanRequest, plan: Plan) -> tuple[Alternative, ...]:
     overrides = request.overrides
     wanted = set(_searched(request, plan))
     found = []
-    for members in _alike(plan, [index for index in plan.dropped_devices if index in wanted]):
+    kinds = _alike(plan, [index for index in plan.dropped_devices if index in wanted])
+    for number, members in enumerate(kinds):
+        progress(number, len(kinds), None)
         labels = tuple(plan.cluster.devices[index].label for index in members)
         question = replace(request, overrides=replace(overrides, use=(*overrides.use, labels[0])))
         found.append(_answer(question, plan, labels))
     return tuple(found)
 
 
-def one_more(request: PlanRequest, plan: Plan) -> tuple[Alternative, ...]:
+def one_more(
+    request: PlanRequest, plan: Plan, progress: Progress = silent
+) -> tuple[Alternative, ...]:
     """Return for every kind of device the best plan with one more of it."""
     names = [
         f"{node.name}/{group.type}" for node in request.cluster.nodes for group in node.devices
     ]
     found = []
-    for index, name in list(enumerate(names))[:MOST_QUESTIONS]:
+    for index, name in enumerate(names[:MOST_QUESTIONS]):
+        progress(index, min(len(names), MOST_QUESTIONS), None)
         question = replace(request, cluster=grown_cluster(request.cluster, index, 1))
         found.append(_answer(question, plan, (name,)))
     return tuple(found)

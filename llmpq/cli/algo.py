@@ -5,30 +5,34 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
-from llmpq.assigner.explain import dropped_reasons
-from llmpq.assigner.solvers import SOLVERS
-from llmpq.assigner.task import DEFAULT_GAP
+from llmpq.assigner.pareto import pareto_plans
+from llmpq.assigner.planner import check_method
+from llmpq.assigner.task import Progress
 from llmpq.cli.common import command_line, make_parser, print_json, run_command
-from llmpq.cli.report import plan_record, plan_table
-from llmpq.costmodel import build_costs
-from llmpq.errors import InfeasibleError, SpecError, bad_field
-from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
-from llmpq.spec.model import ModelSpec
+from llmpq.cli.explanation import Explanation, explain_plan, explanation_record, explanation_text
+from llmpq.cli.override_options import add_override_options
+from llmpq.cli.plan_options import (
+    add_input_options,
+    add_quality_options,
+    add_search_options,
+    request_of,
+)
+from llmpq.cli.report import front_record, front_table, plan_record, plan_table
+from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import write_plan
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
-from llmpq.spec.tables import SensitivityTable, read_sensitivity
-from llmpq.spec.workload import Workload, load_workload
 
 NAME = "llmpq-algo"
+V = TypeVar("V")
+
 QUIET_S = 2.0
 """A search shorter than this shows no progress."""
 
@@ -47,119 +51,81 @@ def _parser() -> argparse.ArgumentParser:
         NAME,
         "Plan: which device runs which layers at how many bits, in micro-batches of what size.",
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="NAME_OR_DIR", help="catalogue name or local directory")
-    model.add_argument("--model-name", metavar="FAMILY", help="the paper's form: opt or bloom")
-    model.add_argument("--model_size", metavar="SIZE", help="with --model-name, such as 30b")
-    model.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPE_BYTES),
-        default="auto",
-        help="number format of what is not quantized (auto: the checkpoint's own)",
-    )
-    cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--cluster", metavar="FILE.json")
-    cluster.add_argument("--device_names", nargs="+", metavar="TYPE", help="one node per type")
-    cluster.add_argument("--device_numbers", nargs="+", type=int, metavar="COUNT")
-    cluster.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
-    work = parser.add_argument_group("workload")
-    work.add_argument("--workload", metavar="FILE.json")
-    work.add_argument("--global_bz", type=int, metavar="B", help="sequences in the batch")
-    work.add_argument("--s", type=int, metavar="TOKENS", help="prompt length")
-    work.add_argument("--n", type=int, metavar="TOKENS", help="tokens to generate per sequence")
-    _add_quality(parser)
-    _add_search(parser)
-    parser.add_argument(
+    add_input_options(parser)
+    add_quality_options(parser)
+    add_search_options(parser)
+    add_override_options(parser)
+    report = parser.add_argument_group("result")
+    report.add_argument(
         "--output",
         metavar="FILE",
-        help="strategy file (default: strategies/<model>__<cluster>__<workload>__<method>.json)",
+        help="strategy file (default: strategies/<model>__<cluster>__<workload>__<method>.json); "
+        "several plans get a suffix each",
+    )
+    report.add_argument(
+        "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
+    )
+    report.add_argument(
+        "--what_if",
+        action="store_true",
+        help="plan again with one more device of each kind",
+    )
+    report.add_argument(
+        "--no_explain",
+        action="store_true",
+        help="do not plan again to say what each device left out would cost",
     )
     return parser
 
 
-def _add_quality(parser: argparse.ArgumentParser) -> None:
-    quality = parser.add_argument_group("quality")
-    quality.add_argument(
-        "--omega_file",
-        metavar="FILE.json",
-        help="measured sensitivity (default: every layer alike, by the quantizer's step alone)",
-    )
-    quality.add_argument(
-        "--theta",
-        type=float,
-        metavar="SECONDS",
-        help='price of "every layer at 4 bits" (default: a lower bound of the latency, to two '
-        "digits; 0 under a quality budget)",
-    )
-    quality.add_argument(
-        "--quality_budget",
-        type=float,
-        metavar="Q",
-        help="largest total degradation (1 = every layer at 4 bits)",
-    )
-    quality.add_argument(
-        "--bits", type=int, nargs="+", choices=sorted(BITS), default=list(BITS), metavar="BITS"
-    )
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    search = parser.add_argument_group("search")
-    search.add_argument("--method", choices=(*METHODS, "all"), default="llmpq")
-    search.add_argument("--solver", choices=tuple(SOLVERS), default="highs")
-    search.add_argument(
-        "--orders",
-        choices=("types", "all"),
-        default="types",
-        help="types: equal devices side by side; all: every distinct order",
-    )
-    search.add_argument(
-        "--formula",
-        choices=("steady", "paper"),
-        default="steady",
-        help="latency: decoding in steady state, or the published formula",
-    )
-    search.add_argument(
-        "--group", type=int, default=1, metavar="G", help="consecutive layers decided together"
-    )
-    search.add_argument(
-        "--gap",
-        type=float,
-        default=DEFAULT_GAP,
-        metavar="GAP",
-        help="stop when proven this close to the optimum (default: %(default)s)",
-    )
-    search.add_argument("--time_limit", type=float, metavar="SECONDS")
-
-
 def _run(options: argparse.Namespace, command: str) -> int:
-    request = _request(options)
-    if options.method != "all":
-        plan = _plan(request, options.method, command)
-        path = _write(plan, _output(options, request, options.method))
-        if options.json:
-            print_json(plan_record(plan, path))
-        else:
-            _print_plan(plan, request, path)
-        return 0
-    return _run_all(options, request, command)
+    request = request_of(options)
+    if options.pareto is not None:
+        return _run_pareto(options, request, command)
+    if options.method == "all":
+        return _run_all(options, request, command)
+    plan = _with_progress(
+        "candidates",
+        lambda told: make_plan(request, options.method, command=command, progress=told),
+    )
+    path = _write(plan, _output(options, request, options.method))
+    found = _explained(options, request, plan)
+    if options.json:
+        print_json({**plan_record(plan, path), "explanation": explanation_record(plan, found)})
+    else:
+        _print_plan(plan, found, path)
+    if options.plot is not None:
+        from llmpq.cli.plots import draw_plan
+
+        draw_plan(plan, options.plot)
+    return 0
 
 
 def _run_all(options: argparse.Namespace, request: PlanRequest, command: str) -> int:
+    if options.plot is not None or options.what_if:
+        raise SpecError("--plot, --what_if: found together with --method all, expected one method")
+    for method in METHODS:
+        check_method(request, method)
     records: list[dict[str, Any]] = []
     failures: list[InfeasibleError] = []
     for method in METHODS:
         try:
-            plan = _plan(request, method, command)
+            plan = _with_progress(
+                method,
+                lambda told, name=method: make_plan(  # type: ignore[misc]
+                    request, name, command=command, progress=told
+                ),
+            )
         except InfeasibleError as error:
             failures.append(error)
             records.append({"method": method, "status": "infeasible", "reason": str(error)})
             if not options.json:
                 print(f"{method}: no plan: {error}\n")
             continue
-        path = _write(plan, _output(options, request, method))
+        path = _write(plan, _output(options, request, method, f"__{method}"))
         records.append(plan_record(plan, path))
         if not options.json:
-            _print_plan(plan, request, path)
+            _print_plan(plan, explain_plan(request, plan, resolve=False, more=False), path)
             print()
     if options.json:
         print_json({"plans": records})
@@ -168,98 +134,61 @@ def _run_all(options: argparse.Namespace, request: PlanRequest, command: str) ->
     return 0
 
 
-def _request(options: argparse.Namespace) -> PlanRequest:
-    model, source = _model(options)
-    dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
-    profile_dir = None if options.profile is None else Path(options.profile)
-    if profile_dir is not None and not profile_dir.is_dir():
-        raise SpecError(f"--profile: {profile_dir}: no such folder")
-    return PlanRequest(
-        model=model,
-        model_source=source,
-        cluster=_cluster(options),
-        workload=_workload(options),
-        dtype=dtype,
-        kv_bits=8 * DTYPE_BYTES[dtype],
-        bits=tuple(options.bits),
-        sensitivity=_sensitivity(options, model),
-        theta_s=options.theta,
-        quality_budget=options.quality_budget,
-        formula=options.formula,
-        solver=options.solver,
-        gap=options.gap,
-        time_limit_s=options.time_limit,
-        orders=options.orders,
-        layer_group=options.group,
-        profile_dir=profile_dir,
-    )
-
-
-def _model(options: argparse.Namespace) -> tuple[ModelSpec, str | None]:
-    paper = options.model_name, options.model_size
-    if options.model is not None and paper == (None, None):
-        model, source = catalog.resolve_model(options.model)
-        return model, None if source is None else str(source)
-    if options.model is None and None not in paper:
-        return catalog.model(catalog.paper_model_name(*paper)), None
-    raise SpecError("expected either --model, or both --model-name and --model_size")
-
-
-def _cluster(options: argparse.Namespace) -> Cluster:
-    names, numbers = options.device_names, options.device_numbers
-    if options.cluster is not None and names is None and numbers is None:
-        return load_cluster(options.cluster)
-    if options.cluster is not None or names is None or numbers is None:
-        raise SpecError("expected either --cluster, or both --device_names and --device_numbers")
-    if len(names) != len(numbers):
+def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str) -> int:
+    if options.method == "all" or options.what_if:
         raise SpecError(
-            f"--device_numbers: found {len(numbers)} counts, expected one for each of {names}"
+            "--pareto: found together with --method all or --what_if, expected one method alone"
         )
-    if len(set(names)) != len(names):
-        raise SpecError(f"--device_names: found {names}, expected each type once")
-    if min(numbers) < 1:
-        raise SpecError(f"--device_numbers: found {min(numbers)}, expected at least 1")
-    return cluster_of_types(dict(zip(names, numbers, strict=True)))
+    plans = _with_progress(
+        "plans",
+        lambda told: pareto_plans(
+            request, options.pareto, method=options.method, command=command, progress=told
+        ),
+    )
+    paths = [
+        _write(plan, _output(options, request, options.method, f"__p{number}"))
+        for number, plan in enumerate(plans, start=1)
+    ]
+    base = _output(options, request, options.method, "__pareto")
+    picture = base.with_suffix(".png") if options.plot is None else Path(options.plot)
+    drawn = _draw_front(plans, picture, asked=options.plot is not None)
+    record = front_record(plans, paths, str(picture) if drawn else None)
+    write_text(base, dump_json(record))
+    if options.json:
+        print_json(record)
+        return 0
+    print(front_table(plans, paths))
+    if len(plans) < options.pareto:
+        print(f"{len(plans)} plans instead of {options.pareto}: no other is worth having")
+    print(f"written        {base}{f' and {picture}' if drawn else ''}")
+    return 0
 
 
-def _workload(options: argparse.Namespace) -> Workload:
-    sizes = options.global_bz, options.s, options.n
-    if options.workload is not None and sizes == (None, None, None):
-        return load_workload(options.workload)
-    if options.workload is not None or None in sizes:
-        raise SpecError("expected either --workload, or all of --global_bz, --s and --n")
-    return Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n)
+def _draw_front(plans: Sequence[Plan], path: Path, *, asked: bool) -> bool:
+    """Draw if it can be done; a picture nobody asked for is not worth an error."""
+    from llmpq.cli.front_plot import draw_front
 
-
-def _sensitivity(options: argparse.Namespace, model: ModelSpec) -> SensitivityTable | None:
-    path = options.omega_file
-    if path is None:
-        return None
-    table = read_sensitivity(path)
-    if table.num_layers != model.num_layers:
-        raise bad_field(
-            path,
-            "omega",
-            f"{table.num_layers} layers",
-            f"{model.num_layers} layers, as {model.name} has",
-        )
     try:
-        table.normalised(options.bits)
+        draw_front(plans, path)
     except SpecError as error:
-        raise SpecError(f"{path}: field 'omega': {error}") from None
-    return table
+        if asked:
+            raise
+        print(f"{NAME}: warning: no picture: {error}", file=sys.stderr)
+        return False
+    return True
 
 
-def _output(options: argparse.Namespace, request: PlanRequest, method: str) -> Path:
+def _output(
+    options: argparse.Namespace, request: PlanRequest, method: str, suffix: str = ""
+) -> Path:
+    """Return where a plan goes; several plans of one ``--output`` differ by their suffix."""
     if options.output is not None:
         path = Path(options.output)
-        if options.method == "all":
-            return path.with_name(f"{path.stem}__{method}{path.suffix or '.json'}")
-        return path
+        return path.with_name(f"{path.stem}{suffix}{path.suffix or '.json'}") if suffix else path
     model = request.model.name.rstrip("/").rpartition("/")[2]
     parts = model, request.cluster.name, request.workload.name, method
     name = "__".join(part.replace("/", "-").replace(" ", "-") for part in parts)
-    return Path("strategies") / f"{name}.json"
+    return Path("strategies") / f"{name}{'' if suffix == f'__{method}' else suffix}.json"
 
 
 def _write(plan: Plan, path: Path) -> str:
@@ -267,31 +196,36 @@ def _write(plan: Plan, path: Path) -> str:
     return str(path)
 
 
-def _plan(request: PlanRequest, method: str, command: str) -> Plan:
-    with _Progress() as progress:
-        return make_plan(request, method, command=command, progress=progress)
-
-
-def _print_plan(plan: Plan, request: PlanRequest, path: str) -> None:
-    costs = build_costs(
-        request.model,
-        request.cluster,
-        dtype=request.dtype,
-        kv_bits=request.kv_bits,
-        profile_dir=request.profile_dir,
+def _explained(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Explanation:
+    return _with_progress(
+        "explanation",
+        lambda told: explain_plan(
+            request, plan, resolve=not options.no_explain, more=options.what_if, progress=told
+        ),
     )
-    print(plan_table(plan, dropped_reasons(plan, costs)))
+
+
+def _print_plan(plan: Plan, found: Explanation, path: str) -> None:
+    print(plan_table(plan, found.dropped))
+    for line in explanation_text(plan, found):
+        print(line)
     print(f"written        {path}")
 
 
-class _Progress:
+def _with_progress(name: str, work: Callable[[Progress], V]) -> V:
+    with _Bar(name) as bar:
+        return work(bar)
+
+
+class _Bar:
     """A progress bar on standard error, for searches that take longer than ``QUIET_S``."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.started = time.monotonic()
         self.bar: tqdm[Any] | None = None
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -304,7 +238,7 @@ class _Progress:
                 return
             self.bar = tqdm(
                 total=total,
-                desc="candidates",
+                desc=self.name,
                 file=sys.stderr,
                 leave=False,
                 # A log file gets a line now and then, a terminal a live bar.

@@ -12,10 +12,15 @@ from typing import Any
 import numpy as np
 
 from llmpq.assigner.decode import reprice
-from llmpq.assigner.explain import dropped_reasons
 from llmpq.assigner.problem import FloatArray
 from llmpq.assigner.task import DEFAULT_OMEGA, default_omega
 from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.explanation import (
+    Explanation,
+    explain_costs,
+    explanation_record,
+    explanation_text,
+)
 from llmpq.cli.report import plan_record, plan_table
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import CapacityError, SpecError, bad_field
@@ -54,7 +59,7 @@ class _Verdict:
     repriced: PlanEstimate | None
     excess_bytes: int
     warnings: tuple[str, ...]
-    dropped: dict[int, str]
+    explanation: Explanation | None
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -63,7 +68,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_record(plan, verdict, options.strategy))
     else:
-        print(plan_table(plan, verdict.dropped))
+        known = verdict.explanation
+        print(plan_table(plan, {} if known is None else known.dropped))
+        for line in () if known is None else explanation_text(plan, known):
+            print(line)
         print(f"checked        {_summary(verdict)}")
     for warning in verdict.warnings:
         print(f"llmpq-check: warning: {warning}", file=sys.stderr)
@@ -89,7 +97,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> _Verdict:
             repriced=None,
             excess_bytes=stored_excess,
             warnings=(f"model directory '{plan.model.source}' is not here: not priced again",),
-            dropped={},
+            explanation=None,
         )
     costs = build_costs(
         model,
@@ -97,6 +105,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> _Verdict:
         dtype=plan.dtype,
         kv_bits=plan.kv_bits,
         profile_dir=None if options.profile is None else Path(options.profile),
+        latency="fit" if _is_fitted(plan) else "table",
     )
     omega = _omega(plan, model, options.omega_file)
     known = omega is not None
@@ -111,8 +120,13 @@ def _check(plan: Plan, options: argparse.Namespace) -> _Verdict:
         repriced=repriced,
         excess_bytes=max(excess, stored_excess),
         warnings=tuple(warnings),
-        dropped=dropped_reasons(plan, costs),
+        explanation=explain_costs(plan, costs),
     )
+
+
+def _is_fitted(plan: Plan) -> bool:
+    """Tell whether a plan was priced by the fits of its tables."""
+    return any(source.startswith("fit of ") for _, source in plan.provenance.inputs)
 
 
 def _model(plan: Plan, where: str) -> ModelSpec | None:
@@ -215,7 +229,7 @@ def _record(plan: Plan, verdict: _Verdict, path: str) -> dict[str, Any]:
                 for stage in now.stages
             ],
         },
-        "dropped_reasons": {
-            plan.cluster.devices[device].label: reason for device, reason in verdict.dropped.items()
-        },
+        "explanation": None
+        if verdict.explanation is None
+        else explanation_record(plan, verdict.explanation),
     }

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.timeline import Block, timeline
-from llmpq.cli.report import compact_bits
+from llmpq.cli.report import compact_bits, memory_pair, memory_unit
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS, Phase
-from llmpq.units import GIB, MS
+from llmpq.units import MS
 
 BIT_COLOURS = {16: "#1f4e79", 8: "#2e9c8f", 4: "#f2a541", 3: "#d1495b"}
 """Dark and cool for many bits, warm for few; told apart in greyscale too."""
@@ -51,18 +51,10 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     Raises:
         SpecError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError:
-        raise SpecError("--plot: matplotlib is not installed; install llmpq[plot]") from None
     rows = len(plan.stages)
     everyone = rows + len(plan.dropped_devices)
     heights = [everyone, rows, rows, rows]
-    figure = Figure(figsize=(12, 3.9 + ROW_INCHES * sum(heights)), dpi=130)
-    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08, hspace=0.03))
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 3.9 + ROW_INCHES * sum(heights))
     ratios = [1.6 + height for height in heights]
     axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
     figure.suptitle(_title(plan), color=INK, fontsize=11, x=0.01, ha="left", weight="bold")
@@ -71,7 +63,35 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     blocks = timeline(plan, DECODE_ROUNDS)
     _draw_phase(axes[2], plan, [item for item in blocks if item.phase is Phase.PREFILL])
     _draw_phase(axes[3], plan, [item for item in blocks if item.phase is Phase.DECODE])
+    save_figure(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of so many inches, without any global state of matplotlib.
+
+    Raises:
+        SpecError: matplotlib is not installed.
+    """
     try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError:
+        raise SpecError("--plot: matplotlib is not installed; install llmpq[plot]") from None
+    figure = Figure(figsize=(width, height), dpi=130)
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08, hspace=0.03))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure, and the folder it goes to.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise SpecError(f"--plot: {path}: cannot be written: {error}") from None
@@ -106,7 +126,8 @@ def _style(axis: Any, labels: Sequence[str], title: str) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _legend(axis: Any, entries: Sequence[tuple[str, str]]) -> None:
+def legend(axis: Any, entries: Sequence[tuple[str, str]]) -> None:
+    """Draw a legend of names and colours above an axis, at its right."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for name, colour in entries]
@@ -149,33 +170,34 @@ def _draw_layers(axis: Any, plan: Plan) -> None:
     _style(axis, _labels(plan, dropped=True), "Layers and bits")
     axis.set_xlim(0, plan.model.num_layers)
     axis.set_xlabel("decoder layer")
-    _legend(axis, [(f"{b} bits", BIT_COLOURS[b]) for b in BITS if b in plan.bits])
+    legend(axis, [(f"{b} bits", BIT_COLOURS[b]) for b in BITS if b in plan.bits])
 
 
 def _draw_memory(axis: Any, plan: Plan) -> None:
+    largest = max(item.capacity_bytes for item in plan.estimate.stages)
+    unit_bytes, unit, _ = memory_unit(largest)
     for row, stage in enumerate(plan.estimate.stages):
         left = 0.0
         for part, colour in MEMORY_COLOURS.items():
-            size = getattr(stage.memory, part) / GIB
+            size = getattr(stage.memory, part) / unit_bytes
             axis.barh(row, size, left=left, height=0.62, color=colour, edgecolor="white", lw=0.4)
             left += size
-        capacity = stage.capacity_bytes / GIB
+        capacity = stage.capacity_bytes / unit_bytes
         axis.plot([capacity, capacity], [row - 0.42, row + 0.42], color="#c1121f", lw=2)
         share = stage.memory.total / stage.capacity_bytes
         axis.text(
             max(capacity, left),
             row,
-            f"  {left:.1f} of {capacity:.1f} GiB ({share:.0%})",
+            f"  {memory_pair(stage.memory.total, stage.capacity_bytes)} ({share:.0%})",
             va="center",
             fontsize=8.5,
             color=INK,
         )
     _style(axis, _labels(plan, dropped=False), "Memory")
-    largest = max(item.capacity_bytes for item in plan.estimate.stages) / GIB
-    axis.set_xlim(0, 1.2 * largest)
-    axis.set_xlabel("GiB")
+    axis.set_xlim(0, 1.2 * largest / unit_bytes)
+    axis.set_xlabel(unit)
     entries = [(MEMORY_NAMES.get(part, part), colour) for part, colour in MEMORY_COLOURS.items()]
-    _legend(axis, [*entries, ("capacity", "#c1121f")])
+    legend(axis, [*entries, ("capacity", "#c1121f")])
 
 
 def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:

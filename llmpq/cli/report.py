@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
-from llmpq.units import GIB, format_seconds
+from llmpq.units import GIB, MIB, format_seconds
 
 BAR_WIDTH = 12
+FROM_GIB = 4 * GIB
+"""Memory is told in GiB from here on, below in MiB: small devices differ in their megabytes."""
 
 
 def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
@@ -93,6 +95,56 @@ def plan_table(plan: Plan, dropped: Mapping[int, str]) -> str:
     return "\n".join(lines)
 
 
+def memory_unit(largest_bytes: float) -> tuple[int, str, str]:
+    """Return the unit that suits the largest of some sizes: bytes, name, and number format."""
+    return (GIB, "GiB", ".1f") if largest_bytes >= FROM_GIB else (MIB, "MiB", ".0f")
+
+
+def memory_pair(used: int, capacity: int) -> str:
+    """Return ``used of capacity`` in one unit."""
+    size, name, digits = memory_unit(max(used, capacity))
+    return f"{used / size:{digits}} of {capacity / size:{digits}} {name}"
+
+
+def front_record(
+    plans: Sequence[Plan], paths: Sequence[str], picture: str | None
+) -> dict[str, Any]:
+    """Return what ``--pareto --json`` says: every plan, the best quality first."""
+    return {
+        "plans": [plan_record(plan, path) for plan, path in zip(plans, paths, strict=True)],
+        "picture": picture,
+    }
+
+
+def front_table(plans: Sequence[Plan], paths: Sequence[str]) -> str:
+    """Return the plans of a front as one table."""
+    rows: list[tuple[str, ...]] = [
+        ("plan", "quality lost", "latency", "tokens/s", "bits", "batches", "devices", "file")
+    ]
+    for number, (plan, path) in enumerate(zip(plans, paths, strict=True), start=1):
+        micro = plan.micro_batching
+        rows.append(
+            (
+                str(number),
+                f"{plan.estimate.quality:.4g}",
+                f"{plan.estimate.latency_s:.4g} s",
+                f"{plan.throughput_tokens_per_s:.4g}",
+                compact_bits(plan.bits),
+                f"{micro.prefill}, {micro.decode}",
+                f"{len(plan.stages)} of {len(plan.cluster.devices)}",
+                path,
+            )
+        )
+    first = plans[0]
+    work = first.workload
+    title = (
+        f"{first.model.name} on {first.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
+        f"tokens, {work.new_tokens} new tokens each; quality lost: 0 = unquantized, 1 = every "
+        "layer at 4 bits"
+    )
+    return "\n".join([title, "", *_aligned(rows), ""])
+
+
 def compact_bits(bits: Sequence[int]) -> str:
     """Return bitwidths as counts, widest first, such as ``12x16 4x8``."""
     counts = Counter(bits)
@@ -123,7 +175,7 @@ def _memory_text(used: int, capacity: int) -> str:
     share = used / capacity if capacity else 1.0
     filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
     bar = "#" * filled + "." * (BAR_WIDTH - filled)
-    return f"[{bar}] {used / GIB:5.1f} of {capacity / GIB:.1f} GiB"
+    return f"[{bar}] {memory_pair(used, capacity)}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

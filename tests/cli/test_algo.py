@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.builders import model_spec, sensitivity
 
 from llmpq.cli.algo import main
+from llmpq.cli.check import main as check
 from llmpq.spec import catalog
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.tables import write_sensitivity
@@ -44,6 +46,7 @@ PLAN_KEYS = {
     "dropped_devices",
     "stages",
     "strategy",
+    "explanation",
 }
 
 
@@ -183,8 +186,137 @@ def test_every_listed_model_is_known_to_the_planner(capsys) -> None:
         assert f"{name} on h200x1" in capsys.readouterr().out
 
 
-def test_help_lists_no_option_of_a_later_release(capsys) -> None:
+def test_help_offers_the_solvers_there_are(capsys) -> None:
     assert main(["--help"]) == 0
+    assert "--solver {" in capsys.readouterr().out
+
+
+UNLIKE = [*SMALL, "--device_names", "A100-40G", "P100-12G", "--device_numbers", "1", "2"]
+
+
+def test_every_device_says_what_binds_and_every_dropped_one_what_it_costs(capsys) -> None:
+    assert main([*UNLIKE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = found["explanation"]
+    assert len(told["stages"]) == len(found["stages"])
+    assert {item["device"] for item in told["dropped"]} == set(found["dropped_devices"]) != set()
+    for item in told["dropped"]:
+        used = item["if_used"]
+        assert used["costs_s"] == pytest.approx(used["objective_s"] - found["objective_s"])
+        assert used["costs_s"] > 0
+        # The claim is a plan that can be had.
+        argv = [*UNLIKE, "--use", item["device"], "--theta", str(found["theta_s"]), "--json"]
+        assert main([*argv, "--no_explain"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert again["objective_s"] == pytest.approx(used["objective_s"], rel=1e-3)
+        assert all("if_used" not in entry for entry in again["explanation"]["dropped"])
+
+
+def test_what_if_tells_what_one_more_device_brings(capsys) -> None:
+    assert main([*UNLIKE, "--what_if", "--no_explain", "--json"]) == 0
+    more = json.loads(capsys.readouterr().out)["explanation"]["one_more"]
+    assert [item["device"] for item in more] == ["node0/A100-40G", "node1/P100-12G"]
+    assert all(item["throughput_gain"] >= -1e-3 for item in more)
+    assert main([*UNLIKE, "--what_if", "--no_explain"]) == 0
+    assert "one more       node1/P100-12G: " in capsys.readouterr().out
+
+
+def test_manual_decisions_reach_the_plan(capsys) -> None:
+    argv = [*UNLIKE, "--fix_layers", "node1/P100-12G#1=0:3", "--fix_bits", "0:2=8", "node0=16"]
+    argv += ["--micro_batch", "2", "4", "--exclude", "node1/P100-12G#0", "--memory_gib"]
+    assert main([*argv, "node0=4", "--json", "--no_explain"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    small, large = found["stages"]
+    assert (small["device"], small["first_layer"], small["end_layer"]) == (
+        "node1/P100-12G#1",
+        0,
+        3,
+    )
+    assert small["bits"][:2] == [8, 8]
+    assert set(large["bits"]) == {16}
+    assert large["memory_bytes"] <= large["capacity_bytes"] == 4 * 2**30
+    assert (found["prefill_micro_batch"], found["decode_micro_batch"]) == (2, 4)
+    (dropped,) = found["explanation"]["dropped"]
+    assert dropped == {"device": "node1/P100-12G#0", "reason": "as decided by --exclude"}
+    plan = read_plan(found["strategy"])
+    assert "--fix_bits 0:2=8" in dict(plan.provenance.inputs)["overrides"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "message"),
+    [
+        (["--use", "node7"], 2, "--use: found no device 'node7', expected one of node0/A100"),
+        (["--fix_layers", "node0=5"], 2, "--fix_layers: found 'node0=5'"),
+        (["--fix_bits", "4"], 2, "--fix_bits: found '4'"),
+        (["--fix_bits", "0:4=x"], 2, "--fix_bits: found '0:4=x'"),
+        (["--memory_gib", "node0=-1"], 2, "--memory_gib: found 'node0=-1'"),
+        (["--micro_batch", "9", "1"], 2, "micro-batches: found 9 and 1"),
+        (["--use", "node0", "--exclude", "node0"], 2, "which --exclude leaves out"),
+        (["--pareto", "1"], 2, "--pareto: found 1"),
+        (["--pareto", "3", "--theta", "1"], 2, "--theta: found together with --pareto"),
+        (["--pareto", "3", "--method", "all"], 2, "--method all"),
+        (["--method", "uniform", "--use", "node0"], 2, "found method 'uniform'"),
+        (["--memory_gib", "node0=1", "node1=1"], 3, "no plan exists with --memory_gib"),
+    ],
+)  # fmt: skip
+def test_bad_decisions_are_named(argv, status, message, capsys) -> None:
+    assert main([*UNLIKE, *argv]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_pareto_writes_plans_json_and_picture(capsys) -> None:
+    assert main([*UNLIKE, "--pareto", "4", "--json", "--output", "front/plan.json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["picture"] == "front/plan__pareto.png"
+    assert read_bytes("front/plan__pareto.png").startswith(b"\x89PNG")
+    assert json.loads(read_bytes("front/plan__pareto.json")) == found
+    plans = [read_plan(record["strategy"]) for record in found["plans"]]
+    assert 2 <= len(plans) <= 4
+    lost = [plan.estimate.quality for plan in plans]
+    speed = [plan.throughput_tokens_per_s for plan in plans]
+    assert lost == sorted(lost)
+    assert speed == sorted(speed)
+    assert len(set(lost)) == len(set(speed)) == len(plans)
+    assert found["plans"][0]["strategy"] == "front/plan__p1.json"
+    assert main([*UNLIKE, "--pareto", "4", "--output", "front/plan.json"]) == 0
     text = capsys.readouterr().out
-    assert "--pareto" not in text
-    assert "--solver {highs,cbc,gurobi}" in text
+    assert "front/plan__p1.json" in text
+    assert "quality lost" in text
+
+
+def read_bytes(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def test_eight_bit_keys_and_values_take_less_memory(capsys) -> None:
+    sizes = {}
+    for bits in ("8", "16"):
+        assert main([*SMALL, *ONE, "--kv_bits", bits, "--fix_bits", "0:24=8", "--json"]) == 0
+        (stage,) = json.loads(capsys.readouterr().out)["stages"]
+        sizes[bits] = stage["memory_parts_bytes"]["kv"]
+    # A head of 64 values keeps 64 bytes and a scale of 2 instead of 128 bytes.
+    assert sizes["8"] / sizes["16"] == pytest.approx(66 / 128)
+
+
+def test_fit_prices_measured_shapes_by_the_regression(capsys) -> None:
+    Path("tables").mkdir()
+    rows = ["# device: T4-16G", "phase,bits,batch,tokens,seconds"]
+    for phase, unit in (("prefill", 1e-5), ("decode", 1e-7)):
+        for batch in (1, 2, 4):
+            for tokens in (64, 128, 256):
+                odd = 1.3 if (batch, tokens) == (4, 128) else 1.0
+                rows += [
+                    f"{phase},{bits},{batch},{tokens},{odd * unit * batch * tokens}"
+                    for bits in (8, 16)
+                ]
+    Path("tables/t4.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    argv = [*SMALL, *ONE, "--profile", "tables", "--bits", "16", "--micro_batch", "4", "4"]
+    stages = {}
+    for name, option in (("fit", ["--fit"]), ("table", ["--use_profiler_prediction"])):
+        assert main([*argv, *option, "--output", f"{name}.json", "--json"]) == 0
+        (stage,) = json.loads(capsys.readouterr().out)["stages"]
+        stages[name] = stage["prefill_s"]
+        assert check([f"{name}.json", "--profile", "tables"]) == 0
+        assert "every stored figure is confirmed" in capsys.readouterr().out
+    assert stages["fit"] < stages["table"]
+    assert main([*argv, "--fit", "--use_profiler_prediction"]) == 2
