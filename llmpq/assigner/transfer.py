@@ -68,10 +68,12 @@ def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
     if best is not None:
         best = _Transfer(table, best.order, deadline).improved(best)
     starts = _starts(task, orders)
-    for number, (pair, order) in enumerate(starts):
+    for number, (bound_s, pair, order) in enumerate(starts):
         progress(number, len(starts), best.objective_s if best else None)
         if best is not None and time.monotonic() >= deadline:
             break
+        if best is not None and bound_s >= best.objective_s:
+            continue
         transfer = _Transfer(table, order, deadline)
         start = transfer.start(pair)
         best = better(best, start and transfer.improved(start))
@@ -82,8 +84,8 @@ def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
 
 def _starts(
     task: PlanningTask, orders: Sequence[tuple[int, ...]]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return pairs and orders to start from: the likeliest pair of every order, then the next."""
+) -> list[tuple[float, int, tuple[int, ...]]]:
+    """Return bounds, pairs and orders to start from: the likeliest of every order first."""
     number = min(PAIRS_PER_ORDER * len(orders), max(LEAST_STARTS, STAGES_STARTED // len(orders[0])))
     bounds = task.bounds(task.theta_s)
     ranked = np.argsort(bounds, axis=0, kind="stable")
@@ -95,7 +97,7 @@ def _starts(
         if math.isfinite(bounds[pair, order[0]])
     ]
     found.sort(key=lambda item: item[:2])
-    return [item[2:] for item in found[:number]]
+    return [item[1:] for item in found[:number]]
 
 
 class _Transfer:
