@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
+from llmpq.assigner.compare import compare_methods
 from llmpq.assigner.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.task import Progress
 from llmpq.cli.common import command_line, make_parser, print_json, run_command
+from llmpq.cli.comparison import comparison_table
 from llmpq.cli.explanation import Explanation, explain_plan, explanation_record, explanation_text
 from llmpq.cli.override_options import add_override_options
 from llmpq.cli.plan_options import (
@@ -24,8 +26,8 @@ from llmpq.cli.plan_options import (
     add_search_options,
     request_of,
 )
-from llmpq.cli.report import front_record, front_table, plan_record, plan_table
-from llmpq.errors import InfeasibleError, SpecError
+from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
+from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import write_plan
@@ -106,31 +108,25 @@ def _run_all(options: argparse.Namespace, request: PlanRequest, command: str) ->
         raise SpecError("--plot, --what_if: found together with --method all, expected one method")
     for method in METHODS:
         check_method(request, method)
+    outcomes = compare_methods(request, command=command, run=_with_progress)
     records: list[dict[str, Any]] = []
-    failures: list[InfeasibleError] = []
-    for method in METHODS:
-        try:
-            plan = _with_progress(
-                method,
-                lambda told, name=method: make_plan(  # type: ignore[misc]
-                    request, name, command=command, progress=told
-                ),
-            )
-        except InfeasibleError as error:
-            failures.append(error)
-            records.append({"method": method, "status": "infeasible", "reason": str(error)})
-            if not options.json:
-                print(f"{method}: no plan: {error}\n")
-            continue
-        path = _write(plan, _output(options, request, method, f"__{method}"))
-        records.append(plan_record(plan, path))
-        if not options.json:
-            _print_plan(plan, explain_plan(request, plan, resolve=False, more=False), path)
-            print()
+    for outcome in outcomes:
+        method, plan = outcome.method, outcome.plan
+        if plan is None:
+            records.append({"method": method, "status": "infeasible", "reason": str(outcome.error)})
+        else:
+            path = _write(plan, _output(options, request, method, f"__{method}"))
+            records.append(plan_record(plan, path))
     if options.json:
         print_json({"plans": records})
-    if len(failures) == len(METHODS):
-        raise failures[0]
+    else:
+        print(comparison_table(outcomes))
+        for record in records:
+            if "strategy" in record:
+                print(f"written        {record['strategy']}")
+    error = outcomes[0].error
+    if error is not None:
+        raise error
     return 0
 
 
@@ -159,7 +155,8 @@ def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str)
         return 0
     print(front_table(plans, paths))
     if len(plans) < options.pareto:
-        print(f"{len(plans)} plans instead of {options.pareto}: no other is worth having")
+        found = plans_text(len(plans))
+        print(f"{found} instead of {options.pareto}: any other is slower or loses more\n")
     print(f"written        {base}{f' and {picture}' if drawn else ''}")
     return 0
 

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.plots import BIT_COLOURS, INK, legend, new_figure, save_figure
+from llmpq.cli.report import plans_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS
 
 LINE = "#8a939c"
 DOT = "#1f4e79"
+FEWEST_BARS = 6
+"""Places for bars, so that one or two plans are not drawn as walls."""
 
 
 def draw_front(plans: Sequence[Plan], path: str | Path) -> None:
@@ -27,7 +30,7 @@ def draw_front(plans: Sequence[Plan], path: str | Path) -> None:
     first, work = plans[0], plans[0].workload
     title = (
         f"{first.model.name} on {first.cluster.name}\n{work.batch} x {work.prompt_tokens} prompt + "
-        f"{work.new_tokens} new tokens: {len(plans)} plans, none dominated"
+        f"{work.new_tokens} new tokens: {plans_text(len(plans))}, none dominated"
     )
     figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", weight="bold")
     _draw_points(axes[0], plans)
@@ -61,7 +64,7 @@ def _scale_by_root(axis: Any, largest: float) -> None:
     """Degradation goes with the square of a step: its root spreads the plans evenly."""
     axis.set_xscale("function", functions=(_root, _square))
     top = largest if largest > 0 else 1.0
-    axis.set_xlim(0 if largest <= 0 else -0.0015 * top, 1.12 * top)
+    axis.set_xlim(-0.0015 * top, 1.12 * top)
     ticks = [tick for tick in (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 4, 5) if tick <= 1.12 * top]
     if len(ticks) < 3:
         power = 10 ** math.floor(math.log10(top))
@@ -89,6 +92,7 @@ def _draw_bits(axis: Any, plans: Sequence[Plan]) -> None:
         axis.bar(rows, counts, 0.72, bottom=left, color=BIT_COLOURS[bits], edgecolor="white")
         left = [done + count for done, count in zip(left, counts, strict=True)]
     axis.set_xticks(rows, [str(row) for row in rows])
+    axis.set_xlim(0.4, max(FEWEST_BARS, len(plans)) + 0.6)
     axis.set_xlabel("plan")
     axis.set_ylabel("layers")
     axis.set_title("Layers by bits", loc="left", fontsize=10, color=INK, weight="bold")

@@ -106,6 +106,11 @@ def memory_pair(used: int, capacity: int) -> str:
     return f"{used / size:{digits}} of {capacity / size:{digits}} {name}"
 
 
+def plans_text(number: int) -> str:
+    """Return how many plans there are, in words."""
+    return "1 plan" if number == 1 else f"{number} plans"
+
+
 def front_record(
     plans: Sequence[Plan], paths: Sequence[str], picture: str | None
 ) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""Text and pictures of plans."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from helpers.builders import cluster_of, plan_request
+
+from llmpq.assigner import make_plan
+from llmpq.assigner.pareto import pareto_plans
+from llmpq.cli.front_plot import draw_front
+from llmpq.cli.report import compact_bits, front_table, memory_pair, plan_table
+
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+MIB, GIB = 2**20, 2**30
+
+
+@pytest.mark.parametrize(
+    ("used", "capacity", "text"),
+    [
+        (int(0.36 * GIB), int(0.41 * GIB), "369 of 420 MiB"),
+        (int(1.6 * GIB), 2 * GIB, "1638 of 2048 MiB"),
+        (10 * MIB, 16 * GIB, "0.0 of 16.0 GiB"),
+        (int(13.44 * GIB), 16 * GIB, "13.4 of 16.0 GiB"),
+        (5 * GIB, 2 * GIB, "5.0 of 2.0 GiB"),
+    ],
+)
+def test_memory_is_told_in_the_unit_of_the_larger_figure(used, capacity, text) -> None:
+    assert memory_pair(used, capacity) == text
+
+
+def test_bits_are_counted_widest_first() -> None:
+    assert compact_bits((4, 16, 8, 4)) == "1x16 1x8 2x4"
+    assert compact_bits(()) == "-"
+
+
+def test_a_small_devices_row_shows_its_megabytes() -> None:
+    plan = make_plan(plan_request())
+    text = plan_table(plan, {})
+    stage = plan.estimate.stages[0]
+    assert f"{stage.memory.total / MIB:.0f} of {stage.capacity_bytes / MIB:.0f} MiB" in text
+
+
+def test_a_front_is_one_row_a_plan() -> None:
+    plans = pareto_plans(plan_request(), 3)
+    paths = [f"p{number}.json" for number in range(len(plans))]
+    lines = front_table(plans, paths).splitlines()
+    assert [line.split()[-1] for line in lines[3:]] == paths
+    assert lines[2].split()[0] == "plan"
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
+def test_fronts_of_any_size_are_drawn(tmp_path) -> None:
+    several = pareto_plans(plan_request(), 4)
+    lossless = make_plan(plan_request(cluster=cluster_of(("V100-32G", 1, 4000)), theta_s=1e4))
+    assert lossless.estimate.quality == 0
+    for number, plans in enumerate((several, several[:1], (lossless,))):
+        path = tmp_path / "new" / f"{number}.png"
+        draw_front(plans, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
