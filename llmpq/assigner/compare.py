@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.planner import METHODS, blamed, check_method, plan_task
+from llmpq.assigner.planner import METHODS, blamed, check_method, plan_task, silent
 from llmpq.assigner.task import PlanRequest, Progress, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
@@ -34,18 +34,24 @@ class Outcome:
     error: InfeasibleError | SpecError | None = None
 
 
+Runner = Callable[[str, Callable[[Progress], Plan]], Plan]
+"""Does a method's work, which is told by name, and gives it whom to tell how far it is."""
+
+
+def _silently(name: str, work: Callable[[Progress], Plan]) -> Plan:
+    del name
+    return work(silent)
+
+
 def compare_methods(
-    request: PlanRequest,
-    *,
-    command: str = "",
-    progress: Callable[[str], Progress] | None = None,
+    request: PlanRequest, *, command: str = "", run: Runner = _silently
 ) -> tuple[Outcome, ...]:
     """Return the outcome of every method, the search first.
 
     Args:
         request: what is asked. A method that cannot follow its manual decisions says so.
         command: the command line, for provenance.
-        progress: called with a method's name for whom to tell about it.
+        run: does the work of every method, for instance with a progress bar.
 
     Raises:
         SpecError: the request cannot be accepted by any method.
@@ -56,20 +62,17 @@ def compare_methods(
     build_s = time.perf_counter() - started
 
     def outcome(method: str) -> Outcome:
+        def work(progress: Progress) -> Plan:
+            begun = time.perf_counter() - build_s
+            return plan_task(task, method, command=command, progress=progress, started=begun)
+
         try:
             check_method(request, method)
-            plan = plan_task(
-                task,
-                method,
-                command=command,
-                progress=None if progress is None else progress(method),
-                started=time.perf_counter() - build_s,
-            )
+            return Outcome(method=method, plan=run(method, work))
         except InfeasibleError as error:
             return Outcome(method=method, plan=None, error=blamed(request, method, error))
         except SpecError as error:
             return Outcome(method=method, plan=None, error=error)
-        return Outcome(method=method, plan=plan)
 
     rivals = [outcome(method) for method in METHODS if method != SEARCH]
     return never_worse(outcome(SEARCH), rivals, request.gap), *rivals
