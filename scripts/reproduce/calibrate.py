@@ -27,7 +27,7 @@ from llmpq.spec.cluster import DeviceSpec
 from llmpq.spec.families import model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Phase
-from scripts.reproduce.markdown import emit, table
+from scripts.reproduce.output import emit, table
 
 FIGURES = ("compute_efficiency", "saturation_tokens", "memory_efficiency")
 # A saturation at its lower limit, one token, is none.
