@@ -22,7 +22,7 @@ def objectives(outcomes) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("seed", [1, 5, 12, 15])
+@pytest.mark.parametrize("seed", [1, 15])
 def test_the_search_is_never_worse_however_early_it_stops(seed: int) -> None:
     request = replace(small_request(seed), gap=0.95)
     outcomes = compare_methods(request)

@@ -48,7 +48,7 @@ def random_exchange(problem, seed: int) -> Exchange:
     return Exchange(givers, takers, given, given * len(givers))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tiny_problems, seeds)
 def test_a_layout_has_the_price_of_its_assignment(problem, seed: int) -> None:
     layout = random_layout(problem, seed)
@@ -58,7 +58,7 @@ def test_a_layout_has_the_price_of_its_assignment(problem, seed: int) -> None:
     assert layout.objective_s == pytest.approx(found.objective_s, rel=1e-9)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(tiny_problems, seeds)
 def test_an_exchange_moves_exactly_what_it_says_and_fits(problem, seed: int) -> None:
     layout, exchange = random_layout(problem, seed), random_exchange(problem, seed)
@@ -145,7 +145,7 @@ def test_the_most_sensitive_layers_keep_the_widest_bits() -> None:
 
 def test_transfer_is_close_to_the_optimum_on_tiny_clusters() -> None:
     gaps = []
-    for seed in range(500, 520):
+    for seed in range(500, 512):
         task = build_task(tiny_request(seed))
         best_s = optimum_s(task)
         try:
@@ -153,14 +153,14 @@ def test_transfer_is_close_to_the_optimum_on_tiny_clusters() -> None:
         except InfeasibleError:
             continue
         gaps.append(found.price.objective_s / best_s - 1)
-    assert len(gaps) > 9
+    assert len(gaps) > 5
     assert np.mean(gaps) < 0.005
     assert max(gaps) < 0.1
 
 
 def test_transfer_is_never_worse_than_its_start() -> None:
     made = 0
-    for seed in range(600, 609):
+    for seed in range(600, 606):
         task = build_task(small_request(seed))
         try:
             start = find_adabits(task, quiet)
@@ -170,7 +170,7 @@ def test_transfer_is_never_worse_than_its_start() -> None:
         assert is_feasible(found.problem, found.price)
         assert found.price.objective_s <= start.price.objective_s * (1 + 1e-12)
         made += 1
-    assert made > 3
+    assert made > 2
 
 
 def unlike_task(**overrides) -> PlanningTask:
