@@ -71,11 +71,11 @@ class Search(Structure):
     """Limits and answers of one label search (``exact.h``)."""
 
     _fields_ = (
-        *((name, c_double) for name in ("column_limit", "label_limit", "seconds")),
+        *((name, c_double) for name in ("limit", "seconds", "beam_limit")),
         *((name, c_int64) for name in ("max_columns", "max_labels")),
-        ("value", c_double),
+        *((name, c_int32) for name in ("beam", "stages")),
+        *((name, c_double) for name in ("value", "bound")),
         *((name, c_int64) for name in ("columns", "labels", "kept", "states")),
-        *((name, c_int32) for name in ("stages", "beam")),
     )
 
 

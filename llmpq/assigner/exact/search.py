@@ -36,6 +36,7 @@ from llmpq.assigner.exact.space import NativePair, SearchSpace
 from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import is_feasible, price
 from llmpq.assigner.problem import FloatArray
+from llmpq.assigner.search import OutOfTimeError
 from llmpq.assigner.spread import assignment_of_counts
 from llmpq.errors import InfeasibleError, SolverError
 
@@ -116,7 +117,7 @@ def solve_exact(
 
     Raises:
         NotCoveredError: the integer program is needed.
-        InfeasibleError: no plan exists, or none was found in time.
+        InfeasibleError: no plan exists; an ``OutOfTimeError`` when that is not known.
         SolverError: the core's value is not the price of its plan.
     """
     native.library()
@@ -179,12 +180,12 @@ class _Search:
     def result(self) -> ExactResult:
         """Return the best plan and the certificate."""
         if self.best is None:
-            cut_short = any(item.reason == "open" for item in self.candidates)
-            raise InfeasibleError(
-                "exact search: no plan found within its limits of time and memory"
-                if cut_short
-                else "exact search: no plan fits in memory and within the quality budget"
-            )
+            if any(item.reason == "open" for item in self.candidates):
+                raise OutOfTimeError(
+                    "the exact search found no plan within its limits of time and memory; "
+                    "raise the time limit"
+                )
+            raise InfeasibleError("no plan fits in memory and within the quality budget")
         problem, assignment, priced = self.best
         proofs = tuple(
             PairProof(
@@ -278,17 +279,10 @@ class _Search:
         return True
 
     def _enumerate(self, candidate: _Candidate, above: float) -> bool:
-        """Enumerate the plans up to a level above the lattice bound, or up to the cutoff.
-
-        A beam goes first: what it finds keeps the exact run from going higher than needed.
-        """
+        """Enumerate the plans up to a level above the lattice bound, or up to the cutoff."""
         level_s = candidate.base_s * (1 + above) if math.isfinite(above) else math.inf
-        if level_s < self.cutoff_s:
-            self._labels(candidate, level_s, candidate.base_s * (1 + 4 * above), beam=BEAM)
         level_s = min(level_s, self.cutoff_s, 0.5 * (candidate.bound_s + candidate.failed_s))
-        if self._labels(candidate, level_s, level_s):
-            candidate.bound_s = max(candidate.bound_s, min(level_s, self.best_s))
-        else:
+        if not self._labels(candidate, level_s):
             candidate.failed_s = min(level_s, STEPS[-2] * candidate.bound_s)
             candidate.visits -= 1
         return candidate.failed_s > candidate.bound_s * (1 + STEPS[0])
@@ -296,23 +290,19 @@ class _Search:
     def _retry(self, candidate: _Candidate) -> None:
         """Try once more where a better plan has come down below the limit that failed."""
         if candidate.bound_s < self.cutoff_s < candidate.failed_s and self.left_s > 0:
-            limit_s = self.cutoff_s
-            if self._labels(candidate, limit_s, limit_s):
-                candidate.bound_s = max(candidate.bound_s, min(limit_s, self.best_s))
+            self._labels(candidate, self.cutoff_s)
         if candidate.bound_s >= self.cutoff_s:
             candidate.reason = "search"
 
-    def _labels(
-        self, candidate: _Candidate, columns_s: float, labels_s: float, beam: int = 0
-    ) -> bool:
-        """Search below two limits; keep what is found; tell whether the search was complete."""
+    def _labels(self, candidate: _Candidate, limit_s: float) -> bool:
+        """Enumerate below a limit; keep what is found and proven; tell whether it was complete."""
         limits = native.Search(
-            column_limit=columns_s,
-            label_limit=labels_s,
+            limit=limit_s,
             seconds=min(1e9, max(0.0, self.left_s)),
+            beam_limit=min(limit_s + 3 * (limit_s - candidate.base_s), self.best_s),
             max_columns=MAX_COLUMNS,
             max_labels=MAX_LABELS,
-            beam=beam,
+            beam=BEAM if limit_s < self.cutoff_s else 0,
         )
         status, stages, keys = native.search(
             candidate.pair.problem, self.lattice.graph, candidate.multipliers, limits
@@ -321,6 +311,8 @@ class _Search:
         self.work.labels = max(self.work.labels, limits.labels)
         if len(stages):
             self._offer(self._decoded(candidate.pair, stages.tolist(), keys.tolist(), limits.value))
+        proven_s = min(limit_s, self.best_s) if status == native.DONE else limits.bound
+        candidate.bound_s = max(candidate.bound_s, proven_s)
         return status == native.DONE
 
     def _decoded(

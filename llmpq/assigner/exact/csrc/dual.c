@@ -10,9 +10,9 @@ typedef struct {
     const Problem *problem;
     const Lattice *lattice;
     double byte_unit;
-    int32_t *usable;    /* [T] the group can hold some layer */
-    double *floor_link; /* [2] a send that every plan makes at least fewest - 1 times */
-    double fewest;      /* devices that every plan uses at least */
+    const int32_t *usable;    /* [T] the group can hold some layer */
+    const double *floor_link; /* [2] a send that every plan makes at least fewest - 1 times */
+    double fewest;            /* devices that every plan uses at least */
 } Pool;
 
 static double pool_master(const Pool *o, const double *x, double *gradient) {
@@ -74,7 +74,8 @@ static double pool_layers(const Pool *o, const double *x, double *gradient) {
     return total;
 }
 
-static double pool_evaluate(const Pool *o, const double *x, double *gradient) {
+static double pool_evaluate(void *context, const double *x, double *gradient) {
+    const Pool *o = context;
     const Problem *p = o->problem;
     memset(gradient, 0, (size_t)multipliers(p) * sizeof(double));
     double bound = pool_master(o, x, gradient) + pool_layers(o, x, gradient);
@@ -99,19 +100,6 @@ static double pool_evaluate(const Pool *o, const double *x, double *gradient) {
 }
 
 /* ---- dual ascent --------------------------------------------------------------------------- */
-
-typedef struct {
-    const Problem *problem;
-    Field *field;     /* one of the two is set */
-    const Pool *pool;
-    double *weight;   /* per multiplier: its weight in the sum of its block; 0 holds it at 0 */
-    double *scale;    /* per multiplier: its natural size */
-    double deadline;
-} Dual;
-
-static double dual_value(const Dual *d, const double *x, double *gradient) {
-    return d->field ? field_evaluate(d->field, x, gradient) : pool_evaluate(d->pool, x, gradient);
-}
 
 /* Project x onto { x >= 0, sum weight x = total } by bisection on the shift. */
 static void project(double *x, const double *weight, int n, double total) {
@@ -179,7 +167,7 @@ static double ascend(const Dual *d, double *x, const Ascent *s, double target) {
     memcpy(here, x, sizeof here);
     memset(mean, 0, sizeof mean);
     for (int it = 0; it < s->iterations && best < target && now() < d->deadline; it++) {
-        double value = dual_value(d, here, gradient);
+        double value = d->evaluate(d->context, here, gradient);
         if (!isfinite(value)) return it == 0 ? value : best;
         if (value > best + 1e-7 * fabs(best)) {
             if (value > best + 1e-4 * fabs(best)) bad = 0;
@@ -206,16 +194,17 @@ static double ascend(const Dual *d, double *x, const Ascent *s, double target) {
 }
 
 /* Weights and natural sizes. value: a rough size of the objective. */
-static void shape(const Dual *d, const Lattice *g, double value) {
+static void shape(const Dual *d, double value) {
     const Problem *p = d->problem;
+    const Lattice *g = d->lattice;
     int T = p->groups;
     for (int t = 0; t < T; t++) {
-        double arrivals = d->pool ? (t == 0 && d->pool->fewest > 1) : g->arrivals[t];
+        double arrivals = d->pool_links < 0 ? g->arrivals[t] : t == 0 ? d->pool_links : 0;
         d->weight[at_prefill(p, t)] = d->weight[at_decode(p, t)] = g->count[t];
         d->weight[at_prefill_link(p, t)] = d->weight[at_decode_link(p, t)] = arrivals;
     }
     d->weight[at_sum(p)] = p->steady ? p->rounds : 0;
-    for (int k = 0; k < 2 * T; k++) d->weight[at_memory(p, k)] = d->pool ? k < T : 1;
+    for (int k = 0; k < 2 * T; k++) d->weight[at_memory(p, k)] = k < d->memory;
     d->weight[at_budget(p)] = isfinite(p->budget);
     for (int j = 0; j < multipliers(p); j++)
         d->scale[j] = j < 2 * T             ? p->peak_prefill
@@ -224,17 +213,16 @@ static void shape(const Dual *d, const Lattice *g, double value) {
                                             : value / (p->budget > 1e-3 ? p->budget : 1e-3);
 }
 
-static double run(Dual *d, const Lattice *g, double *x, const Ascent *s, int schedules,
-                  double target) {
+double dual_ascend(Dual *d, double *x, const Ascent *s, int schedules, double target) {
     int n = multipliers(d->problem);
     double weight[n], scale[n], gradient[n], best = -HUGE_VAL;
     d->weight = weight, d->scale = scale;
-    shape(d, g, 1);
+    shape(d, 1);
     move(d, x, x, 0); /* projects whatever the caller starts from */
-    double value = dual_value(d, x, gradient);
+    double value = d->evaluate(d->context, x, gradient);
     if (!isfinite(value)) return value;
     best = value;
-    shape(d, g, fabs(value) > 1e-9 ? fabs(value) : 1);
+    shape(d, fabs(value) > 1e-9 ? fabs(value) : 1);
     for (int j = 0; j < schedules && best < target; j++) {
         double found = ascend(d, x, s + j, target);
         if (found > best) best = found;
@@ -242,13 +230,18 @@ static double run(Dual *d, const Lattice *g, double *x, const Ascent *s, int sch
     return best;
 }
 
+static double lattice_evaluate(void *context, const double *x, double *gradient) {
+    return field_evaluate(context, x, gradient);
+}
+
 /* Improve x and return the lattice bound it proves; +infinity when no plan fits in memory. */
 double exact_lattice_bound(const Problem *p, const Lattice *g, double *x, const Ascent *s,
                            int32_t schedules, double target, double seconds) {
     Field field;
-    Dual d = {.problem = p, .field = &field, .deadline = now() + seconds};
+    Dual d = {.problem = p, .lattice = g, .evaluate = lattice_evaluate, .context = &field};
+    d.pool_links = -1, d.memory = 2 * p->groups, d.deadline = now() + seconds;
     if (field_open(&field, p, g)) return -HUGE_VAL;
-    double best = run(&d, g, x, s, schedules, target);
+    double best = dual_ascend(&d, x, s, schedules, target);
     field_close(&field);
     return best;
 }
@@ -257,7 +250,8 @@ double exact_lattice_bound(const Problem *p, const Lattice *g, double *x, const 
 double exact_pool_bound(const Problem *p, const Lattice *g, const int32_t *usable,
                         const double *floor_link, double fewest, double *x, const Ascent *s) {
     Pool pool = {.problem = p, .lattice = g, .byte_unit = mean_layer_bytes(p)};
-    pool.usable = (int32_t *)usable, pool.floor_link = (double *)floor_link, pool.fewest = fewest;
-    Dual d = {.problem = p, .pool = &pool, .deadline = HUGE_VAL};
-    return run(&d, g, x, s, 1, HUGE_VAL);
+    pool.usable = usable, pool.floor_link = floor_link, pool.fewest = fewest;
+    Dual d = {.problem = p, .lattice = g, .evaluate = pool_evaluate, .context = &pool};
+    d.pool_links = fewest > 1, d.memory = p->groups, d.deadline = HUGE_VAL;
+    return dual_ascend(&d, x, s, 1, HUGE_VAL);
 }

@@ -62,15 +62,16 @@ typedef struct {
     double step, shrink, momentum, smallest_step;
 } Ascent;
 
-/* Limits and answers of one label search. */
+/* Limits and answers of one label search: all plans below limit. */
 typedef struct {
-    double column_limit, label_limit, seconds;
+    double limit, seconds;
+    double beam_limit; /* how high the beam looks for a first plan */
     int64_t max_columns, max_labels;
+    int32_t beam;      /* labels the beam keeps at one node and layer; 0 for no beam */
     /* answers */
-    double value;
-    int64_t columns, labels, kept, states;
     int32_t stages;
-    int32_t beam; /* labels kept by bound at one node and layer; 0 for all: only that is exact */
+    double value, bound;
+    int64_t columns, labels, kept, states;
 } Search;
 
 /* Multipliers: [T] prefill stages, [T] prefill links, [T] decode stages, [T] decode links,
@@ -103,6 +104,25 @@ int field_open(Field *f, const Problem *p, const Lattice *g);
 void field_close(Field *f);
 /* Fill every table for multipliers x and return the bound; gradient may be NULL. */
 double field_evaluate(Field *f, const double *x, double *gradient);
+void field_price_links(Field *f, const double *x);
+/* Add what a link, by its index, takes to a gradient. */
+void field_add_link(const Field *f, int id, double *gradient);
+
+/* A bound to improve by its multipliers. */
+typedef struct {
+    const Problem *problem;
+    const Lattice *lattice;
+    double (*evaluate)(void *context, const double *x, double *gradient);
+    void *context;
+    double pool_links;   /* on the pool: 1 when the floor link has a multiplier; else -1 */
+    int32_t memory;      /* how many classes have their memory priced */
+    double deadline;
+    double *weight;      /* per multiplier: its weight in the sum of its block; 0 holds it at 0 */
+    double *scale;       /* per multiplier: its natural size */
+} Dual;
+
+/* Improve x until the bound reaches target or the schedules end; return the bound. */
+double dual_ascend(Dual *d, double *x, const Ascent *s, int schedules, double target);
 
 /* Stage columns: what a device class can make of layers [a, c). */
 typedef struct {

@@ -106,6 +106,12 @@ void field_close(Field *f) {
     memset(f, 0, sizeof *f);
 }
 
+void field_price_links(Field *f, const double *x) {
+    const Problem *p = f->problem;
+    for (int id = 0; id < 2 * p->groups * p->groups; id++)
+        f->link[id] = link_price(p, x, id, link_is_priced(p, f->lattice, id));
+}
+
 static void fill_prices(Field *f, const double *x) {
     const Problem *p = f->problem;
     int L = p->layers, B = p->bits;
@@ -133,8 +139,7 @@ static void fill_prices(Field *f, const double *x) {
                       (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] -
                       x[at_memory(p, k)] * ((double)p->capacity[k] / f->byte_unit);
     }
-    for (int id = 0; id < 2 * p->groups * p->groups; id++)
-        f->link[id] = link_price(p, x, id, link_is_priced(p, f->lattice, id));
+    field_price_links(f, x);
 }
 
 /* ---- the lattice, backwards ---------------------------------------------------------------- */
@@ -206,7 +211,7 @@ static int best_end(const Field *f, int v, int i) {
     return best;
 }
 
-static void add_link(const Field *f, int id, double *gradient) {
+void field_add_link(const Field *f, int id, double *gradient) {
     const Problem *p = f->problem;
     if (id < 0) return;
     if (p->links_in_sums) gradient[at_sum(p)] += p->send_decode[id];
@@ -241,11 +246,11 @@ static void fill_gradient(const Field *f, double *gradient) {
         int e = best_edge(f, v, i);
         v = f->lattice->edge_target[e];
         int end = best_end(f, v, i);
-        add_link(f, f->lattice->edge_link[e], gradient);
+        field_add_link(f, f->lattice->edge_link[e], gradient);
         add_stage(f, f->lattice->node_class[v], i, end, gradient);
         i = end;
     }
-    add_link(f, f->lattice->node_return[v], gradient);
+    field_add_link(f, f->lattice->node_return[v], gradient);
 }
 
 double field_evaluate(Field *f, const double *x, double *gradient) {

@@ -22,6 +22,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { MOST_CHAMPIONS = 12, CHAMPION_BYTES = 1 << 26 };
+
 static void fill_own(Labels *s) {
     const Problem *p = s->p;
     int T = p->groups;
@@ -75,6 +77,49 @@ static void finish(Labels *s, const Label *label) {
     s->best_parent = label->parent, s->best_column = label->column, s->best_node = label->node;
 }
 
+static Key key_of(const Labels *s, const Label *l, const Rest *rest, double bound) {
+    return (Key){.cost = l->cost + s->p->sum_weight[0] * l->sum,
+                 .prefill = l->prefill,
+                 .decode = l->decode,
+                 .tail = l->cost + s->p->sum_weight[1] * l->sum,
+                 .sum = l->sum,
+                 .most = l->sum + rest->most_sum,
+                 .degradation = l->degradation,
+                 .bound = bound};
+}
+
+/* Whether some key of a list beats this one (the header's conditions). */
+static int beaten(const Labels *s, const Key *list, int size, const Key *key, const Rest *rest) {
+    const Problem *p = s->p;
+    double P = p->peak_prefill > 0 ? larger(key->prefill, rest->prefill) : HUGE_VAL;
+    double D = larger(key->decode, rest->decode), peak = D, q = key->degradation;
+    if (p->steady) D = larger(D, (key->sum + rest->least_sum) / p->rounds);
+    if (p->peak_decode <= 0) D = HUGE_VAL;
+    double covered = p->steady ? p->rounds * peak : -HUGE_VAL;
+    int budgeted = isfinite(p->budget);
+    for (int j = size - 1; j >= 0; j--)
+        if (list[j].cost <= key->cost && list[j].prefill <= P && list[j].decode <= D &&
+            (list[j].tail <= key->tail || list[j].most <= covered) &&
+            (!budgeted || list[j].degradation <= q))
+            return 1;
+    return 0;
+}
+
+/* Tell whether a champion of the place beats a new label; else it may become one. */
+static int challenged(Labels *s, size_t place, const Key *key, const Rest *rest) {
+    Key *champion = s->champion + place * (size_t)s->champions;
+    int size = s->crowned[place], worst = 0;
+    if (beaten(s, champion, size, key, rest)) return 1;
+    if (size < s->champions) {
+        champion[s->crowned[place]++] = *key;
+        return 0;
+    }
+    for (int j = 1; j < size; j++)
+        if (champion[j].bound > champion[worst].bound) worst = j;
+    if (key->bound < champion[worst].bound) champion[worst] = *key;
+    return 0;
+}
+
 /* Continue label number `parent` (a copy in l) over one edge with every column. */
 static int extend(Labels *s, const Label *l, int32_t parent, int e) {
     const Problem *p = s->p;
@@ -106,8 +151,12 @@ static int extend(Labels *s, const Label *l, int32_t parent, int e) {
                 continue;
             }
             if (grown.degradation + rest[c].degradation > p->budget) continue;
-            if (label_price(s, &grown, w, rest + c) + rest[c].price - budget >= s->best) continue;
-            int32_t *head = s->head + (size_t)w * (L + 1) + c;
+            double bound = label_price(s, &grown, w, rest + c) + rest[c].price - budget;
+            if (bound >= s->best) continue;
+            size_t place = (size_t)w * (L + 1) + c;
+            Key key = key_of(s, &grown, rest + c, bound);
+            if (challenged(s, place, &key, rest + c)) continue;
+            int32_t *head = s->head + place;
             grown.next = *head;
             int status = push(s, &grown);
             if (status) return status;
@@ -116,11 +165,6 @@ static int extend(Labels *s, const Label *l, int32_t parent, int e) {
     }
     return EXACT_DONE;
 }
-
-typedef struct {
-    double cost, prefill, decode, tail, most, degradation, bound;
-    int32_t label;
-} Key;
 
 static int by_cost(const void *a, const void *b) {
     const Key *x = a, *y = b;
@@ -131,24 +175,6 @@ static int by_cost(const void *a, const void *b) {
 static int by_bound(const void *a, const void *b) {
     const Key *x = a, *y = b;
     return (x->bound > y->bound) - (x->bound < y->bound);
-}
-
-/* Whether some kept key beats this label (the header's conditions; costs are in order). */
-static int beaten(const Labels *s, const Key *kept, int size, const Key *key, const Rest *rest) {
-    const Problem *p = s->p;
-    const Label *l = s->label + key->label;
-    double P = p->peak_prefill > 0 ? larger(key->prefill, rest->prefill) : HUGE_VAL;
-    double D = larger(key->decode, rest->decode), peak = D, q = key->degradation;
-    if (p->steady) D = larger(D, (l->sum + rest->least_sum) / p->rounds);
-    if (p->peak_decode <= 0) D = HUGE_VAL;
-    double covered = p->steady ? p->rounds * peak : -HUGE_VAL;
-    int budgeted = isfinite(p->budget);
-    for (int j = size - 1; j >= 0; j--)
-        if (kept[j].prefill <= P && kept[j].decode <= D &&
-            (kept[j].tail <= key->tail || kept[j].most <= covered) &&
-            (!budgeted || kept[j].degradation <= q))
-            return 1;
-    return 0;
 }
 
 /* Collect the labels of a place that the bound leaves, least cost first. */
@@ -166,13 +192,12 @@ static int gather(const Labels *s, int v, int i, Key **keys, int *room) {
             if (!grown) return -1;
             *keys = grown;
         }
-        (*keys)[size++] = (Key){l->cost + s->p->sum_weight[0] * l->sum, l->prefill, l->decode,
-                                l->cost + s->p->sum_weight[1] * l->sum,
-                                l->sum + rest->most_sum, l->degradation, bound, j};
+        (*keys)[size] = key_of(s, l, rest, bound);
+        (*keys)[size++].label = j;
     }
-    if (s->out->beam > 0 && size > s->out->beam) {
+    if (s->beam > 0 && size > s->beam) {
         qsort(*keys, (size_t)size, sizeof **keys, by_bound);
-        size = s->out->beam;
+        size = s->beam;
     }
     qsort(*keys, (size_t)size, sizeof **keys, by_cost);
     return size;
@@ -214,21 +239,25 @@ static int labels_open(Labels *s) {
     s->entry = malloc(V * (L + 1) * sizeof *s->entry);
     s->own = malloc(2 * V * sizeof *s->own);
     s->head = malloc(V * (L + 1) * sizeof *s->head);
-    if (!s->arrive || !s->around || !s->cell || !s->rest || !s->entry || !s->own || !s->head)
+    s->champions = (int32_t)(CHAMPION_BYTES / (V * (L + 1) * sizeof(Key)));
+    s->champions = s->champions < 1 ? 1 : s->champions > MOST_CHAMPIONS ? MOST_CHAMPIONS : s->champions;
+    s->champion = malloc(V * (L + 1) * (size_t)s->champions * sizeof(Key));
+    s->crowned = malloc(V * (L + 1));
+    if (!s->arrive || !s->around || !s->cell || !s->rest || !s->entry || !s->own || !s->head ||
+        !s->champion || !s->crowned)
         return EXACT_NO_MEMORY;
-    for (size_t j = 0; j < V * (L + 1); j++) s->head[j] = -1;
     return EXACT_DONE;
 }
 
 static void labels_close(Labels *s) {
     field_close(&s->field), columns_close(&s->columns);
     free(s->arrive), free(s->around), free(s->cell), free(s->rest), free(s->entry);
-    free(s->own), free(s->head), free(s->label);
+    free(s->own), free(s->head), free(s->label), free(s->champion), free(s->crowned);
 }
 
-/* Columns below the limit, and bounds that know them. */
+/* Columns below the limit, and bounds that know them. Leaves in out->bound what is proven. */
 static int prepare(Labels *s) {
-    double limit = s->out->column_limit;
+    double limit = s->out->limit;
     double budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
     field_evaluate(&s->field, s->x, NULL);
     fill_around(s, 0);
@@ -240,10 +269,31 @@ static int prepare(Labels *s) {
     fill_rest(s);
     fill_around(s, 1);
     thin_columns(s, limit + budget);
+    s->out->columns = s->columns.size;
+    double bound = refine(s, limit);
+    s->out->bound = bound < limit ? bound : limit;
+    if (bound >= limit) return EXACT_DONE;
+    budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
+    fill_rest(s);
+    fill_around(s, 1);
+    thin_columns(s, limit + budget);
     fill_rest(s);
     fill_own(s);
-    s->out->columns = s->columns.size;
     return EXACT_DONE;
+}
+
+/* One pass over all labels below s->best. */
+static int enumerate(Labels *s, int beam) {
+    size_t places = (size_t)s->g->nodes * ((size_t)s->p->layers + 1);
+    Label origin = {.parent = -1, .column = -1, .next = -1};
+    for (size_t j = 0; j < places; j++) s->head[j] = -1;
+    memset(s->crowned, 0, places);
+    s->size = 0, s->beam = beam;
+    int status = push(s, &origin);
+    s->head[0] = 0;
+    if (!status) status = settle(s);
+    if (s->size > s->out->labels) s->out->labels = s->size;
+    return status;
 }
 
 /* Write the stages of the best plan, last first: node, first layer, end layer; counts apart. */
@@ -260,25 +310,34 @@ static void trace(const Labels *s, int32_t *stages, uint64_t *counts) {
     s->out->stages = n;
 }
 
-/* Find the best plan below out->label_limit that uses columns below out->column_limit only. With
- * both equal, no beam and EXACT_DONE the answer is exact: no plan below the limit is better.
- * stages[3 V], counts[V]. On overflow or deadline the best plan found so far, if any, is still told. */
+/* Find the best plan below out->limit. EXACT_DONE proves that none below it is better; on overflow
+ * or deadline the best plan found so far, if any, is still told, and out->bound is proven. x is
+ * only read. stages[3 V], counts[V]. */
 int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search *out,
                      int32_t *stages, uint64_t *counts) {
-    Labels s = {.p = p, .g = g, .x = x, .out = out, .best = out->label_limit, .best_node = -1};
+    double own[multipliers(p)];
+    memcpy(own, x, sizeof own);
+    Labels s = {.p = p, .g = g, .x = own, .out = out, .best = out->limit, .best_node = -1};
     s.deadline = now() + out->seconds;
     out->stages = 0, out->kept = 0, out->labels = 0, out->columns = 0, out->states = 0;
+    out->bound = -HUGE_VAL;
     int status = labels_open(&s);
     if (!status) status = prepare(&s);
-    if (!status) {
-        Label origin = {.parent = -1, .column = -1, .next = -1};
-        status = push(&s, &origin);
-        s.head[0] = 0;
+    if (!status && out->bound < out->limit) {
+        if (out->beam > 0) {
+            s.best = out->beam_limit;
+            enumerate(&s, out->beam);
+            if (s.best_node >= 0) trace(&s, stages, counts);
+            out->value = s.best;
+            if (s.best > out->limit) s.best = out->limit;
+            s.best_node = -1;
+        }
+        status = enumerate(&s, 0);
     }
-    if (!status) status = settle(&s);
-    if (s.best_node >= 0) trace(&s, stages, counts);
-    out->value = s.best;
-    out->labels = s.size;
+    if (s.best_node >= 0) {
+        trace(&s, stages, counts);
+        out->value = s.best;
+    }
     labels_close(&s);
     return status;
 }

@@ -12,6 +12,13 @@ typedef struct {
     int32_t end;
 } Label;
 
+/* A label as dominance sees it: cost and tail are C + sum_weight[0, 1] S, most is the largest S of
+ * its completions, bound the least value of them. */
+typedef struct {
+    double cost, prefill, decode, tail, sum, most, degradation, bound;
+    int32_t label;
+} Key;
+
 /* What the rest of a plan takes, at least or at most, from one node and layer on. */
 typedef struct {
     double price, prefill, decode, least_sum, most_sum, degradation;
@@ -20,7 +27,7 @@ typedef struct {
 typedef struct {
     const Problem *p;
     const Lattice *g;
-    const double *x;
+    double *x;       /* a copy of the multipliers, improved once the columns are known */
     Search *out;
     Field field;
     Columns columns;
@@ -33,9 +40,13 @@ typedef struct {
     Label *label;
     int64_t size, capacity;
     int32_t *head;   /* [V, L + 1] labels by node and end */
+    Key *champion;   /* [V, L + 1, champions] a few good labels of a place, to beat new ones early */
+    uint8_t *crowned; /* [V, L + 1] how many of them there are */
+    int32_t champions;
     double best;     /* value of the best plan so far, or the limit */
     int32_t best_column, best_node, best_parent;
     double deadline;
+    int32_t beam;    /* labels kept at one place; 0 for all that are not beaten */
 } Labels;
 
 static inline size_t cell_at(const Problem *p, int k, int a, int c) {
@@ -52,6 +63,9 @@ void fill_around(Labels *s, int by_columns);
 void fill_rest(Labels *s);
 /* Drop the columns that no plan below the limit can use. */
 void thin_columns(Labels *s, double limit);
+/* Improve x for the kept columns, price them by it, and return the bound it proves for plans below
+ * the columns' limit. */
+double refine(Labels *s, double target);
 Rest link_rest(const Labels *s, int id);
 
 #endif

@@ -1,0 +1,88 @@
+"""The exact search as a planning method: a task in, a solution out."""
+
+from __future__ import annotations
+
+import math
+
+from llmpq.assigner.exact.coverage import NotCoveredError
+from llmpq.assigner.exact.lattice import Orders
+from llmpq.assigner.exact.result import ExactResult
+from llmpq.assigner.exact.search import solve_exact
+from llmpq.assigner.exact.space import SearchSpace
+from llmpq.assigner.explain import explain_budget, explain_memory
+from llmpq.assigner.search import GAP_SLACK, OutOfTimeError, find_plan
+from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.errors import InfeasibleError
+
+
+def find_exact(task: PlanningTask, progress: Progress) -> Solution:
+    """Find the best plan of a task; by integer programs where the exact search does not cover it.
+
+    Raises:
+        InfeasibleError: memory, the quality budget or the time limit leaves no plan; says which.
+    """
+    request = task.request
+    if not task.pairs:
+        raise InfeasibleError(explain_memory(request))
+    try:
+        result = solve_exact(
+            space_of(task),
+            orders=orders_of(task),
+            gap=request.gap,
+            time_limit_s=request.time_limit_s,
+            progress=progress,
+        )
+    except NotCoveredError:
+        return find_plan(task, progress)
+    except OutOfTimeError:
+        raise
+    except InfeasibleError as error:
+        if request.quality_budget is None:
+            raise InfeasibleError(explain_memory(request)) from error
+        raise InfeasibleError(explain_budget(task, task.orders())) from error
+    return _solution(task, result)
+
+
+def space_of(task: PlanningTask) -> SearchSpace:
+    """Return what there is to choose from."""
+    return SearchSpace(
+        pairs=task.pairs,
+        group_counts=tuple(task.group_counts.tolist()),
+        kinds=task.kinds,
+        bits=task.request.bits,
+        omega=task.omega,
+        theta_s=task.theta_s,
+        quality_budget=task.request.quality_budget,
+        formula=task.request.formula,
+        limits=task.limits,
+    )
+
+
+def orders_of(task: PlanningTask) -> Orders:
+    """Return the orders to search."""
+    return task.request.orders if task.fixed_order is None else task.fixed_order
+
+
+def num_orders(task: PlanningTask) -> int:
+    """Return how many orders of all devices there are."""
+    counts = task.group_counts.tolist()
+    if task.fixed_order is not None:
+        return 1
+    if task.request.orders == "types":
+        return math.factorial(len(counts))
+    return math.factorial(sum(counts)) // math.prod(math.factorial(count) for count in counts)
+
+
+def _solution(task: PlanningTask, result: ExactResult) -> Solution:
+    searched = result.stats.searched
+    return Solution(
+        problem=result.problem,
+        assignment=result.assignment,
+        price=result.price,
+        solver="exact",
+        status="optimal" if result.gap <= task.request.gap + GAP_SLACK else "feasible",
+        bound_s=result.bound_s,
+        orders=num_orders(task),
+        pairs_searched=searched,
+        pairs_pruned=task.num_pairs - searched,
+    )
