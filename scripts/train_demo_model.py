@@ -4,10 +4,11 @@ The planner, the quantizers and the pipeline runtime need a model whose perplexi
 on machines that reach no model hub. This script makes one from freely licensed manuals in Debian
 packages, on one CPU core, in about an hour. It runs in three steps that share a work folder:
 
-    python scripts/train_demo_model.py gather --work DIR     # packages -> text -> tokenizer, tokens
-    python scripts/train_demo_model.py train  --work DIR     # tokens -> checkpoints (resumable)
-    python scripts/train_demo_model.py export --work DIR     # checkpoint -> models/demo
+    python scripts/train_demo_model.py gather --work DIR    # packages -> text, tokenizer, tokens
+    python scripts/train_demo_model.py train --work DIR --minutes 70    # tokens -> checkpoints
+    python scripts/train_demo_model.py export --work DIR    # last checkpoint -> models/demo
 
+A `train` that was stopped goes on from its last checkpoint when it is called again.
 `gather` needs a Debian machine (`apt-get download`, `dpkg-deb`), with the package lists up to date.
 Only packages whose text is in the public domain or under a permissive licence are used, because
 extracts of it (held-out and calibration text) are shipped beside the weights. Every random choice
@@ -506,8 +507,8 @@ def block_causal_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention by blocks of queries, each against the keys up to its end.
 
-    On a CPU this is about twice as fast to train through as the library's fused kernel, and it
-    skips most of the masked half of the scores. Shapes: B batch, H query heads, K key heads,
+    On a CPU a training step takes 0.6 of the time that it takes with the library's fused kernel:
+    most of the masked half of the scores is skipped. Shapes: B batch, H query heads, K key heads,
     G = H / K, S positions, D head size.
     """
     batch, heads, length, size = query.shape
@@ -556,11 +557,11 @@ class Recipe:
     sequence: int = 512
     rows: int = 4
     accumulate: int = 4
-    optimizer: str = "adamw"
-    learning_rate: float = 2e-3
+    optimizer: str = "muon"
+    learning_rate: float = 4e-3
     weight_decay: float = 0.1
-    warmup_steps: int = 60
-    decay_fraction: float = 0.4
+    warmup_steps: int = 20
+    decay_fraction: float = 0.45
     clip: float = 1.0
     compiled: bool = True
     bf16: bool = True
@@ -928,6 +929,7 @@ def model_card(record: dict[str, Any]) -> str:
         parameters=f"{record['parameters'] / 1e6:.1f}M",
         steps=record["steps"],
         tokens=record["tokens_seen"],
+        step_tokens=Recipe(**record["recipe"]).step_tokens,
         seen=f"{record['tokens_seen'] / 1e6:.1f}M",
         passes=f"{record['tokens_seen'] / record['data']['train_tokens']:.1f}",
         minutes=f"{record['minutes']:.0f}",
@@ -983,8 +985,8 @@ That is {bits} bits for each byte of text.
 The schedule of that run followed the clock. `--tokens {tokens}` instead of `--minutes` makes a run
 of the same length that does not.
 
-{steps} updates of 8192 tokens, {seen} tokens in all ({passes} passes over the text), {minutes}
-minutes on one CPU thread that other work shared, on {date}; {versions}.
+{steps} updates of {step_tokens} tokens, {seen} tokens in all ({passes} passes over the text),
+{minutes} minutes on one CPU thread that other work shared, on {date}; {versions}.
 
 The layers' matrices are trained with Muon and the rest with AdamW (`recipe` in `pretraining.json`).
 AdamW alone, at its usual rate of 2e-3, was tried too: after 0.4M tokens its training loss was 6.5,
@@ -1024,11 +1026,11 @@ def build_parser() -> argparse.ArgumentParser:
     budget = training.add_mutually_exclusive_group(required=True)
     budget.add_argument("--tokens", type=int, help="stop after this many (repeatable)")
     budget.add_argument("--minutes", type=float, help="stop after this long (follows the clock)")
-    training.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
-    training.add_argument("--learning-rate", type=float, default=2e-3)
+    training.add_argument("--optimizer", choices=["adamw", "muon"], default="muon")
+    training.add_argument("--learning-rate", type=float, default=4e-3)
     training.add_argument("--accumulate", type=int, default=4, help="2048-token parts an update")
-    training.add_argument("--warmup-steps", type=int, default=60)
-    training.add_argument("--decay-fraction", type=float, default=0.4)
+    training.add_argument("--warmup-steps", type=int, default=20)
+    training.add_argument("--decay-fraction", type=float, default=0.45)
     training.add_argument("--threads", type=int, default=1)
     training.add_argument("--checkpoint-minutes", type=float, default=5.0)
     training.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
