@@ -28,4 +28,3 @@ def configure_logging(level: int = logging.WARNING, rank: int | None = None) -> 
     logger = logging.getLogger("llmpq")
     logger.handlers[:] = [handler]
     logger.setLevel(level)
-    logger.propagate = False
