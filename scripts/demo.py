@@ -226,7 +226,8 @@ def memory_caps(costs: ClusterCosts, cluster: Cluster, workload: Workload) -> tu
 
 def fixed_bytes(costs: ClusterCosts, device: Device, workload: Workload, *, is_master: bool) -> int:
     """Return what a device needs before its first layer."""
-    sizes = MicroBatching(prefill=workload.batch, decode=workload.batch)
+    # Small prompts at a time: larger micro-batches must find room of their own.
+    sizes = MicroBatching(prefill=2, decode=workload.batch)
     total = costs.runtime_bytes(device)
     total += costs.temporary_bytes(device, workload, sizes, is_master)
     return total + (costs.master_bytes() if is_master else 0)
