@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.planner import blamed, check_method, plan_task
+from llmpq.assigner.search import OutOfTimeError
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
@@ -28,6 +29,9 @@ SEARCHES_A_POINT = 4
 NARROWEST = 0.01
 """Share of the whole range of quality below which a gap is not looked into."""
 
+SEARCH_LIMIT_S = 20.0
+"""Seconds of each search when no limit is given: a front is an overview, its gaps are told."""
+
 SAME = 1e-6
 """Relative difference of latency below which a plan is no faster."""
 
@@ -43,7 +47,8 @@ def pareto_plans(
     """Return up to ``count`` plans, the best quality first and each next one faster.
 
     Args:
-        request: what is asked; its quality budget holds for every plan.
+        request: what is asked; its quality budget holds for every plan, its time limit for every
+            single search (``SEARCH_LIMIT_S`` without one).
         count: plans at most; there may be fewer that differ.
         method: a name in ``METHODS``.
         command: the command line, for provenance.
@@ -129,7 +134,8 @@ class _Front:
         budget = (0.5 * (low + high)) ** 2
         try:
             plan = self._plan(LOW_PRICE, budget)
-        except InfeasibleError:
+        except OutOfTimeError:  # there is one, the better neighbour at least: try a larger budget
+            self._open(gap.better, gap.faster, budget)
             return True
         if plan.estimate.latency_s < gap.better.estimate.latency_s * (1 - SAME):
             self.found.append(plan)
@@ -161,5 +167,11 @@ class _Front:
         )
 
     def _plan(self, price: float, budget: float | None) -> Plan:
-        request = replace(self.task.request, theta_s=price * self.unit_s, quality_budget=budget)
+        given = self.task.request
+        request = replace(
+            given,
+            theta_s=price * self.unit_s,
+            quality_budget=budget,
+            time_limit_s=SEARCH_LIMIT_S if given.time_limit_s is None else given.time_limit_s,
+        )
         return plan_task(replace(self.task, request=request), self.method, command=self.command)

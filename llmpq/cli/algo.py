@@ -156,7 +156,7 @@ def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str)
     print(front_table(plans, paths))
     if len(plans) < options.pareto:
         found = plans_text(len(plans))
-        print(f"{found} instead of {options.pareto}: any other is slower or loses more\n")
+        print(f"{found} instead of {options.pareto}: found no other that is faster or loses less\n")
     print(f"written        {base}{f' and {picture}' if drawn else ''}")
     return 0
 
