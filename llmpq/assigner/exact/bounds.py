@@ -46,7 +46,7 @@ LONG = (
 def start_multipliers(space: SearchSpace, pair: NativePair) -> FloatArray:
     """Return multipliers that share the weight of each maximum evenly over all devices."""
     size = space.num_groups
-    found = np.zeros(6 * size + 2)
+    found = np.zeros(6 * size + 3)
     devices = sum(space.group_counts)
     found[:size] = pair.problem.peak_prefill / devices
     found[2 * size : 3 * size] = pair.problem.peak_decode / devices

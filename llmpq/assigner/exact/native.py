@@ -72,7 +72,7 @@ class Search(Structure):
 
     _fields_ = (
         *((name, c_double) for name in ("limit", "seconds", "beam_limit")),
-        *((name, c_int64) for name in ("max_columns", "max_labels")),
+        *((name, c_int64) for name in ("max_columns", "max_labels", "pass_labels")),
         *((name, c_int32) for name in ("beam", "stages")),
         *((name, c_double) for name in ("value", "bound")),
         *((name, c_int64) for name in ("columns", "labels", "kept", "states")),

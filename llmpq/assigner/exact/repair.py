@@ -52,7 +52,9 @@ def _prices(
     sums = pair.problem.sum_weight[0] + multipliers[4 * size]
     base = (1 + multipliers[group]) * pair.costs.prefill_s[group]
     base = base + (sums + multipliers[2 * size + group]) * pair.costs.decode_s[group]
-    priced: FloatArray = base[space.kinds] + (space.theta_s + multipliers[-1]) * space.omega
+    priced: FloatArray = (
+        base[space.kinds] + (space.theta_s + multipliers[6 * size + 1]) * space.omega
+    )
     return np.where(space.allowed[group], priced, np.inf)
 
 

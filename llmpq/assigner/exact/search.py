@@ -47,6 +47,9 @@ MAX_COLUMNS = 2_000_000
 MAX_LABELS = 4_000_000
 """Caps of one label search, 100 and 250 MB; beyond them the pair stays open with its bound."""
 
+PASS_LABELS = 1_500_000
+"""Labels at which a search is split by the largest prefill time, which tightens its bounds."""
+
 VALUE_TOLERANCE = 1e-9
 """Largest relative difference between the core's value and the price of its plan."""
 
@@ -302,6 +305,7 @@ class _Search:
             beam_limit=min(limit_s + 3 * (limit_s - candidate.base_s), self.best_s),
             max_columns=MAX_COLUMNS,
             max_labels=MAX_LABELS,
+            pass_labels=PASS_LABELS,
             beam=BEAM if limit_s < self.cutoff_s else 0,
         )
         status, stages, keys = native.search(

@@ -11,7 +11,7 @@ from exact_cases import Shape, best_value, random_space
 
 from llmpq.assigner.bruteforce import brute_force
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.exact import SearchSpace, solve_exact
+from llmpq.assigner.exact import SearchSpace, search, solve_exact
 from llmpq.assigner.limits import Limits
 from llmpq.errors import InfeasibleError
 
@@ -59,6 +59,19 @@ def test_exact_search_equals_trying_everything(block: int) -> None:
         assert exact_value(space, orders) == pytest.approx(want, rel=1e-9), shape
         feasible += math.isfinite(want)
     assert feasible >= BLOCK // 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_splitting_by_the_largest_prefill_time_changes_no_answer(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(search, "PASS_LABELS", 4)
+    rng = np.random.default_rng(9000 + seed)
+    for _ in range(BLOCK // 5):
+        shape = replace(random_shape(rng), layers=6, counts=(2, 2), memory=1.5, widths=2)
+        space = random_space(rng, shape)
+        want = best_value(space, "types")
+        assert exact_value(space, "types") == pytest.approx(want, rel=1e-9), shape
 
 
 def random_limits(rng: np.random.Generator, space: SearchSpace) -> Limits:

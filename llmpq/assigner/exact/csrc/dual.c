@@ -138,11 +138,26 @@ static double tangent(double *direction, const double *weight, const double *sca
     return norm;
 }
 
+/* The multipliers of the largest prefill time: stages, links, and the floor at the end. */
+static void gather_prefill(const Problem *p, const double *x, double *block) {
+    memcpy(block, x, 2 * (size_t)p->groups * sizeof *x);
+    block[2 * p->groups] = x[at_floor(p)];
+}
+static void scatter_prefill(const Problem *p, const double *block, double *x) {
+    memcpy(x, block, 2 * (size_t)p->groups * sizeof *x);
+    x[at_floor(p)] = block[2 * p->groups];
+}
+
 static double direct(const Dual *d, const double *x, double *direction) {
-    int first = 2 * d->problem->groups, second = at_memory(d->problem, 0);
-    double norm = tangent(direction, d->weight, d->scale, first);
+    const Problem *p = d->problem;
+    int first = 2 * p->groups, second = at_memory(p, 0);
+    double block[first + 1], weight[first + 1], scale[first + 1];
+    gather_prefill(p, direction, block);
+    gather_prefill(p, d->weight, weight), gather_prefill(p, d->scale, scale);
+    double norm = tangent(block, weight, scale, first + 1);
+    scatter_prefill(p, block, direction);
     norm += tangent(direction + first, d->weight + first, d->scale + first, second - first);
-    for (int j = second; j < multipliers(d->problem); j++) {
+    for (int j = second; j <= at_budget(p); j++) {
         if (d->weight[j] <= 0 || (x[j] <= 0 && direction[j] <= 0)) direction[j] = 0;
         norm += direction[j] * direction[j] * d->scale[j] * d->scale[j];
     }
@@ -152,10 +167,13 @@ static double direct(const Dual *d, const double *x, double *direction) {
 static void move(const Dual *d, double *x, const double *direction, double step) {
     const Problem *p = d->problem;
     int n = multipliers(p), first = 2 * p->groups, second = at_memory(p, 0);
+    double block[first + 1], weight[first + 1];
     for (int j = 0; j < n; j++) x[j] += step * direction[j] * d->scale[j] * d->scale[j];
-    project(x, d->weight, first, p->peak_prefill);
+    gather_prefill(p, x, block), gather_prefill(p, d->weight, weight);
+    project(block, weight, first + 1, p->peak_prefill);
+    scatter_prefill(p, block, x);
     project(x + first, d->weight + first, second - first, p->peak_decode);
-    for (int j = second; j < n; j++) x[j] = x[j] > 0 && d->weight[j] > 0 ? x[j] : 0;
+    for (int j = second; j <= at_budget(p); j++) x[j] = x[j] > 0 && d->weight[j] > 0 ? x[j] : 0;
 }
 
 /* Deflected projected subgradient steps of Polyak's length towards best * (1 + step), never
@@ -206,8 +224,9 @@ static void shape(const Dual *d, double value) {
     d->weight[at_sum(p)] = p->steady ? p->rounds : 0;
     for (int k = 0; k < 2 * T; k++) d->weight[at_memory(p, k)] = k < d->memory;
     d->weight[at_budget(p)] = isfinite(p->budget);
+    d->weight[at_floor(p)] = d->floor;
     for (int j = 0; j < multipliers(p); j++)
-        d->scale[j] = j < 2 * T             ? p->peak_prefill
+        d->scale[j] = j < 2 * T || j == at_floor(p) ? p->peak_prefill
                       : j < at_memory(p, 0) ? p->peak_decode
                       : j < at_budget(p)    ? 0.5 * value / p->layers
                                             : value / (p->budget > 1e-3 ? p->budget : 1e-3);

@@ -67,6 +67,7 @@ typedef struct {
     double limit, seconds;
     double beam_limit; /* how high the beam looks for a first plan */
     int64_t max_columns, max_labels;
+    int64_t pass_labels; /* labels at which a pass is split by the largest prefill time */
     int32_t beam;      /* labels the beam keeps at one node and layer; 0 for no beam */
     /* answers */
     int32_t stages;
@@ -75,7 +76,7 @@ typedef struct {
 } Search;
 
 /* Multipliers: [T] prefill stages, [T] prefill links, [T] decode stages, [T] decode links,
- * [1] decode sum, [C] memory (seconds per mean layer), [1] quality budget. */
+ * [1] decode sum, [C] memory (seconds per mean layer), [1] quality budget, [1] prefill floor. */
 static inline int at_prefill(const Problem *p, int g) { return (void)p, g; }
 static inline int at_prefill_link(const Problem *p, int g) { return p->groups + g; }
 static inline int at_decode(const Problem *p, int g) { return 2 * p->groups + g; }
@@ -83,7 +84,8 @@ static inline int at_decode_link(const Problem *p, int g) { return 3 * p->groups
 static inline int at_sum(const Problem *p) { return 4 * p->groups; }
 static inline int at_memory(const Problem *p, int k) { return 4 * p->groups + 1 + k; }
 static inline int at_budget(const Problem *p) { return 6 * p->groups + 1; }
-static inline int multipliers(const Problem *p) { return 6 * p->groups + 2; }
+static inline int at_floor(const Problem *p) { return 6 * p->groups + 2; }
+static inline int multipliers(const Problem *p) { return 6 * p->groups + 3; }
 
 /* The Lagrangian of one pair on the lattice, at given multipliers. */
 typedef struct {
@@ -115,6 +117,7 @@ typedef struct {
     double (*evaluate)(void *context, const double *x, double *gradient);
     void *context;
     double pool_links;   /* on the pool: 1 when the floor link has a multiplier; else -1 */
+    int32_t floor;       /* whether the largest prefill time has a floor with a multiplier */
     int32_t memory;      /* how many classes have their memory priced */
     double deadline;
     double *weight;      /* per multiplier: its weight in the sum of its block; 0 holds it at 0 */

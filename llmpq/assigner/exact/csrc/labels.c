@@ -22,9 +22,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_CHAMPIONS = 12, CHAMPION_BYTES = 1 << 26 };
+enum { BEAM_COLUMNS = 4, MOST_CHAMPIONS = 12, CHAMPION_BYTES = 1 << 26 };
 
-static void fill_own(Labels *s) {
+void fill_own(Labels *s) {
     const Problem *p = s->p;
     int T = p->groups;
     for (int v = 0; v < s->g->nodes; v++) {
@@ -40,8 +40,6 @@ static void fill_own(Labels *s) {
     }
 }
 
-static inline double larger(double a, double b) { return a > b ? a : b; }
-
 /* Price of a label at a node, less the rest: what the bound adds the cheapest completion to. */
 static inline double label_price(const Labels *s, const Label *l, int v, const Rest *rest) {
     return s->own[2 * v] * larger(l->prefill, rest->prefill) +
@@ -50,7 +48,7 @@ static inline double label_price(const Labels *s, const Label *l, int v, const R
 }
 
 static int push(Labels *s, const Label *label) {
-    if (s->size >= s->out->max_labels) return EXACT_OVERFLOW;
+    if (s->size >= s->cap) return EXACT_OVERFLOW;
     if (s->size == s->capacity) {
         int64_t capacity = 2 * s->capacity + 4096;
         Label *grown = realloc(s->label, (size_t)capacity * sizeof *grown);
@@ -138,7 +136,9 @@ static int extend(Labels *s, const Label *l, int32_t parent, int e) {
         double through = base + rest[c].price - budget;
         if (through >= s->best) continue;
         int64_t cell = column_cell(p, k, a, c);
-        for (int j = s->columns.start[cell]; j < s->columns.start[cell + 1]; j++) {
+        int32_t from = s->columns.start[cell], to = s->columns.start[cell + 1];
+        if (s->beam > 0 && to > from + BEAM_COLUMNS) to = from + BEAM_COLUMNS;
+        for (int j = from; j < to; j++) {
             const Column *m = s->columns.column + j;
             if (through + m->price >= s->best) break;
             Label grown = at;
@@ -277,13 +277,11 @@ static int prepare(Labels *s) {
     fill_rest(s);
     fill_around(s, 1);
     thin_columns(s, limit + budget);
-    fill_rest(s);
-    fill_own(s);
     return EXACT_DONE;
 }
 
 /* One pass over all labels below s->best. */
-static int enumerate(Labels *s, int beam) {
+int enumerate(Labels *s, int beam) {
     size_t places = (size_t)s->g->nodes * ((size_t)s->p->layers + 1);
     Label origin = {.parent = -1, .column = -1, .next = -1};
     for (size_t j = 0; j < places; j++) s->head[j] = -1;
@@ -297,7 +295,7 @@ static int enumerate(Labels *s, int beam) {
 }
 
 /* Write the stages of the best plan, last first: node, first layer, end layer; counts apart. */
-static void trace(const Labels *s, int32_t *stages, uint64_t *counts) {
+void trace(const Labels *s, int32_t *stages, uint64_t *counts) {
     int32_t node = s->best_node, column = s->best_column, parent = s->best_parent;
     int32_t end = s->p->layers, n = 0;
     for (;;) {
@@ -318,6 +316,7 @@ int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search
     double own[multipliers(p)];
     memcpy(own, x, sizeof own);
     Labels s = {.p = p, .g = g, .x = own, .out = out, .best = out->limit, .best_node = -1};
+    s.high = HUGE_VAL;
     s.deadline = now() + out->seconds;
     out->stages = 0, out->kept = 0, out->labels = 0, out->columns = 0, out->states = 0;
     out->bound = -HUGE_VAL;
@@ -325,18 +324,16 @@ int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search
     if (!status) status = prepare(&s);
     if (!status && out->bound < out->limit) {
         if (out->beam > 0) {
-            s.best = out->beam_limit;
+            s.best = out->beam_limit, s.cap = out->max_labels;
+            fill_rest(&s);
+            fill_own(&s);
             enumerate(&s, out->beam);
             if (s.best_node >= 0) trace(&s, stages, counts);
             out->value = s.best;
             if (s.best > out->limit) s.best = out->limit;
             s.best_node = -1;
         }
-        status = enumerate(&s, 0);
-    }
-    if (s.best_node >= 0) {
-        trace(&s, stages, counts);
-        out->value = s.best;
+        status = explore(&s, 0, out->bound, stages, counts);
     }
     labels_close(&s);
     return status;

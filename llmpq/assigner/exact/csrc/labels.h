@@ -45,6 +45,8 @@ typedef struct {
     int32_t champions;
     double best;     /* value of the best plan so far, or the limit */
     int32_t best_column, best_node, best_parent;
+    double low, high; /* the branch: plans whose largest prefill time is within these */
+    int64_t cap;      /* labels a pass may hold */
     double deadline;
     int32_t beam;    /* labels kept at one place; 0 for all that are not beaten */
 } Labels;
@@ -52,6 +54,7 @@ typedef struct {
 static inline size_t cell_at(const Problem *p, int k, int a, int c) {
     return ((size_t)k * ((size_t)p->layers + 1) + (size_t)a) * ((size_t)p->layers + 1) + (size_t)c;
 }
+static inline double larger(double a, double b) { return a > b ? a : b; }
 static inline double price_of_sum(const Labels *s) {
     return s->p->sum_weight[0] + s->x[at_sum(s->p)];
 }
@@ -66,6 +69,13 @@ void thin_columns(Labels *s, double limit);
 /* Improve x for the kept columns, price them by it, and return the bound it proves for plans below
  * the columns' limit. */
 double refine(Labels *s, double target);
+/* Price links, and columns in order, by x; what is over the branch's high is not to be had. */
+void price_columns(Labels *s);
+/* Enumerate all plans of the branch below s->best, in parts if need be. */
+int explore(Labels *s, int depth, double bound, int32_t *stages, uint64_t *counts);
+int enumerate(Labels *s, int beam);
+void fill_own(Labels *s);
+void trace(const Labels *s, int32_t *stages, uint64_t *counts);
 Rest link_rest(const Labels *s, int id);
 
 #endif

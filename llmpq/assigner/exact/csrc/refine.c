@@ -19,8 +19,15 @@ typedef struct {
 static double column_price(const Labels *s, const double *x, int k, const Column *m) {
     const Problem *p = s->p;
     int g = k % p->groups;
+    if (m->prefill > s->high) return HUGE_VAL;
     return m->cost + x[at_prefill(p, g)] * m->prefill +
            (sum_price(p, x) + x[at_decode(p, g)]) * m->decode + x[at_budget(p)] * m->degradation;
+}
+
+static void price_links(Labels *s, const double *x) {
+    field_price_links(&s->field, x);
+    for (int id = 0; id < 2 * s->p->groups * s->p->groups; id++)
+        if (s->p->send_prefill[id] > s->high) s->field.link[id] = HUGE_VAL;
 }
 
 static void price_cells(const Refined *r, const double *x) {
@@ -108,7 +115,7 @@ static double refined_evaluate(void *context, const double *x, double *gradient)
     const Refined *r = context;
     Labels *s = r->s;
     const Problem *p = s->p;
-    field_price_links(&s->field, x);
+    price_links(s, x);
     price_cells(r, x);
     fill_paths(r);
     double bound = r->to_go[0];
@@ -121,6 +128,8 @@ static double refined_evaluate(void *context, const double *x, double *gradient)
         i = end;
         if (i == p->layers) field_add_link(&s->field, s->g->node_return[v], gradient);
     }
+    gradient[at_floor(p)] = s->low;
+    bound += x[at_floor(p)] * s->low;
     if (!isfinite(p->budget)) return bound;
     gradient[at_budget(p)] -= p->budget;
     return bound - x[at_budget(p)] * p->budget;
@@ -148,11 +157,17 @@ double refine(Labels *s, double target) {
     double best = -HUGE_VAL;
     if (r.cell && r.entry && r.to_go) {
         Dual d = {.problem = p, .lattice = s->g, .evaluate = refined_evaluate, .context = &r};
-        d.pool_links = -1, d.deadline = s->deadline;
+        d.pool_links = -1, d.deadline = s->deadline, d.floor = s->low > 0;
         best = dual_ascend(&d, s->x, &SCHEDULE, 1, target);
     }
     free(r.cell), free(r.entry), free(r.to_go);
-    field_price_links(&s->field, s->x);
+    price_columns(s);
+    return best;
+}
+
+void price_columns(Labels *s) {
+    const Problem *p = s->p;
+    price_links(s, s->x);
     for (int k = 0; k < 2 * p->groups; k++)
         for (int a = 0; a <= p->layers; a++)
             for (int c = a; c <= p->layers; c++) {
@@ -163,5 +178,4 @@ double refine(Labels *s, double target) {
                     column[j].price = column_price(s, s->x, k, column + j);
                 if (size > 1) qsort(column, (size_t)size, sizeof *column, by_price);
             }
-    return best;
 }

@@ -110,6 +110,7 @@ static void fill_cells(Labels *s) {
                 int64_t at = column_cell(p, k, a, c);
                 for (int j = s->columns.start[at]; j < s->columns.start[at + 1]; j++) {
                     const Column *m = s->columns.column + j;
+                    if (!isfinite(m->price)) break; /* in order of price: none of the rest is */
                     Rest one = {m->price,  m->prefill, m->decode,
                                 m->decode, m->decode,  m->degradation};
                     widen(cell, &one);
@@ -127,6 +128,7 @@ void fill_rest(Labels *s) {
         for (int e = g->edge_start[v]; e < g->edge_start[v + 1]; e++) {
             const Rest *into = s->entry + (size_t)g->edge_target[e] * (L + 1);
             Rest link = link_rest(s, g->edge_link[e]);
+            if (!isfinite(link.price)) continue;
             for (int i = 0; i < L; i++) {
                 if (!isfinite(into[i].price)) continue;
                 Rest both = joined(&link, into + i);
@@ -134,7 +136,11 @@ void fill_rest(Labels *s) {
             }
         }
         if (v == 0) continue;
-        if (g->node_final[v]) rest[L] = link_rest(s, g->node_return[v]);
+        if (g->node_final[v]) {
+            Rest back = link_rest(s, g->node_return[v]);
+            if (back.prefill < s->low) back.prefill = s->low;
+            if (isfinite(back.price)) rest[L] = back;
+        }
         int k = g->node_class[v];
         for (int a = 0; a <= (k >= s->p->groups ? 0 : L - 1); a++)
             for (int c = a; c <= L; c++) {
