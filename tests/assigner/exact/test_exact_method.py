@@ -1,0 +1,71 @@
+"""The exact search as a planning method, on the paper's clusters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmpq.assigner.exact import NotCoveredError, method
+from llmpq.assigner.objective import price
+from llmpq.assigner.search import find_plan
+from llmpq.assigner.task import PlanningTask, PlanRequest, build_task
+from llmpq.errors import InfeasibleError
+from llmpq.spec import catalog
+from llmpq.spec.cluster import load_cluster
+from llmpq.spec.workload import Workload
+
+CLUSTERS = Path(__file__).parents[3] / "inputs" / "clusters"
+
+
+def task_of(model: str, cluster: int, *, batch: int = 8, **fields: object) -> PlanningTask:
+    request = PlanRequest(
+        model=catalog.model(model),
+        cluster=load_cluster(CLUSTERS / f"paper-{cluster:02d}.json"),
+        workload=Workload(batch=batch, prompt_tokens=512, new_tokens=100),
+        dtype="float16",
+        kv_bits=16,
+        gap=0.0,
+    )
+    return build_task(replace(request, **fields))
+
+
+def silent(done: int, total: int, best_s: float | None) -> None:
+    del done, total, best_s
+
+
+def test_exact_method_equals_the_integer_programs() -> None:
+    task = task_of("facebook/opt-30b", 3, batch=2)
+    exact = method.find_exact(task, silent)
+    program = find_plan(task, silent)
+    assert exact.price.objective_s == pytest.approx(program.price.objective_s, rel=1e-6)
+    assert exact.status == "optimal"
+    assert price(exact.problem, exact.assignment) == exact.price
+
+
+@pytest.mark.parametrize("cluster", [3, 5, 7])
+def test_exact_method_is_certified_for_all_interleavings(cluster: int) -> None:
+    model = {3: "facebook/opt-30b", 5: "facebook/opt-66b", 7: "bigscience/bloom"}[cluster]
+    blocks = method.find_exact(task_of(model, cluster), silent)
+    free = method.find_exact(task_of(model, cluster, orders="all"), silent)
+    assert free.bound_s is not None
+    assert free.bound_s >= free.price.objective_s * (1 - 1e-6)
+    assert free.price.objective_s <= blocks.price.objective_s * (1 + 1e-9)
+
+
+def test_what_is_not_covered_goes_to_the_integer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise NotCoveredError("on purpose")
+
+    task = task_of("facebook/opt-13b", 1, batch=2)
+    want = method.find_exact(task, silent)
+    monkeypatch.setattr(method, "solve_exact", refuse)
+    got = method.find_exact(task, silent)
+    assert (want.solver, got.solver) == ("exact", "highs")
+    assert got.price.objective_s == pytest.approx(want.price.objective_s, rel=1e-6)
+
+
+def test_what_does_not_fit_is_explained() -> None:
+    with pytest.raises(InfeasibleError, match="smallest single fixes"):
+        method.find_exact(task_of("facebook/opt-66b", 1), silent)
