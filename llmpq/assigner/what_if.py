@@ -1,7 +1,8 @@
 """What if: the best plan that must use a device that was left out, or has one more of a type.
 
-Each answer is another search at the same price of degradation, so costs compare; each is short
-because it stops at the time limit, and then says only what it has found.
+Each answer is another search, at the same price of degradation where costs are compared and at the
+same quality where speeds are. Each is short because it stops at a time limit, and then says only
+what it has found.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ def forced_use(
     for number, members in enumerate(kinds):
         progress(number, len(kinds), None)
         labels = tuple(plan.cluster.devices[index].label for index in members)
-        question = replace(request, overrides=replace(overrides, use=(*overrides.use, labels[0])))
+        question = replace(
+            request,
+            overrides=replace(overrides, use=(*overrides.use, labels[0])),
+            theta_s=plan.search.theta_s,
+        )
         found.append(_answer(question, plan, labels))
     return tuple(found)
 
@@ -62,14 +67,19 @@ def forced_use(
 def one_more(
     request: PlanRequest, plan: Plan, progress: Progress = silent
 ) -> tuple[Alternative, ...]:
-    """Return for every kind of device the best plan with one more of it."""
+    """Return for every kind of device the fastest plan with one more of it that loses no more."""
     names = [
         f"{node.name}/{group.type}" for node in request.cluster.nodes for group in node.devices
     ]
     found = []
     for index, name in enumerate(names[:MOST_QUESTIONS]):
         progress(index, min(len(names), MOST_QUESTIONS), None)
-        question = replace(request, cluster=grown_cluster(request.cluster, index, 1))
+        question = replace(
+            request,
+            cluster=grown_cluster(request.cluster, index, 1),
+            quality_budget=plan.estimate.quality,
+            theta_s=0.0,
+        )
         found.append(_answer(question, plan, (name,)))
     return tuple(found)
 
@@ -99,7 +109,7 @@ def _alike(plan: Plan, devices: Sequence[int]) -> list[list[int]]:
 def _answer(request: PlanRequest, plan: Plan, devices: tuple[str, ...]) -> Alternative:
     search = plan.search
     limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, 2 * search.planning_s))
-    request = replace(request, theta_s=search.theta_s, time_limit_s=limit_s)
+    request = replace(request, time_limit_s=limit_s)
     try:
         found = plan_task(build_task(request), search.method)
     except OutOfTimeError:
