@@ -1,0 +1,233 @@
+"""Laws: closed forms of one layer's seconds over batch and tokens, fitted to measured samples.
+
+``PaperLaw`` is the regression of LLM-PQ, Sec. 4.1, by plain least squares, kept to compare with.
+``StraightLaw`` has the same features, relative errors and no negative coefficient. ``HingedLaw``
+adds hinges where kernels change regime: the matrix products are any growing piecewise-linear
+function of the rows they multiply, attention one of the work it does, each with its own
+coefficients, so a total is enough to tell the two apart. The last two are positive and monotone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from llmpq.costmodel.nnls import Array, solve_nnls
+from llmpq.spec.precision import Phase
+
+TILES = (64, 128)
+"""Rows of the tiles in which kernels multiply."""
+SMOOTHNESS = 0.05
+"""Weight of equal neighbouring slopes against relative errors; larger is straighter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Samples:
+    """Measured shapes of one phase and bitwidth: arrays of equal length ``[P]``."""
+
+    phase: Phase
+    batch: Array
+    tokens: Array
+    seconds: Array
+
+    def take(self, chosen: npt.NDArray[Any]) -> Samples:
+        """Return the samples at ``chosen`` (indices or a mask)."""
+        return Samples(
+            phase=self.phase,
+            batch=self.batch[chosen],
+            tokens=self.tokens[chosen],
+            seconds=self.seconds[chosen],
+        )
+
+    def __len__(self) -> int:
+        """Return the number of samples ``P``."""
+        return len(self.seconds)
+
+
+class Law(Protocol):
+    """Seconds as a function of the shape: ``shared(rows, tokens) + each * batch``."""
+
+    @property
+    def each(self) -> float:
+        """Seconds of a sequence that neither rows nor tokens explain."""
+        ...
+
+    def shared(self, rows: Array, tokens: Array) -> Array:
+        """Return the seconds that grow with rows and with tokens ``[P]``."""
+        ...
+
+    def seconds(self, batch: Array, tokens: Array) -> Array:
+        """Return seconds ``[P]`` at shapes ``batch [P]``, ``tokens [P]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StraightLaw:
+    """A weighted sum of the paper's features: ``1, v, s, v s`` and in prefill ``v s^2``."""
+
+    phase: Phase
+    coefficients: Array
+
+    def seconds(self, batch: Array, tokens: Array) -> Array:
+        """Return seconds; see ``Law``."""
+        result: Array = _paper_features(self.phase, batch, tokens) @ self.coefficients
+        return result
+
+    @property
+    def each(self) -> float:
+        """Seconds of a sequence that neither rows nor tokens explain."""
+        return float(self.coefficients[1]) if self.phase is Phase.PREFILL else 0.0
+
+    def shared(self, rows: Array, tokens: Array) -> Array:
+        """Return the seconds that grow with rows and with tokens ``[P]``."""
+        if self.phase is Phase.DECODE:
+            return self.seconds(rows, tokens)
+        columns = np.stack([np.ones_like(rows), tokens, rows, rows * tokens], axis=1)
+        result: Array = columns @ self.coefficients[[0, 2, 3, 4]]
+        return result
+
+
+def fit_paper(samples: Samples) -> StraightLaw:
+    """Fit the paper's regression as the paper does: least squares on seconds, any sign."""
+    features = _paper_features(samples.phase, samples.batch, samples.tokens)
+    scale = np.abs(features).max(axis=0)
+    found = np.linalg.lstsq(features / scale, samples.seconds, rcond=None)[0] / scale
+    return StraightLaw(phase=samples.phase, coefficients=found)
+
+
+def fit_straight(samples: Samples, power: float = 1.0) -> StraightLaw:
+    """Fit the paper's features, none negative, to errors weighted by ``seconds^-power``."""
+    features = _paper_features(samples.phase, samples.batch, samples.tokens)
+    # The likeliest lone cause stands first, for tables with fewer samples than features.
+    order = [3, 0, 1, 2, 4] if samples.phase is Phase.PREFILL else [0, 1, 3, 2]
+    weights = samples.seconds**-power
+    found = np.zeros(features.shape[1])
+    weighted = features[:, order] * weights[:, None]
+    found[order] = solve_nnls(weighted, samples.seconds * weights)
+    return StraightLaw(phase=samples.phase, coefficients=found)
+
+
+def _paper_features(phase: Phase, batch: Array, tokens: Array) -> Array:
+    columns = [np.ones_like(batch), batch, tokens, batch * tokens]
+    if phase is Phase.PREFILL:
+        columns.append(batch * tokens**2)
+    return np.stack(columns, axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HingedLaw:
+    """Growing functions of the products' rows and of attention's work, summed.
+
+    Rows are ``v s``, in decode ``v``; work is rows times tokens. Both enter piecewise linearly;
+    rows also rounded up to whole tiles, since a kernel multiplies a half-filled tile as a full one.
+
+    Attributes:
+        phase: prefill or decode.
+        row_knots: rows at which their slope may change.
+        work_knots: work at which its slope may change.
+        coefficients: none negative: ``1``, tokens, one a tile size, the slopes of rows and of work,
+            and last, in prefill, ``v``.
+    """
+
+    phase: Phase
+    row_knots: Array
+    work_knots: Array
+    coefficients: Array
+
+    def seconds(self, batch: Array, tokens: Array) -> Array:
+        """Return seconds; see ``Law``."""
+        return self.shared(rows_of(self.phase, batch, tokens), tokens) + self.each * batch
+
+    @property
+    def each(self) -> float:
+        """Seconds of a sequence that neither rows nor tokens explain."""
+        return float(self.coefficients[-1]) if self.phase is Phase.PREFILL else 0.0
+
+    def shared(self, rows: Array, tokens: Array) -> Array:
+        """Return the seconds that grow with rows and with tokens ``[P]``."""
+        features = _hinged_features(rows, tokens, self.row_knots, self.work_knots)
+        result: Array = features @ self.coefficients[: features.shape[1]]
+        return result
+
+
+def fit_hinged(samples: Samples, hinges: int, power: float = 1.0) -> HingedLaw:
+    """Fit hinges to relative errors, with a mild preference for equal neighbouring slopes.
+
+    Args:
+        samples: the measurements.
+        hinges: knots on the rows, at most, spread over the measured sizes; half as many on work.
+        power: errors are weighted by ``seconds^-power``. 1 is relative; less trusts the large
+            ones more, as a clock with a coarse tick asks for.
+    """
+    phase, tokens, seconds = samples.phase, samples.tokens, samples.seconds
+    rows = rows_of(phase, samples.batch, tokens)
+    knots = _knots(rows, hinges), _knots(rows * tokens, max(2, hinges // 2))
+    features = _hinged_features(rows, tokens, *knots)
+    if phase is Phase.PREFILL:
+        features = np.column_stack([features, samples.batch])
+    weights = seconds**-power
+    smooth = []
+    first = 2 + len(TILES)
+    for values, places in zip((rows, rows * tokens), knots, strict=True):
+        smooth.append(_smoothing(values, weights, places, features.shape[1], first))
+        first += len(places) + 1
+    matrix = np.vstack([features * weights[:, None], *smooth])
+    target = np.concatenate([seconds * weights, np.zeros(len(matrix) - len(samples))])
+    return HingedLaw(
+        phase=phase,
+        row_knots=knots[0],
+        work_knots=knots[1],
+        coefficients=solve_nnls(matrix, target),
+    )
+
+
+def rows_of(phase: Phase, batch: Array, tokens: Array) -> Array:
+    """Return the rows that the matrix products of a step multiply."""
+    return batch * tokens if phase is Phase.PREFILL else batch
+
+
+def _hinged_features(rows: Array, tokens: Array, row_knots: Array, work_knots: Array) -> Array:
+    tiles = [np.ceil(rows / tile) for tile in TILES]
+    return np.column_stack(
+        [
+            np.ones_like(rows),
+            tokens,
+            *tiles,
+            _pieces(rows, row_knots),
+            _pieces(rows * tokens, work_knots),
+        ]
+    )
+
+
+def _pieces(values: Array, knots: Array) -> Array:
+    """Return how much of each value lies between neighbouring knots ``[P, knots + 1]``."""
+    lows = np.concatenate([[0.0], knots])
+    highs = np.concatenate([knots, [np.inf]])
+    result: Array = np.clip(values[:, None], lows, highs) - lows
+    return result
+
+
+def _knots(values: Array, count: int) -> Array:
+    sizes = np.unique(values)
+    if len(sizes) - 1 <= count:
+        return sizes[:-1]
+    inner: Array = np.unique(np.quantile(sizes, np.linspace(0.0, 1.0, count + 2)[1:-1]))
+    return inner
+
+
+def _smoothing(values: Array, weights: Array, knots: Array, columns: int, first: int) -> Array:
+    """Return one row a knot that charges the change of slope there, in the errors' own unit."""
+    rows = np.zeros((len(knots), columns))
+    if not len(knots):
+        return rows
+    widths = np.diff(np.concatenate([[0.0], knots]))
+    # The weight near a knot: sorted values against sorted weights is good enough for a scale.
+    near = np.interp(knots, np.sort(values), np.sort(weights)[::-1])
+    charge = SMOOTHNESS * widths * near * np.sqrt(len(weights) / (len(knots) + 1))
+    index = np.arange(len(knots))
+    rows[index, first + index] = -charge
+    rows[index, first + index + 1] = charge
+    return rows

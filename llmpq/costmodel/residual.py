@@ -1,0 +1,148 @@
+"""Residual: a small smooth correction of a law, learned from its own relative errors.
+
+A Gaussian process on the logarithm of measured over predicted, over the octaves of rows and tokens.
+Its scales are those with the least leave-one-out error (exact, without refitting); where no scales
+beat "no correction", there is none. Far from every sample it fades away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from llmpq.costmodel.nnls import Array
+
+MAX_POINTS = 500
+"""Samples that are kept; more are thinned at random, by a fixed seed."""
+_TUNED_POINTS = 200
+_CHUNK = 1024
+"""Shapes priced at a time, so that the covariances stay in the cache."""
+_ROW_OCTAVES = (0.1, 0.25, 0.5, 1.0, 2.0)
+_SHAPE_OCTAVES = (0.5, 1.0, 2.0, 4.0)
+_ROW_WEIGHTS = (0.0, 1.0, 3.0)
+_NOISES = (0.003, 0.03, 0.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """How far a residual reaches.
+
+    Attributes:
+        shape_octaves: along rows and tokens together.
+        row_octaves: along rows alone, whatever the tokens: what the matrix products share.
+        row_weight: variance of that part, the other's being 1.
+        noise: variance of what no neighbour explains.
+    """
+
+    shape_octaves: float
+    row_octaves: float
+    row_weight: float
+    noise: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Residual:
+    """A fitted correction.
+
+    Attributes:
+        points: octaves of the samples ``[P, 2]``.
+        weights: ``[P]``, all zero when no correction helped.
+        inverse: inverse covariance of the samples ``[P, P]``.
+        variance: variance of a residual far from every sample, noise apart.
+        scales: its reach.
+    """
+
+    points: Array
+    weights: Array
+    inverse: Array
+    variance: float
+    scales: Scales
+
+    def log_factor(self, rows: Array, tokens: Array) -> Array:
+        """Return the logarithm of the factor on the law ``[Q]``."""
+        if not self.weights.any():
+            return np.zeros(len(rows))
+        asked = _octaves(rows, tokens)
+        parts = [
+            _kernel(asked[first : first + _CHUNK], self.points, self.scales) @ self.weights
+            for first in range(0, len(asked), _CHUNK)
+        ]
+        return np.concatenate(parts)
+
+    def deviation(self, rows: Array, tokens: Array) -> Array:
+        """Return the standard deviation of the corrected logarithm ``[Q]``."""
+        across = _kernel(_octaves(rows, tokens), self.points, self.scales)
+        known = ((across @ self.inverse) * across).sum(axis=1)
+        left = np.maximum(1.0 + self.scales.row_weight - known, 0.0) + self.scales.noise
+        result: Array = np.sqrt(self.variance * left)
+        return result
+
+
+def fit_residual(
+    rows: Array, tokens: Array, residuals: Array, noise: Array, seed: int = 0
+) -> Residual:
+    """Fit the correction.
+
+    Args:
+        rows: ``[P]``.
+        tokens: ``[P]``.
+        residuals: logarithms of measured over predicted ``[P]``.
+        noise: how much noisier a sample is than the typical one, as variance ``[P]``.
+        seed: of the thinning of large tables.
+    """
+    order = np.random.default_rng(seed).permutation(len(residuals))
+    few, kept = order[:_TUNED_POINTS], order[:MAX_POINTS]
+    octaves = _octaves(rows, tokens)
+    scales, error = _tune(octaves[few], residuals[few], noise[few])
+    inverse: Array = np.linalg.inv(_noisy(octaves[kept], scales, noise[kept])).astype(np.float64)
+    weights = inverse @ residuals[kept]
+    helps = error < float((np.abs(residuals[few]) / np.sqrt(noise[few])).mean())
+    variance = float(residuals[kept] @ weights) / len(kept)
+    return Residual(
+        points=octaves[kept],
+        weights=weights if helps else np.zeros(len(kept)),
+        inverse=inverse,
+        variance=max(variance, np.finfo(float).tiny),
+        scales=scales,
+    )
+
+
+def _tune(octaves: Array, residuals: Array, noise: Array) -> tuple[Scales, float]:
+    """Return the scales with the least leave-one-out error, and that error."""
+    best: tuple[float, Scales] | None = None
+    for reach, along, weight, level in product(_SHAPE_OCTAVES, _ROW_OCTAVES, _ROW_WEIGHTS, _NOISES):
+        if not weight and along != _ROW_OCTAVES[0]:
+            continue  # without that part its reach is idle
+        scales = Scales(shape_octaves=reach, row_octaves=along, row_weight=weight, noise=level)
+        inverse = np.linalg.inv(_noisy(octaves, scales, noise))
+        left_out = inverse @ residuals / np.diag(inverse)
+        error = float((np.abs(left_out) / np.sqrt(noise)).mean())
+        if best is None or error < best[0]:
+            best = (error, scales)
+    assert best is not None
+    return best[1], best[0]
+
+
+def _octaves(rows: Array, tokens: Array) -> Array:
+    return np.stack([np.log2(rows), np.log2(tokens)], axis=1)
+
+
+def _noisy(octaves: Array, scales: Scales, noise: Array) -> Array:
+    return _kernel(octaves, octaves, scales) + scales.noise * np.diag(noise)
+
+
+def _kernel(left: Array, right: Array, scales: Scales) -> Array:
+    rows = left[:, None, 0] - right[None, :, 0]
+    tokens = left[:, None, 1] - right[None, :, 1]
+    result = _matern(np.hypot(rows, tokens) / scales.shape_octaves)
+    if scales.row_weight:
+        result += scales.row_weight * _matern(np.abs(rows) / scales.row_octaves)
+    return result
+
+
+def _matern(distance: Array) -> Array:
+    """Matern covariance of smoothness 3/2, its length scale absorbed in ``distance``."""
+    result: Array = (1.0 + distance) * np.exp(-distance)
+    return result
