@@ -1,0 +1,194 @@
+"""The operator database of aiconfigurator-core: parquet files of measured kernels, by device.
+
+The package is data here: its folder is found, its code is never imported. A bitwidth without a
+kernel in the chosen engine may come from another engine of the same device, named with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmpq.costmodel.operators import AttentionTimes, GemmTimes, HeadShape, OperatorTimes
+from llmpq.errors import SpecError
+from llmpq.spec.precision import Phase
+
+PACKAGE = "aiconfigurator_core"
+ENGINES = ("trtllm", "vllm", "sglang")
+KERNELS: Mapping[int, tuple[str, ...]] = {
+    16: ("bfloat16", "float16"),
+    8: ("int8_wo", "fp8"),
+    4: ("int4_wo",),
+}
+"""Number formats that stand for a bitwidth, the one closest to weight-only first."""
+
+_MS = 1e-3
+_OPERATORS = ("gemm", "attention")
+
+GemmPoints = dict[tuple[int, int], tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Database:
+    """What one device was measured at.
+
+    Attributes:
+        times: its operators.
+        kernels: number format, engine and version behind every bitwidth.
+        engine: engine and version of the attention, and of the products where it has them.
+    """
+
+    times: OperatorTimes
+    kernels: Mapping[int, str]
+    engine: str
+
+
+def read_database(path: Path | None, device: str, engine: str | None) -> Database:
+    """Read the measured operators of one device.
+
+    Args:
+        path: the package's folder, ``None`` for the installed one.
+        device: the database's name of it.
+        engine: whose kernels, ``None`` for the first of ``ENGINES`` that was measured.
+
+    Raises:
+        SpecError: the package is absent, the device or engine unknown, or a file malformed.
+    """
+    root = _package_root(path)
+    base = root / "systems" / "data" / device
+    if not base.is_dir():
+        known = sorted(one.name for one in base.parent.glob("*/") if (one / "gemm").is_dir())
+        raise SpecError(f"--device: found '{device}', expected one of {', '.join(known)}")
+    engine = _engine(base, engine)
+    gemms, kernels = _gemms(base, engine)
+    stream, launch = _small_figures(root / "systems" / f"{device}.yaml")
+    folder = _newest(base / "attention" / engine)
+    attention = {
+        Phase.PREFILL: _attention(folder / "context_attention_perf.parquet", Phase.PREFILL),
+        Phase.DECODE: _attention(folder / "generation_attention_perf.parquet", Phase.DECODE),
+    }
+    times = OperatorTimes(
+        gemms=gemms, attention=attention, stream_bytes_per_s=stream, launch_s=launch
+    )
+    return Database(times=times, kernels=kernels, engine=f"{engine} {folder.name}")
+
+
+def _package_root(path: Path | None) -> Path:
+    if path is not None:
+        return path
+    found = find_spec(PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise SpecError(
+            "import from aiconfigurator: the package aiconfigurator-core is not installed; "
+            "pip install 'llmpq[profiles]', or name its folder with --path"
+        )
+    return Path(found.submodule_search_locations[0])
+
+
+def _engine(base: Path, wanted: str | None) -> str:
+    measured = [one for one in ENGINES if all((base / op / one).is_dir() for op in _OPERATORS)]
+    if not measured:
+        raise SpecError(f"{base}: found no engine with matrix products and attention")
+    if wanted is not None and wanted not in measured:
+        raise SpecError(f"--engine: found '{wanted}', expected one of {', '.join(measured)}")
+    return wanted or measured[0]
+
+
+def _gemms(base: Path, engine: str) -> tuple[dict[int, GemmTimes], dict[int, str]]:
+    """Return matrix products by bitwidth: of the engine, else of another of the same device."""
+    folders = [_newest(base / "gemm" / engine)]
+    others = (one.parent for one in (base / "gemm").glob("*/*/gemm_perf.parquet"))
+    folders += sorted(set(others) - set(folders))
+    gemms: dict[int, GemmTimes] = {}
+    kernels: dict[int, str] = {}
+    tables = [(folder, _gemm_points(folder / "gemm_perf.parquet")) for folder in folders]
+    for bits, formats in KERNELS.items():
+        choices = ((name, folder, table) for name in formats for folder, table in tables)
+        for name, folder, table in choices:
+            if name in table:
+                gemms[bits] = GemmTimes(points=table[name])
+                kernels[bits] = f"{name} ({folder.parent.name} {folder.name})"
+                break
+    return gemms, kernels
+
+
+def _gemm_points(file: Path) -> dict[str, GemmPoints]:
+    columns = _read_parquet(file, ("gemm_dtype", "m", "n", "k", "latency"))
+    found: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
+    for name, rows, out, inner, milliseconds in zip(*columns, strict=True):
+        shapes = found.setdefault(name, {})
+        shapes.setdefault((out, inner), {})[rows] = milliseconds * _MS
+    return {
+        name: {shape: tuple(sorted(points.items())) for shape, points in shapes.items()}
+        for name, shapes in found.items()
+    }
+
+
+def _attention(file: Path, phase: Phase) -> AttentionTimes:
+    names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim")
+    columns = _read_parquet(file, (*names, "attn_dtype", "kv_cache_dtype", "latency"))
+    windows = _read_parquet(file, ("window_size",), optional=True)[0]
+    points: dict[HeadShape, dict[tuple[int, int], float]] = {}
+    for index, row in enumerate(zip(*columns, strict=True)):
+        batch, tokens, step, heads, kv_heads, head_dim, dtype, kv_dtype, milliseconds = row
+        plain = dtype in KERNELS[16] and kv_dtype in KERNELS[16]
+        if not plain or (windows and windows[index]):
+            continue
+        shape = (int(heads), int(kv_heads), int(head_dim))
+        points.setdefault(shape, {})[int(batch), int(tokens + step)] = milliseconds * _MS
+    if not points:
+        raise SpecError(f"{file}: found no attention in 16 bits")
+    return AttentionTimes(phase=phase, points=points)
+
+
+def _read_parquet(
+    file: Path, names: Sequence[str], optional: bool = False
+) -> tuple[list[Any], ...]:
+    """Return the named columns; an absent optional one is empty."""
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError:
+        raise SpecError(
+            "import from aiconfigurator: pyarrow is not installed; pip install 'llmpq[profiles]'"
+        ) from None
+    try:
+        held = set(parquet.read_schema(file).names)
+        missing = [name for name in names if name not in held]
+        if missing and not optional:
+            raise SpecError(f"{file}: found no column '{missing[0]}', expected it there")
+        table = parquet.read_table(file, columns=[name for name in names if name in held])
+    except OSError as error:
+        raise SpecError(f"{file}: cannot be read: {error}") from None
+    return tuple(table[name].to_pylist() if name in held else [] for name in names)
+
+
+def _newest(folder: Path) -> Path:
+    versions = sorted(
+        (one for one in folder.iterdir() if one.is_dir()),
+        key=lambda one: [int(number) for number in re.findall(r"\d+", one.name)],
+    )
+    if not versions:
+        raise SpecError(f"{folder}: found no version, expected one folder a version")
+    return versions[-1]
+
+
+def _small_figures(file: Path) -> tuple[float, float]:
+    """Return the database's own rate (bytes per second) and constant (s) of small kernels."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{file}: cannot be read: {error}") from None
+    rate = _figure(file, text, "mem_bw") * _figure(file, text, "mem_bw_empirical_scaling_factor")
+    return rate, _figure(file, text, "mem_empirical_constant_latency")
+
+
+def _figure(file: Path, text: str, name: str) -> float:
+    found = re.search(rf"^\s*{name}:\s*([0-9.e+-]+)", text, re.MULTILINE)
+    if found is None:
+        raise SpecError(f"{file}: found no '{name}', expected a number")
+    return float(found.group(1))
