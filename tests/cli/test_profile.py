@@ -1,0 +1,77 @@
+import json
+
+import pytest
+
+from llmpq.cli.profile import main
+from llmpq.spec.precision import Phase
+from llmpq.spec.tables import (
+    LatencySample,
+    LatencyTable,
+    read_latency_table,
+    write_latency_table,
+)
+
+HELIX = "model,machine,phase,batch_tokens,layer_ms\nm,t4,prompt,250,18.0\nm,t4,decode,2,7.1\n"
+
+
+@pytest.fixture
+def table(tmp_path):
+    samples = tuple(
+        LatencySample(
+            phase=phase, bits=16, batch=batch, tokens=tokens,
+            seconds=1e-4 + 1e-6 * batch * tokens,
+        )
+        for phase in Phase
+        for batch in (1, 2, 4, 8)
+        for tokens in (16, 64, 256, 1024)
+    )  # fmt: skip
+    file = tmp_path / "table.csv"
+    write_latency_table(file, LatencyTable(samples=samples))
+    return file
+
+
+def test_fit_prints_one_object_of_errors_by_phase(table, capsys):
+    assert main(["fit", "--table", str(table), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"prefill", "decode"}
+    assert all(set(one) == {"mean", "median", "p95", "points"} for one in found.values())
+    assert found["decode"]["points"] == 5
+    assert found["decode"]["mean"] < 0.02
+
+
+def test_fit_compares_with_a_hold_out(table, capsys):
+    assert main(["--json", "fit", "--table", str(table), "--holdout", str(table)]) == 0
+    assert json.loads(capsys.readouterr().out)["prefill"]["points"] == 16
+
+
+def test_fit_in_words_has_a_line_a_phase(table, capsys):
+    assert main(["fit", "--table", str(table), "--law", "paper"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "prefill", "decode",
+    ]  # fmt: skip
+
+
+def test_fit_of_no_file_is_bad_input(tmp_path, capsys):
+    assert main(["fit", "--table", str(tmp_path / "none.csv")]) == 2
+    assert "none.csv" in capsys.readouterr().err
+
+
+def test_import_writes_a_table_with_its_provenance(tmp_path, capsys):
+    source, output = tmp_path / "helix.csv", tmp_path / "t4.csv"
+    source.write_text(HELIX)
+    words = ["import", "--from", "helix", "--device", "m/t4", "--device_type", "T4-16G", "--json"]
+    words += ["--model", "meta-llama/Llama-2-70b-hf", "--dtype", "float16"]
+    assert main([*words, "--path", str(source), "--output", str(output)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"output": str(output), "points": 2}
+    table = read_latency_table(output)
+    origin = dict(table.provenance)
+    assert origin["device"] == "T4-16G"
+    assert origin["dtype"] == "float16"
+    assert origin["imported_from"] == "helix"
+    assert origin["command"].startswith("llmpq-profile import --from helix")
+
+
+def test_import_of_an_unknown_model_is_bad_input(tmp_path, capsys):
+    words = ["import", "--from", "helix", "--device", "x", "--output", str(tmp_path / "o.csv")]
+    assert main([*words, "--model", "nobody/nothing"]) == 2
+    assert "nobody/nothing" in capsys.readouterr().err
