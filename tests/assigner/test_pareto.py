@@ -19,10 +19,10 @@ from llmpq.spec.workload import Workload
 
 
 def request_of(**overrides):
-    model = model_spec(layers=4)
+    model = model_spec(layers=3)
     values = {
         "model": model,
-        "cluster": cluster_of(("V100-32G", 1, 75), ("T4-16G", 1, 60)),
+        "cluster": cluster_of(("V100-32G", 1, 60), ("T4-16G", 1, 50)),
         "workload": Workload(batch=2, prompt_tokens=64, new_tokens=12),
         "bits": (16, 8, 4),
         "sensitivity": sensitivity(model),
@@ -98,9 +98,9 @@ def test_every_point_obeys_manual_decisions() -> None:
     [
         ({}, 1, SpecError, "--pareto: found 1"),
         ({"theta_s": 1.0}, 3, SpecError, "--theta"),
-        ({"cluster": cluster_of(("T4-16G", 1, 40))}, 3, InfeasibleError, "of 4 layers fit"),
-        ({"overrides": Overrides(exclude=("node0",), layer_bits=((0, 4, 16),))}, 3,
-         InfeasibleError, "--fix_bits 0:4=16"),
+        ({"cluster": cluster_of(("T4-16G", 1, 30))}, 3, InfeasibleError, "of 3 layers fit"),
+        ({"overrides": Overrides(exclude=("node0",), layer_bits=((0, 3, 16),))}, 3,
+         InfeasibleError, "--fix_bits 0:3=16"),
     ],
 )  # fmt: skip
 def test_what_has_no_front_says_why(overrides: dict, count: int, error, message: str) -> None:
