@@ -75,7 +75,7 @@ def explain_budget(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> s
     )
     for order in {item[0]: item for item in orders}.values():
         problem = replace(task.problem(still, order), theta_s=1.0, quality_budget=None)
-        found = solve_ilp(problem, IlpOptions(solver=request.solver))
+        found = solve_ilp(problem, IlpOptions(solver=request.program_solver))
         if found.price is not None:
             best = min(best, found.price.quality)
     if best == float("inf"):

@@ -15,6 +15,7 @@ from llmpq.assigner.baselines.proportional import (
 )
 from llmpq.assigner.baselines.uniform import find_uniform
 from llmpq.assigner.decode import plan_of
+from llmpq.assigner.exact.method import find_exact
 from llmpq.assigner.overrides import NO_OVERRIDES
 from llmpq.assigner.search import OutOfTimeError, find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
@@ -24,8 +25,15 @@ from llmpq.spec.plan import Plan
 
 Method = Callable[[PlanningTask, Progress], Solution]
 
+
+def find_best(task: PlanningTask, progress: Progress) -> Solution:
+    """Find the best plan: exactly, or by integer programs when the request names their solver."""
+    find = find_exact if task.request.solver == "exact" else find_plan
+    return find(task, progress)
+
+
 METHODS: Mapping[str, Method] = {
-    "llmpq": find_plan,
+    "llmpq": find_best,
     "uniform": find_uniform,
     "adaptive_even": find_adaptive_even,
     "memory_proportional": find_memory_proportional,

@@ -49,7 +49,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
         if search.out_of_time:
             raise OutOfTimeError(
                 f"no plan within the time limit of {request.time_limit_s} s "
-                f"({search.searched} of {len(search.candidates)} programs solved); memory does "
+                f"({search.searched} of {len(search.candidates)} candidates solved); memory does "
                 "not rule one out, so raise the time limit"
             )
         raise InfeasibleError(
@@ -67,7 +67,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
         problem=problem,
         assignment=result.assignment,
         price=result.price,
-        solver=request.solver,
+        solver=request.program_solver,
         status="optimal" if gap <= request.gap + GAP_SLACK else "feasible",
         bound_s=bound_s,
         orders=len(orders),
@@ -143,7 +143,7 @@ class _Search:
         request, cutoff_s = self.task.request, self._cutoff_s()
         left_s = self.deadline - time.monotonic()
         options = IlpOptions(
-            solver=request.solver,
+            solver=request.program_solver,
             gap=request.gap,
             time_limit_s=None if math.isinf(left_s) else max(0.1, left_s),
             cutoff_s=cutoff_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -61,7 +62,8 @@ class PlanRequest:
             else the default of ``default_theta``.
         quality_budget: largest allowed degradation, ``None`` for no limit.
         formula: latency formula to minimise.
-        solver, gap, time_limit_s: how to solve, how well, and for how long at most.
+        solver: the exact search, or integer programs by one of the solvers.
+        gap, time_limit_s: how well to solve, and for how long at most.
         orders: which device orders to try.
         layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
         profile_dir: folder of measured tables.
@@ -80,14 +82,19 @@ class PlanRequest:
     theta_s: float | None = None
     quality_budget: float | None = None
     formula: Formula = "steady"
-    solver: SolverName = "highs"
-    gap: float = DEFAULT_GAP
+    solver: Literal["exact"] | SolverName = "exact"
+    gap: float = 0.0
     time_limit_s: float | None = None
     orders: OrderMode = "types"
     layer_group: int = 1
     profile_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
+
+    @property
+    def program_solver(self) -> SolverName:
+        """Who solves integer programs, where the exact search does not reach."""
+        return "highs" if self.solver == "exact" else self.solver
 
     def __post_init__(self) -> None:
         longest = self.model.max_positions

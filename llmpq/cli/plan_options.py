@@ -105,7 +105,12 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         const="heuristic",
         help="the paper's name for --method heuristic",
     )
-    search.add_argument("--solver", choices=tuple(SOLVERS), default="highs")
+    search.add_argument(
+        "--solver",
+        choices=("exact", *SOLVERS),
+        default="exact",
+        help="exact (default): proven best, no solver; else integer programs",
+    )
     search.add_argument(
         "--orders",
         choices=("types", "all"),
@@ -124,9 +129,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--gap",
         type=float,
-        default=DEFAULT_GAP,
         metavar="GAP",
-        help="stop when proven this close to the optimum (default: %(default)s)",
+        help="stop when proven this close to the optimum (default: 0, programs 0.001)",
     )
     search.add_argument("--time_limit", type=float, metavar="SECONDS")
 
@@ -155,7 +159,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         quality_budget=options.quality_budget,
         formula=options.formula,
         solver=options.solver,
-        gap=options.gap,
+        gap=_gap(options),
         time_limit_s=options.time_limit,
         orders=options.orders,
         layer_group=options.group,
@@ -163,6 +167,12 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )
+
+
+def _gap(options: argparse.Namespace) -> float:
+    if options.gap is not None:
+        return float(options.gap)
+    return 0.0 if options.solver == "exact" else DEFAULT_GAP
 
 
 def _model(options: argparse.Namespace) -> tuple[ModelSpec, str | None]:

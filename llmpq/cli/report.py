@@ -208,7 +208,7 @@ def _totals(plan: Plan) -> list[str]:
         proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
         lines.append(
             f"bound          {search.bound_s:.4g} s, gap {max(0.0, search.gap):.2%} ({proof} over "
-            f"{search.orders} device orders: {search.pairs_searched} programs solved, "
+            f"{search.orders} device orders: {search.pairs_searched} candidates solved, "
             f"{search.pairs_pruned} ruled out by their bound)"
         )
     lines.append(

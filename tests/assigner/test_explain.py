@@ -85,7 +85,7 @@ def test_an_unreachable_budget_names_the_one_within_reach() -> None:
 
 
 def test_time_limit_is_told_from_no_memory() -> None:
-    text = reason_of(plan_request(time_limit_s=0.0))
+    text = reason_of(plan_request(solver="highs", time_limit_s=0.0))
     assert "time limit" in text
     assert "does not fit" not in text
 

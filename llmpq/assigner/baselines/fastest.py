@@ -84,4 +84,4 @@ def _widths(task: PlanningTask, problem: AssignmentProblem, costs: FloatArray) -
     if problem.quality_budget is None:
         return least_cost(additive_problem(problem, costs[None]))
     # The budget is a second limit beside memory: the integer program takes both.
-    return solve_ilp(problem, IlpOptions(solver=task.request.solver)).assignment
+    return solve_ilp(problem, IlpOptions(solver=task.request.program_solver)).assignment

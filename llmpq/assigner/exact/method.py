@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from llmpq.assigner.exact.coverage import NotCoveredError
 from llmpq.assigner.exact.lattice import Orders
@@ -11,7 +12,7 @@ from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.exact.space import SearchSpace
 from llmpq.assigner.explain import explain_budget, explain_memory
 from llmpq.assigner.search import GAP_SLACK, OutOfTimeError, find_plan
-from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
 
@@ -33,7 +34,9 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
             progress=progress,
         )
     except NotCoveredError:
-        return find_plan(task, progress)
+        # Programs cannot close the last thousandth in reasonable time.
+        programs = replace(task.request, gap=max(task.request.gap, DEFAULT_GAP))
+        return find_plan(replace(task, request=programs), progress)
     except OutOfTimeError:
         raise
     except InfeasibleError as error:
