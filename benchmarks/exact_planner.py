@@ -127,8 +127,7 @@ def _cases() -> Iterator[Case]:
     for orders in ("types", "all"):
         yield replace(tight, orders=orders, thetas=(3.0,))
     yield Case(name="opt-175b x16", model="facebook/opt-175b", cluster=_mixed(4), five_widths=True)
-    large = Case(name="405b x64", model="meta-llama/Llama-3.1-405B", cluster=_mixed(16), gap=1e-3)
-    yield large
+    yield Case(name="405b x64", model="meta-llama/Llama-3.1-405B", cluster=_mixed(16), gap=1e-3)
     halves = _mixed(8, nodes=2)
     yield Case(
         name="405b x64, 8 nodes", model="meta-llama/Llama-3.1-405B", cluster=halves, gap=1e-3
@@ -144,14 +143,12 @@ def _paper_cases() -> Iterator[Case]:
                 yield Case(name=name, model=model, cluster=cluster, orders=orders, thetas=(theta,))
 
 
-def _mixed(count: int, nodes: int = 1) -> Cluster:
-    """Return a cluster with ``count`` devices of each of four types on each of their nodes."""
+def _mixed(count: int) -> Cluster:
+    """Return a cluster with a node of ``count`` devices for each of four types."""
     return Cluster(
-        name=f"mixed-{count}x{nodes}",
+        name=f"mixed-{count}",
         nodes=tuple(
-            Node(name=f"{kind}-{number}", devices=(DeviceGroup(type=kind, count=count),))
-            for kind in MIXED
-            for number in range(nodes)
+            Node(name=kind, devices=(DeviceGroup(type=kind, count=count),)) for kind in MIXED
         ),
     )
 

@@ -33,7 +33,7 @@ def _schedule(
     )
 
 
-POOL = _schedule(400, 25, 0.1, 0.6, 0.85)
+POOL = _schedule(200, 25, 0.1, 0.6, 0.85)
 SHORT = (_schedule(150, 25, 0.03, 0.7, 0.9),)
 LONG = (
     _schedule(1200, 50, 0.05, 0.7, 0.9),
