@@ -49,10 +49,11 @@ _STEP_OCTAVES = 0.25
 """Spacing of the grid where it was measured; twice that outside."""
 _HEADROOM = 16.0
 """How far past the measured sizes the grid goes; further out seconds grow in proportion."""
-_MAX_NODES = 48
+_MAX_NODES = 64
 _MAX_TILES = 16
 """Tiles whose edges get nodes; further out a step is under 6 %."""
 _LEAST_GAP = 1e-9
+_LEAST_SHARE = 1e-3
 _BLIND_GROWTH = 0.25
 """Deviation gained an octave outside, when there are too few shapes to find it out."""
 _LEAST_GROWTH = 0.02
@@ -73,6 +74,41 @@ class Estimate:
     relative_deviation: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """What was measured: the least and the most rows, tokens, and rows times tokens."""
+
+    low: tuple[float, float, float]
+    high: tuple[float, float, float]
+
+    @classmethod
+    def around(cls, rows: Array, tokens: Array) -> Box:
+        """Return the box of samples ``[P]``."""
+        axes = (rows, tokens, rows * tokens)
+        least, most = ([float(end(one)) for one in axes] for end in (np.min, np.max))
+        return cls(low=(least[0], least[1], least[2]), high=(most[0], most[1], most[2]))
+
+    def octaves_outside(self, rows: float, tokens: float) -> float:
+        """Return how many octaves a shape lies outside, all directions together.
+
+        A corner that no sample comes near counts: few rows of long contexts and many rows of short
+        ones do not tell of many rows of long ones.
+        """
+        return sum(
+            max(0.0, log2(size / most), log2(least / size))
+            for size, least, most in zip(
+                (rows, tokens, rows * tokens), self.low, self.high, strict=True
+            )
+        )
+
+    def clamped(self, rows: Array, tokens: Array) -> tuple[Array, Array]:
+        """Return the nearest measured sizes: outside, the edge's correction carries on."""
+        return (
+            np.clip(rows, self.low[0], self.high[0]),
+            np.clip(tokens, self.low[1], self.high[1]),
+        )
+
+
 class Curve:
     """Seconds of one phase and bitwidth; positive, growing with batch and with tokens.
 
@@ -84,14 +120,15 @@ class Curve:
     def __init__(self, samples: Samples) -> None:
         self._phase = samples.phase
         rows = rows_of(samples.phase, samples.batch, samples.tokens)
-        self._low = (float(rows.min()), float(samples.tokens.min()))
-        self._high = (float(rows.max()), float(samples.tokens.max()))
+        self._box = Box.around(rows, samples.tokens)
         fit, power = _choose_law(samples)
         law = fit(samples)
         self._each = law.each
+        # A law may give all its seconds to ``each``; a logarithm needs some left.
+        self._least = _LEAST_SHARE * float(samples.seconds.min())
         self._residual: Residual | None = None
         if len(samples) >= MIN_HINGED:
-            shared = law.shared(rows, samples.tokens)
+            shared = np.maximum(law.shared(rows, samples.tokens), self._least)
             # What one sequence costs apart is taken off, but never so much that noise is left.
             rest = np.maximum(samples.seconds - law.each * samples.batch, shared / 4.0)
             noise = (np.median(samples.seconds) / samples.seconds) ** (2.0 - 2.0 * power)
@@ -115,10 +152,10 @@ class Curve:
     def estimate(self, batch: float, tokens: float) -> Estimate:
         """Return the seconds at a shape with how far to trust them."""
         rows = batch * tokens if self._phase is Phase.PREFILL else batch
-        beyond = _octaves_outside((rows, tokens), self._low, self._high)
+        beyond = self._box.octaves_outside(rows, tokens)
         inside = _BLIND_GROWTH
         if self._residual is not None:
-            at = self._clamped(np.array([float(rows)]), np.array([float(tokens)]))
+            at = self._box.clamped(np.array([float(rows)]), np.array([float(tokens)]))
             inside = float(self._residual.deviation(*at)[0])
         return Estimate(
             seconds=self.seconds(batch, tokens),
@@ -130,9 +167,9 @@ class Curve:
         """Return the logarithms of the seconds at the grid's nodes, made monotone."""
         mesh = np.meshgrid(np.array(self._rows), np.array(self._lengths), indexing="ij")
         rows, tokens = mesh[0].ravel(), mesh[1].ravel()
-        values = np.log(np.maximum(law.shared(rows, tokens), np.finfo(float).tiny))
+        values = np.log(np.maximum(law.shared(rows, tokens), self._least))
         if self._residual is not None:
-            values = values + self._residual.log_factor(*self._clamped(rows, tokens))
+            values = values + self._residual.log_factor(*self._box.clamped(rows, tokens))
         grid = values.reshape(mesh[0].shape)
         # Midway between the running maximum and, from the far end, the running minimum: both are
         # monotone, and where the values already are, both equal them.
@@ -142,22 +179,15 @@ class Curve:
         nodes: list[list[float]] = ((upper + lower) / 2.0).tolist()
         return nodes
 
-    def _clamped(self, rows: Array, tokens: Array) -> tuple[Array, Array]:
-        """Return the nearest measured sizes: outside, the edge's correction carries on."""
-        return (
-            np.clip(rows, self._low[0], self._high[0]),
-            np.clip(tokens, self._low[1], self._high[1]),
-        )
-
 
 class PaperCurve:
     """LLM-PQ's regression of one phase and bitwidth; may turn negative outside its samples."""
 
     def __init__(self, samples: Samples) -> None:
+        self._phase = samples.phase
         self._law = fit_paper(samples)
-        self._ends = [
-            (float(sizes.min()), float(sizes.max())) for sizes in (samples.batch, samples.tokens)
-        ]
+        rows = rows_of(samples.phase, samples.batch, samples.tokens)
+        self._box = Box.around(rows, samples.tokens)
         errors = self._law.seconds(samples.batch, samples.tokens) / samples.seconds - 1.0
         self._deviation = float(np.sqrt((errors**2).mean()))
 
@@ -168,13 +198,10 @@ class PaperCurve:
 
     def estimate(self, batch: float, tokens: float) -> Estimate:
         """Return the seconds with the deviation of the fit from its own samples."""
-        inside = all(
-            low <= size <= high
-            for size, (low, high) in zip((batch, tokens), self._ends, strict=True)
-        )
+        rows = batch * tokens if self._phase is Phase.PREFILL else batch
         return Estimate(
             seconds=self.seconds(batch, tokens),
-            is_extrapolated=not inside,
+            is_extrapolated=self._box.octaves_outside(rows, tokens) > 0.0,
             relative_deviation=self._deviation,
         )
 
@@ -259,28 +286,16 @@ def _growth(samples: Samples, fit: Fit) -> float:
     if len(kept) < MIN_HINGED:
         return _BLIND_GROWTH
     held = samples.take(order[3 * len(order) // 4 :])
-    rows = rows_of(samples.phase, kept.batch, kept.tokens)
-    low = (float(rows.min()), float(kept.tokens.min()))
-    high = (float(rows.max()), float(kept.tokens.max()))
-    asked = rows_of(samples.phase, held.batch, held.tokens).tolist()
-    shapes = zip(asked, held.tokens.tolist(), strict=True)
-    octaves = np.array([_octaves_outside(shape, low, high) for shape in shapes])
+    box = Box.around(rows_of(samples.phase, kept.batch, kept.tokens), kept.tokens)
+    rows = rows_of(samples.phase, held.batch, held.tokens).tolist()
+    shapes = zip(rows, held.tokens.tolist(), strict=True)
+    octaves = np.array([box.octaves_outside(*shape) for shape in shapes])
     errors = np.log(fit(kept).seconds(held.batch, held.tokens) / held.seconds)
     outside = octaves > 0
     if not outside.any():
         return _BLIND_GROWTH
     slopes = errors[outside] / np.maximum(octaves[outside], 1.0)
     return max(_LEAST_GROWTH, float(np.sqrt((slopes**2).mean())))
-
-
-def _octaves_outside(
-    shape: tuple[float, float], low: tuple[float, float], high: tuple[float, float]
-) -> float:
-    """Return how many octaves a shape lies outside a box, both directions together."""
-    return sum(
-        max(0.0, log2(size / top), log2(bottom / size))
-        for size, bottom, top in zip(shape, low, high, strict=True)
-    )
 
 
 def _nodes(sizes: Array, tiles: Sequence[int] = ()) -> list[float]:

@@ -78,15 +78,13 @@ class StraightLaw:
 
     @property
     def each(self) -> float:
-        """Seconds of a sequence that neither rows nor tokens explain."""
-        return float(self.coefficients[1]) if self.phase is Phase.PREFILL else 0.0
+        """Seconds of a sequence that neither rows nor tokens explain, never below 0."""
+        return max(0.0, float(self.coefficients[1])) if self.phase is Phase.PREFILL else 0.0
 
     def shared(self, rows: Array, tokens: Array) -> Array:
         """Return the seconds that grow with rows and with tokens ``[P]``."""
-        if self.phase is Phase.DECODE:
-            return self.seconds(rows, tokens)
-        columns = np.stack([np.ones_like(rows), tokens, rows, rows * tokens], axis=1)
-        result: Array = columns @ self.coefficients[[0, 2, 3, 4]]
+        batch = rows / tokens if self.phase is Phase.PREFILL else rows
+        result: Array = self.seconds(batch, tokens) - self.each * batch
         return result
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from llmpq.costmodel.nnls import Array
 
-MAX_POINTS = 500
+MAX_POINTS = 1000
 """Samples that are kept; more are thinned at random, by a fixed seed."""
 _TUNED_POINTS = 200
 _CHUNK = 1024

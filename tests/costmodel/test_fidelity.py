@@ -84,6 +84,7 @@ def test_the_masters_rows_do_not_count():
     assert fidelity(TABLE, held)[Phase.DECODE].points == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HELIX.is_file(), reason="measured data is not here (LLMPQ_SHARED_DATA)")
 @pytest.mark.parametrize(
     ("device", "prefill", "decode"),
