@@ -27,6 +27,9 @@ KERNELS: Mapping[int, tuple[str, ...]] = {
 }
 """Number formats that stand for a bitwidth, the one closest to weight-only first."""
 
+GEMM_FILE = "gemm_perf.parquet"
+PREFILL_FILE = "context_attention_perf.parquet"
+DECODE_FILE = "generation_attention_perf.parquet"
 _MS = 1e-3
 _OPERATORS = ("gemm", "attention")
 
@@ -67,10 +70,10 @@ def read_database(path: Path | None, device: str, engine: str | None) -> Databas
     engine = _engine(base, engine)
     gemms, kernels = _gemms(base, engine)
     stream, launch = _small_figures(root / "systems" / f"{device}.yaml")
-    folder = _newest(base / "attention" / engine)
+    folder = _newest(base / "attention" / engine, PREFILL_FILE)
     attention = {
-        Phase.PREFILL: _attention(folder / "context_attention_perf.parquet", Phase.PREFILL),
-        Phase.DECODE: _attention(folder / "generation_attention_perf.parquet", Phase.DECODE),
+        Phase.PREFILL: _attention(folder / PREFILL_FILE, Phase.PREFILL),
+        Phase.DECODE: _attention(folder / DECODE_FILE, Phase.DECODE),
     }
     times = OperatorTimes(
         gemms=gemms, attention=attention, stream_bytes_per_s=stream, launch_s=launch
@@ -101,12 +104,12 @@ def _engine(base: Path, wanted: str | None) -> str:
 
 def _gemms(base: Path, engine: str) -> tuple[dict[int, GemmTimes], dict[int, str]]:
     """Return matrix products by bitwidth: of the engine, else of another of the same device."""
-    folders = [_newest(base / "gemm" / engine)]
-    others = (one.parent for one in (base / "gemm").glob("*/*/gemm_perf.parquet"))
+    folders = [_newest(base / "gemm" / engine, GEMM_FILE)]
+    others = (one.parent for one in (base / "gemm").glob(f"*/*/{GEMM_FILE}"))
     folders += sorted(set(others) - set(folders))
     gemms: dict[int, GemmTimes] = {}
     kernels: dict[int, str] = {}
-    tables = [(folder, _gemm_points(folder / "gemm_perf.parquet")) for folder in folders]
+    tables = [(folder, _gemm_points(folder / GEMM_FILE)) for folder in folders]
     for bits, formats in KERNELS.items():
         choices = ((name, folder, table) for name in formats for folder, table in tables)
         for name, folder, table in choices:
@@ -167,13 +170,14 @@ def _read_parquet(
     return tuple(table[name].to_pylist() if name in held else [] for name in names)
 
 
-def _newest(folder: Path) -> Path:
+def _newest(folder: Path, file: str) -> Path:
+    """Return the newest version that holds ``file``; a version may cover few operators."""
     versions = sorted(
-        (one for one in folder.iterdir() if one.is_dir()),
+        (one.parent for one in folder.glob(f"*/{file}")),
         key=lambda one: [int(number) for number in re.findall(r"\d+", one.name)],
     )
     if not versions:
-        raise SpecError(f"{folder}: found no version, expected one folder a version")
+        raise SpecError(f"{folder}: found no version with {file}, expected one folder a version")
     return versions[-1]
 
 

@@ -115,6 +115,7 @@ def database(tmp_path, monkeypatch):
             for out, inner in PRODUCTS
         ]
         write_rows(folder / "gemm_perf.parquet", GEMM_COLUMNS, rows)
+    (base / "gemm" / "trtllm" / "2.0.0").mkdir()  # a version that covers other operators
     folder = base / "attention" / "trtllm" / "1.0"
     folder.mkdir(parents=True)
     heads = (32, 8, 128, "bfloat16")
