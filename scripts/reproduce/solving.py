@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from statistics import fmean
 from typing import NamedTuple
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.solvers import SOLVERS, SolverName
 from llmpq.assigner.task import DEFAULT_GAP
 from llmpq.errors import InfeasibleError
 from llmpq.spec.model import ModelSpec
@@ -26,9 +26,8 @@ from scripts.reproduce.output import Record, number, run, say, table
 VARIANTS = {"group 2": ("llmpq", 2), "group 1": ("llmpq", 1), "heuristic": ("heuristic", 1)}
 """Method and layers a group of every row of Table 8."""
 TIME_LIMIT_S = 60.0
-EXACT = "exact"
-RIVAL_PLANNERS = (EXACT, "ilp", "heuristic")
-"""Methods that Table 10 shows beside the default one, as far as the registry holds them."""
+PROGRAMS = "highs"
+"""Solver of integer programs, shown beside the default one."""
 
 
 class Solved(NamedTuple):
@@ -172,11 +171,11 @@ def _overhead_rows() -> list[Record]:
     return rows
 
 
-def _planners() -> list[tuple[SolverName, str]]:
-    """Return the solver and method of every column of Table 10 that this checkout has."""
-    solvers = [name for name in ("highs", EXACT) if name in SOLVERS]
-    methods = [name for name in RIVAL_PLANNERS if has_method(name)]
-    return [*((name, "llmpq") for name in solvers), *(("highs", name) for name in methods)]
+def _planners() -> list[tuple[str, str]]:
+    """Return the solver and method of every column of Table 10: the default first."""
+    (default,) = (field.default for field in fields(PlanRequest) if field.name == "solver")
+    solvers = dict.fromkeys((default, PROGRAMS))
+    return [*((name, "llmpq") for name in solvers), (PROGRAMS, "heuristic")]
 
 
 def _unlike(model: ModelSpec) -> SensitivityTable:
