@@ -1,9 +1,10 @@
 """The demo model's training script, on inline text, and the model directory it shipped."""
 
-import importlib.util
 import json
 import math
+import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +12,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts import train_demo_model
+from scripts.demo_model.documents import choose_held_out, clean, is_prose, split_documents
+from scripts.demo_model.network import block_causal_attention, demo_config, new_model
+from scripts.demo_model.optimizer import learning_rate_scale
+from scripts.demo_model.paragraphs import dictd_paragraphs, html_paragraphs, pod_paragraphs
+from scripts.demo_model.recipe import Recipe
+from scripts.demo_model.records import public_command
+from scripts.demo_model.scoring import mean_loss, unigram_loss
+from scripts.demo_model.tokenizer import encode_documents, train_tokenizer
+from scripts.demo_model.training import batch_rows, fit
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "models" / "demo"
 SENTENCE = "The quick brown fox jumps over the lazy dog number {} on its way to the river bank."
-
-
-def load_script():
-    path = REPOSITORY / "scripts" / "train_demo_model.py"
-    spec = importlib.util.spec_from_file_location("train_demo_model", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +46,7 @@ def test_html_paragraphs_leaves_out_code_tables_and_navigation():
     <div class="sphinxsidebar"><div><p>Side</p></div></div><h1>Title&#182;</h1>
     <p>Some <code>text</code> &amp; more.</p><pre>x = 1</pre><table><tr><td>cell</td></tr></table>
     <ul><li>One.<li>Two.</ul><script>run()</script></body></html>"""
-    assert script.html_paragraphs(page) == [
+    assert html_paragraphs(page) == [
         ("Title", True),
         ("Some text & more.", False),
         ("One.", False),
@@ -55,7 +57,7 @@ def test_html_paragraphs_leaves_out_code_tables_and_navigation():
 def test_pod_paragraphs_strips_codes_and_verbatim_blocks():
     use = "Use C<< $x->y >> or L<this page|perlop>, 1 E<lt> 2.X<index>"
     page = f"=head1 NAME\n\n{use}\n\n  code\n\n=cut"
-    assert script.pod_paragraphs(page) == [
+    assert pod_paragraphs(page) == [
         ("NAME", True),
         ("Use $x->y or this page, 1 < 2.", False),
     ]
@@ -63,7 +65,7 @@ def test_pod_paragraphs_strips_codes_and_verbatim_blocks():
 
 def test_dictd_paragraphs_takes_headwords_as_headings():
     page = "abbrev\n /say/, n.\n\n    A {word} cut\n    short.\n"
-    assert script.dictd_paragraphs(page) == [("abbrev", True), ("A word cut short.", False)]
+    assert dictd_paragraphs(page) == [("abbrev", True), ("A word cut short.", False)]
 
 
 @pytest.mark.parametrize(
@@ -79,15 +81,15 @@ def test_dictd_paragraphs_takes_headwords_as_headings():
     ],
 )
 def test_is_prose_tells_sentences_from_the_rest(paragraph, expected):
-    assert script.is_prose(paragraph) is expected
+    assert is_prose(paragraph) is expected
 
 
 def test_clean_drops_repeated_paragraphs_and_headings_without_text():
     first, second = SENTENCE.format(1), SENTENCE.format(2)
     seen = set()
     page = [("Empty", True), ("Kept", True), (first, False), (first, False), ("Last", True)]
-    assert script.clean(page, seen) == f"Kept\n\n{first}"
-    assert script.clean([(first, False), (second, False)], seen) == second
+    assert clean(page, seen) == f"Kept\n\n{first}"
+    assert clean([(first, False), (second, False)], seen) == second
 
 
 # --- Splitting ---
@@ -103,7 +105,7 @@ def pages(count):
 
 
 def test_split_documents_shares_no_document_and_no_paragraph():
-    train, held_out = script.split_documents(pages(40), seed=3, held_out_bytes=6_000)
+    train, held_out = split_documents(pages(40), seed=3, held_out_bytes=6_000)
     assert len(held_out) >= 3
     assert len(train) + len(held_out) == 40
     assert not {d.name for d in train} & {d.name for d in held_out}
@@ -112,8 +114,8 @@ def test_split_documents_shares_no_document_and_no_paragraph():
 
 
 def test_split_documents_keeps_the_held_out_ones_when_a_page_is_added():
-    before = script.choose_held_out(dict.fromkeys(pages(40), 1_500), 3, 6_000)
-    after = script.choose_held_out(dict.fromkeys(pages(41), 1_500), 3, 6_000)
+    before = choose_held_out(dict.fromkeys(pages(40), 1_500), 3, 6_000)
+    after = choose_held_out(dict.fromkeys(pages(41), 1_500), 3, 6_000)
     assert len(before & after) >= len(before) - 1
 
 
@@ -121,31 +123,31 @@ def test_split_documents_keeps_the_held_out_ones_when_a_page_is_added():
 
 
 def test_learning_rate_scale_warms_up_stays_and_decays():
-    recipe = script.Recipe(tokens=1, warmup_steps=10, decay_fraction=0.4)
+    recipe = Recipe(tokens=1, warmup_steps=10, decay_fraction=0.4)
     points = [(0, 0.0), (4, 0.0), (20, 0.3), (50, 0.6), (80, 0.8), (100, 1.0)]
-    found = [script.learning_rate_scale(step, fraction, recipe) for step, fraction in points]
+    found = [learning_rate_scale(step, fraction, recipe) for step, fraction in points]
     assert found == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.5, 0.0])
 
 
 def test_batch_rows_visits_every_window_of_a_pass_once():
-    recipe = script.Recipe(tokens=1, sequence=8, rows=2, accumulate=1)
+    recipe = Recipe(tokens=1, sequence=8, rows=2, accumulate=1)
     tokens = np.arange(8 * 11 + 1, dtype=np.uint16)  # 10 whole windows at any offset
-    starts = [int(row[0]) for step in range(5) for row in script.batch_rows(tokens, recipe, step)]
+    starts = [int(row[0]) for step in range(5) for row in batch_rows(tokens, recipe, step)]
     assert len(set(starts)) == 10
     assert len({start % 8 for start in starts}) == 1
 
 
 def test_batch_rows_refuses_too_little_text():
-    recipe = script.Recipe(tokens=1, sequence=8)
+    recipe = Recipe(tokens=1, sequence=8)
     with pytest.raises(ValueError, match="at least, found 9"):
-        script.batch_rows(np.arange(9, dtype=np.uint16), recipe, 0)
+        batch_rows(np.arange(9, dtype=np.uint16), recipe, 0)
 
 
 def test_block_causal_attention_equals_plain_attention():
     torch.manual_seed(0)
     module = torch.nn.Module()
     query, key, value = (torch.randn(2, heads, 200, 16) for heads in (4, 2, 2))
-    found, _ = script.block_causal_attention(module, query, key, value, None, scaling=0.25)
+    found, _ = block_causal_attention(module, query, key, value, None, scaling=0.25)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=0.25, enable_gqa=True
     )
@@ -154,13 +156,13 @@ def test_block_causal_attention_equals_plain_attention():
 
 def test_unigram_loss_of_even_counts_is_uniform():
     tokens = np.arange(64, dtype=np.uint16)
-    assert script.unigram_loss(tokens, [1, 2, 3], 64) == pytest.approx(math.log(64))
+    assert unigram_loss(tokens, [1, 2, 3], 64) == pytest.approx(math.log(64))
 
 
 def test_public_command_hides_folders():
     argv = ["x.py", "train", "--work", "/some/where", "--tokens", "5"]
     expected = "python scripts/train_demo_model.py train --work DIR --tokens 5"
-    assert script.public_command(argv) == expected
+    assert public_command(argv) == expected
 
 
 # --- A run in small ---
@@ -177,9 +179,9 @@ TINY = {
 
 def tiny_run(folder, optimizer, steps):
     texts = [SENTENCE.format(n) for n in range(40)]
-    tokenizer = script.train_tokenizer(texts, 300)
-    tokens = script.encode_documents(tokenizer, texts)
-    recipe = script.Recipe(
+    tokenizer = train_tokenizer(texts, 300)
+    tokens = encode_documents(tokenizer, texts)
+    recipe = Recipe(
         tokens=steps * 64,
         sequence=16,
         rows=2,
@@ -189,8 +191,8 @@ def tiny_run(folder, optimizer, steps):
         decay_fraction=0.0,
         compiled=False,
     )
-    model = script.new_model(script.demo_config(len(tokenizer), **TINY), seed=1)
-    progress = script.fit(model, tokens, recipe, folder)
+    model = new_model(demo_config(len(tokenizer), **TINY), seed=1)
+    progress = fit(model, tokens, recipe, folder)
     return model, tokenizer, progress
 
 
@@ -211,7 +213,7 @@ def test_fit_gives_a_model_directory_that_loads(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     ids = AutoTokenizer.from_pretrained(tmp_path / "model")(SENTENCE)["input_ids"]
     assert ids[0] == loaded.config.bos_token_id
-    assert math.isfinite(script.mean_loss(loaded.eval(), ids, window=16))
+    assert math.isfinite(mean_loss(loaded.eval(), ids, window=16))
     assert [entry[0] for entry in progress.losses] == [1, 2]
 
 
@@ -242,14 +244,14 @@ def test_shipped_texts_are_long_enough_and_apart(shipped):
     texts = [(SHIPPED / n).read_text("utf-8") for n in ("heldout.txt", "calibration.txt")]
     for text in texts:
         assert len(shipped[1](text)["input_ids"]) >= 50_000
-    held_out, calibration = ({p for p in t.split("\n\n") if script.is_prose(p)} for t in texts)
+    held_out, calibration = ({p for p in t.split("\n\n") if is_prose(p)} for t in texts)
     assert not held_out & calibration
 
 
 def test_shipped_perplexity_is_the_recorded_one_and_far_below_unigram(shipped):
     model, tokenizer, record = shipped
     ids = tokenizer((SHIPPED / "heldout.txt").read_text("utf-8"))["input_ids"][:2048]
-    perplexity = math.exp(script.mean_loss(model, ids))
+    perplexity = math.exp(mean_loss(model, ids))
     recorded = record["held_out"]
     assert perplexity == pytest.approx(recorded["perplexity_first_2048_tokens"], rel=0.01)
     assert perplexity < recorded["unigram_perplexity_first_2048_tokens"] / 8
@@ -273,3 +275,12 @@ def test_shipped_record_and_card_name_no_folder_of_the_machine_and_every_source(
         assert package in notice
     words = json.dumps(shipped[2]).replace('"', " ").split()
     assert not [word for word in words if word.startswith("/")]
+
+
+def test_recorded_command_still_parses_into_the_recorded_recipe(shipped):
+    command, recipe = shipped[2]["command"], shipped[2]["recipe"]
+    python, path, *argv = shlex.split(command)
+    assert python == "python"
+    assert (REPOSITORY / path).is_file()
+    options = train_demo_model.build_parser().parse_args(argv)
+    assert asdict(train_demo_model.recipe_of(options)) == recipe
