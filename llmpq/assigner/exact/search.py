@@ -56,7 +56,7 @@ VALUE_TOLERANCE = 1e-9
 ROUNDING = 1e-10
 """Relative slack below which two values are equal."""
 
-STEPS = (0.001, 0.003, 0.007, 0.013, 0.022, 0.04, 0.08, 0.16, 0.4, 1.0, 3.0, 10.0, math.inf)
+STEPS = (0.003, 0.02, 0.1, 1.0, 10.0, math.inf)
 """How far above a pair's lattice bound to enumerate, visit by visit, relative to it."""
 
 BEAM = 24
