@@ -116,7 +116,7 @@ def test_over_a_cap_the_incumbent_is_told_with_an_honest_gap(
 ) -> None:
     space = random_space(np.random.default_rng(seed), SHAPES[seed % 3])
     best = best_value(space, "types")
-    monkeypatch.setattr(search, cap, 3)
+    monkeypatch.setattr(search, cap, 2)
     result = solve_exact(space, orders="types")
     assert result.bound_s <= best * (1 + 1e-9)
     assert best <= result.value_s * (1 + 1e-9)
