@@ -166,7 +166,7 @@ def _plan(case: Case, seed: int) -> Figure:
     space = space_of(task)
     if case.five_widths:
         space = _with_five_bits(space)
-    space = replace(space, omega=_uneven(space, np.random.default_rng(seed)))
+    space = replace(space, omega=uneven(space, np.random.default_rng(seed)))
     built = time.perf_counter()
     for theta in case.thetas:
         result = solve_exact(
@@ -194,7 +194,7 @@ def _plan(case: Case, seed: int) -> Figure:
     )
 
 
-def _uneven(space: SearchSpace, rng: np.random.Generator) -> FloatArray:
+def uneven(space: SearchSpace, rng: np.random.Generator) -> FloatArray:
     """Return degradations that rise with depth, uneven in layers and in widths.
 
     No rank-one table: an indicator is a sum over operators, so neither is a measured one.

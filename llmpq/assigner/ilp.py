@@ -36,6 +36,7 @@ class IlpOptions:
         contiguous: when false, degradation is priced as if any layer could go to any stage. That
             takes away ``v`` and most of ``z``, gives a lower bound in a fraction of the time, and
             its counts, spread over contiguous stages, are usually a good plan.
+        prove: a good plan is known, so that proving the cutoff comes before finding another.
     """
 
     solver: SolverName = "highs"
@@ -43,6 +44,7 @@ class IlpOptions:
     time_limit_s: float | None = None
     cutoff_s: float = math.inf
     contiguous: bool = True
+    prove: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,13 @@ def _solve_once(problem: AssignmentProblem, options: IlpOptions, margin: float) 
     program = Program(
         problem, margin=margin, cutoff_s=options.cutoff_s, contiguous=options.contiguous
     )
-    found = solve(program.lp, options.solver, gap=options.gap, time_limit_s=options.time_limit_s)
+    found = solve(
+        program.lp,
+        options.solver,
+        gap=options.gap,
+        time_limit_s=options.time_limit_s,
+        prove=options.prove,
+    )
     unit_s = program.unit_s
     nothing = IlpResult(
         status=found.status, assignment=None, price=None, bound_s=found.bound * unit_s

@@ -2,7 +2,9 @@
 
 Each candidate has a lower bound before anything is solved. Candidates are solved in its order,
 each only for plans better than the best so far, until the next bound cannot win. The result
-carries a bound over all candidates, solved or not.
+carries a bound over all candidates, solved or not. Where no two layers need be alike the best so
+far is at first the plan of bitwidth transfer: programs are slow at finding plans there, and far
+quicker at proving that there is none below a cutoff.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from llmpq.assigner.explain import explain_budget, explain_memory
 from llmpq.assigner.ilp import IlpOptions, IlpResult, is_exact_without_steps, solve_ilp
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
 from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.assigner.transfer import find_transfer
 from llmpq.errors import InfeasibleError
 
 GAP_SLACK = 1e-9
+
+TRANSFER_SHARE = 0.25
+"""Part of a time limit that bitwidth transfer may take before the programs."""
 
 
 class OutOfTimeError(InfeasibleError):
@@ -113,9 +119,35 @@ class _Search:
 
     def run(self) -> None:
         """Solve until the next bound cannot win, or time is up."""
+        self._start()
         still_open = self._pass(self.candidates, contiguous=False)
         self._pass(sorted(still_open, key=lambda item: item.bound_s), contiguous=True)
         self.progress(len(self.candidates), len(self.candidates), self.best_s)
+
+    def _start(self) -> None:
+        """Take the plan of bitwidth transfer as the first to beat, where it may be asked."""
+        task, limit_s = self.task, self.task.request.time_limit_s
+        # It knows no manual decisions about layers, and with layers alike programs find plans fast.
+        if task.limits is not None or task.fixed_order is not None or not self.candidates:
+            return
+        if is_exact_without_steps(task.problem(task.pairs[0], self.candidates[0].order)):
+            return
+        if limit_s is not None:
+            limit_s *= TRANSFER_SHARE
+        try:
+            found = find_transfer(
+                replace(task, request=replace(task.request, time_limit_s=limit_s)), _silent
+            )
+        except InfeasibleError:
+            return
+        result = IlpResult(
+            status="feasible",
+            assignment=found.assignment,
+            price=found.price,
+            bound_s=-math.inf,
+        )
+        self.best = found.problem, result
+        self.best_s = found.price.objective_s
 
     def _pass(self, candidates: list[_Candidate], *, contiguous: bool) -> list[_Candidate]:
         """Solve best bound first; return the candidates whose full program may still win."""
@@ -148,6 +180,7 @@ class _Search:
             time_limit_s=None if math.isinf(left_s) else max(0.1, left_s),
             cutoff_s=cutoff_s,
             contiguous=contiguous,
+            prove=self.best is not None,
         )
         result = solve_ilp(problem, options)
         self.searched += 1
@@ -157,3 +190,8 @@ class _Search:
             self.best_s = result.price.objective_s
         # Below the cutoff nothing is cheaper than the program's bound; above it lies the cutoff.
         return min(result.bound_s, cutoff_s)
+
+
+def _silent(done: int, total: int, best_s: float | None) -> None:
+    """Keep the progress of a start to itself: it counts other things."""
+    del done, total, best_s

@@ -48,7 +48,12 @@ class SolverResult:
 
 
 def solve(
-    program: pulp.LpProblem, solver: SolverName, *, gap: float, time_limit_s: float | None
+    program: pulp.LpProblem,
+    solver: SolverName,
+    *,
+    gap: float,
+    time_limit_s: float | None,
+    prove: bool = False,
 ) -> SolverResult:
     """Minimise ``program``.
 
@@ -57,6 +62,8 @@ def solve(
         solver: which solver.
         gap: relative gap at which it may stop.
         time_limit_s: seconds after which it must, ``None`` for no limit.
+        prove: a hint that there is hardly a solution to be found, so that work on finding one is
+            better spent on the bound. The answer is valid either way.
 
     Raises:
         SpecError: the solver is not installed or not licensed.
@@ -64,7 +71,7 @@ def solve(
     """
     started = time.perf_counter()
     try:
-        status, values, objective, bound = SOLVERS[solver](program, gap, time_limit_s)
+        status, values, objective, bound = SOLVERS[solver](program, gap, time_limit_s, prove)
     except pulp.PulpSolverError as error:
         raise SolverError(f"solver '{solver}' failed: {error}") from error
     return SolverResult(
@@ -81,12 +88,25 @@ _Answer = tuple[SolverStatus, dict[str, float], float, float]
 _NOTHING: dict[str, float] = {}
 
 
-def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Answer:
+_HIGHS_PROVES: Mapping[str, Any] = {
+    # A root solved again after a few fixings, and programs within programs, took most of the time.
+    "mip_allow_restart": False,
+    "mip_heuristic_effort": 0.0,
+    "mip_heuristic_run_rins": False,
+    "mip_heuristic_run_rens": False,
+    "mip_heuristic_run_root_reduced_cost": False,
+}
+
+
+def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None, prove: bool) -> _Answer:
     import highspy
 
     solver = pulp.HiGHS(msg=False, gapRel=gap, gapAbs=0.0, timeLimit=time_limit_s, threads=1)
     # PuLP's own reading of the answer fails when there is no solution, and drops the bound.
     solver.createAndConfigureSolver(program)
+    for name, value in _HIGHS_PROVES.items() if prove else ():
+        # HiGHS 1.10 lacks some of these; it then says so in its status, and goes on.
+        program.solverModel.setOptionValue(name, value)
     solver.buildSolverModel(program)
     solver.callSolver(program)
     model = program.solverModel
@@ -94,7 +114,12 @@ def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _
     states = highspy.HighsModelStatus
     if outcome in (states.kInfeasible, states.kUnboundedOrInfeasible):
         return "infeasible", _NOTHING, math.inf, math.inf
-    limits = (states.kTimeLimit, states.kIterationLimit, states.kInterrupt)
+    limits = (
+        states.kTimeLimit,
+        states.kIterationLimit,
+        states.kSolutionLimit,
+        states.kInterrupt,
+    )
     if outcome != states.kOptimal and outcome not in limits:
         raise SolverError(f"solver 'highs' stopped with '{model.modelStatusToString(outcome)}'")
     constant = program.objective.constant
@@ -107,7 +132,8 @@ def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _
     return ("optimal" if outcome == states.kOptimal else "feasible"), values, value, bound
 
 
-def _cbc(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Answer:
+def _cbc(program: pulp.LpProblem, gap: float, time_limit_s: float | None, prove: bool) -> _Answer:
+    del prove
     with tempfile.TemporaryDirectory(prefix="llmpq-cbc-") as folder:
         log = Path(folder) / "cbc.log"
         solver = _cbc_program(
@@ -150,7 +176,10 @@ def _cbc_bound(log: str, constant: float) -> float:
     return float(match.group(1)) + constant if match else -math.inf
 
 
-def _gurobi(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Answer:
+def _gurobi(
+    program: pulp.LpProblem, gap: float, time_limit_s: float | None, prove: bool
+) -> _Answer:
+    del prove
     try:
         import gurobipy
     except ImportError:
@@ -187,7 +216,7 @@ def _read_gurobi(program: pulp.LpProblem, codes: Any) -> _Answer:
     return ("optimal" if done else "feasible"), values, value, bound
 
 
-SOLVERS: Mapping[str, Callable[[pulp.LpProblem, float, float | None], _Answer]] = {
+SOLVERS: Mapping[str, Callable[[pulp.LpProblem, float, float | None, bool], _Answer]] = {
     "highs": _highs,
     "cbc": _cbc,
     "gurobi": _gurobi,
