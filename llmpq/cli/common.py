@@ -14,10 +14,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmpq import __version__
-from llmpq.errors import LlmpqError
+from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
 
 INTERRUPTED = 130
+
+EXTRAS = {
+    "torch": "runtime",
+    "transformers": "runtime",
+    "safetensors": "runtime",
+    "tokenizers": "runtime",
+    "matplotlib": "plot",
+    "aiconfigurator_core": "profiles",
+    "pyarrow": "profiles",
+}
+"""Packages that only some commands need, and the extra that brings each."""
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -48,6 +59,16 @@ def run_command(
     except LlmpqError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_status
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        print(
+            f"{parser.prog}: error: found no package '{missing}', which this needs; "
+            f"install llmpq[{EXTRAS[missing]}]",
+            file=sys.stderr,
+        )
+        return SpecError.exit_status
     except BrokenPipeError:
         # The reader of our output left: nothing more can be said, and nothing is wrong here.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

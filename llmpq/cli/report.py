@@ -208,8 +208,8 @@ def _totals(plan: Plan) -> list[str]:
         proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
         lines.append(
             f"bound          {search.bound_s:.4g} s, gap {max(0.0, search.gap):.2%} ({proof} over "
-            f"{search.orders} device orders: {search.pairs_searched} candidates solved, "
-            f"{search.pairs_pruned} ruled out by their bound)"
+            f"{search.orders} device orders: candidates solved {search.pairs_searched}, "
+            f"ruled out by their bound {search.pairs_pruned})"
         )
     lines.append(
         f"planning       {format_seconds(search.planning_s)}, method {search.method}"

@@ -1,0 +1,42 @@
+"""How every command fails: one line, the right exit status."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from llmpq.cli.common import make_parser, run_command
+from llmpq.errors import InfeasibleError, LlmpqError, SpecError, StageError
+
+
+def run(error: BaseException) -> int:
+    def body(options: argparse.Namespace) -> int:
+        raise error
+
+    return run_command(make_parser("llmpq-test", "A test."), body, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(SpecError("a"), 2), (InfeasibleError("b"), 3), (StageError("c"), 4), (LlmpqError("d"), 1)],
+)
+def test_errors_become_one_line_and_their_exit_status(error, status, capsys):
+    assert run(error) == status
+    assert capsys.readouterr().err == f"llmpq-test: error: {error}\n"
+
+
+def test_a_missing_extra_is_named(capsys):
+    assert run(ModuleNotFoundError("No module named 'torch'", name="torch.nn")) == 2
+    assert "install llmpq[runtime]" in capsys.readouterr().err
+
+
+def test_any_other_missing_module_is_our_own_bug():
+    with pytest.raises(ModuleNotFoundError):
+        run(ModuleNotFoundError("No module named 'llmpq.nothing'", name="llmpq.nothing"))
+
+
+def test_an_unknown_option_is_bad_input(capsys):
+    parser = make_parser("llmpq-test", "A test.")
+    assert run_command(parser, lambda _: 0, ["--no-such-option"]) == 2
+    assert "--no-such-option" in capsys.readouterr().err
