@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from llmpq import __version__
@@ -76,6 +77,17 @@ def run_command(
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def require(*packages: str) -> None:
+    """Make sure that packages are there before any process is started that needs them.
+
+    Raises:
+        ModuleNotFoundError: names the first that is missing; ``run_command`` names its extra.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named '{package}'", name=package)
 
 
 def print_json(value: dict[str, Any]) -> None:

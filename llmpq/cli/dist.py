@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.dist import Hosts, check_job, model_dir_of, run_job
 from llmpq.dist.job import Job, Meeting, Sampling
 from llmpq.dist.launch import rank_environment
@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strat_file_name)
+    require("torch", "transformers")
     job = _job(options, plan)
     if options.no_auto:
         measurement = _be_one_rank(job, plan)

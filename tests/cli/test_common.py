@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from llmpq.cli.common import make_parser, run_command
+from llmpq.cli.common import make_parser, require, run_command
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError, StageError
 
 
@@ -40,3 +40,10 @@ def test_an_unknown_option_is_bad_input(capsys):
     parser = make_parser("llmpq-test", "A test.")
     assert run_command(parser, lambda _: 0, ["--no-such-option"]) == 2
     assert "--no-such-option" in capsys.readouterr().err
+
+
+def test_require_names_the_first_package_that_is_missing():
+    require("json", "argparse")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        require("json", "no_such_package")
+    assert caught.value.name == "no_such_package"
