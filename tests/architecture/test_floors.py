@@ -15,3 +15,9 @@ def test_import_contracts_hold():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_test_files_have_names_of_their_own():
+    """Without packages, pytest tells two test files of one name apart only by luck."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
