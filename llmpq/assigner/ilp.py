@@ -33,9 +33,10 @@ class IlpOptions:
         gap: relative gap at which to stop.
         time_limit_s: seconds at most, ``None`` for no limit.
         cutoff_s: only plans of at most this objective are of interest.
-        contiguous: when false, degradation is priced as if any layer could go to any stage. That
-            takes away ``v`` and most of ``z``, gives a lower bound in a fraction of the time, and
-            its counts, spread over contiguous stages, are usually a good plan.
+        contiguous: when false, degradation is priced as if neighbours that are equal devices shared
+            their layers freely. That takes away most of ``v`` and ``z``, gives a lower bound in a
+            fraction of the time, and its counts, spread over contiguous stages, are usually a good
+            plan.
         prove: a good plan is known, so that proving the cutoff comes before finding another.
     """
 

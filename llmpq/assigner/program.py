@@ -12,7 +12,8 @@ It refuses to solve anything: that is ``ilp``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 import pulp
@@ -34,7 +35,8 @@ class Program:
         problem: what to plan.
         margin: relative tightening of memory and budget.
         cutoff_s: only plans of at most this objective are allowed.
-        contiguous: when false, any layer may go to any stage as far as degradation is concerned.
+        contiguous: when false, neighbours that are equal devices share their layers freely, as far
+            as degradation is concerned.
 
     Attributes:
         lp: the program, in units of ``unit_s``.
@@ -136,7 +138,7 @@ class Program:
             ]
             self._row(((item, 1.0) for item in self.counts.values()), "==", problem.num_layers)
         else:
-            quality = self._add_steps() if contiguous else self._add_pool()
+            quality = self._add_steps(_blocks(problem.order, contiguous=contiguous))
         self.objective += [
             (variable, value * problem.theta_s / self.unit_s) for variable, value in quality
         ]
@@ -145,14 +147,20 @@ class Program:
             scale = 1.0 / limit if limit > 0 else 1.0
             self._row(((item, value * scale) for item, value in quality), "<=", limit * scale)
 
-    def _add_steps(self) -> Terms:
-        """Add ``v`` and ``z`` and tie them to the counts; return the degradation's terms."""
-        problem = self.problem
-        last = problem.num_positions - 1
-        sums: dict[tuple[int, int, int], Terms] = {key: [] for key in self.counts}
+    def _add_steps(self, blocks: Sequence[Sequence[int]]) -> Terms:
+        """Add ``v`` and ``z`` and tie them to the counts; return the degradation's terms.
+
+        Args:
+            blocks: consecutive positions, of one group, that share the layers of the block freely.
+        """
+        problem, last = self.problem, len(blocks) - 1
+        sums: dict[tuple[int, int, int], Terms] = {}
+        for (position, kind, width), count in self.counts.items():
+            block = next(index for index, members in enumerate(blocks) if position in members)
+            sums.setdefault((block, kind, width), []).append((count, -1.0))
         quality: Terms = []
         above: list[pulp.LpVariable] = []
-        tops = [problem.allowed(position).astype(int) for position in range(last + 1)]
+        tops = [problem.allowed(members[0]).astype(int) for members in blocks]
         for layer, kind in enumerate(problem.kinds.tolist()):
             steps = [
                 self.lp.add_variable(f"v_{layer}_{j}", 0, 1, pulp.LpInteger) for j in range(last)
@@ -172,27 +180,6 @@ class Program:
             for before, after in zip(above, steps, strict=bool(above)):
                 self._row([(before, 1.0), (after, -1.0)], ">=", 0.0)
             above = steps
-        for key, terms in sums.items():
-            self._row([*terms, (self.counts[key], -1.0)], "==", 0.0)
-        return quality
-
-    def _add_pool(self) -> Terms:
-        """Add ``z[i, b]`` of all positions together; return the degradation's terms."""
-        problem = self.problem
-        sums: dict[tuple[int, int], Terms] = {}
-        for (_, kind, width), count in self.counts.items():
-            sums.setdefault((kind, width), []).append((count, -1.0))
-        quality: Terms = []
-        tops = np.any([problem.allowed(j) for j in range(problem.num_positions)], axis=0)
-        for layer, kind in enumerate(problem.kinds.tolist()):
-            cells = [
-                self.lp.add_variable(f"z_{layer}_{width}", 0, int(top))
-                for width, top in enumerate(tops[layer])
-            ]
-            self._row([(cell, 1.0) for cell in cells], "==", 1.0)
-            for width, cell in enumerate(cells):
-                sums[kind, width].append((cell, 1.0))
-                quality.append((cell, float(problem.omega[layer, width])))
         for terms in sums.values():
             self._row(terms, "==", 0.0)
         return quality
@@ -311,6 +298,16 @@ def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
     for variable, value in terms:
         sums[variable] = sums.get(variable, 0.0) + value
     return list(sums.items())
+
+
+def _blocks(order: Sequence[int], *, contiguous: bool) -> list[list[int]]:
+    """Return every position by itself, or else runs of neighbours that are of one group."""
+    if contiguous:
+        return [[position] for position in range(len(order))]
+    return [
+        [position for position, _ in members]
+        for _, members in groupby(enumerate(order), key=lambda item: item[1])
+    ]
 
 
 def layers_alike(problem: AssignmentProblem) -> bool:

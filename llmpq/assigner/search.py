@@ -98,9 +98,9 @@ def _candidates(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> list
 class _Search:
     """Best-first search with an incumbent, in two passes.
 
-    The first pass solves programs without contiguity, which is quick, bounds every candidate that
-    matters, and mostly finds the best plan. The second pass settles with the full program what
-    those bounds leave open; when all layers are alike, that is nothing.
+    The first pass solves programs in which equal neighbours share their layers freely, which is
+    quick and bounds every candidate that matters well. The second pass settles with the full
+    program what those bounds leave open; when all layers are alike, that is nothing.
     """
 
     def __init__(

@@ -114,12 +114,7 @@ def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None, prov
     states = highspy.HighsModelStatus
     if outcome in (states.kInfeasible, states.kUnboundedOrInfeasible):
         return "infeasible", _NOTHING, math.inf, math.inf
-    limits = (
-        states.kTimeLimit,
-        states.kIterationLimit,
-        states.kSolutionLimit,
-        states.kInterrupt,
-    )
+    limits = (states.kTimeLimit, states.kIterationLimit, states.kInterrupt)
     if outcome != states.kOptimal and outcome not in limits:
         raise SolverError(f"solver 'highs' stopped with '{model.modelStatusToString(outcome)}'")
     constant = program.objective.constant
