@@ -80,6 +80,23 @@ def test_a_lower_price_of_quality_never_raises_the_objective(space: SearchSpace)
     assert no_worse(value(replace(space, theta_s=space.theta_s / 2)), value(space))
 
 
+def test_a_larger_price_never_worsens_quality(space: SearchSpace) -> None:
+    def quality(theta_s: float) -> float:
+        result = solve_exact(replace(space, theta_s=theta_s), orders="types")
+        return result.price.quality
+
+    try:
+        low, high = quality(space.theta_s), quality(8 * space.theta_s)
+    except InfeasibleError:
+        pytest.skip("nothing fits, so there is no quality to compare")
+    assert high <= low + 1e-9
+
+
+def test_a_looser_budget_never_worsens_latency(space: SearchSpace) -> None:
+    tight = replace(space, theta_s=0.0, quality_budget=0.5)
+    assert no_worse(value(replace(tight, quality_budget=0.9)), value(tight))
+
+
 @pytest.mark.parametrize("orders", ["types", "all"])
 def test_renaming_groups_changes_nothing(space: SearchSpace, orders: str) -> None:
     renamed = list(range(space.num_groups))[::-1]
