@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Time is never tested: the machines are shared, and a slow example is not a wrong one.
+settings.register_profile("llmpq", parent=settings(), deadline=None)
+settings.load_profile("llmpq")
 
 
 @pytest.fixture(scope="session")
