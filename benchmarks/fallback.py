@@ -26,7 +26,7 @@ from exact_planner import CLUSTERS, PAPER_MODELS, uneven
 from llmpq import __version__
 from llmpq.assigner.exact.method import find_exact, space_of
 from llmpq.assigner.planner import silent
-from llmpq.assigner.search import find_plan
+from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, PlanRequest, build_task
 from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster

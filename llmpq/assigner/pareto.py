@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.planner import blamed, check_method, plan_task
-from llmpq.assigner.search import OutOfTimeError
+from llmpq.assigner.programs.search import OutOfTimeError
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan

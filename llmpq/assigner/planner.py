@@ -14,12 +14,12 @@ from llmpq.assigner.baselines.proportional import (
     find_speed_proportional,
 )
 from llmpq.assigner.baselines.uniform import find_uniform
+from llmpq.assigner.decisions.overrides import NO_OVERRIDES
 from llmpq.assigner.decode import plan_of
 from llmpq.assigner.exact.method import find_exact
-from llmpq.assigner.overrides import NO_OVERRIDES
-from llmpq.assigner.search import OutOfTimeError, find_plan
+from llmpq.assigner.heuristic.transfer import find_transfer
+from llmpq.assigner.programs.search import OutOfTimeError, find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
-from llmpq.assigner.transfer import find_transfer
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 

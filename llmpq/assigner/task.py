@@ -9,7 +9,9 @@ from typing import Literal
 
 import numpy as np
 
-from llmpq.assigner.bounds import BoundInputs, lower_bounds
+from llmpq.assigner.decisions.limits import Limits
+from llmpq.assigner.decisions.overrides import NO_OVERRIDES, Overrides
+from llmpq.assigner.decisions.resolve import resolve
 from llmpq.assigner.enumeration import (
     OrderMode,
     build_pairs,
@@ -18,9 +20,7 @@ from llmpq.assigner.enumeration import (
     layers_that_fit,
     micro_batch_pairs,
 )
-from llmpq.assigner.limits import Limits
 from llmpq.assigner.objective import Price
-from llmpq.assigner.overrides import NO_OVERRIDES, Overrides
 from llmpq.assigner.problem import (
     Assignment,
     AssignmentProblem,
@@ -28,8 +28,8 @@ from llmpq.assigner.problem import (
     IntArray,
     PairCosts,
 )
-from llmpq.assigner.resolve import resolve
-from llmpq.assigner.solvers import SolverName
+from llmpq.assigner.programs.bounds import BoundInputs, lower_bounds
+from llmpq.assigner.programs.solvers import SolverName
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster

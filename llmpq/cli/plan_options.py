@@ -8,7 +8,7 @@ from typing import cast
 
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.planner import METHODS
-from llmpq.assigner.solvers import SOLVERS
+from llmpq.assigner.programs.solvers import SOLVERS
 from llmpq.assigner.task import DEFAULT_GAP
 from llmpq.cli.override_options import overrides_of
 from llmpq.errors import SpecError, bad_field

@@ -11,7 +11,7 @@ from helpers.small_clusters import small_request
 
 from llmpq.assigner import METHODS, make_plan
 from llmpq.assigner.compare import Outcome, compare_methods, never_worse
-from llmpq.assigner.overrides import Overrides
+from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.assigner.task import costs_of, omega_of
 from llmpq.errors import InfeasibleError, SpecError
 

@@ -10,8 +10,8 @@ from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.bruteforce import all_assignments
+from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.assigner.objective import is_feasible, price
-from llmpq.assigner.overrides import Overrides
 from llmpq.assigner.pareto import pareto_plans
 from llmpq.assigner.task import build_task
 from llmpq.errors import InfeasibleError, SpecError

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 

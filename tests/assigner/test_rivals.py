@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from llmpq.assigner.baselines import adabits, fastest, pipeedge, proportional, uniform
 from llmpq.assigner.bruteforce import all_assignments, brute_force
+from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.assigner.decode import plan_of
+from llmpq.assigner.heuristic.transfer import find_transfer
 from llmpq.assigner.objective import price, within_budget
-from llmpq.assigner.overrides import Overrides
 from llmpq.assigner.problem import Assignment
-from llmpq.assigner.search import find_plan
+from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import PlanningTask, build_task
-from llmpq.assigner.transfer import find_transfer
 from llmpq.errors import InfeasibleError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.workload import Workload

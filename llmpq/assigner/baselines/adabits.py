@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmpq.assigner.additive import AdditiveProblem, additive_problem, least_cost
 from llmpq.assigner.baselines.uniform import even_split
-from llmpq.assigner.explain import explain_memory
-from llmpq.assigner.objective import price
-from llmpq.assigner.pair_table import (
+from llmpq.assigner.explanation.explain import explain_memory
+from llmpq.assigner.heuristic.additive import AdditiveProblem, additive_problem, least_cost
+from llmpq.assigner.heuristic.pair_table import (
     Choice,
     PairTable,
     better,
@@ -23,6 +22,7 @@ from llmpq.assigner.pair_table import (
     leading_orders,
     solution_of,
 )
+from llmpq.assigner.objective import price
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.assigner.task import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError

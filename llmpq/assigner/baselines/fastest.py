@@ -6,12 +6,12 @@ choice of bitwidths is exact. It is what "is two slower than one?" compares with
 
 from __future__ import annotations
 
-from llmpq.assigner.additive import additive_problem, least_cost
-from llmpq.assigner.explain import explain_memory
-from llmpq.assigner.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.explanation.explain import explain_memory
+from llmpq.assigner.heuristic.additive import additive_problem, least_cost
+from llmpq.assigner.heuristic.pair_table import Choice, better, budget_text, solution_of
 from llmpq.assigner.objective import is_feasible, price
-from llmpq.assigner.pair_table import Choice, better, budget_text, solution_of
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
+from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.task import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmpq.assigner.explain import explain_memory
-from llmpq.assigner.pair_table import (
+from llmpq.assigner.explanation.explain import explain_memory
+from llmpq.assigner.heuristic.pair_table import (
     Choice,
     PairTable,
     better,

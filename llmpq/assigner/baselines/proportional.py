@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmpq.assigner.explain import explain_memory
-from llmpq.assigner.pair_table import (
+from llmpq.assigner.explanation.explain import explain_memory
+from llmpq.assigner.heuristic.pair_table import (
     Choice,
     PairTable,
     better,

@@ -7,7 +7,7 @@ carries the embeddings and the head.
 
 from __future__ import annotations
 
-from llmpq.assigner.explain import explain_memory
+from llmpq.assigner.explanation.explain import explain_memory
 from llmpq.assigner.objective import Price, is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.assigner.task import PlanningTask, Progress, Solution

@@ -10,8 +10,8 @@ from llmpq.assigner.exact.lattice import Orders
 from llmpq.assigner.exact.result import ExactResult
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.exact.space import SearchSpace
-from llmpq.assigner.explain import explain_budget, explain_memory
-from llmpq.assigner.search import GAP_SLACK, OutOfTimeError, find_plan
+from llmpq.assigner.explanation.explain import explain_budget, explain_memory
+from llmpq.assigner.programs.search import GAP_SLACK, OutOfTimeError, find_plan
 from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 

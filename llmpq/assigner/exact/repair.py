@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmpq.assigner.decisions.limits import obeys
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice
 from llmpq.assigner.exact.space import NativePair, SearchSpace
-from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import Price, is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 

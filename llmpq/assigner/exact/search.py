@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from llmpq.assigner.decisions.limits import obeys
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.bounds import (
     LONG,
@@ -33,10 +34,9 @@ from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.repair import Plan, repaired_plan
 from llmpq.assigner.exact.result import ExactResult, PairProof, Reason, SearchStats
 from llmpq.assigner.exact.space import NativePair, SearchSpace
-from llmpq.assigner.limits import obeys
 from llmpq.assigner.objective import is_feasible, price
 from llmpq.assigner.problem import FloatArray
-from llmpq.assigner.search import OutOfTimeError
+from llmpq.assigner.programs.search import OutOfTimeError
 from llmpq.assigner.spread import assignment_of_counts
 from llmpq.errors import InfeasibleError, SolverError
 

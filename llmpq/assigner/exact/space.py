@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from llmpq.assigner.decisions.limits import BoolArray, Limits
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.coverage import NotCoveredError
-from llmpq.assigner.limits import BoolArray, Limits
 from llmpq.assigner.objective import QUALITY_SLACK
 from llmpq.assigner.problem import AssignmentProblem, FloatArray, IntArray, PairCosts
 from llmpq.spec.plan import Formula

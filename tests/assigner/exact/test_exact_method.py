@@ -9,7 +9,7 @@ import pytest
 
 from llmpq.assigner.exact import NotCoveredError, method
 from llmpq.assigner.objective import price
-from llmpq.assigner.search import find_plan
+from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, build_task
 from llmpq.errors import InfeasibleError
 from llmpq.spec import catalog

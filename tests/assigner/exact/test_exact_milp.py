@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
+from llmpq.assigner.decisions.limits import Limits
 from llmpq.assigner.exact import SearchSpace, solve_exact
-from llmpq.assigner.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.limits import Limits
+from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 from llmpq.errors import InfeasibleError
 
 

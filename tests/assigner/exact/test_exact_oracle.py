@@ -10,9 +10,9 @@ import pytest
 from exact_cases import Shape, best_value, random_space
 
 from llmpq.assigner.bruteforce import brute_force
+from llmpq.assigner.decisions.limits import Limits
 from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import SearchSpace, search, solve_exact
-from llmpq.assigner.limits import Limits
 from llmpq.errors import InfeasibleError
 
 BLOCK = 25

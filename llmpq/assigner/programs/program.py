@@ -19,7 +19,7 @@ import numpy as np
 import pulp
 
 from llmpq.assigner.problem import AssignmentProblem
-from llmpq.assigner.solvers import SolverResult
+from llmpq.assigner.programs.solvers import SolverResult
 
 SCALE = 100.0
 """The objective is scaled to about this, so that solver tolerances mean the same everywhere."""

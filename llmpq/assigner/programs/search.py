@@ -14,11 +14,11 @@ import time
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.enumeration import layers_that_fit
-from llmpq.assigner.explain import explain_budget, explain_memory
-from llmpq.assigner.ilp import IlpOptions, IlpResult, is_exact_without_steps, solve_ilp
+from llmpq.assigner.explanation.explain import explain_budget, explain_memory
+from llmpq.assigner.heuristic.transfer import find_transfer
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
+from llmpq.assigner.programs.ilp import IlpOptions, IlpResult, is_exact_without_steps, solve_ilp
 from llmpq.assigner.task import PlanningTask, Progress, Solution
-from llmpq.assigner.transfer import find_transfer
 from llmpq.errors import InfeasibleError
 
 GAP_SLACK = 1e-9

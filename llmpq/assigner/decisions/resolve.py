@@ -13,8 +13,8 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from llmpq.assigner.limits import BoolArray, Limits
-from llmpq.assigner.overrides import Overrides
+from llmpq.assigner.decisions.limits import BoolArray, Limits
+from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device, DeviceGroup, Node
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmpq.assigner.binding import allowed_bits
 from llmpq.assigner.enumeration import (
     MAX_ORDERS,
     build_pairs,
@@ -19,8 +18,9 @@ from llmpq.assigner.enumeration import (
     device_orders,
     layers_that_fit,
 )
-from llmpq.assigner.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.explanation.binding import allowed_bits
 from llmpq.assigner.problem import IntArray, PairCosts
+from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster

@@ -9,7 +9,7 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.explain import dropped_reasons, held_layers
+from llmpq.assigner.explanation.explain import dropped_reasons, held_layers
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import LinkSpec

@@ -8,14 +8,14 @@ from helpers.builders import cluster_of, plan_request
 from helpers.small_clusters import TYPES, small_request
 
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.objective import is_feasible, price
-from llmpq.assigner.pair_table import (
+from llmpq.assigner.heuristic.pair_table import (
     MAX_FULL_ORDERS,
     PairTable,
     block_orders,
     file_order,
     leading_orders,
 )
+from llmpq.assigner.objective import is_feasible, price
 from llmpq.assigner.problem import Assignment
 from llmpq.assigner.task import build_task
 

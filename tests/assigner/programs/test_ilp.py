@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from helpers.builders import pair_costs, random_problem
 
-from llmpq.assigner import ilp
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import AssignmentProblem
+from llmpq.assigner.programs import ilp
+from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 from llmpq.errors import SolverError
 
 

@@ -22,10 +22,9 @@ from itertools import permutations
 import numpy as np
 
 from llmpq.assigner.baselines.adabits import best_adabits, least_degradation
-from llmpq.assigner.exchange import BYTES, Exchange, Layout, Stages
-from llmpq.assigner.explain import explain_memory
-from llmpq.assigner.objective import is_feasible, price
-from llmpq.assigner.pair_table import (
+from llmpq.assigner.explanation.explain import explain_memory
+from llmpq.assigner.heuristic.exchange import BYTES, Exchange, Layout, Stages
+from llmpq.assigner.heuristic.pair_table import (
     Choice,
     PairTable,
     better,
@@ -33,6 +32,7 @@ from llmpq.assigner.pair_table import (
     budget_text,
     solution_of,
 )
+from llmpq.assigner.objective import is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem, IntArray
 from llmpq.assigner.spread import assignment_of_counts
 from llmpq.assigner.task import PlanningTask, Progress, Solution

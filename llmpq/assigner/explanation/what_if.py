@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.explain import grown_cluster
+from llmpq.assigner.explanation.explain import grown_cluster
 from llmpq.assigner.planner import plan_task, silent
-from llmpq.assigner.search import OutOfTimeError
+from llmpq.assigner.programs.search import OutOfTimeError
 from llmpq.assigner.task import PlanRequest, Progress, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.limits import obeys
+from llmpq.assigner.decisions.limits import obeys
 from llmpq.assigner.objective import Price, is_feasible, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem
-from llmpq.assigner.program import Program, layers_alike
-from llmpq.assigner.solvers import SolverName, SolverResult, SolverStatus, solve
+from llmpq.assigner.programs.program import Program, layers_alike
+from llmpq.assigner.programs.solvers import SolverName, SolverResult, SolverStatus, solve
 from llmpq.assigner.spread import assignment_of_counts
 from llmpq.errors import SolverError
 

@@ -8,10 +8,10 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.binding import allowed_bits, binding_text, plan_binding
-from llmpq.assigner.overrides import Overrides
+from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.explanation.binding import allowed_bits, binding_text, plan_binding
+from llmpq.assigner.explanation.what_if import forced_use, one_more
 from llmpq.assigner.task import costs_of
-from llmpq.assigner.what_if import forced_use, one_more
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.workload import Workload

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmpq.assigner import search
 from llmpq.assigner.exact.method import find_exact
-from llmpq.assigner.ilp import IlpOptions, IlpResult, solve_ilp
+from llmpq.assigner.heuristic.transfer import find_transfer
 from llmpq.assigner.planner import silent
 from llmpq.assigner.problem import AssignmentProblem
-from llmpq.assigner.search import find_plan
+from llmpq.assigner.programs import search
+from llmpq.assigner.programs.ilp import IlpOptions, IlpResult, solve_ilp
+from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, build_task
-from llmpq.assigner.transfer import find_transfer
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.workload import Workload

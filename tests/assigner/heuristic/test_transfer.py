@@ -14,10 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.baselines.adabits import find_adabits
-from llmpq.assigner.exchange import Exchange, Layout, Stages, changes
+from llmpq.assigner.heuristic.exchange import Exchange, Layout, Stages, changes
+from llmpq.assigner.heuristic.transfer import find_transfer
 from llmpq.assigner.objective import is_feasible, price, within_budget
 from llmpq.assigner.task import PlanningTask, build_task
-from llmpq.assigner.transfer import find_transfer
 from llmpq.errors import InfeasibleError
 from llmpq.spec.workload import Workload
 

@@ -11,9 +11,9 @@ from helpers.builders import cluster_of, model_spec, plan_request, random_proble
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.limits import Limits, obeys
-from llmpq.assigner.overrides import Overrides
+from llmpq.assigner.decisions.limits import Limits, obeys
+from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.task import build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import MicroBatching

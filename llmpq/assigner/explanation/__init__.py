@@ -1,0 +1,1 @@
+"""What a plan says about itself: why nothing fits, what binds, what another choice costs."""

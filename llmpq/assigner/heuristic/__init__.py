@@ -1,0 +1,1 @@
+"""Bitwidth transfer, the paper's heuristic, and the quick tables it steps through."""

@@ -1,0 +1,1 @@
+"""Integer programs: built, solved by HiGHS, CBC or Gurobi, and searched best first."""
