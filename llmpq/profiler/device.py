@@ -1,4 +1,4 @@
-"""What this machine is: its cores, memory and vector extensions, as a cluster file would say it."""
+"""What this machine is: its cores and vector extensions, as a cluster file would say it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,12 @@ from pathlib import Path
 
 from llmpq.spec.cluster import CPU_ISAS
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
 
 def available_cores() -> tuple[int, ...]:
     """Return the numbers of the CPU cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
-
-
-def available_memory_bytes() -> int:
-    """Return the memory a new process could take: what is free, less a container's limit."""
-    pages, page_bytes = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    free = pages * page_bytes
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # counts the page cache, which the kernel gives back
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    for name in _CGROUP_LIMITS:
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            free = min(free, int(text))
-    return free
 
 
 def cpu_isas() -> tuple[str, ...]:
