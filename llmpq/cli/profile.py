@@ -7,27 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 
+from llmpq.cli import profile_fit, profile_import
 from llmpq.cli.common import command_line, make_parser, print_json, run_command
-from llmpq.costmodel.fidelity import fidelity
-from llmpq.costmodel.imported import DEVICE_TYPES, LAYOUTS, ImportRequest, import_table
+from llmpq.cli.profile_table import table_summary
 from llmpq.dist.environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.profiler.device import available_cores, cpu_isas, cpu_name
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import CPU_ISAS
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
-from llmpq.units import format_seconds
+from llmpq.spec.tables import LatencyTable, write_latency_table
 
 NAME = "llmpq-profile"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``llmpq-profile``."""
-    verbs = {"layer": _layer, "fit": _fit, "import": _import}
+    verbs = {"layer": _layer, "fit": profile_fit.run, "import": profile_import.run}
     return run_command(_parser(), lambda options: verbs[options.what](options, argv), argv)
 
 
@@ -55,70 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     # A worker's threads and vector extension are fixed when torch is imported; this marks the
     # process that was started with them set.
     layer.add_argument("--in_worker", action="store_true", help=argparse.SUPPRESS)
-    _add_fit(commands.add_parser("fit", help="errors of the latency model on unseen shapes"))
-    _add_import(commands.add_parser("import", help="a table of a device that others measured"))
+    profile_fit.add_parser(commands)
+    profile_import.add_parser(commands)
     return parser
-
-
-def _add_fit(fit: argparse.ArgumentParser) -> None:
-    fit.add_argument("--table", required=True, type=Path, help="latency table to fit (CSV)")
-    fit.add_argument("--holdout", type=Path, help="latency table to compare with (CSV)")
-    fit.add_argument("--law", choices=("hinged", "paper"), default="hinged")
-    fit.add_argument("--seed", type=int, default=0, help="of the 30 %% held back otherwise")
-    fit.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
-
-
-def _add_import(take: argparse.ArgumentParser) -> None:
-    take.add_argument("--from", required=True, dest="layout", choices=LAYOUTS)
-    take.add_argument("--device", required=True, help="the database's name, such as a100_sxm")
-    take.add_argument("--device_type", help="catalogue name written into the table")
-    take.add_argument("--model", required=True, help="catalogue name or directory")
-    take.add_argument("--output", required=True, type=Path, help="latency table to write (CSV)")
-    take.add_argument("--path", type=Path, help="the database (default: the installed package)")
-    take.add_argument("--engine", help="whose kernels (default: the first that was measured)")
-    take.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
-    take.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    take.add_argument("--context_tokens", type=int, default=512, help="where a layout has none")
-    take.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
-
-
-def _fit(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    del argv
-    held = read_latency_table(options.holdout) if options.holdout else None
-    table = read_latency_table(options.table)
-    reports = fidelity(table, held, seed=options.seed, law=options.law)
-    if options.json:
-        print_json({phase.value: asdict(report) for phase, report in reports.items()})
-        return 0
-    for phase, report in reports.items():
-        print(
-            f"{phase.value:8} mean {report.mean:.2%}  median {report.median:.2%}  "
-            f"p95 {report.p95:.2%}  of {report.points} points"
-        )
-    return 0
-
-
-def _import(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    model, _ = resolve_model(options.model)
-    request = ImportRequest(
-        model=model,
-        device=options.device,
-        device_type=options.device_type or DEVICE_TYPES.get(options.device, options.device),
-        bits=tuple(dict.fromkeys(options.bits)),
-        dtype=options.dtype,
-        path=options.path,
-        engine=options.engine,
-        context_tokens=options.context_tokens,
-    )
-    table = import_table(options.layout, request)
-    provenance = (("command", command_line(NAME, argv)), *table.provenance)
-    write_latency_table(options.output, replace(table, provenance=provenance))
-    if options.json:
-        print_json({"output": str(options.output), "points": len(table.samples)})
-    else:
-        print(_summary(table))
-        print(f"{len(table.samples)} points written to {options.output}")
-    return 0
 
 
 def _layer(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
@@ -130,7 +67,7 @@ def _layer(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     if options.json:
         print_json({"output": str(options.output), "points": len(table.samples)})
     else:
-        print(_summary(table))
+        print(table_summary(table))
         print(f"{len(table.samples)} points written to {options.output}")
     return 0
 
@@ -213,19 +150,6 @@ def _who(options: argparse.Namespace, model_dir: Path) -> tuple[tuple[str, str],
     if options.cpu_isa is not None:
         who.append(("cpu_isa", options.cpu_isa))
     return tuple(who)
-
-
-def _summary(table: LatencyTable) -> str:
-    """Return one line a phase and bitwidth: the smallest and the largest shape."""
-    lines = ["phase    bits  smallest shape            largest shape"]
-    seen: dict[tuple[str, int], list[str]] = {}
-    for sample in sorted(table.samples, key=lambda one: one.batch * one.tokens):
-        text = f"{sample.batch} x {sample.tokens}: {format_seconds(sample.seconds)}"
-        seen.setdefault((sample.phase.value, sample.bits), []).append(text)
-    for (phase, bits), texts in sorted(seen.items()):
-        what = str(bits) if bits else "master"
-        lines.append(f"{phase:8} {what:>6}  {texts[0]:24}  {texts[-1]}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+"""llmpq-profile import: latency tables of devices that others measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.common import command_line, print_json
+from llmpq.cli.profile_table import table_summary
+from llmpq.costmodel.imported import DEVICE_TYPES, LAYOUTS, ImportRequest, import_table
+from llmpq.spec.catalog import resolve_model
+from llmpq.spec.precision import BITS
+from llmpq.spec.tables import write_latency_table
+
+NAME = "llmpq-profile"
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``import`` to the commands."""
+    take = commands.add_parser("import", help="a table of a device that others measured")
+    take.add_argument("--from", required=True, dest="layout", choices=LAYOUTS)
+    take.add_argument("--device", required=True, help="the database's name, such as a100_sxm")
+    take.add_argument("--device_type", help="catalogue name written into the table")
+    take.add_argument("--model", required=True, help="catalogue name or directory")
+    take.add_argument("--output", required=True, type=Path, help="latency table to write (CSV)")
+    take.add_argument("--path", type=Path, help="the database (default: the installed package)")
+    take.add_argument("--engine", help="whose kernels (default: the first that was measured)")
+    take.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
+    take.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    take.add_argument("--context_tokens", type=int, default=512, help="where a layout has none")
+    take.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Assemble a table and write it."""
+    model, _ = resolve_model(options.model)
+    request = ImportRequest(
+        model=model,
+        device=options.device,
+        device_type=options.device_type or DEVICE_TYPES.get(options.device, options.device),
+        bits=tuple(dict.fromkeys(options.bits)),
+        dtype=options.dtype,
+        path=options.path,
+        engine=options.engine,
+        context_tokens=options.context_tokens,
+    )
+    table = import_table(options.layout, request)
+    provenance = (("command", command_line(NAME, argv)), *table.provenance)
+    write_latency_table(options.output, replace(table, provenance=provenance))
+    if options.json:
+        print_json({"output": str(options.output), "points": len(table.samples)})
+    else:
+        print(table_summary(table))
+        print(f"{len(table.samples)} points written to {options.output}")
+    return 0
