@@ -109,10 +109,10 @@ def check_plan(plan: Plan, model_dir: Path, num_layers: int) -> None:
             f"{plan.model.num_layers} of the plan's model {plan.model.name}"
         )
     width = 8 * DTYPE_BYTES[plan.dtype]
-    if plan.kv_bits != width:
+    if plan.kv_bits not in (8, width):
         raise SpecError(
-            f"plan: field 'kv_bits': found {plan.kv_bits}, expected {width}: keys and values are "
-            f"held in the plan's dtype {plan.dtype}"
+            f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8 or {width}: keys and values "
+            f"are quantized, or held in the plan's dtype {plan.dtype}"
         )
 
 

@@ -1,8 +1,8 @@
 """KVCache: keys and values of a stage's layers, preallocated; SlotPool: who owns which slot.
 
 All memory is taken when the stage starts, so a plan that fits goes on fitting. A slot holds one
-sequence; a micro-batch names its slots in any order and its rows may have any lengths. Only the
-two private functions that write and read a layer know how values are stored.
+sequence; a micro-batch names its slots in any order and its rows may have any lengths. How values
+are stored, in the run's dtype or at 8 bits, is ``kv_store``'s business.
 
 Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_dim.
 """
@@ -16,26 +16,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmpq.dist.kv_store import Int8Store, PlainStore, ReadBuffer, Rows, Store
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.models import KVShape, MicroBatch
 
 
 class KVCache:
-    """Preallocated keys and values, ``[slots, h, max_tokens, d]`` twice for each layer.
+    """Preallocated keys and values of each layer, for ``num_slots`` sequences.
+
+    At 8 bits a layer reads into a buffer that all layers share, so only the layer whose turn it is
+    may use what :meth:`SlotView.update` gave it; transformers' layers run one after the other.
 
     Args:
         shapes: of each layer, in order, from ``kv_shapes``.
         first_layer: index of the first of them in the whole model.
         num_slots: sequences held at once.
         max_tokens: longest sequence, prompt and generated tokens together.
-        dtype: number format of keys and values.
+        dtype: number format of the run, and of keys and values unless ``kv_bits`` says otherwise.
         device: where they live.
+        kv_bits: 8 to quantize keys and values per token and head; ``None`` to keep them.
+        read_tokens: most tokens, of all rows together, that one micro-batch reads; at 8 bits their
+            memory is taken at once. By default, all there is room for.
 
     Raises:
         CapacityError: no slots or no tokens.
+        SpecError: ``kv_bits`` is neither 8 nor the dtype's own width.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what is held, and how
         self,
         shapes: Sequence[KVShape],
         first_layer: int,
@@ -44,21 +52,45 @@ class KVCache:
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        kv_bits: int | None = None,
+        read_tokens: int | None = None,
     ) -> None:
         if num_slots < 1 or max_tokens < 1:
             raise CapacityError(f"KV cache: found {num_slots} slots of {max_tokens} tokens")
+        width = 8 * dtype.itemsize
+        if kv_bits not in (None, 8, width):
+            raise SpecError(f"KV cache: found {kv_bits} bits, expected 8 or the {width} of {dtype}")
         self.first_layer = first_layer
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.device = torch.device(device)
-        sizes = [(num_slots, shape.heads, max_tokens, shape.head_dim) for shape in shapes]
-        self._keys = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-        self._values = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        size = (num_slots, max_tokens)
+        self._buffers: list[ReadBuffer] = []
+        if kv_bits == 8:
+            widest = max((shape.heads * shape.head_dim for shape in shapes), default=0)
+            values = widest * (num_slots * max_tokens if read_tokens is None else read_tokens)
+            self._buffers = [ReadBuffer(values, dtype, self.device) for _ in range(2)]
+
+        def stores(which: int) -> list[Store]:
+            if not self._buffers:
+                return [PlainStore(shape, size, dtype, self.device) for shape in shapes]
+            buffer = self._buffers[which]
+            return [Int8Store(shape, size, buffer, self.device) for shape in shapes]
+
+        self._keys, self._values = stores(0), stores(1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: ``2 * slots * h * max_tokens * d`` values for each layer."""
-        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+        """Bytes of the slots: of each layer ``2 * slots * h * max_tokens`` times a head's.
+
+        A head takes ``d`` values; at 8 bits ``d`` bytes and a scale of two.
+        """
+        return sum(store.nbytes for store in (*self._keys, *self._values))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that 8-bit keys and values are read into, once for all layers; 0 at full width."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def view(self, batch: MicroBatch) -> SlotView:
         """Open the slots of ``batch`` for one forward pass.
@@ -76,7 +108,7 @@ class KVCache:
             raise CapacityError(
                 f"KV cache: a row has {batch.longest} tokens, a slot holds {self.max_tokens}"
             )
-        return SlotView(self, _Rows.of(batch, self.device))
+        return SlotView(self, Rows.of(batch, self.device))
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the slots.
@@ -84,84 +116,27 @@ class KVCache:
         Stale values of an earlier owner are masked, yet zero weight times infinity is not zero:
         whoever ends a request whose numbers overflowed clears its slot.
         """
-        for tensor in (*self._keys, *self._values):
-            tensor[list(slots)] = 0
+        for store in (*self._keys, *self._values):
+            store.clear(list(slots))
 
     def _update(
-        self, layer_idx: int, key: Tensor, value: Tensor, rows: _Rows
+        self, layer_idx: int, key: Tensor, value: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         layer = layer_idx - self.first_layer
         if not 0 <= layer < len(self._keys):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
-        heads, head_dim = self._keys[layer].shape[1], self._keys[layer].shape[3]
+        shape = self._keys[layer].shape
+        heads, head_dim = shape.heads, shape.head_dim
         for new in (key, value):
             if (new.shape[1], new.shape[3]) != (heads, head_dim):
                 raise SpecError(
                     f"KV cache: layer {layer_idx} makes {new.shape[1]} heads of {new.shape[3]}, "
                     f"its configuration says {heads} of {head_dim}"
                 )
-        rows.write(self._keys[layer], key)
-        rows.write(self._values[layer], value)
+        self._keys[layer].write(rows, key)
+        self._values[layer].write(rows, value)
         # Attention runs in the layer's own number format, whatever the store's.
-        keys = rows.read(self._keys[layer]).to(key.dtype)
-        return keys, rows.read(self._values[layer]).to(value.dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Rows:
-    """Where the rows of one micro-batch lie in every layer's tensors.
-
-    Attributes:
-        slots: of each row, ``[R]``, on the cache's device.
-        longest: tokens read of each slot.
-        block: the slots as a slice when they lie side by side in order: reading copies nothing.
-        span: the new tokens' positions when they are the same in every row and none is padding.
-        row: row, and
-        column: column of each valid new token when there is no such span, ``[n]``.
-        slot: slot, and
-        position: position of each valid new token, ``[n]``.
-    """
-
-    slots: Tensor
-    longest: int
-    block: slice | None
-    span: slice | None
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-    position: Tensor
-
-    @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> _Rows:
-        slots = batch.slots.tolist()
-        first = int(batch.positions[0, 0])
-        is_block = slots == list(range(slots[0], slots[0] + len(slots)))
-        is_flush = bool((batch.lengths == first + batch.width).all())
-        is_level = bool((batch.positions[:, 0] == first).all())
-        row, column = (batch.positions < batch.lengths[:, None]).nonzero(as_tuple=True)
-        return cls(
-            slots=batch.slots.to(device),
-            longest=batch.longest,
-            block=slice(slots[0], slots[0] + len(slots)) if is_block else None,
-            span=slice(first, first + batch.width) if is_flush and is_level else None,
-            row=row.to(device),
-            column=column.to(device),
-            slot=batch.slots[row].to(device),
-            position=batch.positions[row, column].to(device),
-        )
-
-    def write(self, store: Tensor, new: Tensor) -> None:
-        """Put ``new [R, h, T, d]`` into ``store [slots, h, max_tokens, d]``, padding left out."""
-        if self.block is not None and self.span is not None:
-            store[self.block, :, self.span] = new
-        else:
-            store[self.slot, :, self.position] = new[self.row, :, self.column].to(store.dtype)
-
-    def read(self, store: Tensor) -> Tensor:
-        """The rows' tokens so far, ``[R, h, S, d]``: a view when the slots lie side by side."""
-        if self.block is not None:
-            return store[self.block, :, : self.longest]
-        return store[:, :, : self.longest].index_select(0, self.slots)
+        return self._keys[layer].read(rows, key.dtype), self._values[layer].read(rows, value.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +144,7 @@ class SlotView:
     """One micro-batch's window on a cache, in the form transformers' attention calls."""
 
     cache: KVCache
-    rows: _Rows
+    rows: Rows
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object

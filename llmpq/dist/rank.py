@@ -151,8 +151,16 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         max_tokens=plan.workload.max_context_tokens,
         dtype=DTYPES[plan.dtype],
         device=device,
+        kv_bits=plan.kv_bits,
+        read_tokens=_most_tokens_read(plan),
     )
     return StageRunner(layers=layers, cache=cache, device=device, is_last=is_last)
+
+
+def _most_tokens_read(plan: Plan) -> int:
+    """Return the most cached tokens, of all its rows, that a micro-batch attends to."""
+    sizes, workload = plan.micro_batching, plan.workload
+    return max(sizes.prefill * workload.prompt_tokens, sizes.decode * workload.max_context_tokens)
 
 
 def run_stage(context: RankContext) -> None:

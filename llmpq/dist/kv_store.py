@@ -1,0 +1,234 @@
+"""How the keys (or the values) of one layer lie in memory: as they come, or at 8 bits.
+
+The 8-bit store keeps, for every token and head, integers in [-127, 127] and one bfloat16 scale: the
+largest of the head's values is 127 steps, so an error is at most half a step. bfloat16 reaches as
+far as float32, which no key overflows; its rounding never pushes a value beyond the last code.
+Measured on the shipped model, a zero point besides would buy nothing (docs/evaluation.md).
+
+What a store refuses to know: which slots and tokens belong to whom. ``Rows`` says.
+
+Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmpq.models import KVShape, MicroBatch
+
+STEPS = 127
+"""Steps between zero and the largest value of a token and head."""
+SCALE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """Where the rows of one micro-batch lie in every layer's tensors.
+
+    Attributes:
+        slots: of each row, ``[R]``, on the cache's device.
+        longest: tokens read of each slot.
+        block: the slots as a slice when they lie side by side in order: reading copies nothing.
+        span: the new tokens' positions when they are the same in every row and none is padding.
+        row: row, and
+        column: column of each valid new token when there is no such span, ``[n]``.
+        slot: slot, and
+        position: position of each valid new token, ``[n]``.
+    """
+
+    slots: Tensor
+    longest: int
+    block: slice | None
+    span: slice | None
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, batch: MicroBatch, device: torch.device) -> Rows:
+        """Work out where the rows of ``batch`` lie."""
+        slots = batch.slots.tolist()
+        first = int(batch.positions[0, 0])
+        is_block = slots == list(range(slots[0], slots[0] + len(slots)))
+        is_flush = bool((batch.lengths == first + batch.width).all())
+        is_level = bool((batch.positions[:, 0] == first).all())
+        row, column = (batch.positions < batch.lengths[:, None]).nonzero(as_tuple=True)
+        return cls(
+            slots=batch.slots.to(device),
+            longest=batch.longest,
+            block=slice(slots[0], slots[0] + len(slots)) if is_block else None,
+            span=slice(first, first + batch.width) if is_flush and is_level else None,
+            row=row.to(device),
+            column=column.to(device),
+            slot=batch.slots[row].to(device),
+            position=batch.positions[row, column].to(device),
+        )
+
+    def write(self, store: Tensor, new: Tensor) -> None:
+        """Put ``new [R, h, T, ...]`` into ``[slots, h, max_tokens, ...]``, padding left out."""
+        if self.block is not None and self.span is not None:
+            store[self.block, :, self.span] = new
+        else:
+            store[self.slot, :, self.position] = new[self.row, :, self.column].to(store.dtype)
+
+    def read(self, store: Tensor) -> Tensor:
+        """Give the rows' tokens so far, ``[R, h, S, ...]``: a view when slots lie side by side."""
+        if self.block is not None:
+            return store[self.block, :, : self.longest]
+        return store[:, :, : self.longest].index_select(0, self.slots)
+
+
+class Store(Protocol):
+    """Keys, or values, of one layer and every slot."""
+
+    shape: KVShape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+    def write(self, rows: Rows, new: Tensor) -> None:
+        """Keep ``new [R, h, T, d]``."""
+        ...
+
+    def read(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Give the rows' tokens so far, ``[R, h, S, d]``; valid until the next read."""
+        ...
+
+    def clear(self, slots: list[int]) -> None:
+        """Zero the slots."""
+        ...
+
+
+class PlainStore:
+    """Values in the dtype of the run.
+
+    Args:
+        shape: of one token.
+        size: slots and tokens of each.
+        dtype: number format of what is kept.
+        device: where it lives.
+    """
+
+    def __init__(
+        self, shape: KVShape, size: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        slots, tokens = size
+        whole = (slots, shape.heads, tokens, shape.head_dim)
+        self._values = torch.zeros(whole, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: ``slots * h * max_tokens * d`` values."""
+        return self._values.nbytes
+
+    def write(self, rows: Rows, new: Tensor) -> None:
+        """Keep ``new [R, h, T, d]``."""
+        rows.write(self._values, new)
+
+    def read(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Give the rows' tokens so far, ``[R, h, S, d]``; the store itself if it can."""
+        return rows.read(self._values).to(dtype)
+
+    def clear(self, slots: list[int]) -> None:
+        """Zero the slots."""
+        self._values[slots] = 0
+
+
+class ReadBuffer:
+    """Memory that a stage's layers, one after the other, read their 8-bit keys or values into.
+
+    Taken when the stage starts, for fresh memory is mapped and zeroed at every step; grows only
+    when more is read than was announced.
+
+    Args:
+        values: numbers it holds at first.
+        dtype: of the run.
+        device: where it lives.
+    """
+
+    def __init__(self, values: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._values = torch.zeros(values, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._values.nbytes
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return memory of ``shape`` with undefined content, valid until the next ``take``."""
+        count = shape.numel()
+        if self._values.numel() < count or self._values.dtype != dtype:
+            self._values = torch.empty(count, dtype=dtype, device=self._values.device)
+        return self._values[:count].view(shape)
+
+
+class Int8Store:
+    """8-bit integers and a scale for every token and head.
+
+    Args:
+        shape: of one token.
+        size: slots and tokens of each.
+        buffer: what is read goes there; shared with other layers, whose turn it is not.
+        device: where it lives.
+    """
+
+    def __init__(
+        self, shape: KVShape, size: tuple[int, int], buffer: ReadBuffer, device: torch.device
+    ) -> None:
+        self.shape = shape
+        slots, tokens = size
+        whole = (slots, shape.heads, tokens)
+        self._codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
+        self._scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
+        self._buffer = buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: ``slots * h * max_tokens * (d + 2)``."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    def write(self, rows: Rows, new: Tensor) -> None:
+        """Quantize ``new [R, h, T, d]`` and keep it."""
+        codes, scales = quantize_tokens(new)
+        rows.write(self._codes, codes)
+        rows.write(self._scales, scales)
+
+    def read(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Give the rows' tokens so far as numbers again, ``[R, h, S, d]``, in the shared buffer."""
+        codes = rows.read(self._codes)  # [R, h, S, d]
+        values = self._buffer.take(codes.shape, dtype)
+        # Two passes in place: one product of mixed types would convert into fresh memory first.
+        return values.copy_(codes).mul_(rows.read(self._scales).unsqueeze(-1))
+
+    def clear(self, slots: list[int]) -> None:
+        """Zero the slots."""
+        self._codes[slots] = 0
+        self._scales[slots] = 0
+
+
+def quantize_tokens(new: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each token and head on its own.
+
+    Args:
+        new: ``[..., d]``, any floating dtype.
+
+    Returns:
+        int8 codes ``[..., d]`` in [-127, 127] and bfloat16 scales ``[...]``; a value is
+        ``code * scale``, within half a scale of what it was. Where a value is infinite or not a
+        number, so is the scale: an overflow is read back as one, not as a plausible number.
+    """
+    values = new.to(torch.float32)
+    peak = values.abs().amax(dim=-1)  # [...]
+    # Rounded to nearest, a scale is at most 2^-8 too small: the peak is then 127.496 steps.
+    scales = (peak / STEPS).to(SCALE_DTYPE)
+    steps = torch.where(scales == 0, 1.0, scales.to(torch.float32)).unsqueeze(-1)
+    codes = (values / steps).round_().nan_to_num_(0.0).clamp_(-STEPS, STEPS)
+    return codes.to(torch.int8), scales
