@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, PreparedWeight, check_supported
 from llmpq.kernels.int4_layout import BLOCK_ROWS, dequantize_int4pack_into, layout_is_known
+from llmpq.kernels.int4_repack import repack_int4
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
@@ -78,14 +79,7 @@ class CpuInt4Backend:
         """Interleave the codes as the kernel reads them."""
         check_supported(self, packed)
         assert packed.zeros is not None
-        layout = torch.empty(
-            (packed.out_features, packed.in_features // 2), dtype=torch.uint8
-        )  # [N, K/2]
-        # The layout repeats every 64 rows at most, so blocks of 64 give the same bytes as the
-        # whole would, without an int32 copy of the whole.
-        for rows in row_blocks(packed.out_features, packed.in_features, multiple=BLOCK_ROWS):
-            codes = packed.signed_rows(rows).to(torch.int32).add_(8)  # 3-bit codes keep their value
-            layout[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        layout = _int4_layout(packed)  # [N, K/2]
         affine = torch.stack((packed.scales.t(), packed.zeros.t()), dim=-1)  # [G, N, 2]
         return PreparedWeight(
             backend=self.name,
@@ -113,6 +107,21 @@ class CpuInt4Backend:
 
     def _can_read_back(self, weight: PreparedWeight) -> bool:
         return weight.out_features % BLOCK_ROWS == 0 and layout_is_known()
+
+
+def _int4_layout(packed: PackedWeight) -> Tensor:
+    """Return the codes as the kernel reads them; 3-bit codes keep their value."""
+    whole_blocks = packed.out_features % BLOCK_ROWS == 0
+    if packed.precision.bits == 4 and whole_blocks and layout_is_known():
+        return repack_int4(packed.codes)
+    shape = (packed.out_features, packed.in_features // 2)
+    layout = torch.empty(shape, dtype=torch.uint8)
+    # The layout repeats every 64 rows at most, so blocks of 64 give the same bytes as the
+    # whole would, without an int32 copy of the whole.
+    for rows in row_blocks(packed.out_features, packed.in_features, multiple=BLOCK_ROWS):
+        codes = packed.signed_rows(rows).to(torch.int32).add_(8)
+        layout[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return layout
 
 
 class CpuInt4WidenedBackend(CpuInt4Backend):
