@@ -48,7 +48,7 @@ def quantize_layer_(
     layer.to(dtype).requires_grad_(False).eval()
     if bits == 16:
         return
-    names = list(_quantizable_names(layer))
+    names = list(quantizable_names(layer))
     if not names:
         raise SpecError(f"{type(layer).__name__}: found no linear operator to quantize")
     for name in names:
@@ -62,7 +62,12 @@ def stored_bytes(module: nn.Module) -> int:
     return plain + sum(m.weight_bytes for m in module.modules() if isinstance(m, QuantLinear))
 
 
-def _quantizable_names(layer: nn.Module) -> Iterator[str]:
+def quantizable_names(layer: nn.Module) -> Iterator[str]:
+    """Yield the names of a layer's linear operators and stacked experts, in the layer's order.
+
+    Raises:
+        SpecError: experts in a layout nobody taught this module.
+    """
     for name, module in layer.named_modules():
         is_linear = isinstance(module, nn.Linear)
         if is_linear and name.rpartition(".")[2] not in _ROUTER_NAMES:

@@ -81,15 +81,15 @@ class QuantExperts(nn.Module):
 
     def __init__(
         self,
-        gate_up: Sequence[QuantLinear],
-        down: Sequence[QuantLinear],
+        gate_up: Sequence[nn.Module],
+        down: Sequence[nn.Module],
         act_fn: Callable[[Tensor], Tensor],
     ) -> None:
-        """Take the matrices of every expert in order.
+        """Take the linear operators of every expert in order, quantized or not.
 
         Args:
-            gate_up: ``[2F, H]`` each, the gate's rows first.
-            down: ``[H, F]`` each.
+            gate_up: from H to 2F features each, the gate's first.
+            down: from F to H features each.
             act_fn: applied to the gate.
         """
         super().__init__()

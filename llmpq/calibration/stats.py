@@ -1,0 +1,106 @@
+"""What is kept of an operator's inputs: their moments, or the second-moment matrix of GPTQ.
+
+Both stream: they take inputs a batch at a time and keep no activation. Sums over tokens are of
+float64 where they are vectors; the matrix stays float32, for it is as large as a weight.
+
+Shape legend: K input features, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Collector(Protocol):
+    """Something that looks at the inputs of one operator."""
+
+    def add(self, inputs: Tensor) -> None:
+        """Take in ``[T, K]`` more inputs, read only."""
+        ...
+
+
+class Moments:
+    """First and second moments of an operator's inputs, by channel and over all.
+
+    Args:
+        in_features: K.
+        device: of the inputs.
+
+    Attributes:
+        tokens: inputs seen.
+    """
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
+        self.tokens = 0
+        self._sum = torch.zeros(in_features, dtype=torch.float64, device=device)
+        self._squares = torch.zeros_like(self._sum)
+
+    def add(self, inputs: Tensor) -> None:
+        """Take in ``[T, K]`` more inputs."""
+        self.tokens += inputs.shape[0]
+        self._sum += inputs.sum(0, dtype=torch.float64)
+        self._squares += inputs.float().square().sum(0, dtype=torch.float64)
+
+    @property
+    def channel_mean(self) -> Tensor:
+        """Mean of every channel, float64 ``[K]``; zero before any input."""
+        return self._sum / max(1, self.tokens)
+
+    @property
+    def channel_second_moment(self) -> Tensor:
+        """Mean square of every channel, float64 ``[K]``: the diagonal of E[x x^T]."""
+        return self._squares / max(1, self.tokens)
+
+    @property
+    def channel_variance(self) -> Tensor:
+        """Variance of every channel over tokens, float64 ``[K]``."""
+        return (self.channel_second_moment - self.channel_mean.square()).clamp_min(0)
+
+    @property
+    def mean(self) -> float:
+        """Mean of all entries of the inputs."""
+        return float(self.channel_mean.mean())
+
+    @property
+    def second_moment(self) -> float:
+        """Mean square of all entries."""
+        return float(self.channel_second_moment.mean())
+
+    @property
+    def variance(self) -> float:
+        """Variance of all entries taken together."""
+        return max(0.0, self.second_moment - self.mean**2)
+
+
+class Hessian:
+    """The sum of ``x x^T`` over an operator's inputs: half the Hessian of its squared output error.
+
+    Source: Frantar et al., "GPTQ" (2023), Eq. 2, where it is ``2 X X^T``; the factor changes no
+    choice GPTQ makes, and whoever needs it multiplies.
+
+    Args:
+        in_features: K.
+        device: of the inputs.
+
+    Attributes:
+        tokens: inputs seen.
+        matrix: float32 ``[K, K]``, symmetric.
+    """
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
+        self.tokens = 0
+        self.matrix = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+
+    def add(self, inputs: Tensor) -> None:
+        """Take in ``[T, K]`` more inputs."""
+        inputs = inputs.to(torch.float32)
+        self.tokens += inputs.shape[0]
+        self.matrix.addmm_(inputs.T, inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.matrix.nbytes

@@ -1,0 +1,327 @@
+"""Walk a model layer by layer: calibration tokens in, what every linear operator sees out.
+
+One decoder layer is in memory at a time, with the hidden states that enter it. Whoever walks may
+replace operators of a layer before the walk goes on: the layers behind it then see what the
+changed one makes. This module refuses to quantize, and to know model families: operators are found
+by looking, and those that read one input are found by running a few tokens.
+
+Shape legend: N sequences, T tokens of each, R sequences of a batch, H hidden size, K inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from llmpq.calibration.data import CalibrationSet
+from llmpq.calibration.stats import Collector
+from llmpq.errors import SpecError
+from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer
+from llmpq.quant.layer import quantizable_names
+from llmpq.quant.linear import QuantExperts
+
+C = TypeVar("C", bound=Collector)
+Progress = Callable[[int, int, str], None]
+"""Called after each layer with the layers done, the layers in all, and what was done."""
+
+BATCH_TOKENS = 4096
+_PROBE_TOKENS = 64
+
+
+class _Enough(Exception):  # noqa: N818  not an error: every operator of interest has been seen
+    """Ends a forward pass early."""
+
+
+class WalkedLayer:
+    """One decoder layer of a walk, its weights loaded and its inputs at hand.
+
+    The experts of mixtures are taken apart: expert 3 of ``mlp.experts`` is the two linear operators
+    ``mlp.experts.gate_up.3`` and ``mlp.experts.down.3``.
+
+    Attributes:
+        index: its place in the model.
+        module: transformers' own layer.
+        operators: its linear operators by name, in the layer's own order.
+    """
+
+    def __init__(self, stage: DecoderStage, hidden: list[Tensor]) -> None:
+        self.index = stage.first_layer
+        self.module = stage.layers[0]
+        self._stage = stage
+        self._hidden = hidden
+        self._is_passed = False
+        self._steps: list[tuple[str, ...]] | None = None
+        self._readers: dict[str, str] = {}
+        split_experts_(self.module)
+        self.operators: dict[str, nn.Linear] = {}
+        for name in quantizable_names(self.module):
+            operator = self.module.get_submodule(name)
+            assert isinstance(operator, nn.Linear)
+            self.operators[name] = operator
+
+    @property
+    def steps(self) -> Sequence[tuple[str, ...]]:
+        """The operators in the order in which they run, those of one input together.
+
+        Such as ``q k v``, ``o``, ``gate up``, ``down``. All experts' first matrices are one step
+        and all their second ones the next, each on inputs of its own.
+        """
+        if self._steps is None:
+            self._probe()
+        assert self._steps is not None
+        return self._steps
+
+    def collect(
+        self,
+        make: Callable[[int], C],
+        names: Sequence[str] | None = None,
+        *,
+        advance: bool = False,
+    ) -> dict[str, C]:
+        """Run the calibration tokens through the layer and collect what its operators see.
+
+        Operators that read the same input share one collector.
+
+        Args:
+            make: makes a collector for an input of K features.
+            names: operators of interest; all by default. The pass ends where the last of them
+                has run.
+            advance: keep the layer's output as the next layer's input, in the same pass; the
+                layer cannot be run again.
+        """
+        names = list(self.operators) if names is None else list(names)
+        assert len(self.steps) > 0  # finds out who shares an input
+        collectors: dict[str, C] = {}
+        for name in names:
+            reader = self._readers[name]
+            if reader not in collectors:
+                collectors[reader] = make(self.operators[name].in_features)
+        first = {self._readers[name]: name for name in reversed(names)}
+        observers = {first[reader]: collector.add for reader, collector in collectors.items()}
+        self._run(observers, keep=advance)
+        return {name: collectors[self._readers[name]] for name in names}
+
+    def advance(self) -> None:
+        """Run the layer as it now is and keep its output; does nothing when that was done."""
+        if not self._is_passed:
+            self._run({}, keep=True)
+
+    def replace(self, name: str, operator: nn.Module) -> None:
+        """Put ``operator`` in the place of a linear operator, for every pass from now on."""
+        self.module.set_submodule(name, operator)
+
+    def _run(self, observers: Mapping[str, Callable[[Tensor], None]], *, keep: bool) -> None:
+        assert not self._is_passed, "the inputs of this layer are gone"
+        # Which experts run is up to the router: only without them is it known what comes last.
+        stops = bool(observers) and not keep and not any(map(_expert_of, observers))
+        for batch, hidden in enumerate(self._hidden):
+            output = self._forward(hidden, observers, stops=stops)
+            if keep:
+                assert output is not None
+                self._hidden[batch] = output
+        self._is_passed = keep
+
+    def _forward(
+        self,
+        hidden: Tensor,
+        observers: Mapping[str, Callable[[Tensor], None]],
+        *,
+        stops: bool,
+    ) -> Tensor | None:
+        left = set(observers)
+
+        def look(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = inputs[0]
+            observers[name](x.reshape(-1, x.shape[-1]))
+            left.discard(name)
+            if stops and not left:
+                raise _Enough
+
+        handles: list[RemovableHandle] = []
+        for name in observers:
+            module = self.module.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(partial(look, name)))
+        rows, width = hidden.shape[:2]
+        batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
+        try:
+            output: Tensor = self._stage(hidden, batch)
+        except _Enough:
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return output
+
+    def _probe(self) -> None:
+        """Find the order of the operators and which read the same input, with a few tokens."""
+        seen: list[tuple[str, Tensor, Tensor]] = []
+
+        def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            seen.append((name, inputs[0], inputs[0].clone()))
+
+        handles = [
+            operator.register_forward_pre_hook(partial(note, name))
+            for name, operator in self.operators.items()
+        ]
+        try:
+            self._forward(self._hidden[0][:1, :_PROBE_TOKENS], {}, stops=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._sort(seen)
+
+    def _sort(self, seen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+        """Make steps of ``(operator, its input, a copy of its values)`` in the order of calls."""
+        self._readers = {name: name for name in self.operators}
+        steps: dict[str, list[str]] = {}
+        inputs: list[tuple[str, Tensor, Tensor]] = []
+        for name, tensor, value in seen:
+            experts = _expert_of(name)
+            if experts is not None:
+                steps.setdefault(experts, [])
+                continue
+            # The same object may have been overwritten in between, hence the look at its values.
+            same = (first for first, t, v in inputs if t is tensor and torch.equal(v, value))
+            reader = next(same, name)
+            if reader == name:
+                inputs.append((name, tensor, value))
+            self._readers[name] = reader
+            steps.setdefault(reader, []).append(name)
+        known = {name for names in steps.values() for name in names}
+        for name in self.operators:  # experts, of which the probe met only some
+            if name not in known:
+                steps.setdefault(_expert_of(name) or name, []).append(name)
+        self._steps = [tuple(names) for names in steps.values()]
+
+
+class LayerWalk:
+    """Iterate over the decoder layers of a checkpoint, calibration tokens in front of each.
+
+    Args:
+        model_dir: directory with ``config.json`` and safetensors weights.
+        calibration: the tokens.
+        dtype: what everything is computed in.
+        device: where.
+        batch_tokens: tokens of one forward pass, at most; at least one sequence.
+        progress: called after each layer.
+        finish: run the last layer too, for whoever wants ``hidden`` after it.
+
+    Attributes:
+        checkpoint: the model's weights.
+        config: its configuration.
+        hidden: what enters the layer the walk stands at, batches of ``[R, T, H]``.
+
+    Raises:
+        SpecError: what ``Checkpoint`` refuses, or tokens that the model does not have.
+    """
+
+    def __init__(  # noqa: PLR0913  where, what with, and what it may take
+        self,
+        model_dir: Path | str,
+        calibration: CalibrationSet,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        batch_tokens: int = BATCH_TOKENS,
+        progress: Progress | None = None,
+        finish: bool = False,
+    ) -> None:
+        self.checkpoint = Checkpoint(model_dir)
+        self.config = self.checkpoint.config
+        self.calibration = calibration
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.hidden: list[Tensor] = []
+        self._batch_tokens = batch_tokens
+        self._progress = progress
+        self._finish = finish
+        positions = getattr(self.config, "max_position_embeddings", None)
+        calibration.check(self.config.vocab_size, positions)
+
+    def __iter__(self) -> Iterator[WalkedLayer]:
+        """Yield every layer in order; the weights of the one before are gone by then."""
+        self.hidden = self._embed()
+        count = self.config.num_hidden_layers
+        for index in range(count):
+            layer = WalkedLayer(self._load(index), self.hidden)
+            yield layer
+            if index + 1 < count or self._finish:
+                layer.advance()
+            if self._progress is not None:
+                self._progress(index + 1, count, f"layer {index}")
+            del layer
+
+    def _embed(self) -> list[Tensor]:
+        """Hidden states in front of the first layer, batches of ``[R, T, H]``."""
+        master = Master(self.config)
+        _fill(master, self.checkpoint.master_state_dict(), self.dtype, self.device)
+        length = self.calibration.token_ids.shape[1]
+        positions = torch.arange(length)
+        rows_per_batch = max(1, self._batch_tokens // length)
+        batches = torch.split(self.calibration.token_ids, rows_per_batch)
+        return [
+            master.embed(rows.to(self.device), positions.expand(len(rows), -1)) for rows in batches
+        ]
+
+    def _load(self, index: int) -> DecoderStage:
+        layer = build_layer(self.config, index)
+        _fill(layer, self.checkpoint.layer_state_dict(index), self.dtype, self.device)
+        return DecoderStage(self.config, [layer], index).to(self.device)
+
+
+def split_experts_(layer: nn.Module) -> None:
+    """Take the stacked experts of a layer apart into linear operators that share their memory.
+
+    Raises:
+        SpecError: experts in a layout that ``quantize_layer_`` does not know either.
+    """
+    for name in list(quantizable_names(layer)):
+        experts = layer.get_submodule(name)
+        if isinstance(experts, nn.Linear):
+            continue
+        parts = {}
+        for key in ("gate_up_proj", "down_proj"):
+            parts[key] = [_linear_view(weight) for weight in experts.get_parameter(key)]
+        activation = experts.get_submodule("act_fn")
+        split = QuantExperts(parts["gate_up_proj"], parts["down_proj"], activation)
+        layer.set_submodule(name, split)
+
+
+def _linear_view(weight: Tensor) -> nn.Linear:
+    """A linear operator over ``weight`` ``[N, K]`` itself, without a bias."""
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
+
+
+def _expert_of(name: str) -> str | None:
+    """The list of equal experts' operators that ``name`` belongs to, or ``None``."""
+    parts = name.split(".")
+    if len(parts) > 2 and parts[-1].isdigit() and parts[-2] in {"gate_up", "down"}:
+        return name.rpartition(".")[0]
+    return None
+
+
+def _fill(
+    module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Move ``state`` into ``module``, built on the meta device; empties ``state``."""
+    placed: dict[str, Tensor] = {}
+    for name in list(state):
+        tensor = state.pop(name)
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        placed[name] = tensor.to(device=device, dtype=target, copy=True)
+    module.load_state_dict(placed, assign=True)
+    module.requires_grad_(False)
+    blank = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if blank:
+        raise SpecError(f"{type(module).__name__}: buffer '{blank[0]}' is neither stored nor known")
+    assert not any(p.is_meta for p in itertools.chain(module.parameters(), module.buffers()))
