@@ -1,9 +1,11 @@
 """Batching policies, shared by the runtime and the simulator."""
 
+from llmpq.batching.admission import Admission
 from llmpq.batching.base import (
     BatchingPolicy,
     Decision,
     Decode,
+    Flight,
     Prefill,
     ReadySequence,
     SchedulerView,
@@ -11,16 +13,33 @@ from llmpq.batching.base import (
     WaitingRequest,
     check_decision,
 )
+from llmpq.batching.book import RequestBook, SlotPool, Step
 from llmpq.batching.hybrid import HybridPolicy
+from llmpq.batching.iteration import IterationPolicy
+from llmpq.batching.multibin import MultiBinFormer
+from llmpq.batching.rra import RraPolicy
+from llmpq.batching.static import FirstComeFormer, StaticPolicy
+from llmpq.batching.waa import WaaPolicy
 
 __all__ = [
+    "Admission",
     "BatchingPolicy",
     "Decision",
     "Decode",
+    "FirstComeFormer",
+    "Flight",
     "HybridPolicy",
+    "IterationPolicy",
+    "MultiBinFormer",
     "Prefill",
     "ReadySequence",
+    "RequestBook",
+    "RraPolicy",
     "SchedulerView",
+    "SlotPool",
+    "StaticPolicy",
+    "Step",
+    "WaaPolicy",
     "Wait",
     "WaitingRequest",
     "check_decision",

@@ -1,8 +1,9 @@
 """What a batching policy sees and what it may answer.
 
 A policy is asked whenever the pipeline can take one more micro-batch, and answers with one
-``Decision``. The runtime and the simulator own the state and drive the same policies: equal views
-get equal answers. It refuses to know tensors, clocks and results.
+``Decision``. The runtime and the simulator drive the same policies through the same book of
+requests (``llmpq.batching.book``): equal views get equal answers. It refuses to know tensors and
+results; the time is told to it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llmpq.errors import LlmpqError
+from llmpq.spec.precision import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +23,12 @@ class WaitingRequest:
     Attributes:
         request: its number, unique in the run.
         prompt_tokens: length of its prompt.
+        arrival_s: when it came, on the run's clock.
     """
 
     request: int
     prompt_tokens: int
+    arrival_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +40,32 @@ class ReadySequence:
         slot: the KV slot it owns.
         context_tokens: tokens of prompt and answer so far.
         new_tokens: tokens of the answer so far; 1 right after prefill.
+        is_finished: its answer is complete, yet it keeps its slot, and whatever is computed for it
+            is thrown away; only under a policy that ``holds_finished``.
     """
 
     request: int
     slot: int
     context_tokens: int
     new_tokens: int
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A micro-batch on its way through the stages.
+
+    Attributes:
+        number: counted from 0 in the order they were sent off.
+        phase: prefill or decode.
+        requests: the numbers of its requests.
+        slots: the slot of each.
+    """
+
+    number: int
+    phase: Phase
+    requests: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +76,38 @@ class SchedulerView:
         waiting: requests without a slot, in order of arrival.
         ready: sequences that can be decoded, the one ready longest first.
         free_slots: slots without an owner.
-        prefills_in_flight: sizes of the prefill micro-batches on their way through the stages.
-        decodes_in_flight: sizes of the decode micro-batches likewise.
+        flights: micro-batches on their way, the oldest first.
+        open_phases: what the pipeline can take now. Both phases, unless prefill and decode have
+            stages of their own and one of them is full.
+        is_closed: whether no further request will arrive.
+        now_s: the run's clock.
     """
 
     waiting: Sequence[WaitingRequest]
     ready: Sequence[ReadySequence]
     free_slots: int
-    prefills_in_flight: tuple[int, ...] = ()
-    decodes_in_flight: tuple[int, ...] = ()
+    flights: tuple[Flight, ...] = ()
+    open_phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE)
+    is_closed: bool = True
+    now_s: float = 0.0
+
+    def in_flight(self, phase: Phase) -> int:
+        """Return the number of sequences on their way in a phase."""
+        return sum(len(flight.requests) for flight in self.flights if flight.phase is phase)
+
+    def num_flights(self, phase: Phase) -> int:
+        """Return the number of micro-batches on their way in a phase."""
+        return sum(flight.phase is phase for flight in self.flights)
+
+    def can(self, phase: Phase) -> bool:
+        """Whether the pipeline can take a micro-batch of the phase now."""
+        return phase in self.open_phases
 
     @property
-    def num_in_flight(self) -> int:
-        """Micro-batches on their way."""
-        return len(self.prefills_in_flight) + len(self.decodes_in_flight)
+    def alive(self) -> int:
+        """Sequences that hold a slot and are not finished."""
+        ready = sum(not sequence.is_finished for sequence in self.ready)
+        return ready + sum(len(flight.requests) for flight in self.flights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +126,26 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a micro-batch comes back."""
+    """Do nothing until a micro-batch comes back or a request arrives."""
 
 
 Decision = Prefill | Decode | Wait
 
 
 class BatchingPolicy(Protocol):
-    """Decides what enters the pipeline next."""
+    """Decides what enters the pipeline next.
+
+    A policy may remember what it decided; it depends on nothing but the views it was shown, so
+    that the same views in the same order get the same answers.
+    """
+
+    @property
+    def holds_finished(self) -> bool:
+        """Whether finished sequences stay in their batch until its last one is finished."""
+        ...
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Return the next step; never ``Wait`` when nothing is in flight and something could be."""
+        """Return the next step; never ``Wait`` when nothing is in flight and nothing will come."""
         ...
 
 
@@ -103,12 +154,16 @@ def check_decision(view: SchedulerView, decision: Decision) -> None:
 
     Raises:
         LlmpqError: it names a request that does not wait or a slot that is not ready, one of them
-            twice, none at all, more than there are slots, or waits for nothing.
+            twice, none at all, more than there are slots, a phase that can take nothing, or waits
+            for nothing.
     """
     if isinstance(decision, Wait):
-        if view.num_in_flight == 0:
+        if not view.flights and view.is_closed and (view.waiting or view.ready):
             raise LlmpqError("batching policy: waits although nothing is in flight")
         return
+    phase = Phase.PREFILL if isinstance(decision, Prefill) else Phase.DECODE
+    if not view.can(phase):
+        raise LlmpqError(f"batching policy: found a {phase} step, but those stages are full")
     if isinstance(decision, Prefill):
         _check_members(decision.requests, (item.request for item in view.waiting), "request")
         if len(decision.requests) > view.free_slots:

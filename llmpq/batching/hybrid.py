@@ -11,6 +11,7 @@ from itertools import islice
 
 from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
 
 
 class HybridPolicy:
@@ -29,6 +30,11 @@ class HybridPolicy:
         # alone. Refilling a quarter of the slots at once keeps both wastes small.
         self._refill = max(1, min(micro_batching.prefill, num_slots // 4))
 
+    @property
+    def holds_finished(self) -> bool:
+        """A finished sequence leaves its slot at once."""
+        return False
+
     def decide(self, view: SchedulerView) -> Decision:
         """Prefill first, so that decode micro-batches are regrouped at full size afterwards."""
         room = min(self._sizes.prefill, view.free_slots, len(view.waiting))
@@ -40,20 +46,20 @@ class HybridPolicy:
         return Wait()
 
     def _is_time_to_prefill(self, view: SchedulerView, room: int) -> bool:
-        is_decoding = bool(view.decodes_in_flight) or any(
+        is_decoding = view.num_flights(Phase.DECODE) > 0 or any(
             sequence.new_tokens > 1 for sequence in view.ready
         )
         return not is_decoding or room >= min(self._refill, len(view.waiting))
 
     def _is_time_to_decode(self, view: SchedulerView) -> bool:
         ready = len(view.ready)
-        if ready < self._sizes.decode and view.prefills_in_flight:
+        if ready < self._sizes.decode and view.num_flights(Phase.PREFILL):
             # Fresh sequences wait for the others of their phase and then leave as a full
             # micro-batch; sequences already decoding do not wait for them.
             return any(sequence.new_tokens > 1 for sequence in view.ready)
         # Up to as many micro-batches as stages, a smaller one costs nothing: the stages would
         # idle. Beyond that, sequences wait to be merged, so that early ends do not leave the
         # pipeline with ever smaller micro-batches.
-        alive = ready + sum(view.decodes_in_flight)
+        alive = ready + view.in_flight(Phase.DECODE)
         wanted = max(self._num_stages, -(-alive // self._sizes.decode))
-        return len(view.decodes_in_flight) < wanted
+        return view.num_flights(Phase.DECODE) < wanted

@@ -18,17 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llmpq.batching import (
-    BatchingPolicy,
-    Decode,
-    Prefill,
-    ReadySequence,
-    SchedulerView,
-    WaitingRequest,
-    check_decision,
-)
+from llmpq.batching import BatchingPolicy, RequestBook, Step, WaitingRequest
 from llmpq.dist.communicator import Communicator
-from llmpq.dist.kv_cache import SlotPool
 from llmpq.dist.messages import Frame, FrameKind, Row
 from llmpq.dist.prompts import Request
 from llmpq.dist.results import FinishReason
@@ -38,32 +29,23 @@ from llmpq.dist.stage import PHASES, StageRunner
 from llmpq.dist.stats import StageClock, synchronize
 from llmpq.errors import StageError
 from llmpq.models import Master
+from llmpq.spec.precision import Phase
 
 OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
 OnTokens = Callable[[int], None]
 
+MAX_NAP_S = 0.5
+"""Longest sleep while no request is there: whoever watches the master sees it alive."""
+
 
 @dataclass(slots=True, kw_only=True)
-class _Sequence:
-    """A request that holds a slot."""
+class _Answer:
+    """A request that was admitted, and its tokens so far."""
 
-    number: int
     request: Request
-    slot: int
     token_ids: list[int] = field(default_factory=list)
 
     @property
-    def context_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.token_ids)
-
-    def ready(self) -> ReadySequence:
-        return ReadySequence(
-            request=self.number,
-            slot=self.slot,
-            context_tokens=self.context_tokens,
-            new_tokens=len(self.token_ids),
-        )
-
     def finish_reason(self) -> FinishReason | None:
         if self.token_ids[-1] in self.request.stop_token_ids:
             return "stop"
@@ -71,12 +53,11 @@ class _Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Flight:
+class _Sent:
     """A micro-batch on its way, and what the master spent on sending it off."""
 
-    number: int
+    step: Step
     kind: FrameKind
-    sequences: tuple[_Sequence, ...]
     rows: tuple[Row, ...]
     spent_s: float
 
@@ -123,20 +104,20 @@ class MasterEngine:
         self._master = master
         self._runner = runner
         self._communicator = communicator
-        self._policy = policy
         self._sampler = sampler
         self._clock = clock
-        self._slots = SlotPool(num_slots)
+        self._book = RequestBook(policy=policy, num_slots=num_slots)
+        self._holds_finished = policy.holds_finished
         num_stages = 1 if communicator is None else len(communicator.names)
         # One micro-batch in every stage and one on its way: more would only wait in queues.
         self._max_in_flight = 1 if communicator is None else num_stages + 1
-        self._waiting: deque[WaitingRequest] = deque()
         self._requests: Sequence[Request] = ()
-        self._ready: dict[int, _Sequence] = {}  # by slot, in the order they became ready
-        self._flights: deque[_Flight] = deque()
+        self._arrived = 0
+        self._answers: dict[int, _Answer] = {}  # of requests that hold a slot, by number
+        self._sent: deque[_Sent] = deque()
         self._landed: deque[Tensor] = deque()  # answers of a pipeline that is this process alone
-        self._launched = 0
         self._tokens = 0
+        self._start_s = 0.0
 
     def run(
         self, requests: Sequence[Request], on_finish: OnFinish, on_tokens: OnTokens | None = None
@@ -144,160 +125,149 @@ class MasterEngine:
         """Answer every request.
 
         Args:
-            requests: in order of arrival.
+            requests: all of them; each enters the queue when its time has come.
             on_finish: called once for each, when its last token is known.
             on_tokens: called with the number of new tokens of every step.
 
         Raises:
             StageError: a stage failed, hangs, or answers something else than it was asked.
         """
-        self._requests = requests
-        self._waiting.extend(
-            WaitingRequest(request=number, prompt_tokens=len(request.prompt_token_ids))
-            for number, request in enumerate(requests)
-        )
-        start = time.perf_counter()
-        while self._waiting or self._ready or self._flights:
+        self._requests = sorted(requests, key=lambda request: request.arrival_s)
+        self._start_s = self._clock.now()
+        self._take_arrivals()
+        while not self._book.is_done:
             if self._must_land() or not self._launch_next():
-                before = self._tokens
-                self._land(on_finish)
-                if on_tokens is not None:
-                    on_tokens(self._tokens - before)
+                self._advance(on_finish, on_tokens)
+            self._take_arrivals()
         return EngineStats(
-            requests=len(requests),
-            generated_tokens=self._tokens,
-            elapsed_s=time.perf_counter() - start,
+            requests=len(requests), generated_tokens=self._tokens, elapsed_s=self._now_s()
         )
+
+    def _now_s(self) -> float:
+        return self._clock.now() - self._start_s
+
+    def _take_arrivals(self) -> None:
+        """Put requests into the book whose time has come."""
+        if self._arrived == len(self._requests) > 0:
+            return
+        now_s = self._now_s()
+        for number in range(self._arrived, len(self._requests)):
+            request = self._requests[number]
+            if request.arrival_s > now_s:
+                return
+            self._book.arrive(
+                WaitingRequest(
+                    request=number,
+                    prompt_tokens=len(request.prompt_token_ids),
+                    arrival_s=request.arrival_s,
+                )
+            )
+            self._arrived += 1
+        self._book.close()
+
+    def _advance(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
+        """Take in an answer, or when none is on its way, sleep until a request arrives."""
+        if self._sent:
+            before = self._tokens
+            self._land(on_finish)
+            if on_tokens is not None:
+                on_tokens(self._tokens - before)
+        elif self._arrived < len(self._requests):
+            wait_s = self._requests[self._arrived].arrival_s - self._now_s()
+            time.sleep(min(max(wait_s, 0.0), MAX_NAP_S))
 
     def _must_land(self) -> bool:
         """Whether to take in an answer before asking the policy."""
-        if len(self._flights) >= self._max_in_flight:
+        if len(self._sent) >= self._max_in_flight:
             return True
         has_frame = self._communicator is not None and self._communicator.has_frame()
-        return bool(self._flights) and has_frame
+        return bool(self._sent) and has_frame
 
     def _launch_next(self) -> bool:
         """Send off what the policy decides; tell whether that was anything."""
-        view = self._view()
-        decision = self._policy.decide(view)
-        check_decision(view, decision)
-        if isinstance(decision, Prefill):
-            self._launch_prefill(decision.requests)
-        elif isinstance(decision, Decode):
-            self._launch_decode(decision.slots)
-        else:
+        _, step = self._book.decide(self._now_s())
+        if step is None:
             return False
+        if step.flight.phase is Phase.PREFILL:
+            self._launch_prefill(step)
+        else:
+            self._launch_decode(step)
         return True
 
-    def _view(self) -> SchedulerView:
-        return SchedulerView(
-            waiting=self._waiting,
-            ready=[sequence.ready() for sequence in self._ready.values()],
-            free_slots=self._slots.num_slots - self._slots.in_use,
-            prefills_in_flight=self._sizes_in_flight(FrameKind.PREFILL),
-            decodes_in_flight=self._sizes_in_flight(FrameKind.DECODE),
-        )
-
-    def _sizes_in_flight(self, kind: FrameKind) -> tuple[int, ...]:
-        return tuple(len(flight.rows) for flight in self._flights if flight.kind is kind)
-
-    def _launch_prefill(self, numbers: Sequence[int]) -> None:
-        self._take_from_queue(set(numbers))
-        sequences = [
-            _Sequence(number=number, request=self._requests[number], slot=self._slots.acquire())
-            for number in numbers
-        ]
-        prompts = [sequence.request.prompt_token_ids for sequence in sequences]
+    def _launch_prefill(self, step: Step) -> None:
+        for number in step.flight.requests:
+            self._answers[number] = _Answer(request=self._requests[number])
+        prompts = [self._requests[number].prompt_token_ids for number in step.flight.requests]
         width = max(len(prompt) for prompt in prompts)
         # Padding holds token 0, a valid one; no row ever attends to it.
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         rows = [
-            Row(slot=sequence.slot, first=0, length=len(prompt))
-            for sequence, prompt in zip(sequences, prompts, strict=True)
+            Row(slot=slot, first=0, length=len(prompt))
+            for slot, prompt in zip(step.flight.slots, prompts, strict=True)
         ]
-        self._launch(FrameKind.PREFILL, sequences, rows, torch.tensor(padded))
+        self._launch(step, FrameKind.PREFILL, rows, torch.tensor(padded))
 
-    def _take_from_queue(self, chosen: set[int]) -> None:
-        """Remove requests from the queue without walking past the last of them."""
-        passed_over = []
-        while chosen:
-            item = self._waiting.popleft()
-            if item.request in chosen:
-                chosen.remove(item.request)
-            else:
-                passed_over.append(item)
-        self._waiting.extendleft(reversed(passed_over))
-
-    def _launch_decode(self, slots: Sequence[int]) -> None:
-        sequences = [self._ready.pop(slot) for slot in slots]
+    def _launch_decode(self, step: Step) -> None:
         # The newest token is not in the cache yet: its position is one less than the context.
         rows = [
-            Row(
-                slot=sequence.slot,
-                first=sequence.context_tokens - 1,
-                length=sequence.context_tokens,
-            )
-            for sequence in sequences
+            Row(slot=item.slot, first=item.context_tokens - 1, length=item.context_tokens)
+            for item in step.sequences
         ]
-        newest = torch.tensor([[sequence.token_ids[-1]] for sequence in sequences])
-        self._launch(FrameKind.DECODE, sequences, rows, newest)
+        newest = [[self._answers[item.request].token_ids[-1]] for item in step.sequences]
+        self._launch(step, FrameKind.DECODE, rows, torch.tensor(newest))
 
-    def _launch(
-        self, kind: FrameKind, sequences: Sequence[_Sequence], rows: list[Row], token_ids: Tensor
-    ) -> None:
+    def _launch(self, step: Step, kind: FrameKind, rows: list[Row], token_ids: Tensor) -> None:
         start = self._clock.now()
         first = torch.tensor([row.first for row in rows])
         positions = first[:, None] + torch.arange(token_ids.shape[1])  # [R, T]
         hidden = self._master.embed(token_ids.to(self._runner.device), positions)
         hidden = self._runner.run(hidden, rows)  # [R, T, H]
         synchronize(self._runner.device)
-        flight = _Flight(
-            number=self._launched,
-            kind=kind,
-            sequences=tuple(sequences),
-            rows=tuple(rows),
-            spent_s=self._clock.now() - start,
-        )
+        sent = _Sent(step=step, kind=kind, rows=tuple(rows), spent_s=self._clock.now() - start)
         if self._communicator is None:
             self._landed.append(hidden)
         else:
             self._communicator.send(
-                Frame(kind=kind, micro_batch=flight.number, rows=flight.rows, hidden=hidden)
+                Frame(kind=kind, micro_batch=step.flight.number, rows=sent.rows, hidden=hidden)
             )
-        self._flights.append(flight)
-        self._launched += 1
+        self._sent.append(sent)
 
     def _land(self, on_finish: OnFinish) -> None:
         """Take in the oldest micro-batch: one new token for each of its sequences."""
-        flight = self._flights[0]
-        hidden = self._landed.popleft() if self._communicator is None else self._receive(flight)
-        self._flights.popleft()
+        sent = self._sent[0]
+        hidden = self._landed.popleft() if self._communicator is None else self._receive(sent)
+        self._sent.popleft()
         start = self._clock.now()
         logits = self._master.logits(hidden[:, 0].to(self._runner.device))  # [R, V]
-        keys = [(str(item.request.id), len(item.token_ids)) for item in flight.sequences]
+        answers = [self._answers[number] for number in sent.step.flight.requests]
+        keys = [(str(answer.request.id), len(answer.token_ids)) for answer in answers]
         tokens = self._sampler.sample(logits, keys)
-        spent_s = flight.spent_s + self._clock.now() - start
-        self._clock.record(PHASES[flight.kind], len(flight.rows), spent_s)
-        self._tokens += len(tokens)
-        for sequence, token in zip(flight.sequences, tokens, strict=True):
-            sequence.token_ids.append(token)
-            reason = sequence.finish_reason()
-            if reason is None:
-                self._ready[sequence.slot] = sequence
-            else:
-                self._slots.release(sequence.slot)
-                on_finish(sequence.request, tuple(sequence.token_ids), reason)
+        spent_s = sent.spent_s + self._clock.now() - start
+        self._clock.record(PHASES[sent.kind], len(sent.rows), spent_s)
+        # A finished sequence that its batch holds is computed like any other and thrown away.
+        going_on = [not item.is_finished for item in sent.step.sequences]
+        for answer, token, is_new in zip(answers, tokens, going_on, strict=True):
+            if is_new:
+                answer.token_ids.append(token)
+        self._tokens += sum(going_on)
+        is_complete = [answer.finish_reason is not None for answer in answers]
+        for number in self._book.land(sent.step.flight.number, is_complete):
+            answer = self._answers[number]
+            assert answer.finish_reason is not None
+            on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
+            if not self._holds_finished:
+                del self._answers[number]
 
-    def _receive(self, flight: _Flight) -> Tensor:
+    def _receive(self, sent: _Sent) -> Tensor:
         assert self._communicator is not None
         frame = self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
             raise error_of(frame)
         slots = tuple(row.slot for row in frame.rows)
-        expected = (flight.kind, flight.number, tuple(row.slot for row in flight.rows))
+        expected = (sent.kind, sent.step.flight.number, sent.step.flight.slots)
         if (frame.kind, frame.micro_batch, slots) != expected or frame.hidden is None:
             raise StageError(
                 f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "
-                f"({frame.kind.name}), expected {flight.number} ({flight.kind.name})"
+                f"({frame.kind.name}), expected {sent.step.flight.number} ({sent.kind.name})"
             )
         return frame.hidden

@@ -20,6 +20,7 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
+MAX_ARRIVAL_S = 366 * 24 * 3600.0
 MAX_ID_LENGTH = 1024
 
 RequestId = str | int
@@ -49,6 +50,7 @@ class Prompt:
         max_new_tokens: tokens to make at most; ``None`` is the plan's own number.
         stop_token_ids: tokens that end the answer.
         ignore_eos: whether the model's own end token does not end the answer.
+        arrival_s: seconds after the start of the run at which it comes; 0 is there from the start.
     """
 
     id: RequestId
@@ -58,6 +60,7 @@ class Prompt:
     max_new_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    arrival_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +72,14 @@ class Request:
         prompt_token_ids: at least one.
         max_new_tokens: at least one.
         stop_token_ids: tokens that end the answer; they are its last token.
+        arrival_s: seconds after the start of the run at which it comes.
     """
 
     id: RequestId
     prompt_token_ids: tuple[int, ...]
     max_new_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
+    arrival_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +162,7 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
         prompt_token_ids=token_ids,
         max_new_tokens=new_tokens,
         stop_token_ids=frozenset(stops),
+        arrival_s=prompt.arrival_s,
     )
 
 
@@ -175,6 +181,8 @@ def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
         line["prompt_token_ids"] = list(prompt.token_ids)
     if prompt.max_new_tokens is not None:
         line["max_new_tokens"] = prompt.max_new_tokens
+    if prompt.arrival_s:
+        line["arrival_s"] = prompt.arrival_s
     return line | {
         "stop_token_ids": list(prompt.stop_token_ids),
         "ignore_eos": prompt.ignore_eos,
@@ -226,6 +234,9 @@ def _prompt(fields: Fields) -> Prompt:
         if fields.has("stop_token_ids")
         else (),
         ignore_eos=fields.flag("ignore_eos") if fields.has("ignore_eos") else False,
+        arrival_s=fields.number("arrival_s", maximum=MAX_ARRIVAL_S)
+        if fields.has("arrival_s")
+        else 0.0,
     )
     fields.done()
     return prompt

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-
 import pytest
+from helpers.abstract_pipeline import Pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching import (
-    Decision,
     Decode,
+    Flight,
     HybridPolicy,
     Prefill,
     ReadySequence,
@@ -22,65 +20,7 @@ from llmpq.batching import (
 )
 from llmpq.errors import LlmpqError
 from llmpq.spec.plan import MicroBatching
-
-
-@dataclass
-class Pipeline:
-    """An in-order pipeline without time: what enters first comes back first."""
-
-    wanted: list[int]
-    num_slots: int
-    limit: int
-    made: dict[int, int] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
-
-    def run(self, policy: HybridPolicy) -> None:
-        waiting = deque(WaitingRequest(request=r, prompt_tokens=3) for r in range(len(self.wanted)))
-        ready: list[ReadySequence] = []
-        free = set(range(self.num_slots))
-        owner: dict[int, int] = {}
-        flights: deque[tuple[str, list[int]]] = deque()
-        while waiting or ready or flights:
-            view = SchedulerView(
-                waiting=waiting,
-                ready=tuple(ready),
-                free_slots=len(free),
-                prefills_in_flight=tuple(len(s) for kind, s in flights if kind == "prefill"),
-                decodes_in_flight=tuple(len(s) for kind, s in flights if kind == "decode"),
-            )
-            decision = policy.decide(view) if len(flights) < self.limit else Wait()
-            check_decision(view, decision)
-            self.decisions.append(decision)
-            if isinstance(decision, Prefill):
-                slots = [free.pop() for _ in decision.requests]
-                for slot, request in zip(slots, decision.requests, strict=True):
-                    assert slot not in owner
-                    owner[slot] = request
-                chosen = set(decision.requests)
-                waiting = deque(item for item in waiting if item.request not in chosen)
-                flights.append(("prefill", slots))
-            elif isinstance(decision, Decode):
-                ready = [item for item in ready if item.slot not in decision.slots]
-                flights.append(("decode", list(decision.slots)))
-            else:
-                ready += self._land(flights.popleft()[1], owner, free)
-
-    def _land(self, slots: list[int], owner: dict[int, int], free: set[int]) -> list[ReadySequence]:
-        landed = []
-        for slot in slots:
-            request = owner[slot]
-            self.made[request] = self.made.get(request, 0) + 1
-            if self.made[request] == self.wanted[request]:
-                del owner[slot]
-                free.add(slot)
-            else:
-                made = self.made[request]
-                landed.append(
-                    ReadySequence(
-                        request=request, slot=slot, context_tokens=3 + made, new_tokens=made
-                    )
-                )
-        return landed
+from llmpq.spec.precision import Phase
 
 
 def _policy(prefill: int, decode: int, slots: int, stages: int) -> HybridPolicy:
@@ -130,7 +70,7 @@ def test_running_sequences_do_not_wait_for_a_prefill():
         waiting=[],
         ready=[ReadySequence(request=0, slot=3, context_tokens=5, new_tokens=2)],
         free_slots=0,
-        prefills_in_flight=(1,),
+        flights=(Flight(number=0, phase=Phase.PREFILL, requests=(1,), slots=(0,)),),
     )
     assert _policy(prefill=1, decode=4, slots=4, stages=2).decide(view) == Decode(slots=(3,))
 

@@ -145,6 +145,8 @@ def test_no_requests_is_a_run_too(tiny_model):
 class LastFirst:
     """A policy of another kind: one request at a time, the one that came last first."""
 
+    holds_finished = False
+
     def decide(self, view: SchedulerView) -> Decision:
         if view.waiting and view.free_slots:
             return Prefill(requests=(view.waiting[-1].request,))

@@ -1,0 +1,83 @@
+"""RRA: encode once, decode ``N_D`` iterations, and again (ExeGPT, Sec. 4.1).
+
+Encoding rarely keeps decoding batches full without a bubble at every step. A cycle encodes as many
+requests as ended in the one before, then every sequence makes ``N_D`` tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from llmpq.batching.admission import Admission
+from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
+from llmpq.errors import SpecError
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+
+
+class RraPolicy:
+    """Round-robin allocation of encoding and decoding.
+
+    Args:
+        admission: batch sizes and how they are kept even.
+        decode_iterations: tokens every sequence makes between two encodings ``N_D``.
+        micro_batching: how either batch is split into micro-batches.
+    """
+
+    def __init__(
+        self, *, admission: Admission, decode_iterations: int, micro_batching: MicroBatching
+    ) -> None:
+        if decode_iterations < 1:
+            raise SpecError(f"RRA: found {decode_iterations} decode iterations, expected 1 or more")
+        self._admission = admission
+        self._decode_iterations = decode_iterations
+        self._sizes = micro_batching
+        self._to_prefill: deque[int] = deque()
+        self._made: dict[int, int] = {}  # request -> tokens this cycle, in flight counted
+
+    @property
+    def holds_finished(self) -> bool:
+        """A finished sequence leaves its slot at once."""
+        return False
+
+    def decide(self, view: SchedulerView) -> Decision:
+        """Go on with the cycle, or begin the next one."""
+        if not self._to_prefill and self._is_cycle_over(view):
+            chosen = self._admission.choose(view)
+            if view.flights and view.waiting and len(chosen) < self._admission.encode_batch:
+                return Wait()  # sequences on their way may end and make room
+            self._to_prefill.extend(chosen)
+            self._made.clear()
+        if self._to_prefill:
+            size = min(self._sizes.prefill, len(self._to_prefill))
+            return Prefill(requests=tuple(self._to_prefill.popleft() for _ in range(size)))
+        return self._decode(view)
+
+    def _is_cycle_over(self, view: SchedulerView) -> bool:
+        """Whether everyone has made the cycle's tokens; the last of them may be on their way."""
+        if view.num_flights(Phase.PREFILL):
+            return False
+        numbers = [sequence.request for sequence in view.ready]
+        numbers += [request for flight in view.flights for request in flight.requests]
+        return all(self._made.get(number, 0) >= self._decode_iterations for number in numbers)
+
+    def _decode(self, view: SchedulerView) -> Decision:
+        due = [
+            sequence
+            for sequence in view.ready
+            if self._made.get(sequence.request, 0) < self._decode_iterations
+        ]
+        # Micro-batches are merged again as sequences end; fresh ones wait for a full one.
+        if len(due) < self._sizes.decode and self._is_worth_waiting(view):
+            return Wait()
+        chosen = due[: self._sizes.decode]
+        if not chosen:
+            return Wait()
+        for sequence in chosen:
+            self._made[sequence.request] = self._made.get(sequence.request, 0) + 1
+        return Decode(slots=tuple(sequence.slot for sequence in chosen))
+
+    def _is_worth_waiting(self, view: SchedulerView) -> bool:
+        flights = view.num_flights(Phase.DECODE)
+        alive = len(view.ready) + view.in_flight(Phase.DECODE)
+        return view.num_flights(Phase.PREFILL) > 0 or flights >= -(-alive // self._sizes.decode)

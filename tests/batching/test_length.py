@@ -1,0 +1,77 @@
+"""Predictors: the error they state is the error they make."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from statistics import mean, stdev
+
+import pytest
+
+from llmpq.batching import WaitingRequest
+from llmpq.batching.length import (
+    EmpiricalPredictor,
+    NeighbourNoise,
+    NoisyPredictor,
+    OraclePredictor,
+    RegressionPredictor,
+)
+from llmpq.batching.multibin import quantile_boundaries, uniform_boundaries
+from llmpq.errors import LlmpqError, SpecError
+
+
+def _request(number: int, prompt_tokens: int = 5) -> WaitingRequest:
+    return WaitingRequest(request=number, prompt_tokens=prompt_tokens)
+
+
+def test_the_oracle_knows():
+    assert OraclePredictor([4, 9])(_request(1)) == 9
+    with pytest.raises(LlmpqError, match="no length is known of request 2"):
+        OraclePredictor([4, 9])(_request(2))
+
+
+def test_the_empirical_predictor_knows_the_mean():
+    assert EmpiricalPredictor([1, 2, 6])(_request(0)) == 3
+    with pytest.raises(SpecError):
+        EmpiricalPredictor([])
+
+
+def test_noise_has_the_stated_size():
+    noisy = NoisyPredictor(OraclePredictor([100] * 4000), sigma=0.3, seed=1)
+    logs = [math.log(noisy(_request(number)) / 100) for number in range(4000)]
+    assert abs(mean(logs)) < 0.02
+    assert stdev(logs) == pytest.approx(0.3, rel=0.05)
+    assert noisy(_request(7)) == noisy(_request(7))
+
+
+def test_neighbour_noise_misplaces_the_stated_share_by_one_bin():
+    boundaries = (10.0, 20.0, 30.0)
+    lengths = [number % 40 for number in range(8000)]
+    noisy = NeighbourNoise(OraclePredictor(lengths), boundaries=boundaries, error=0.4, seed=3)
+    moves = [
+        bisect_right(boundaries, noisy(_request(number))) - bisect_right(boundaries, length)
+        for number, length in enumerate(lengths)
+    ]
+    assert set(moves) == {-1, 0, 1}
+    assert sum(move != 0 for move in moves) / len(moves) == pytest.approx(0.4, abs=0.02)
+
+
+def test_no_noise_is_the_truth():
+    noisy = NeighbourNoise(OraclePredictor([3]), boundaries=(1.0,), error=0.0)
+    assert noisy(_request(0)) == 3
+
+
+def test_regression_recovers_a_line():
+    predictor = RegressionPredictor([1, 2, 3, 10], [5, 7, 9, 23])
+    assert predictor(_request(0, prompt_tokens=20)) == pytest.approx(43)
+    assert RegressionPredictor([4, 4], [2, 6])(_request(0)) == 4
+    with pytest.raises(SpecError):
+        RegressionPredictor([1], [])
+
+
+def test_boundaries():
+    assert uniform_boundaries(1, 20, 1) == ()
+    assert uniform_boundaries(0, 20, 4) == (5, 10, 15)
+    assert quantile_boundaries(range(100), 4) == (25, 50, 75)
+    with pytest.raises(SpecError):
+        quantile_boundaries([], 2)

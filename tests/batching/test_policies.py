@@ -1,0 +1,180 @@
+"""Laws that every policy keeps, on any pipeline and any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from helpers.abstract_pipeline import Pipeline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmpq.batching import (
+    Admission,
+    BatchingPolicy,
+    Decode,
+    FirstComeFormer,
+    HybridPolicy,
+    IterationPolicy,
+    MultiBinFormer,
+    Prefill,
+    RraPolicy,
+    StaticPolicy,
+    WaaPolicy,
+    Wait,
+)
+from llmpq.batching.length import OraclePredictor
+from llmpq.spec.plan import MicroBatching
+
+MakePolicy = Callable[[int, MicroBatching, list[int]], BatchingPolicy]
+
+
+def _admission(slots: int) -> Admission:
+    return Admission(encode_batch=max(1, slots // 3), decode_batch=slots)
+
+
+POLICIES: dict[str, MakePolicy] = {
+    "hybrid": lambda slots, sizes, _: HybridPolicy(
+        micro_batching=sizes, num_slots=slots, num_stages=2
+    ),
+    "static": lambda slots, sizes, _: StaticPolicy(
+        former=FirstComeFormer(batch=slots), micro_batching=sizes
+    ),
+    "shrinking": lambda slots, sizes, _: StaticPolicy(
+        former=FirstComeFormer(batch=slots), micro_batching=sizes, holds_finished=False
+    ),
+    "multibin": lambda slots, sizes, wanted: StaticPolicy(
+        former=MultiBinFormer(batch=slots, boundaries=(3, 6), predictor=OraclePredictor(wanted)),
+        micro_batching=sizes,
+    ),
+    "iteration": lambda _, sizes, __: IterationPolicy(micro_batching=sizes),
+    "rra": lambda slots, sizes, _: RraPolicy(
+        admission=_admission(slots), decode_iterations=3, micro_batching=sizes
+    ),
+    "waa": lambda slots, sizes, _: WaaPolicy(admission=_admission(slots), micro_batching=sizes),
+}
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[Pipeline, MicroBatching]:
+    """Draw requests, their arrivals and a pipeline with its micro-batches."""
+    wanted = draw(st.lists(st.integers(1, 9), min_size=1, max_size=30))
+    slots = draw(st.integers(1, 10))
+    gaps = draw(st.lists(st.integers(0, 3), min_size=len(wanted), max_size=len(wanted)))
+    arrivals = [sum(gaps[: index + 1]) for index in range(len(gaps))]
+    pipeline = Pipeline(wanted, slots, limit=draw(st.integers(1, 4)), arrivals=arrivals)
+    sizes = MicroBatching(prefill=draw(st.integers(1, slots)), decode=draw(st.integers(1, slots)))
+    return pipeline, sizes
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(workload=workloads())
+def test_every_request_gets_exactly_its_tokens(name, workload):
+    pipeline, sizes = workload
+    pipeline.run(POLICIES[name](pipeline.num_slots, sizes, list(pipeline.wanted)))
+    assert pipeline.made == dict(enumerate(pipeline.wanted))
+    assert sorted(pipeline.finished) == list(range(len(pipeline.wanted)))
+    for phase, size in pipeline.sizes:
+        assert 1 <= size <= (sizes.prefill if phase == "prefill" else sizes.decode)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(workload=workloads())
+def test_only_a_held_batch_computes_for_nothing(name, workload):
+    pipeline, sizes = workload
+    policy = POLICIES[name](pipeline.num_slots, sizes, list(pipeline.wanted))
+    pipeline.run(policy)
+    useful = sum(pipeline.wanted)
+    assert pipeline.computed >= useful if policy.holds_finished else pipeline.computed == useful
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(workload=workloads())
+def test_equal_views_get_equal_answers(name, workload):
+    first, sizes = workload
+    second = Pipeline(first.wanted, first.num_slots, first.limit, first.arrivals)
+    for pipeline in (first, second):
+        pipeline.run(POLICIES[name](pipeline.num_slots, sizes, list(pipeline.wanted)))
+    assert first.decisions == second.decisions
+
+
+def test_static_batches_wait_for_their_last_member():
+    pipeline = Pipeline([1, 4, 2, 2], num_slots=2, limit=1)
+    sizes = MicroBatching(prefill=2, decode=2)
+    pipeline.run(StaticPolicy(former=FirstComeFormer(batch=2), micro_batching=sizes))
+    steps = [step for step in pipeline.decisions if not isinstance(step, Wait)]
+    assert steps == [
+        Prefill(requests=(0, 1)),
+        *[Decode(slots=(0, 1))] * 3,
+        Prefill(requests=(2, 3)),
+        Decode(slots=(0, 1)),
+    ]
+    assert pipeline.computed == 2 * 4 + 2 * 2  # request 0 is computed three times for nothing
+
+
+def test_multi_bin_serves_the_paper_s_example():
+    wanted = [1, 5, 2, 6]  # Figure 1(b): 11 steps in order of arrival, 8 in two bins
+    sizes = MicroBatching(prefill=2, decode=2)
+    predictor = OraclePredictor(wanted)
+    served = {}
+    for bins, boundaries in ((1, ()), (2, (4,))):
+        former = MultiBinFormer(batch=2, boundaries=boundaries, predictor=predictor)
+        pipeline = Pipeline(wanted, num_slots=2, limit=1)
+        pipeline.run(StaticPolicy(former=former, micro_batching=sizes))
+        served[bins] = len(pipeline.sizes)
+    assert served == {1: 11, 2: 8}
+
+
+def test_multi_bin_serves_the_bin_that_is_full_first():
+    former = MultiBinFormer(batch=2, boundaries=(10,), predictor=OraclePredictor([1, 20, 21, 2]))
+    sizes = MicroBatching(prefill=2, decode=2)
+    pipeline = Pipeline([1, 20, 21, 2], num_slots=2, limit=1)
+    pipeline.run(StaticPolicy(former=former, micro_batching=sizes))
+    prefills = [step.requests for step in pipeline.decisions if isinstance(step, Prefill)]
+    assert prefills == [(1, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 5])
+def test_rra_decodes_n_iterations_between_two_encodings(iterations):
+    pipeline = Pipeline([11] * 30, num_slots=10, limit=1)
+    policy = RraPolicy(
+        admission=Admission(encode_batch=3, decode_batch=10, threshold=0.0),
+        decode_iterations=iterations,
+        micro_batching=MicroBatching(prefill=10, decode=10),
+    )
+    pipeline.run(policy)
+    phases = "".join("P" if phase == "prefill" else "d" for phase, _ in pipeline.sizes)
+    runs = [len(run) for run in phases.split("P")[1:]]
+    assert all(run % iterations == 0 for run in runs[:-1])
+    assert iterations in runs
+
+
+def test_rra_keeps_its_decoding_batch_near_the_mean():
+    pipeline = Pipeline([4 + number % 9 for number in range(300)], num_slots=24, limit=1)
+    # ExeGPT, Sec. 6: with N_D = 4 a request of S tokens ends in a given phase with 1 / ceil(S / 4).
+    policy = RraPolicy(
+        admission=Admission(encode_batch=12, decode_batch=24),
+        decode_iterations=4,
+        micro_batching=MicroBatching(prefill=24, decode=24),
+    )
+    pipeline.run(policy)
+    decodes = [size for phase, size in pipeline.sizes if phase == "decode"][20:-20]
+    assert sum(decodes) / len(decodes) > 0.7 * 24
+
+
+def test_waa_merges_what_was_encoded_into_one_decoding_batch():
+    pipeline = Pipeline([8] * 40, num_slots=16, limit=2)
+    policy = WaaPolicy(
+        admission=Admission(encode_batch=2, decode_batch=16),
+        micro_batching=MicroBatching(prefill=2, decode=16),
+    )
+    pipeline.run(policy)
+    assert max(size for phase, size in pipeline.sizes if phase == "prefill") == 2
+    assert max(size for phase, size in pipeline.sizes if phase == "decode") > 6
+
+
+def test_iterations_join_requests_while_others_decode():
+    pipeline = Pipeline([9, 9, 9], num_slots=3, limit=1, arrivals=[0, 3, 6])
+    pipeline.run(IterationPolicy(micro_batching=MicroBatching(prefill=3, decode=3)))
+    sizes = [size for phase, size in pipeline.sizes if phase == "decode"]
+    assert {1, 2, 3} <= set(sizes)
