@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -43,6 +43,8 @@ class PackedWeight:
         codes: uint8 ``[N, ceil(K b / 8)]``, each row one little-endian bit stream.
         scales: ``[N, G]`` in the run's dtype, all positive.
         zeros: ``[N, G]`` in the same dtype; ``None`` exactly when the precision is symmetric.
+        order: int32 ``[K]``, the input feature of every stored column, when a quantizer grouped
+            them by importance (GPTQ's act-order); ``None`` when columns stand in their own order.
     """
 
     out_features: int
@@ -51,6 +53,7 @@ class PackedWeight:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         bits = self.precision.bits
@@ -64,6 +67,8 @@ class PackedWeight:
         self._check("scales", self.scales, (rows, groups))
         if self.zeros is not None:
             self._check("zeros", self.zeros, (rows, groups))
+        if self.order is not None:
+            self._check_order(self.order)
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
         dtypes = (torch.uint8,) if name == "codes" else SCALE_DTYPES
@@ -75,6 +80,16 @@ class PackedWeight:
                 f"found {name} {tensor.dtype} {list(tensor.shape)}, "
                 f"expected {' or '.join(map(str, dtypes))} {list(shape)}"
             )
+
+    def _check_order(self, order: Tensor) -> None:
+        count = self.in_features
+        if tuple(order.shape) != (count,) or order.dtype != torch.int32:
+            found = f"{order.dtype} {list(order.shape)}"
+        elif not torch.equal(order.sort().values, torch.arange(count, device=order.device)):
+            found = "features left out or repeated"
+        else:
+            return
+        raise SpecError(f"packed weight: found an order of {found}, expected all of [0, {count})")
 
     @property
     def group_size(self) -> int:
@@ -88,9 +103,13 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the tensors; equals ``spec.precision.linear_bytes``."""
-        zeros = 0 if self.zeros is None else self.zeros.nbytes
-        return self.codes.nbytes + self.scales.nbytes + zeros
+        """Bytes held by the tensors: ``spec.precision.linear_bytes``, and 4 K for an order."""
+        optional = sum(t.nbytes for t in (self.zeros, self.order) if t is not None)
+        return self.codes.nbytes + self.scales.nbytes + optional
+
+    def in_stored_order(self) -> PackedWeight:
+        """Return the weight of inputs that were put in order already; it shares every tensor."""
+        return self if self.order is None else replace(self, order=None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight ``[N, K]`` in ``dtype``, rounded once from float32."""
@@ -111,10 +130,13 @@ class PackedWeight:
             grouped.mul_(self.scales[rows].to(torch.float32).unsqueeze(-1))
             if self.zeros is not None:
                 grouped.add_(self.zeros[rows].to(torch.float32).unsqueeze(-1))
-            out[rows].copy_(block)
+            if self.order is None:
+                out[rows].copy_(block)
+            else:
+                out[rows].index_copy_(1, self.order.long(), block.to(out.dtype))
 
     def signed_rows(self, rows: slice) -> Tensor:
-        """Return ``code - 2^(b-1)`` of some rows: int8 ``[R, K]``."""
+        """Return ``code - 2^(b-1)`` of some rows, columns as stored: int8 ``[R, K]``."""
         return unpack_signed(self.codes[rows], self.precision.bits, self.in_features)
 
 

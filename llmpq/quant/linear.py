@@ -26,9 +26,11 @@ class QuantLinear(nn.Module):
         out_features: N.
         precision: how the weight is stored.
         bias: ``[N]`` in the run's dtype, or ``None``.
+        order: int32 ``[K]``, the input feature of every stored column; ``None`` in their own order.
     """
 
     bias: Tensor | None
+    order: Tensor | None
 
     def __init__(self, packed: PackedWeight, bias: Tensor | None, backend: KernelBackend) -> None:
         """Prepare ``packed`` for ``backend``; only the prepared form is kept.
@@ -46,7 +48,8 @@ class QuantLinear(nn.Module):
         self.out_features = packed.out_features
         self.precision = packed.precision
         self._backend = backend
-        self._weight = backend.prepare(packed)
+        self._weight = backend.prepare(packed.in_stored_order())
+        self.register_buffer("order", packed.order)
         self.register_buffer("bias", None if bias is None else bias.detach().to(packed.dtype))
 
     @property
@@ -61,6 +64,9 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
+        if self.order is not None:
+            # Once for the input instead of once for the weight: backends know no order.
+            x = x.index_select(-1, self.order)
         return self._backend.linear(x, self._weight, self.bias)
 
     def extra_repr(self) -> str:
