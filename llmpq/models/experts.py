@@ -10,10 +10,8 @@ Shapes: E experts, N output features of a part, K input features.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from llmpq.errors import SpecError
+from llmpq.models.sources import TensorSource
 from llmpq.models.tensor_files import TensorFiles
 
 # Fused parameter -> the names of its parts, stacked along N, in the spelling of each lineage.
@@ -38,8 +36,8 @@ def find_stored(tensors: TensorFiles, name: str) -> str | None:
     return None
 
 
-def fuse_experts(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Read the parts of the fused parameter ``name`` into one tensor ``[E, parts * N, K]``.
+def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource:
+    """Say where the parts of the fused parameter ``name`` ``[E, parts * N, K]`` are.
 
     Args:
         tensors: the checkpoint's files.
@@ -47,30 +45,23 @@ def fuse_experts(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
         shape: what the layer expects.
 
     Raises:
-        SpecError: neither spelling is there, or a part has another shape.
+        SpecError: neither spelling is there, or a part has another shape or dtype than the rest.
     """
     parts = _find_parts(tensors, name)
     if parts is None or len(shape) != 3:
         raise SpecError(f"{tensors.directory}: found no tensor '{name}', expected {list(shape)}")
-    experts, rows = shape[0], shape[1] // len(parts)
-    places = {
-        part.format(expert): (expert, slice(i * rows, (i + 1) * rows))
-        for expert in range(experts)
-        for i, part in enumerate(parts)
-    }
-    for stored in places:
-        if stored in tensors and tensors.shape(stored) != (rows, shape[2]):
-            found = list(tensors.shape(stored))
+    rows = shape[1] // len(parts)
+    sources = [tensors.source(part.format(expert)) for expert in range(shape[0]) for part in parts]
+    for source in sources:
+        if source.shape != (rows, shape[2]) or source.dtype != sources[0].dtype:
             raise SpecError(
-                f"{tensors.where(stored)}: found shape {found}, expected {[rows, shape[2]]}"
+                f"{tensors.where(source.name)}: found shape {list(source.shape)} of "
+                f"{source.dtype}, expected {[rows, shape[2]]} of {sources[0].dtype}"
             )
-    fused: Tensor | None = None
-    for stored, tensor in tensors.read(places):
-        if fused is None:
-            fused = torch.empty(shape, dtype=tensor.dtype)
-        fused[places[stored]] = tensor
-    assert fused is not None  # a layer with no experts has no expert parameters
-    return fused
+    ranges = tuple(part for source in sources for part in source.ranges)
+    return TensorSource(
+        name=sources[0].name, dtype=sources[0].dtype, shape=tuple(shape), ranges=ranges
+    )
 
 
 def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import BinaryIO
 
 from llmpq.errors import SpecError
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# A third of the format's own limit and room for 300,000 tensors: parsed, JSON takes up to ten times
+# its bytes, and a file must not decide how much memory its reader takes.
+MAX_HEADER_BYTES = 32 * 1024 * 1024
 _LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 64
 
@@ -68,6 +71,11 @@ class Header:
     raw: bytes
     entries: Mapping[str, TensorEntry]
 
+    @property
+    def data_begin(self) -> int:
+        """Byte of the file at which the tensors' bytes begin."""
+        return _LENGTH_BYTES + len(self.raw)
+
 
 def read_header(path: Path) -> Header:
     """Read and check the header of ``path``.
@@ -78,8 +86,12 @@ def read_header(path: Path) -> Header:
     """
     if not path.is_file():
         raise SpecError(f"{path}: found no such file, expected safetensors weights")
-    with path.open("rb") as stream:
-        return read_header_from(stream, file_bytes=path.stat().st_size, where=str(path))
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            return read_header_from(stream, file_bytes=size, where=str(path))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
 
 
 def read_header_from(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
@@ -91,7 +103,10 @@ def read_header_from(stream: BinaryIO, *, file_bytes: int, where: str) -> Header
             f"{where}: found a header of {length} bytes, expected 2 to "
             f"{max(2, min(MAX_HEADER_BYTES, available))}"
         )
-    return parse_header(stream.read(length), data_bytes=available - length, where=where)
+    raw = stream.read(length)
+    if len(raw) != length:
+        raise SpecError(f"{where}: ends at byte {len(raw) + _LENGTH_BYTES}, inside its header")
+    return parse_header(raw, data_bytes=available - length, where=where)
 
 
 def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
@@ -106,7 +121,7 @@ def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
         SpecError: as :func:`read_header`.
     """
     try:
-        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        fields = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{where}: header is not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -121,15 +136,22 @@ def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
     return Header(raw=raw, entries=entries)
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Make an object of JSON; which of two equal keys counts must not depend on the reader.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("a key occurs twice")
     return fields
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= 120 else name[:117] + "..."
+def _short(text: str) -> str:
+    """Shorten and escape what a file says, for a line on a terminal."""
+    plain = text[:120].encode("unicode_escape").decode("ascii")
+    return plain if plain == text else plain[:117] + "..."
 
 
 def _entry(where: str, value: object) -> TensorEntry:

@@ -1,25 +1,41 @@
 """TensorFiles: the safetensors of one model directory, as one mapping from name to tensor.
 
 Safetensors only, single or sharded; a directory with only pickled weights is refused. Headers are
-checked when the directory is opened, tensors are read when asked for, one at a time.
+checked when the directory is opened, tensors are read when asked for, one at a time. Nothing is
+read from a file that was written to in between.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.models.headers import Header, read_header
+from llmpq.models.headers import Header, read_header_from, unique_keys
+from llmpq.models.sources import (
+    TORCH_DTYPES,
+    Allocate,
+    ByteRange,
+    FileStamp,
+    TensorSource,
+    on_host,
+    read_into,
+    read_source,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 100_000_000
+MAX_INDEX_BYTES = 32 * 1024 * 1024
+_SAMPLE_BYTES = 4096
+_MAX_SAMPLES = 16
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
+T = TypeVar("T")
 
 
 class TensorFiles:
@@ -36,6 +52,7 @@ class TensorFiles:
     def __init__(self, model_dir: Path | str) -> None:
         self.directory = Path(model_dir)
         self.headers: dict[str, Header] = {}
+        self._stamps: dict[str, FileStamp] = {}
         self._file_of: dict[str, str] = {}
         if (self.directory / SINGLE_FILE).exists():
             self._add_file(SINGLE_FILE)
@@ -61,25 +78,94 @@ class TensorFiles:
         """File and tensor, for messages."""
         return f"{self.directory / self._file_of[name]}: tensor '{name}'"
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors, each file opened once and each tensor read when reached.
+    def source(self, name: str) -> TensorSource:
+        """Say where a tensor is, without reading it.
 
         Raises:
-            SpecError: a tensor that does not exist, or a file that cannot be read any more.
+            SpecError: a tensor that does not exist.
         """
-        by_file: dict[str, list[str]] = {}
+        if name not in self._file_of:
+            raise SpecError(f"{self.directory}: found no tensor '{name}'")
+        file = self._file_of[name]
+        header = self.headers[file]
+        entry = header.entries[name]
+        begin = header.data_begin + entry.begin
+        return TensorSource(
+            name=name,
+            dtype=TORCH_DTYPES[entry.dtype],
+            shape=entry.shape,
+            ranges=(ByteRange(file=file, begin=begin, nbytes=entry.end - entry.begin),),
+        )
+
+    def load(self, source: TensorSource, allocate: Allocate = on_host) -> Tensor:
+        """Read a tensor into memory of its own; several threads may do so at once.
+
+        Raises:
+            SpecError: a file that cannot be read any more, or is not the one that was checked.
+        """
+        return read_source(self.directory, source, self._stamps, allocate)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the named tensors, each read when reached.
+
+        Raises:
+            SpecError: a tensor that does not exist, or what :meth:`load` refuses.
+        """
         for name in names:
-            if name not in self._file_of:
-                raise SpecError(f"{self.directory}: found no tensor '{name}'")
-            by_file.setdefault(self._file_of[name], []).append(name)
-        for file, wanted in by_file.items():
-            path = self.directory / file
-            try:
-                with safe_open(path, framework="pt") as tensors:
-                    for name in wanted:
-                        yield name, tensors.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise SpecError(f"{path}: cannot be read: {error}") from error
+            yield name, self.load(self.source(name))
+
+    def fingerprint(self, sources: Iterable[TensorSource]) -> str | None:
+        """Return a key that changes when the stored bytes of some tensors may have changed.
+
+        SHA-256 over what the headers say of them, over the stamps of their files (size, inode and
+        times, of which the change time cannot be set back) and over 4 KiB of up to sixteen of
+        them. A copy of a model, or one whose files were touched, gets another key: that costs
+        time and never a wrong answer. Reading every byte would cost what the key is to save.
+
+        Returns:
+            ``None`` when a file is so young, or has so changed since it was opened, that its
+            stamp proves nothing.
+        """
+        sources = list(sources)
+        files = sorted({part.file for source in sources for part in source.ranges})
+        if any(not self._is_proven(file) for file in files):
+            return None
+        state = hashlib.sha256()
+        for file in files:
+            header, stamp = self.headers[file], self._stamps[file]
+            state.update(repr((stamp.size, stamp.inode)).encode())
+            state.update(repr((stamp.modified_ns, stamp.changed_ns)).encode())
+            state.update(hashlib.sha256(header.raw).digest())
+        for source in sources:
+            state.update(repr(source).encode())
+        for source in sources[:: -(-len(sources) // _MAX_SAMPLES) or 1]:
+            state.update(self._sample(source))
+        return state.hexdigest()
+
+    def _is_proven(self, file: str) -> bool:
+        before = self._stamps[file]
+        return before.settled and before == self._open(file, FileStamp.of)
+
+    def _sample(self, source: TensorSource) -> bytes:
+        """Return the bytes in the middle of a tensor."""
+        part = source.ranges[len(source.ranges) // 2]
+        count = min(_SAMPLE_BYTES, part.nbytes)
+        sample = bytearray(count)
+        begin = part.begin + (part.nbytes - count) // 2
+        where = str(self.directory / part.file)
+        self._open(part.file, lambda fd: read_into(fd, begin, memoryview(sample), where))
+        return bytes(sample)
+
+    def _open(self, file: str, use: Callable[[int], T]) -> T:
+        path = self.directory / file
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SpecError(f"{path}: cannot be read: {error}") from error
+        try:
+            return use(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _add_file(self, name: str) -> None:
         path = self.directory / name
@@ -87,7 +173,7 @@ class TensorFiles:
             raise SpecError(f"{path}: found no such file, expected a shard of the checkpoint")
         if not self._may_read(path):
             raise SpecError(f"{path}: leads outside the model directory")
-        self.headers[name] = read_header(path)
+        self._stamps[name], self.headers[name] = self._open(name, lambda fd: _checked(fd, path))
 
     def _may_read(self, path: Path) -> bool:
         """Whether a link stays inside the directory, or in the blobs of a hub cache around it."""
@@ -98,6 +184,8 @@ class TensorFiles:
         return any(path.resolve().is_relative_to(root) for root in roots)
 
     def _add_shards(self, index: Path) -> None:
+        if not self._may_read(index):
+            raise SpecError(f"{index}: leads outside the model directory")
         weight_map = _read_weight_map(index)
         for name in sorted(set(weight_map.values())):
             if PurePosixPath(name).name != name or "\\" in name or name in {"", ".", ".."}:
@@ -118,12 +206,19 @@ class TensorFiles:
         return f"{self.directory}: found no weights, expected {SINGLE_FILE} or {INDEX_FILE}"
 
 
+def _checked(descriptor: int, path: Path) -> tuple[FileStamp, Header]:
+    """Return stamp and header of one open file, so that they cannot be of two."""
+    stamp = FileStamp.of(descriptor)
+    with os.fdopen(descriptor, "rb", closefd=False) as stream:
+        return stamp, read_header_from(stream, file_bytes=stamp.size, where=str(path))
+
+
 def _read_weight_map(index: Path) -> dict[str, str]:
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise SpecError(f"{index}: larger than {MAX_INDEX_BYTES} bytes, expected an index")
     try:
-        fields = json.loads(index.read_bytes())
-    except (ValueError, RecursionError) as error:
+        fields = json.loads(index.read_bytes(), object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError, OSError) as error:
         raise SpecError(f"{index}: not JSON: {error}") from error
     weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

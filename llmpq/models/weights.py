@@ -1,7 +1,8 @@
 """Checkpoint: which stored tensors make a decoder layer, and which the master.
 
 It maps transformers' module names to the names in a checkpoint: with or without the prefix of the
-head's model, experts fused or one by one, tied tensors once. Shapes are checked before reading.
+head's model, experts fused or one by one, tied tensors once. Shapes and dtypes are checked before
+reading; what to read first, and into which memory, is the reader's choice.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.models.adapter import Skeleton, build_layer
+from llmpq.models.adapter import Skeleton
 from llmpq.models.config import load_config
-from llmpq.models.experts import find_stored, fuse_experts, is_expert_part
+from llmpq.models.experts import find_stored, fused_source, is_expert_part
 from llmpq.models.master import Master
+from llmpq.models.sources import TORCH_DTYPES, TensorSource
 from llmpq.models.tensor_files import TensorFiles
 
 _logger = get_logger(__name__)
@@ -27,12 +29,7 @@ _logger = get_logger(__name__)
 # Constants that older versions of transformers stored with the weights.
 _CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
 
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Checkpoint:
@@ -63,14 +60,14 @@ class Checkpoint:
         Raises:
             SpecError: no tensor holds floating-point numbers.
         """
-        stored: Counter[str] = Counter()
+        stored: Counter[torch.dtype] = Counter()
         for header in self.tensors.headers.values():
             for entry in header.entries.values():
-                if entry.dtype in _TORCH_DTYPES:
-                    stored[entry.dtype] += entry.end - entry.begin
+                if TORCH_DTYPES[entry.dtype] in _FLOATING:
+                    stored[TORCH_DTYPES[entry.dtype]] += entry.end - entry.begin
         if not stored:
             raise SpecError(f"{self.directory}: found no floating-point weights")
-        return _TORCH_DTYPES[stored.most_common(1)[0][0]]
+        return stored.most_common(1)[0][0]
 
     def digest(self) -> str:
         """SHA-256 over ``config.json`` and every file's name, size and header, in hexadecimal.
@@ -85,45 +82,67 @@ class Checkpoint:
             state.update(header.raw)
         return state.hexdigest()
 
-    def layer_state_dict(self, index: int) -> dict[str, Tensor]:
-        """Read decoder layer ``index``, keys relative to transformers' layer module.
+    def empty_layer(self, index: int) -> nn.Module:
+        """Build decoder layer ``index`` on the meta device; ``build_layer`` with one skeleton.
 
         Raises:
-            SpecError: a tensor of the layer is missing or has another shape.
+            SpecError: ``index`` is not a layer of the model.
         """
-        state = build_layer(self.config, index).state_dict()
+        if not 0 <= index < self.config.num_hidden_layers:
+            raise SpecError(f"layer {index}: expected one of [0, {self.config.num_hidden_layers})")
+        with torch.device("meta"):
+            layer = self._skeleton.layer_class(self.config, index)
+        return layer.eval().requires_grad_(False)
+
+    def layer_sources(self, index: int, layer: nn.Module | None = None) -> dict[str, TensorSource]:
+        """Say where the tensors of decoder layer ``index`` are, keys relative to the layer.
+
+        Args:
+            index: its place in the model.
+            layer: what :meth:`empty_layer` made, when the caller has it.
+
+        Raises:
+            SpecError: a tensor of the layer is missing, or has another shape or kind of dtype.
+        """
+        state = (layer or self.empty_layer(index)).state_dict()
         prefix = f"{self._root}{self._skeleton.layers_name}.{index}."
         self._remark_on_others(prefix, state.keys())
-        return self._read({prefix + k: (k, tuple(v.shape)) for k, v in state.items()})
+        return {key: self._source(prefix + key, value) for key, value in state.items()}
 
-    def master_state_dict(self) -> dict[str, Tensor]:
-        """Read what :class:`Master` holds, under its names; a tied head is read once.
+    def master_sources(self) -> dict[str, TensorSource]:
+        """Say where what :class:`Master` holds is, under its names; a tied head is there once.
 
         Raises:
-            SpecError: as :meth:`layer_state_dict`.
+            SpecError: as :meth:`layer_sources`.
         """
-        wanted = {}
+        sources = {}
         for key, value in Master(self.config).state_dict().items():
             stored = self._root + key
             if key.startswith("lm_head."):
                 stored = self._find_head(key.removeprefix("lm_head."))
-            wanted[stored] = (key, tuple(value.shape))
-        return self._read(wanted)
+            sources[key] = self._source(stored, value)
+        return sources
 
-    def _read(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
-        """Read ``{stored name: (key, expected shape)}``, fusing experts stored one by one."""
-        plain: dict[str, str] = {}
-        state: dict[str, Tensor] = {}
-        for name, (key, shape) in wanted.items():
-            stored = find_stored(self.tensors, name)
-            if stored is None:
-                state[key] = fuse_experts(self.tensors, name, shape)
-            else:
-                self._check_shape(stored, shape)
-                plain[stored] = key
-        for stored, tensor in self.tensors.read(plain):
-            state[plain[stored]] = tensor
-        return state
+    def layer_state_dict(self, index: int) -> dict[str, Tensor]:
+        """Read decoder layer ``index``; errors as :meth:`layer_sources`."""
+        return self._load(self.layer_sources(index))
+
+    def master_state_dict(self) -> dict[str, Tensor]:
+        """Read what :class:`Master` holds; errors as :meth:`master_sources`."""
+        return self._load(self.master_sources())
+
+    def _load(self, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
+        return {key: self.tensors.load(source) for key, source in sources.items()}
+
+    def _source(self, name: str, wanted: Tensor) -> TensorSource:
+        """Find what goes into ``wanted``, fusing experts stored one by one."""
+        stored = find_stored(self.tensors, name)
+        if stored is None:
+            source = fused_source(self.tensors, name, tuple(wanted.shape))
+        else:
+            source = self.tensors.source(stored)
+        self._check(source, wanted)
+        return source
 
     def _remark_on_others(self, prefix: str, keys: Iterable[str]) -> None:
         """Say which stored tensors the layer has no place for; old checkpoints keep constants."""
@@ -133,11 +152,19 @@ class Checkpoint:
             if is_other and not name.endswith(_CONSTANTS) and not is_expert_part(name):
                 _logger.warning("%s is not part of the layer, left out", self.tensors.where(name))
 
-    def _check_shape(self, stored: str, shape: tuple[int, ...]) -> None:
-        found = self.tensors.shape(stored)
-        if found != shape:
-            where = self.tensors.where(stored)
-            raise SpecError(f"{where}: found shape {list(found)}, expected {list(shape)}")
+    def _check(self, source: TensorSource, wanted: Tensor) -> None:
+        """Refuse another shape, and numbers of another kind: codes need a reader of their own."""
+        if source.shape != tuple(wanted.shape):
+            raise SpecError(
+                f"{self.tensors.where(source.name)}: found shape {list(source.shape)}, "
+                f"expected {list(wanted.shape)}"
+            )
+        allowed = _FLOATING if wanted.is_floating_point() else (wanted.dtype,)
+        if source.dtype not in allowed:
+            raise SpecError(
+                f"{self.tensors.where(source.name)}: found dtype {source.dtype}, expected "
+                f"{' or '.join(map(str, allowed))}"
+            )
 
     def _find_root(self) -> str:
         """Prefix of the decoder's tensors: checkpoints of base models lack some of the path."""
