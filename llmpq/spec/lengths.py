@@ -1,0 +1,212 @@
+"""LengthDistribution: how long prompts or answers are, as probabilities of whole numbers of tokens.
+
+What schedules are searched with (ExeGPT's P_E and P_D) and traces are drawn from. It refuses to
+know what a length is of.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from llmpq.errors import SpecError
+from llmpq.spec.fields import SCHEMA, Fields, read_json
+
+MAX_LENGTH = 10_000_000
+MAX_DISTINCT = 1_000_000
+_ONE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthDistribution:
+    """Probabilities of lengths.
+
+    Attributes:
+        lengths: whole numbers of tokens from 1 on, rising.
+        probabilities: of each, positive, together 1.
+    """
+
+    lengths: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.lengths or len(self.lengths) != len(self.probabilities):
+            raise SpecError(
+                f"length distribution: found {len(self.lengths)} lengths and "
+                f"{len(self.probabilities)} probabilities, expected as many of either, at least one"
+            )
+        if self.lengths[0] < 1 or any(low >= high for low, high in pairwise(self.lengths)):
+            raise SpecError("length distribution: expected rising lengths of at least 1")
+        total = math.fsum(self.probabilities)
+        if min(self.probabilities) <= 0 or abs(total - 1) > _ONE:
+            raise SpecError(
+                f"length distribution: found probabilities that add up to {total:g}, "
+                "expected positive ones that add up to 1"
+            )
+
+    @cached_property
+    def _cumulated(self) -> tuple[float, ...]:
+        return tuple(accumulate(self.probabilities))
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean length."""
+        weighted = zip(self.lengths, self.probabilities, strict=True)
+        return math.fsum(length * share for length, share in weighted)
+
+    @cached_property
+    def std(self) -> float:
+        """Standard deviation of the length."""
+        weighted = zip(self.lengths, self.probabilities, strict=True)
+        return math.sqrt(math.fsum(share * (length - self.mean) ** 2 for length, share in weighted))
+
+    @property
+    def longest(self) -> int:
+        """Longest length that occurs."""
+        return self.lengths[-1]
+
+    def quantile(self, share: float) -> int:
+        """Return the shortest length that at least ``share`` of all do not exceed.
+
+        Args:
+            share: in [0, 1].
+        """
+        if not 0 <= share <= 1:
+            raise SpecError(f"length distribution: found quantile {share}, expected 0 to 1")
+        index = bisect_left(self._cumulated, share - 1e-12)
+        return self.lengths[min(index, len(self.lengths) - 1)]
+
+    def sample(self, count: int, chance: random.Random) -> list[int]:
+        """Draw ``count`` lengths."""
+        return chance.choices(self.lengths, cum_weights=self._cumulated, k=count)
+
+
+def constant(length: int) -> LengthDistribution:
+    """Return the distribution of one length that everyone has."""
+    return LengthDistribution(lengths=(length,), probabilities=(1.0,))
+
+
+def empirical(lengths: Iterable[int]) -> LengthDistribution:
+    """Return the distribution of observed lengths.
+
+    Raises:
+        SpecError: there are none, or one is not a whole number from 1 on.
+    """
+    counts = Counter(lengths)
+    if not counts:
+        raise SpecError("length distribution: found no observed lengths, expected at least one")
+    total = sum(counts.values())
+    ordered = sorted(counts)
+    return LengthDistribution(
+        lengths=tuple(ordered), probabilities=tuple(counts[length] / total for length in ordered)
+    )
+
+
+def truncated_normal(
+    mean: float, std: float, longest: int, shortest: int = 1
+) -> LengthDistribution:
+    """Return a normal distribution cut off at both ends and rounded to whole tokens.
+
+    Args:
+        mean: of the normal distribution before it is cut, as in ExeGPT's Table 3.
+        std: its standard deviation.
+        longest: no length is above.
+        shortest: none is below.
+    """
+    if not (std > 0 and 1 <= shortest <= longest <= MAX_DISTINCT):
+        raise SpecError(
+            f"length distribution: found std {std}, shortest {shortest}, longest {longest}; "
+            f"expected std > 0 and 1 <= shortest <= longest <= {MAX_DISTINCT}"
+        )
+    edges = [_normal_cdf((edge - mean) / std) for edge in _half_steps(shortest, longest)]
+    shares = [high - low for low, high in pairwise(edges)]
+    return _normalised(range(shortest, longest + 1), shares)
+
+
+def uniform(shortest: int, longest: int) -> LengthDistribution:
+    """Return equal probabilities for every length in ``[shortest, longest]``."""
+    if not 1 <= shortest <= longest or longest - shortest >= MAX_DISTINCT:
+        raise SpecError(
+            f"length distribution: found lengths {shortest} to {longest}, "
+            f"expected 1 <= shortest <= longest and at most {MAX_DISTINCT} different ones"
+        )
+    return _normalised(range(shortest, longest + 1), [1.0] * (longest - shortest + 1))
+
+
+def load_lengths(path: str | Path) -> LengthDistribution:
+    """Read a length distribution.
+
+    A file holds ``{"schema": 1, ...}`` with either ``"lengths"`` and ``"probabilities"``,
+    ``"observed": [..]``, or ``"truncated_normal": {"mean", "std", "longest"}``.
+    """
+    return lengths_from_fields(Fields(read_json(path), str(path)))
+
+
+def lengths_from_fields(fields: Fields) -> LengthDistribution:
+    """Build a distribution from its JSON object, strictly."""
+    fields.schema()
+    if fields.has("truncated_normal"):
+        child = fields.child("truncated_normal")
+        found = truncated_normal(
+            child.number("mean"),
+            child.number("std"),
+            child.integer("longest", minimum=1, maximum=MAX_DISTINCT),
+        )
+        child.done()
+    elif fields.has("observed"):
+        found = empirical(_whole_numbers(fields, "observed"))
+    else:
+        shares = [_share(fields, value) for value in fields.items("probabilities", 1)]
+        found = LengthDistribution(
+            lengths=tuple(_whole_numbers(fields, "lengths")), probabilities=tuple(shares)
+        )
+    fields.done()
+    return found
+
+
+def lengths_to_json(lengths: LengthDistribution) -> dict[str, Any]:
+    """Return the JSON object of a distribution."""
+    return {
+        "schema": SCHEMA,
+        "lengths": list(lengths.lengths),
+        "probabilities": list(lengths.probabilities),
+    }
+
+
+def _whole_numbers(fields: Fields, field: str) -> Sequence[int]:
+    values = fields.items(field, 1)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_LENGTH:
+            raise fields.error(field, value, f"whole numbers in [1, {MAX_LENGTH}]")
+    return values
+
+
+def _share(fields: Fields, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise fields.error("probabilities", value, "numbers above 0 and up to 1")
+    return float(value)
+
+
+def _normalised(lengths: Iterable[int], shares: Sequence[float]) -> LengthDistribution:
+    total = math.fsum(shares)
+    kept = [(length, share / total) for length, share in zip(lengths, shares, strict=True) if share]
+    return LengthDistribution(
+        lengths=tuple(length for length, _ in kept),
+        probabilities=tuple(share for _, share in kept),
+    )
+
+
+def _half_steps(shortest: int, longest: int) -> list[float]:
+    return [shortest - 0.5 + index for index in range(longest - shortest + 2)]
+
+
+def _normal_cdf(value: float) -> float:
+    return 0.5 * math.erfc(-value / math.sqrt(2))
