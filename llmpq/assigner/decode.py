@@ -5,13 +5,14 @@ Also the way back: a plan read from a file is turned into a problem and priced a
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import accumulate
 
 import numpy as np
 
 from llmpq import __version__
 from llmpq.assigner.enumeration import build_pairs
+from llmpq.assigner.forecast import forecast
 from llmpq.assigner.objective import Price, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 from llmpq.assigner.task import DEFAULT_OMEGA, PlanningTask, PlanRequest, Solution
@@ -35,7 +36,7 @@ from llmpq.spec.workload import workload_to_json
 def plan_of(
     task: PlanningTask, solution: Solution, *, method: str, command: str, planning_s: float
 ) -> Plan:
-    """Build the plan of a solution, with its estimate, proof and origin."""
+    """Build the plan of a solution, with its estimate, forecast, proof and origin."""
     request = task.request
     stages = _stages(task, solution)
     used = {stage.device for stage in stages}
@@ -43,7 +44,7 @@ def plan_of(
     gap = None
     if bound_s is not None:
         gap = (objective_s - bound_s) / objective_s if objective_s > 0 else 0.0
-    return Plan(
+    plan = Plan(
         model=ModelRef(
             name=request.model.name,
             source=request.model_source,
@@ -75,6 +76,11 @@ def plan_of(
         ),
         provenance=Provenance(command=command, version=__version__, inputs=_inputs(task)),
     )
+    # The costs were built for the devices that may be used, the plan shows the whole cluster.
+    known = request.cluster.devices
+    devices = [known[task.device_indices.index(stage.device)] for stage in stages]
+    played = forecast(plan, task.costs, devices)
+    return replace(plan, estimate=replace(plan.estimate, forecast=played))
 
 
 def estimate_of(problem: AssignmentProblem, found: Price) -> PlanEstimate:

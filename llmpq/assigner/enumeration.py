@@ -179,7 +179,11 @@ class _PairBuilder:
         return tuple(found)
 
     def _phase(self, phase: Phase, size: int, tokens: float) -> tuple[np.ndarray, ...]:
-        """Return seconds of layers ``[T, K, B]``, master ``[T]``, sends and returns ``[T, T]``."""
+        """Return seconds of layers ``[T, K, B]``, master ``[T]``, sends and returns ``[T, T]``.
+
+        What a stage takes apart from its layers stands with the master's own work, and with the
+        link into every other stage. Workers that share cores are priced as if all computed at once.
+        """
         costs = self.costs
         whole = round(tokens) if phase is Phase.PREFILL else 1
         layers = [
@@ -189,11 +193,13 @@ class _PairBuilder:
             ]
             for item in self.devices
         ]
-        masters = [costs.master_s(item, phase, size, whole) for item in self.devices]
+        crowding = np.array([costs.crowding(item) for item in self.devices])
+        apart = crowding * [costs.stage_s(item, phase) for item in self.devices]
+        masters = crowding * [costs.master_s(item, phase, size, whole) for item in self.devices]
         return (
-            np.array(layers, dtype=np.float64),
-            np.array(masters, dtype=np.float64),
-            self._links(phase, size, whole),
+            np.array(layers, dtype=np.float64) * crowding[:, None, None],
+            masters + apart,
+            self._links(phase, size, whole) + apart,
             self._links(phase, size, 1),
         )
 

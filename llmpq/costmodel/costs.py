@@ -10,7 +10,13 @@ from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, LatencyModel
 from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
-from llmpq.costmodel.profiles import ProfileKey, find_profile, read_folder, read_links
+from llmpq.costmodel.profiles import (
+    ProfileKey,
+    StageSeconds,
+    find_profile,
+    read_folder,
+    read_links,
+)
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
@@ -54,6 +60,8 @@ class ClusterCosts:
         specs: figures of every group, by ``Device.group``.
         latency: the latency model of every group, by ``Device.group``.
         comm: the links.
+        stage: seconds that a stage takes for a micro-batch apart from its layers (positions,
+            masks, a message unpacked), in prefill and in decode, by ``Device.group``.
     """
 
     model: ModelSpec
@@ -63,6 +71,7 @@ class ClusterCosts:
     specs: tuple[DeviceSpec, ...]
     latency: tuple[LatencyModel, ...]
     comm: CommModel
+    stage: tuple[StageSeconds, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
         """Return the memory the owner gives: the cluster's figure, or the catalogue's."""
@@ -81,6 +90,20 @@ class ClusterCosts:
     def master_s(self, device: Device, phase: Phase, batch: int, tokens: int) -> float:
         """Return the seconds of the master's own work on one micro-batch; see ``LatencyModel``."""
         return self.latency[device.group].master_s(phase, batch, tokens)
+
+    def stage_s(self, device: Device, phase: Phase) -> float:
+        """Return what a stage takes for a micro-batch apart from its layers and the master."""
+        return self.stage[device.group].seconds(phase) if self.stage else 0.0
+
+    def crowding(self, device: Device) -> float:
+        """Return how much slower a device computes while all workers of its host do, at least 1.
+
+        More threads than cores share them. On a device that is no CPU worker it is 1.
+        """
+        node = self.cluster.node_of(device)
+        if node.cores is None or device.threads is None:
+            return 1.0
+        return max(1.0, node.worker_threads / node.cores)
 
     def send_s(
         self, source: Device, target: Device, phase: Phase, batch: int, tokens: int
@@ -154,6 +177,7 @@ def build_costs(
     tables = read_folder(profile_dir)
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
+    stage: list[StageSeconds] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -163,6 +187,7 @@ def build_costs(
         )
         profile = find_profile(ProfileKey(model=model, dtype=dtype, device=device), tables)
         specs.append(spec)
+        stage.append(StageSeconds() if profile is None else profile.stage)
         if profile is None:
             models.append(analytic)
             continue
@@ -185,6 +210,7 @@ def build_costs(
         comm=AlphaBetaCommModel(
             cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
         ),
+        stage=tuple(stage),
     )
 
 

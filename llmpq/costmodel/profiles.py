@@ -14,7 +14,7 @@ from llmpq.costmodel.comm import fit_links
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device, LinkSpec
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import Dtype
+from llmpq.spec.precision import Dtype, Phase
 from llmpq.spec.tables import (
     COMM_HEADER,
     LATENCY_HEADER,
@@ -23,6 +23,45 @@ from llmpq.spec.tables import (
     read_comm_table,
     read_latency_table,
 )
+
+STAGE_KEY = "stage_s"
+"""Provenance line of a latency table: what a stage takes apart from its layers."""
+MAX_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """Seconds that a stage takes for a micro-batch apart from its layers, by phase."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+    def seconds(self, phase: Phase) -> float:
+        """Return the seconds in a phase."""
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+    @classmethod
+    def of(cls, file: str, provenance: dict[str, str]) -> StageSeconds:
+        """Read ``stage_s: prefill 0.0004 decode 0.0003``; without the line both are 0.
+
+        Raises:
+            SpecError: the line says something else.
+        """
+        text = provenance.get(STAGE_KEY)
+        if text is None:
+            return cls()
+        try:
+            first, prefill, second, decode = text.split()
+            found = cls(prefill=float(prefill), decode=float(decode))
+        except ValueError:
+            first, second, found = "", "", cls()
+        sane = min(found.prefill, found.decode) >= 0 and max(found.prefill, found.decode) < MAX_S
+        if (first, second) != ("prefill", "decode") or not sane:
+            raise SpecError(
+                f"{file}: provenance '{STAGE_KEY}': found '{text}', "
+                "expected 'prefill SECONDS decode SECONDS'"
+            )
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +72,13 @@ class Profile:
         table: its samples.
         file: where they come from.
         layer: index of the decoder layer that was measured.
+        stage: what a stage takes apart from its layers.
     """
 
     table: LatencyTable
     file: str
     layer: int
+    stage: StageSeconds = StageSeconds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +118,12 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
         difference = key.mismatch(dict(table.provenance))
         if difference is not None:
             raise SpecError(f"{path}: not a table for device {key.device.label}: {difference}")
-        return Profile(table=table, file=path, layer=_layer(path, table, key.model))
+        return Profile(
+            table=table,
+            file=path,
+            layer=_layer(path, table, key.model),
+            stage=StageSeconds.of(path, dict(table.provenance)),
+        )
     matching = {
         file: table
         for file, table in folder_tables.items()
@@ -92,8 +138,12 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
             "device, expected one layer"
         )
     samples = tuple(sample for table in matching.values() for sample in table.samples)
+    stages = [StageSeconds.of(file, dict(table.provenance)) for file, table in matching.items()]
     return Profile(
-        table=LatencyTable(samples=samples), file=", ".join(matching), layer=layers.pop()
+        table=LatencyTable(samples=samples),
+        file=", ".join(matching),
+        layer=layers.pop(),
+        stage=next((one for one in stages if one != StageSeconds()), StageSeconds()),
     )
 
 

@@ -114,10 +114,23 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host and its devices."""
+    """One host and its devices.
+
+    Attributes:
+        name: of the host, unique in the cluster.
+        devices: its groups of equal devices.
+        cores: CPU cores that its CPU workers share, ``None`` when each has its own. With more
+            threads than cores, workers that compute at once slow each other down.
+    """
 
     name: str
     devices: tuple[DeviceGroup, ...]
+    cores: int | None = None
+
+    @property
+    def worker_threads(self) -> int:
+        """Threads of all its workers that say how many they have."""
+        return sum(group.count * (group.threads or 0) for group in self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +222,10 @@ class Cluster:
             ]
         return tuple(found)
 
+    def node_of(self, device: Device) -> Node:
+        """Return the host of a device."""
+        return next(node for node in self.nodes if node.name == device.node)
+
     def link(self, first: Device, second: Device, own: DeviceSpec | None = None) -> LinkSpec:
         """Return the link between two devices.
 
@@ -269,6 +286,7 @@ def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
         "name": cluster.name,
         "nodes": [
             {"name": node.name, "devices": [_group_to_json(group) for group in node.devices]}
+            | ({} if node.cores is None else {"cores": node.cores})
             for node in cluster.nodes
         ],
         "links": [
@@ -295,8 +313,9 @@ def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Clust
 def _node(fields: Fields, base: Path | None) -> Node:
     name = fields.text("name")
     devices = tuple(_group(group, base) for group in fields.children("devices", minimum=1))
+    cores = fields.optional_integer("cores", minimum=1, maximum=4096)
     fields.done()
-    return Node(name=name, devices=devices)
+    return Node(name=name, devices=devices, cores=cores)
 
 
 def _group(fields: Fields, base: Path | None) -> DeviceGroup:

@@ -97,20 +97,64 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageForecast:
+    """What one stage is forecast to do, as the runtime counts it.
+
+    Attributes:
+        prefill_s, decode_s: seconds of one full micro-batch, decode at mean context; the master's
+            own work included. 0 where a phase has none.
+        prefill_busy_s, decode_busy_s: seconds of all micro-batches of a phase.
+    """
+
+    prefill_s: float
+    decode_s: float
+    prefill_busy_s: float
+    decode_busy_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanForecast:
+    """A plan played forward as the runtime executes it: every micro-batch, link and token.
+
+    Attributes:
+        latency_s: seconds for the whole batch, first prompt to last token.
+        prefill_s: of these, until the last prompt's first token.
+        stages: one entry a stage, in order of rank.
+    """
+
+    latency_s: float
+    prefill_s: float
+    stages: tuple[StageForecast, ...]
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds from the last prompt's first token to the last token."""
+        return self.latency_s - self.prefill_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimate:
     """What the whole plan is predicted to take.
 
     Attributes:
-        latency_s: seconds for the whole batch, first prompt to last token.
+        latency_s: seconds for the whole batch, first prompt to last token, by the closed formula
+            that was minimised.
         quality: normalised degradation; 1 is every layer at 4 bits, 0 is unquantized.
         objective_s: latency plus the price of the degradation, what was minimised.
         stages: one entry a stage, in order of rank.
+        forecast: the same plan played forward, ``None`` where nobody did.
     """
 
     latency_s: float
     quality: float
     objective_s: float
     stages: tuple[StageEstimate, ...]
+    forecast: PlanForecast | None = None
+
+    @property
+    def predicted_s(self) -> float:
+        """What a run is held against: the forecast where there is one, else the formula."""
+        return self.latency_s if self.forecast is None else self.forecast.latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,11 +304,15 @@ def _check_sizes(plan: Plan) -> None:
             "plan: fields 'stages' and 'dropped_devices': found devices "
             f"{everyone}, expected each of {len(plan.cluster.devices)} devices once"
         )
-    if len(plan.estimate.stages) != len(plan.stages):
-        raise SpecError(
-            f"plan: field 'estimate.stages': found {len(plan.estimate.stages)} entries, "
-            f"expected {len(plan.stages)}"
-        )
+    forecast = plan.estimate.forecast
+    counts = {"stages": len(plan.estimate.stages)}
+    if forecast is not None:
+        counts["forecast.stages"] = len(forecast.stages)
+    for name, count in counts.items():
+        if count != len(plan.stages):
+            raise SpecError(
+                f"plan: field 'estimate.{name}': found {count} entries, expected {len(plan.stages)}"
+            )
     for name in ("prefill", "decode"):
         size = getattr(plan.micro_batching, name)
         if not 1 <= size <= plan.workload.batch:

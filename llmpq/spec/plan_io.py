@@ -19,10 +19,12 @@ from llmpq.spec.plan import (
     ModelRef,
     Plan,
     PlanEstimate,
+    PlanForecast,
     Provenance,
     Search,
     StageAssignment,
     StageEstimate,
+    StageForecast,
     Status,
 )
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
@@ -31,6 +33,7 @@ from llmpq.spec.workload import workload_from_fields, workload_to_json
 V = TypeVar("V")
 
 _MEMORY_FIELDS = ("weights", "kv", "temporary", "master", "runtime")
+_FORECAST_FIELDS = ("prefill_s", "decode_s", "prefill_busy_s", "decode_busy_s")
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -159,7 +162,20 @@ def _estimate(fields: Fields) -> PlanEstimate:
         quality=fields.number("quality"),
         objective_s=fields.number("objective_s"),
         stages=tuple(_read(stage, _stage_estimate) for stage in fields.children("stages")),
+        forecast=_read(fields.child("forecast"), _forecast) if fields.has("forecast") else None,
     )
+
+
+def _forecast(fields: Fields) -> PlanForecast:
+    return PlanForecast(
+        latency_s=fields.number("latency_s"),
+        prefill_s=fields.number("prefill_s"),
+        stages=tuple(_read(stage, _stage_forecast) for stage in fields.children("stages")),
+    )
+
+
+def _stage_forecast(fields: Fields) -> StageForecast:
+    return StageForecast(**{name: fields.number(name) for name in _FORECAST_FIELDS})
 
 
 def _stage_estimate(fields: Fields) -> StageEstimate:
@@ -203,7 +219,7 @@ def _provenance(fields: Fields) -> Provenance:
 
 
 def _estimate_to_json(estimate: PlanEstimate) -> dict[str, Any]:
-    return {
+    value: dict[str, Any] = {
         "latency_s": estimate.latency_s,
         "quality": estimate.quality,
         "objective_s": estimate.objective_s,
@@ -219,6 +235,16 @@ def _estimate_to_json(estimate: PlanEstimate) -> dict[str, Any]:
             for stage in estimate.stages
         ],
     }
+    if estimate.forecast is not None:
+        value["forecast"] = {
+            "latency_s": estimate.forecast.latency_s,
+            "prefill_s": estimate.forecast.prefill_s,
+            "stages": [
+                {name: getattr(stage, name) for name in _FORECAST_FIELDS}
+                for stage in estimate.forecast.stages
+            ],
+        }
+    return value
 
 
 def _search_to_json(search: Search) -> dict[str, Any]:

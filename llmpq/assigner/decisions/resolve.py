@@ -16,7 +16,7 @@ import numpy as np
 from llmpq.assigner.decisions.limits import BoolArray, Limits
 from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Cluster, Device, DeviceGroup, Node
+from llmpq.spec.cluster import Cluster, Device, DeviceGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +147,7 @@ def _split(cluster: Cluster, overrides: Overrides, names: _Names) -> Cluster:
             yield replace(group, count=len(list(run)), memory_bytes=size)
 
     nodes = [
-        Node(name=node.name, devices=tuple(part for group in node.devices for part in parts(group)))
+        replace(node, devices=tuple(part for group in node.devices for part in parts(group)))
         for node in cluster.nodes
     ]
     return replace(cluster, nodes=tuple(nodes))
@@ -170,7 +170,7 @@ def _part(cluster: Cluster, kept: Sequence[int]) -> Cluster:
             if number in left:
                 groups.append(replace(group_of_node, count=left[number]))
         if groups:
-            nodes.append(Node(name=node.name, devices=tuple(groups)))
+            nodes.append(replace(node, devices=tuple(groups)))
     names = {node.name for node in nodes}
     links = tuple(link for link in cluster.links if set(link.between) <= names)
     return Cluster(name=cluster.name, nodes=tuple(nodes), links=links)

@@ -1,0 +1,160 @@
+"""A plan played forward: the formula where that is exact, and what only playing can tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers.builders import cluster_of, plan_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.assigner import forecast as forecast_module
+from llmpq.assigner import make_plan
+from llmpq.assigner.forecast import forecast
+from llmpq.assigner.task import costs_of
+from llmpq.costmodel.profiles import StageSeconds
+from llmpq.spec.cluster import LinkSpec
+from llmpq.spec.fields import Fields
+from llmpq.spec.plan import MicroBatching, StageAssignment
+from llmpq.spec.plan_io import plan_from_fields, plan_to_json
+from llmpq.spec.workload import Workload
+
+WORK = Workload(batch=8, prompt_tokens=64, new_tokens=30)
+CLUSTER = cluster_of(("V100-32G", 1, 90), ("T4-16G", 2, 60))
+REQUEST = plan_request(cluster=CLUSTER, workload=WORK)
+COSTS = costs_of(REQUEST)
+PLAN = make_plan(REQUEST)
+LAYERS = PLAN.model.num_layers
+
+
+def plan_with(cuts, prefill, decode, workload=WORK, bits=8):
+    """Return a plan of our own decision; ``cuts`` are the ends of its stages."""
+    starts = (0, *cuts[:-1])
+    stages = tuple(
+        StageAssignment(
+            rank=rank, device=rank, first_layer=first, end_layer=end, bits=(bits,) * (end - first)
+        )
+        for rank, (first, end) in enumerate(zip(starts, cuts, strict=True))
+    )
+    used = PLAN.estimate.stages[:1] * len(stages)
+    return replace(
+        PLAN,
+        stages=stages,
+        workload=workload,
+        micro_batching=MicroBatching(prefill=prefill, decode=decode),
+        dropped_devices=tuple(range(len(stages), len(CLUSTER.devices))),
+        estimate=replace(PLAN.estimate, stages=used, forecast=None),
+    )
+
+
+def test_every_plan_carries_its_forecast_and_keeps_it_in_its_file():
+    assert PLAN.estimate.forecast == forecast(PLAN, COSTS)
+    named = replace(PLAN, provenance=replace(PLAN.provenance, command="test"))
+    again = plan_from_fields(Fields(plan_to_json(named), "plan"))
+    assert again.estimate.forecast == PLAN.estimate.forecast
+    assert again.estimate.predicted_s == PLAN.estimate.forecast.latency_s
+
+
+def test_one_stage_takes_the_sum_of_its_steps():
+    plan = plan_with((LAYERS,), 8, 8)
+    found = forecast(plan, COSTS)
+    (stage,) = found.stages
+    assert found.prefill_s == pytest.approx(stage.prefill_s)
+    assert found.decode_s == pytest.approx(stage.decode_busy_s)
+    # Contexts grow evenly, so the mean round is the round at mean context (roofline: linear).
+    assert found.decode_s == pytest.approx(29 * stage.decode_s, rel=1e-3)
+
+
+def test_a_ragged_last_micro_batch_costs_what_it_holds_and_not_a_full_one():
+    whole = forecast(plan_with((LAYERS,), 3, 8), COSTS)
+    full = whole.stages[0].prefill_s
+    assert 2 * full < whole.prefill_s < 3 * full
+
+
+def test_one_micro_batch_on_several_stages_waits_for_every_stage_and_link():
+    found = forecast(plan_with((2, 4, LAYERS), 8, 8), COSTS)
+    assert found.prefill_s > sum(stage.prefill_s for stage in found.stages)
+    busy = sum(stage.decode_busy_s for stage in found.stages)
+    assert found.decode_s > busy
+    assert found.decode_s == pytest.approx(busy, rel=0.2)
+
+
+def test_two_micro_batches_overlap():
+    apart = forecast(plan_with((2, 4, LAYERS), 8, 8), COSTS)
+    together = forecast(plan_with((2, 4, LAYERS), 4, 4), COSTS)
+    busy = max(stage.decode_busy_s for stage in together.stages)
+    assert busy < together.decode_s < 2 * apart.decode_s
+
+
+def test_workers_that_share_one_core_take_turns():
+    plan = plan_with((2, 4, LAYERS), 4, 4)
+    own = forecast(plan, COSTS)
+    nodes = tuple(
+        replace(node, name="all", cores=1, devices=node.devices) for node in CLUSTER.nodes[:1]
+    )
+    one_node = replace(
+        CLUSTER,
+        nodes=(replace(nodes[0], devices=tuple(g for n in CLUSTER.nodes for g in n.devices)),),
+        links=(),
+    )
+    shared = replace(COSTS, cluster=one_node)
+    found = forecast(replace(plan, cluster=one_node), shared)
+    busy = sum(stage.decode_busy_s + stage.prefill_busy_s for stage in found.stages)
+    assert found.latency_s >= busy * (1 - 1e-9)
+    assert found.latency_s > own.latency_s
+
+
+def test_what_a_stage_takes_apart_from_its_layers_counts_once_a_stage_and_step():
+    extra = StageSeconds(prefill=0.0, decode=1e-3)
+    costs = replace(COSTS, stage=(extra,) * len(COSTS.specs))
+    plan = plan_with((2, 4, LAYERS), 8, 8)
+    more = forecast(plan, costs).latency_s - forecast(plan, COSTS).latency_s
+    assert more == pytest.approx(29 * 3 * 1e-3)
+
+
+def test_rounds_that_stand_for_several_change_next_to_nothing(monkeypatch):
+    work = replace(WORK, new_tokens=200)
+    plan = plan_with((3, LAYERS), 4, 4, workload=work)
+    exact = forecast(plan, COSTS)
+    monkeypatch.setattr(forecast_module, "MAX_STEPS", 100)
+    thinned = forecast(plan, COSTS)
+    assert thinned.latency_s == pytest.approx(exact.latency_s, rel=0.02)
+    assert thinned.stages[1].decode_busy_s == pytest.approx(exact.stages[1].decode_busy_s, rel=0.02)
+
+
+@settings(max_examples=40)
+@given(
+    cut=st.integers(1, LAYERS - 1),
+    prefill=st.integers(1, 8),
+    decode=st.integers(1, 8),
+    new_tokens=st.integers(1, 20),
+)
+def test_no_run_is_faster_than_its_busiest_stage_or_slower_than_no_overlap(
+    cut, prefill, decode, new_tokens
+):
+    work = replace(WORK, new_tokens=new_tokens)
+    plan = plan_with((cut, LAYERS), prefill, decode, workload=work)
+    found = forecast(plan, COSTS)
+    busy = [stage.prefill_busy_s + stage.decode_busy_s for stage in found.stages]
+    assert found.latency_s >= max(busy) * (1 - 1e-9)
+    steps = new_tokens * 8
+    hop = COSTS.send_s(*(plan.device_of(s) for s in plan.stages), "prefill", prefill, 64)
+    assert found.latency_s <= sum(busy) + 2 * steps * hop + 1e-9
+
+
+@given(factor=st.floats(1.0, 4.0))
+@settings(max_examples=20)
+def test_every_trip_of_one_micro_batch_takes_every_link_once(factor):
+    plan = plan_with((2, LAYERS), 8, 8)
+    nodes = [node.name for node in CLUSTER.nodes]
+    ends = (nodes[0], nodes[1])
+
+    def latency(latency_s):
+        link = LinkSpec(between=ends, bytes_per_s=1e9, latency_s=latency_s)
+        comm = replace(COSTS.comm, measured=(link,))
+        return forecast(plan, replace(COSTS, comm=comm)).latency_s
+
+    assert latency(1e-3 * factor) == pytest.approx(
+        latency(1e-3) + 30 * 2 * 1e-3 * (factor - 1), rel=1e-6
+    )
