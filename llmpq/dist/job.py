@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
 
+Task = Literal["generate", "hidden"]
 MIN_STEP_TIMEOUT_S = 0.5
 BEATS_PER_TIMEOUT = 5
 """Signs of life within a step timeout: a machine that is merely busy may swallow some."""
@@ -71,6 +72,8 @@ class Job:
         model_dir: where the weights are, on every host.
         prompts: the prompt file; only the master reads it.
         output: the result file; only the master writes it.
+        task: ``generate`` answers the prompts; ``hidden`` passes them through all layers and writes
+            the states after the last one, as safetensors, one tensor a micro-batch.
         resume: whether to skip what the result file already holds.
         sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
@@ -83,6 +86,7 @@ class Job:
     model_dir: Path
     prompts: Path
     output: Path
+    task: Task = "generate"
     resume: bool = False
     sampling: Sampling = Sampling()
     step_timeout_s: float = 10.0
@@ -129,6 +133,7 @@ def read_job(path: Path) -> Job:
         model_dir=Path(fields.text("model_dir")),
         prompts=Path(fields.text("prompts")),
         output=Path(fields.text("output")),
+        task=cast(Task, fields.text("task", choices=("generate", "hidden"))),
         resume=fields.flag("resume"),
         sampling=_sampling(fields.child("sampling")),
         step_timeout_s=fields.number("step_timeout_s"),
@@ -146,6 +151,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "model_dir": str(job.model_dir),
         "prompts": str(job.prompts),
         "output": str(job.output),
+        "task": job.task,
         "resume": job.resume,
         "sampling": asdict(job.sampling),
         "step_timeout_s": job.step_timeout_s,

@@ -50,6 +50,7 @@ class RankContext:
         model_dir: where the weights are.
         communicator: the ring, ``None`` when there is only one stage.
         progress: takes events.
+        keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
     """
 
     plan: Plan
@@ -57,6 +58,7 @@ class RankContext:
     model_dir: Path
     communicator: Communicator | None
     progress: Progress
+    keeps_all_tokens: bool = False
 
     @property
     def name(self) -> str:
@@ -128,7 +130,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     """Read, quantize and place the layers of a stage, and take the memory of its KV slots."""
     plan, rank = context.plan, context.rank
     stage = plan.stages[rank]
-    is_last = rank == len(plan.stages) - 1
+    is_last = rank == len(plan.stages) - 1 and not context.keeps_all_tokens
     if stage.num_layers == 0:
         return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
 

@@ -16,6 +16,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
 from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch import measurement_file
@@ -31,6 +34,7 @@ from llmpq.dist.rank import (
     run_stage,
 )
 from llmpq.dist.results import FinishReason, Result, ResultWriter
+from llmpq.dist.teacher import run_teacher
 from llmpq.dist.torch_communicator import TorchCommunicator
 from llmpq.errors import LlmpqError
 from llmpq.logging import configure_logging
@@ -77,6 +81,8 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
     if rank > 0:
         run_stage(_context(job, plan, rank, progress))
         return None
+    if job.task == "hidden":
+        return _write_hidden(job, plan, progress)
     with ResultWriter(job.output, resume=job.resume) as writer:
         tokenizer = load_tokenizer(job.model_dir)
         requests = _requests(job, plan, tokenizer, writer)
@@ -89,6 +95,21 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
 
         context = _context(job, plan, rank, progress)
         return run_master(context, requests, job.sampling, finish)
+
+
+def _write_hidden(job: Job, plan: Plan, progress: Progress) -> Measurement:
+    """Write the states after the last layer, one tensor for each micro-batch, named by number."""
+    limits = request_limits(plan, load_model_dir(job.model_dir), ())
+    prompts = [make_request(prompt, limits, None) for prompt in read_prompts(job.prompts)]
+    states: dict[str, Tensor] = {}
+
+    def keep(number: int, hidden: Tensor) -> None:
+        states[str(number)] = hidden.cpu().contiguous()
+
+    context = _context(job, plan, 0, progress)
+    measurement = run_teacher(context, [item.prompt_token_ids for item in prompts], keep)
+    save_file(states, job.output)
+    return measurement
 
 
 def die_with(launcher_pid: int) -> None:
@@ -129,6 +150,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         model_dir=job.model_dir,
         communicator=communicator,
         progress=progress,
+        keeps_all_tokens=job.task == "hidden",
     )
 
 
