@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
+from llmpq import compiled
 from llmpq.assigner.exact import NotCoveredError, build, solve_exact
 from llmpq.errors import InfeasibleError
 
@@ -21,14 +22,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the sources, and a temporary folder of its own."""
     shutil.copytree(PACKAGE / "csrc", tmp_path / "exact" / "csrc")
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "exact"
 
 
 def test_the_core_is_compiled_once_and_kept(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = build.core_path(package)
     assert first.parent == package / "__pycache__"
-    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
     assert build.core_path(package) == first
 
 
@@ -54,7 +55,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(package: Path) -> None:
 def test_without_a_compiler_the_search_is_not_covered(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda _: None)
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
     with pytest.raises(NotCoveredError, match="no C compiler"):
         build.core_path(package)
 

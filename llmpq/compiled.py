@@ -1,0 +1,101 @@
+"""Where compiled code comes from: a wheel, an earlier run, or this machine's C compiler.
+
+A package keeps its sources in ``csrc/``: plain C without dependencies. The first use compiles them
+in seconds and keeps the library in the package's ``__pycache__``, or in a folder of this user's
+among the temporary files, under a name that carries the digest of sources, flags and platform. A
+folder that anybody else can write to is never read from. This module refuses to load what it finds:
+that is ctypes, in the package that knows the functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmpq.errors import LlmpqError
+
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_LIMIT_S = 60.0
+
+
+class NotCompiledError(LlmpqError):
+    """There is no compiled library, and none can be made or kept here."""
+
+
+def library_path(package: Path, name: str, flags: Sequence[str], brought: str) -> Path:
+    """Return the compiled library of ``package``, compiling it unless it is there already.
+
+    Args:
+        package: folder that holds ``csrc/``.
+        name: what the library's file name starts with.
+        flags: the compiler's, part of the digest.
+        brought: pattern of the file that a wheel may have put into ``package``; it goes first.
+
+    Raises:
+        NotCompiledError: there is none, and it cannot be compiled or kept.
+    """
+    shipped = sorted(package.glob(brought))
+    if shipped:
+        return shipped[0]
+    sources = sorted((package / "csrc").glob("*.[ch]"))
+    file_name = f"{name}-{_digest(sources, flags)}.so"
+    folders = list(_folders(package))
+    for folder in folders:
+        if (folder / file_name).is_file():
+            return folder / file_name
+    units = [str(source) for source in sources if source.suffix == ".c"]
+    for folder in folders:
+        try:
+            return _compile([*flags, *units], folder / file_name)
+        except OSError:
+            continue
+    raise NotCompiledError(f"found no folder to keep the compiled code in, such as {package}")
+
+
+def _digest(sources: Sequence[Path], flags: Sequence[str]) -> str:
+    digest = hashlib.sha256(repr((tuple(flags), sysconfig.get_platform())).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folders(package: Path) -> Iterator[Path]:
+    """Yield the folders a library may be loaded from: nobody else can write to them."""
+    own = os.getuid()
+    for folder in (package / "__pycache__", Path(tempfile.gettempdir()) / f"llmpq-{own}"):
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            status = folder.stat()
+        except OSError:
+            continue
+        if status.st_uid in (0, own) and not status.st_mode & 0o022:
+            yield folder
+
+
+def _compile(arguments: Sequence[str], target: Path) -> Path:
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise NotCompiledError(f"found no C compiler ({', '.join(COMPILERS)}) and no compiled code")
+    # Made aside and renamed: processes that start together each see a whole library or none.
+    with tempfile.TemporaryDirectory(prefix="made-", dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        try:
+            done = subprocess.run(
+                [compiler, *arguments, "-o", str(made), "-lm"],
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotCompiledError(f"{compiler} took over {COMPILE_LIMIT_S:.0f} s") from error
+        if done.returncode:
+            raise NotCompiledError(f"{compiler} failed: {done.stderr.strip()[-400:]}")
+        made.replace(target)
+    return target
