@@ -27,6 +27,7 @@ class PreparedWeight:
         in_features: K.
         precision: how the weight was quantized.
         tensors: the backend's own layout.
+        handle: what a compiled backend passes at every call; made from ``tensors``, owns nothing.
     """
 
     backend: str
@@ -34,11 +35,12 @@ class PreparedWeight:
     in_features: int
     precision: Precision
     tensors: tuple[Tensor, ...]
+    handle: object | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held, counting the padding inside layouts that only oneDNN can read."""
-        return sum(_tensor_bytes(tensor) for tensor in self.tensors)
+        return sum(tensor_bytes(tensor) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,8 @@ def check_supported(backend: KernelBackend, packed: PackedWeight) -> None:
         )
 
 
-def _tensor_bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes a tensor holds, opaque layouts of oneDNN included."""
     if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]  # absent from torch's stubs
         return int(torch.ops.mkldnn._nbytes(tensor))
     return tensor.nbytes

@@ -1,14 +1,13 @@
 """torch's own quantized CPU kernels: int4pack, and oneDNN's 8-bit matmul with u8 activations.
 
-Both were measured (``benchmarks/kernels.py``); what they are good for is in their rows of the
-capability table. This module refuses to compile anything.
+They serve where nothing can compile ours (``cpu_packed``, ``cpu_llm_int8``), which are faster at
+every shape measured (``benchmarks/kernels.py``). This module refuses to compile anything.
 
 Shape legend: M rows of x, N output features, K input features, G groups of a row.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -18,12 +17,16 @@ from torch.nn import functional as F
 from llmpq.kernels.base import Capability, PreparedWeight, check_supported
 from llmpq.kernels.int4_layout import BLOCK_ROWS, dequantize_int4pack_into, layout_is_known
 from llmpq.kernels.int4_repack import repack_int4
+from llmpq.kernels.native import has_u8_matmul, u8_matmul
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _MANY_ROWS = 128  # measured: the two ways are equal here at 4096 features, 10% apart at 1024
+OUTLIER_THRESHOLD = 6.0
+"""Activations from here on are outliers, as in LLM.int8() (Dettmers et al. 2022, Sec. 3.2)."""
+
 _INT4_DTYPES = (torch.bfloat16,)  # torch has the others in scalar code, 20 to 70 times slower
 
 
@@ -146,9 +149,9 @@ class CpuInt4WidenedBackend(CpuInt4Backend):
 class CpuInt8Backend:
     """oneDNN's u8 x s8 matmul: activations are rounded to 8 bits, one scale a row of x.
 
-    Round-off grows with outliers: with eight channels in 1024 forty times the rest, the answer is
-    off by .045 of its norm, against .008 weight-only (.011 without outliers). It is therefore the
-    default of 16-bit runs only; a float32 run asks for exactness and gets the reference.
+    Numbers of ``OUTLIER_THRESHOLD`` and more would cost all others of their row their precision, so
+    they are multiplied apart, with a scale of their own: a second product, in calls that have
+    any. It is the default of 16-bit runs only; a float32 run asks for exactness.
     """
 
     name: ClassVar[str] = "cpu_int8"
@@ -178,7 +181,7 @@ class CpuInt8Backend:
         covered = self.capability.covers(device_type, precision.bits, dtype)
         per_channel = precision.effective_group(in_features) == in_features
         whole_blocks = out_features % 64 == 0 and in_features % 64 == 0
-        return covered and per_channel and whole_blocks and precision.symmetric and _has_u8_matmul()
+        return covered and per_channel and whole_blocks and precision.symmetric and has_u8_matmul()
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
@@ -201,7 +204,7 @@ class CpuInt8Backend:
         )
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row.
+        """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row, outliers apart.
 
         Only uint8 activations reach a compiled kernel (int8 ones are 800 times slower), so 128 is
         added and named as the zero point. The row's scale is applied afterwards, because the
@@ -209,35 +212,20 @@ class CpuInt8Backend:
         """
         layout, scales = weight.tensors
         rows = x.reshape(-1, weight.in_features).to(torch.float32)  # [M, K]
-        row_scales = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-30)  # [M, 1]
-        unsigned = (rows / row_scales).round_().add_(128).to(torch.uint8)
-        y = _u8_matmul(unsigned, layout, scales.to(torch.float32))
-        y = y.mul_(row_scales)  # [M, N]
+        scales = scales.to(torch.float32)
+        is_outlier = rows.abs() >= OUTLIER_THRESHOLD
+        if is_outlier.any():
+            y = _rounded_product(rows.masked_fill(is_outlier, 0.0), layout, scales)
+            y += _rounded_product(rows.masked_fill(~is_outlier, 0.0), layout, scales)
+        else:
+            y = _rounded_product(rows, layout, scales)
         if bias is not None:
             y = y.add_(bias)
         return y.to(x.dtype).view(*x.shape[:-1], weight.out_features)
 
 
-@lru_cache(maxsize=1)
-def _has_u8_matmul() -> bool:
-    """Return whether this process multiplies u8 by s8 exactly, by trying the worst case once.
-
-    What the processor can do is not what oneDNN will use: a worker may be held to an older vector
-    extension, and without VNNI pairs of products saturate (an all-positive row loses 96 percent).
-    """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    codes = torch.full((64, 64), 127, dtype=torch.int8)  # [N, K]
-    rows = torch.full((1, 64), 255, dtype=torch.uint8)  # [M, K]
-    y = _u8_matmul(rows, torch.ops.onednn.qlinear_prepack(codes, None), torch.ones(64))
-    return bool((y == (255 - 128) * 127 * 64).all())
-
-
-def _u8_matmul(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
-    """Return ``(rows - 128) @ codes.T * scales``: uint8 ``[M, K]`` to float32 ``[M, N]``."""
-    zero_points = torch.zeros(1, dtype=torch.int32)
-    y: Tensor = torch.ops.onednn.qlinear_pointwise(
-        rows, 1.0, 128, layout, scales, zero_points, None,
-        1.0, 0, torch.float32, "none", [], "",
-    )  # fmt: skip
-    return y
+def _rounded_product(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
+    """Return ``rows @ weight.T`` ``[M, N]``, each row rounded to 8 bits by its largest number."""
+    row_scales = rows.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-30)  # [M, 1]
+    unsigned = (rows / row_scales).round_().add_(128).to(torch.uint8)
+    return u8_matmul(unsigned, layout, scales).mul_(row_scales)

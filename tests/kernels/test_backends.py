@@ -16,10 +16,11 @@ from llmpq.spec.precision import Precision, linear_bytes
 torch.set_num_threads(1)
 
 ROWS, COLUMNS = 192, 256
-# Relative error of the product against float64, of the norm of each answer. cpu_int8 rounds the
+# Relative error of the product against float64, of the norm of each answer. LLM.int8() rounds the
 # activations to 8 bits: uniform errors of a 254th of the range are about .008 on Gaussian rows.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 INT8_TOLERANCE = 0.02
+INT8_NAMES = ("cpu_llm_int8", "cpu_int8")
 
 
 def random_packed(precision: Precision, dtype: torch.dtype, rows=ROWS, columns=COLUMNS):
@@ -69,7 +70,7 @@ def test_linear_matches_the_dequantized_weight(case):
     prepared = BACKENDS[name].prepare(packed)
     x = torch.randn(2, 5, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(2)).to(dtype)
-    tolerance = INT8_TOLERANCE if name == "cpu_int8" else TOLERANCE[dtype]
+    tolerance = INT8_TOLERANCE if name in INT8_NAMES else TOLERANCE[dtype]
     weight = packed.dequantize(torch.float64)
     for added in (None, bias):
         got = BACKENDS[name].linear(x, prepared, added)
@@ -139,8 +140,9 @@ def test_int4_gives_one_answer_for_few_rows_and_for_many(name, rows, has_bias):
     torch.testing.assert_close(many[:, :5], few, atol=0.02, rtol=0.02)
 
 
-def test_int8_rounds_each_row_of_activations_on_its_own():
-    backend = BACKENDS["cpu_int8"]
+@pytest.mark.parametrize("name", INT8_NAMES)
+def test_int8_rounds_each_row_of_activations_on_its_own(name):
+    backend = BACKENDS[name]
     precision = Precision(bits=8, group_size=None, symmetric=True)
     if not backend.supports("cpu", precision, torch.float32, ROWS, COLUMNS):
         pytest.skip("this CPU has no u8 x s8 matmul")
@@ -154,7 +156,38 @@ def test_int8_rounds_each_row_of_activations_on_its_own():
     assert torch.equal(together[2], torch.zeros(ROWS))
 
 
-@pytest.mark.parametrize("name", ["cpu_int4", "cpu_int8"])
+@pytest.mark.parametrize("name", INT8_NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_int8_keeps_its_precision_beside_outlier_channels(name, dtype, rows):
+    backend = BACKENDS[name]
+    precision = Precision(bits=8, group_size=None, symmetric=True)
+    if not backend.supports("cpu", precision, dtype, ROWS, 1024):
+        pytest.skip("this CPU has no u8 x s8 matmul")
+    packed = random_packed(precision, dtype, columns=1024)
+    x = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(5))
+    x[:, 5::128] *= 40.0
+    x = x.to(dtype)
+    expected = x.double() @ packed.dequantize(torch.float64).T
+    got = backend.linear(x, backend.prepare(packed), None)
+    assert relative_error(got, expected) < 0.01  # .045 when outliers share a scale with the rest
+
+
+def test_int8_lets_what_is_not_finite_through():
+    backend = BACKENDS["cpu_llm_int8"]
+    precision = Precision(bits=8, group_size=None, symmetric=True)
+    if not backend.supports("cpu", precision, torch.bfloat16, ROWS, COLUMNS):
+        pytest.skip("this CPU has no bf16 products")
+    prepared = backend.prepare(random_packed(precision, torch.bfloat16))
+    x = torch.zeros(3, COLUMNS, dtype=torch.bfloat16)
+    x[0, 3], x[1, 40] = torch.nan, torch.inf
+    y = backend.linear(x, prepared, None)
+    assert y[0].isnan().all()
+    assert not y[1].isfinite().any()
+    assert torch.equal(y[2], torch.zeros(ROWS, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["cpu_int4", "cpu_int8", "cpu_packed", "cpu_llm_int8"])
 def test_a_backend_refuses_what_it_does_not_support(name):
     bits = BACKENDS[name].capability.bits[0]
     precision = Precision(bits=bits, group_size=24, symmetric=bits == 8)

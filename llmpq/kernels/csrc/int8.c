@@ -1,0 +1,191 @@
+/* LLM.int8() (Dettmers et al. 2022): activations at 8 bits, their outliers not.
+ *
+ * Every row of x is split at a threshold. Numbers below it are rounded to 8 bits with one scale a
+ * row and multiplied as integers (VNNI); those at or above it, and what is not finite, stay as they
+ * are and are multiplied by the columns of the weight they meet. The paper splits off a whole column when
+ * one row of the batch has an outlier in it; here each row splits on its own, so that a token's
+ * answer does not depend on who shares its batch, and no row pays for another's outliers.
+ *
+ * Integer products need one unsigned side. That is the weight's (code = q + 128), so the correction
+ * is one number a row of x, its sum, and nothing is stored beside the codes. */
+#include "kernels.h"
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#include <math.h>
+#include <stdlib.h>
+
+enum { WIDE = 4, STRIP = 6, DEPTH = 256 };
+
+typedef struct {
+    const Product *product;
+    float threshold;
+    int32_t type; /* of x, bias and y */
+    int8_t *codes;   /* [count, columns] */
+    float *scale;    /* [count] */
+    int32_t *sum;    /* [count] of the codes */
+    int64_t *start;  /* [count + 1] where a row's outliers start */
+    int32_t *column; /* of each outlier */
+    float *value;    /* of each outlier */
+} Job;
+
+/* ---- rows of x ------------------------------------------------------------------------------- */
+
+INLINE __m512 load_x(const Job *job, int64_t m, int64_t k) {
+    return (__m512)load_typed(job->product->x, m * job->product->weight->columns + k, job->type);
+}
+
+INLINE __mmask16 is_outlier(const Job *job, __m512 x) {
+    __m512 size = _mm512_abs_ps(x); /* "not below" is true of NaN as well */
+    return _mm512_cmp_ps_mask(size, _mm512_set1_ps(job->threshold), _CMP_NLT_UQ) |
+           _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
+}
+
+static void scan_row(void *data, int64_t m) {
+    Job *job = data;
+    int64_t outliers = 0;
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t k = 0; k < job->product->weight->columns; k += 16) {
+        __m512 x = load_x(job, m, k);
+        __mmask16 out = is_outlier(job, x);
+        outliers += __builtin_popcount(out);
+        most = _mm512_mask_max_ps(most, (__mmask16)~out, most, _mm512_abs_ps(x));
+    }
+    job->scale[m] = _mm512_reduce_max_ps(most) / 127;
+    job->start[m + 1] = outliers;
+}
+
+static void quantize_row(void *data, int64_t m) {
+    Job *job = data;
+    int64_t columns = job->product->weight->columns, at = job->start[m];
+    __m512 steps = _mm512_set1_ps(job->scale[m] > 0 ? 1 / job->scale[m] : 0);
+    __m512i sum = _mm512_setzero_si512(), most = _mm512_set1_epi32(127);
+    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int64_t k = 0; k < columns; k += 16) {
+        __m512 x = load_x(job, m, k);
+        __mmask16 out = is_outlier(job, x);
+        __m512i code = _mm512_maskz_cvtps_epi32((__mmask16)~out, _mm512_mul_ps(x, steps));
+        code = _mm512_max_epi32(_mm512_min_epi32(code, most), _mm512_set1_epi32(-127));
+        sum = _mm512_add_epi32(sum, code);
+        _mm_storeu_si128((__m128i *)(job->codes + m * columns + k), _mm512_cvtepi32_epi8(code));
+        if (out) {
+            __m512i column = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)k));
+            _mm512_mask_compressstoreu_epi32(job->column + at, out, column);
+            _mm512_mask_compressstoreu_ps(job->value + at, out, x);
+            at += __builtin_popcount(out);
+        }
+    }
+    job->sum[m] = _mm512_reduce_add_epi32(sum);
+}
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, int64_t end,
+                     int32_t *total, const int strip, const int wide) {
+    const Weight *w = job->product->weight;
+    const int8_t *x = job->codes + first * w->columns;
+    int64_t down = w->columns * TILE_ROWS;
+    __m512i sum[STRIP][WIDE];
+    for (int m = 0; m < strip; m++)
+        for (int n = 0; n < wide; n++) sum[m][n] = _mm512_load_si512(total + m * PANEL + 16 * n);
+    const uint8_t *tile = tile_at(w, row, from);
+    for (int64_t k = from; k < end; k += 4, tile += 64) {
+        __m512i code[WIDE];
+        for (int n = 0; n < wide; n++) code[n] = _mm512_loadu_si512(tile + n * down);
+#pragma GCC unroll 6
+        for (int m = 0; m < strip; m++) {
+            int32_t four;
+            memcpy(&four, x + m * w->columns + k, 4);
+            __m512i spread = _mm512_set1_epi32(four);
+#pragma GCC unroll 4
+            for (int n = 0; n < wide; n++)
+                sum[m][n] = _mm512_dpbusd_epi32(sum[m][n], code[n], spread);
+        }
+    }
+    for (int m = 0; m < strip; m++)
+        for (int n = 0; n < wide; n++) _mm512_store_si512(total + m * PANEL + 16 * n, sum[m][n]);
+}
+
+/* Adds the outliers of row m times their columns of 16 rows of the weight, in units of its scales. */
+INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, __m512 y) {
+    __m512i byte = _mm512_set1_epi32(0xFF), middle = _mm512_set1_epi32(128);
+    for (int64_t i = job->start[m]; i < job->start[m + 1]; i++) {
+        int64_t k = job->column[i];
+        const uint8_t *vector = tile_at(job->product->weight, row, k) + k % TILE_COLUMNS / 4 * 64;
+        __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(vector), _mm_cvtsi32_si128(k % 4 * 8));
+        __m512i code = _mm512_sub_epi32(_mm512_and_si512(words, byte), middle);
+        y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(job->value[i]), y);
+    }
+    return y;
+}
+
+INLINE void finish(const Job *job, int64_t m, int64_t row, __m512i total) {
+    const Product *p = job->product;
+    const Weight *w = p->weight;
+    total = _mm512_sub_epi32(total, _mm512_set1_epi32(128 * job->sum[m]));
+    __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(job->scale[m]));
+    y = _mm512_mul_ps(add_outliers(job, m, row, y), (__m512)scale_at(w, 0, row));
+    if (p->bias) y = _mm512_add_ps(y, (__m512)load_typed(p->bias, row, job->type));
+    int64_t at = m * w->rows + row;
+    if (job->type == TYPE_F32) _mm512_storeu_ps((float *)p->y + at, y);
+    else _mm256_storeu_si256((__m256i *)((uint16_t *)p->y + at), (__m256i)narrowed((v16f)y));
+}
+
+INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, const int wide) {
+    int32_t total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    int64_t columns = job->product->weight->columns;
+    int64_t depth = count <= STRIP ? columns : DEPTH; /* beyond one strip, codes are read again */
+    memset(total, 0, (size_t)count * PANEL * sizeof *total);
+    for (int64_t k = 0; k < columns; k += depth) {
+        int64_t end = k + depth < columns ? k + depth : columns, m = 0;
+        for (; m + STRIP <= count; m += STRIP)
+            multiply(job, first + m, row, k, end, total + m * PANEL, STRIP, wide);
+        if (m + 4 <= count) multiply(job, first + m, row, k, end, total + m * PANEL, 4, wide), m += 4;
+        if (m + 2 <= count) multiply(job, first + m, row, k, end, total + m * PANEL, 2, wide), m += 2;
+        if (m < count) multiply(job, first + m, row, k, end, total + m * PANEL, 1, wide);
+    }
+    for (int64_t m = 0; m < count; m++)
+        for (int n = 0; n < wide; n++)
+            finish(job, first + m, row + 16 * n, _mm512_load_si512(total + m * PANEL + 16 * n));
+}
+
+static void panel_part(void *data, int64_t item) {
+    const Job *job = data;
+    int64_t row = item * PANEL, rows = job->product->weight->rows, all = job->product->count;
+    for (int64_t first = 0; first < all; first += ROW_BLOCK) {
+        int64_t count = all - first < ROW_BLOCK ? all - first : ROW_BLOCK;
+        if (row + PANEL <= rows) panel_rows(job, row, first, count, WIDE);
+        else
+            for (int64_t r = row; r < rows; r += 16) panel_rows(job, r, first, count, 1);
+    }
+}
+
+static int find_outliers(Job *job) {
+    int64_t count = job->product->count;
+    job->start[0] = 0;
+    run_parts(scan_row, job, count, job->product->threads);
+    for (int64_t m = 0; m < count; m++) job->start[m + 1] += job->start[m];
+    size_t found = (size_t)job->start[count];
+    job->column = malloc((found + 1) * sizeof *job->column);
+    job->value = malloc((found + 1) * sizeof *job->value);
+    return job->column && job->value;
+}
+
+int kernels_int8(const Product *p, float threshold, int type) {
+    const Weight *w = p->weight;
+    size_t count = (size_t)p->count;
+    Job job = {.product = p, .threshold = threshold, .type = type};
+    job.codes = malloc(count * (size_t)w->columns);
+    job.scale = malloc(count * sizeof *job.scale);
+    job.sum = malloc(count * sizeof *job.sum);
+    job.start = malloc((count + 1) * sizeof *job.start);
+    int ready = job.codes && job.scale && job.sum && job.start && find_outliers(&job);
+    if (ready) {
+        run_parts(quantize_row, &job, p->count, p->threads);
+        run_parts(panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);
+    }
+    free(job.codes), free(job.scale), free(job.sum), free(job.start);
+    free(job.column), free(job.value);
+    return ready ? DONE : NO_MEMORY;
+}
+#endif

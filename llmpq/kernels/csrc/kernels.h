@@ -1,0 +1,122 @@
+/* Products of activations and low-bit weights.
+ *
+ * Tiles. A weight [rows, columns] is cut into tiles of 16 rows x 32 columns, row blocks outermost; a
+ * tile of b bits is b vectors of 64 bytes, which is what its codes weigh and no more. In a vector, 32-bit
+ * lane r belongs to row r, so that a decoded vector multiplies one broadcast piece of x and adds to
+ * 16 outputs without any shuffle:
+ *   4 bits: vector j holds columns 8j..8j+7; the low 16 bits of a lane are columns 8j, 8j+2, 8j+4,
+ *           8j+6 from the lowest nibble up, the high 16 bits the odd ones;
+ *   3 bits: columns in pairs p = 0..15; pair p < 15 lies in vector p / 5 at bit 3 (p % 5) of the low
+ *           (even column) and the high (odd column) half lane; the three bits of pair 15 are bit 15
+ *           of the halves of the three vectors;
+ *   8 bits: vector j holds columns 4j..4j+3 in the bytes of a lane.
+ * Codes are unsigned; weight = (code - 2^(b-1)) * scale + zero, scales and zeros [groups, rows].
+ *
+ * The layout is the same on every machine; the files differ in what they multiply with. */
+#ifndef LLMPQ_KERNELS_H
+#define LLMPQ_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { TILE_ROWS = 16, TILE_COLUMNS = 32, PANEL = 64, BLOCK = 128, ROW_BLOCK = 192 };
+enum { TYPE_F32, TYPE_F16, TYPE_BF16 };
+enum { DONE, NO_MEMORY };
+
+typedef struct {
+    const uint8_t *tiles;
+    const void *scales; /* [groups, rows] of scale_type */
+    const void *zeros;  /* the same, or null */
+    int64_t rows, columns;
+    int64_t group; /* columns that share a scale, a multiple of TILE_COLUMNS */
+    int32_t bits, scale_type;
+} Weight;
+
+/* One product: y = x weight^T + bias, x [count, weight.columns] and y [count, weight.rows]. */
+typedef struct {
+    const Weight *weight;
+    const void *x;
+    const void *bias; /* [weight.rows] in y's type, or null */
+    void *y;
+    int64_t count;
+    int32_t threads;
+} Product;
+
+typedef float v16f __attribute__((vector_size(64)));
+typedef int32_t v16i __attribute__((vector_size(64)));
+typedef uint16_t v16h __attribute__((vector_size(32)));
+typedef uint32_t v16u __attribute__((vector_size(64)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Calls part(data, item) for every item below items, spread over threads. */
+void run_parts(void (*part)(void *data, int64_t item), void *data, int64_t items, int threads);
+
+INLINE v16f load_floats(const float *from) {
+    v16f v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+INLINE void store_floats(float *to, v16f v) {
+    memcpy(to, &v, sizeof v);
+}
+
+INLINE v16u load_words(const uint8_t *from) {
+    v16u v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+/* 16 numbers of a stored type, from place `at` on. */
+INLINE v16f load_typed(const void *from, int64_t at, int type) {
+    if (type == TYPE_F32) return load_floats((const float *)from + at);
+    v16f v;
+    const uint16_t *half = (const uint16_t *)from + at;
+    if (type == TYPE_BF16) {
+        v16h narrow;
+        memcpy(&narrow, half, sizeof narrow);
+        return (v16f)(__builtin_convertvector(narrow, v16u) << 16);
+    }
+    for (int i = 0; i < 16; i++) {
+        _Float16 number;
+        memcpy(&number, half + i, sizeof number);
+        v[i] = (float)number;
+    }
+    return v;
+}
+
+/* bf16 numbers nearest to y; NaN stays NaN. */
+INLINE v16h narrowed(v16f y) {
+    v16u bits = (v16u)y;
+    v16u rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    v16u is_nan = (v16u)((bits & 0x7FFFFFFF) > 0x7F800000);
+    return __builtin_convertvector((is_nan & 0x7FC0) | (~is_nan & rounded), v16h);
+}
+
+/* Columns that one step of a product takes: a divisor of the group. */
+INLINE int64_t block_columns(const Weight *w, int64_t most) {
+    int64_t columns = most;
+    while (w->group % columns) columns /= 2;
+    return columns;
+}
+
+INLINE int64_t tile_bytes(const Weight *w) {
+    return 64 * w->bits;
+}
+
+INLINE const uint8_t *tile_at(const Weight *w, int64_t row, int64_t column) {
+    int64_t across = w->columns / TILE_COLUMNS;
+    return w->tiles + (row / TILE_ROWS * across + column / TILE_COLUMNS) * tile_bytes(w);
+}
+
+INLINE v16f scale_at(const Weight *w, int64_t column, int64_t row) {
+    return load_typed(w->scales, column / w->group * w->rows + row, w->scale_type);
+}
+
+INLINE v16f zero_at(const Weight *w, int64_t column, int64_t row) {
+    return load_typed(w->zeros, column / w->group * w->rows + row, w->scale_type);
+}
+
+#endif

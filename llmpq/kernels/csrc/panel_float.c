@@ -1,0 +1,154 @@
+/* float32 activations, on any machine: written in the compiler's own vectors of 16 floats, which it
+ * cuts to the registers there are.
+ *
+ * A panel of at most 64 rows of the weight is decoded a block of columns at a time into a buffer
+ * that stays in the first-level cache; a few rows of x at a time go over it with all their sums in
+ * registers. The codes themselves are multiplied: scale and zero come in once a block, so the
+ * answer differs from the dequantized weight's by rounding in float32 only. */
+#include "kernels.h"
+
+#include <stdlib.h>
+
+#if defined(__AVX512F__)
+enum { WIDE = 4, STRIP = 6, COLUMNS = 128 };
+#elif defined(__AVX2__)
+enum { WIDE = 2, STRIP = 2, COLUMNS = 128 };
+#else
+enum { WIDE = 1, STRIP = 2, COLUMNS = 128 };
+#endif
+
+typedef struct {
+    const Product *product;
+    const float *sums; /* [blocks, count] of x over each block of columns */
+    int64_t block;
+} Job;
+
+INLINE v16f code_floats(v16u words, int shift, int bits) {
+    v16i code = (v16i)((words >> shift) & ((1u << bits) - 1)) - (1 << (bits - 1));
+    return __builtin_convertvector(code, v16f);
+}
+
+INLINE void put(float *out, int64_t stride, int column, v16f values) {
+    store_floats(out + column * stride, values);
+}
+
+static void decode4(const uint8_t *tile, float *out, int64_t stride) {
+    for (int j = 0; j < 4; j++) {
+        v16u words = load_words(tile + 64 * j);
+        for (int p = 0; p < 4; p++) {
+            put(out, stride, 8 * j + 2 * p, code_floats(words, 4 * p, 4));
+            put(out, stride, 8 * j + 2 * p + 1, code_floats(words, 16 + 4 * p, 4));
+        }
+    }
+}
+
+static void decode3(const uint8_t *tile, float *out, int64_t stride) {
+    v16u last = {0};
+    for (int j = 0; j < 3; j++) {
+        v16u words = load_words(tile + 64 * j);
+        for (int p = 0; p < 5; p++) {
+            put(out, stride, 10 * j + 2 * p, code_floats(words, 3 * p, 3));
+            put(out, stride, 10 * j + 2 * p + 1, code_floats(words, 16 + 3 * p, 3));
+        }
+        last |= ((words >> 15) & 0x10001u) << j;
+    }
+    put(out, stride, 30, code_floats(last, 0, 3));
+    put(out, stride, 31, code_floats(last, 16, 3));
+}
+
+static void decode8(const uint8_t *tile, float *out, int64_t stride) {
+    for (int j = 0; j < 8; j++) {
+        v16u words = load_words(tile + 64 * j);
+        for (int i = 0; i < 4; i++) put(out, stride, 4 * j + i, code_floats(words, 8 * i, 8));
+    }
+}
+
+static void decode(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
+                   int64_t stride) {
+    for (int64_t k = 0; k < columns; k += TILE_COLUMNS) {
+        const uint8_t *tile = tile_at(w, row, column + k);
+        if (w->bits == 4) decode4(tile, out + k * stride, stride);
+        else if (w->bits == 3) decode3(tile, out + k * stride, stride);
+        else decode8(tile, out + k * stride, stride);
+    }
+}
+
+/* Sums of `strip` rows of x over one block, then scaled into `total` [strip, PANEL]. */
+INLINE void multiply(const Job *job, const float *panel, int64_t first, int64_t column,
+                     int64_t row, float *total, const int strip, const int wide) {
+    const Product *p = job->product;
+    const Weight *w = p->weight;
+    const float *x = (const float *)p->x + first * w->columns + column;
+    v16f sum[STRIP][WIDE];
+    for (int m = 0; m < strip; m++)
+        for (int n = 0; n < wide; n++) sum[m][n] = (v16f){0};
+    for (int64_t k = 0; k < job->block; k++)
+        for (int m = 0; m < strip; m++)
+            for (int n = 0; n < wide; n++)
+                sum[m][n] += x[m * w->columns + k] * load_floats(panel + (k * wide + n) * 16);
+    const float *sums = job->sums + column / job->block * p->count + first;
+    for (int n = 0; n < wide; n++) {
+        v16f scale = scale_at(w, column, row + 16 * n);
+        v16f zero = w->zeros ? zero_at(w, column, row + 16 * n) : (v16f){0};
+        for (int m = 0; m < strip; m++) {
+            float *to = total + m * PANEL + 16 * n;
+            store_floats(to, load_floats(to) + scale * sum[m][n] + zero * sums[m]);
+        }
+    }
+}
+
+INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, const int wide) {
+    const Product *p = job->product;
+    const Weight *w = p->weight;
+    float panel[COLUMNS * WIDE * 16] __attribute__((aligned(64)));
+    float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    memset(total, 0, (size_t)count * PANEL * sizeof *total);
+    for (int64_t k = 0; k < w->columns; k += job->block) {
+        for (int n = 0; n < wide; n++)
+            decode(w, row + 16 * n, k, job->block, panel + 16 * n, 16 * wide);
+        int64_t m = 0;
+        for (; m + STRIP <= count; m += STRIP)
+            multiply(job, panel, first + m, k, row, total + m * PANEL, STRIP, wide);
+        for (; m < count; m++) multiply(job, panel, first + m, k, row, total + m * PANEL, 1, wide);
+    }
+    for (int64_t m = 0; m < count; m++) {
+        float *y = (float *)p->y + (first + m) * w->rows + row;
+        for (int n = 0; n < wide; n++) {
+            v16f sum = load_floats(total + m * PANEL + 16 * n);
+            if (p->bias) sum += load_floats((const float *)p->bias + row + 16 * n);
+            store_floats(y + 16 * n, sum);
+        }
+    }
+}
+
+static void panel_part(void *data, int64_t item) {
+    const Job *job = data;
+    const Weight *w = job->product->weight;
+    int64_t row = item * WIDE * 16, end = row + WIDE * 16;
+    for (int64_t first = 0; first < job->product->count; first += ROW_BLOCK) {
+        int64_t left = job->product->count - first, count = left < ROW_BLOCK ? left : ROW_BLOCK;
+        if (end <= w->rows) panel_rows(job, row, first, count, WIDE);
+        else
+            for (int64_t r = row; r < w->rows; r += 16) panel_rows(job, r, first, count, 1);
+    }
+}
+
+int kernels_float(const Product *p) {
+    const Weight *w = p->weight;
+    int64_t block = block_columns(w, COLUMNS), blocks = w->columns / block;
+    float *sums = malloc((size_t)(blocks * p->count) * sizeof *sums);
+    if (!sums) return NO_MEMORY;
+    for (int64_t m = 0; m < p->count; m++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const float *x = (const float *)p->x + m * w->columns + b * block;
+            v16f sum = {0};
+            for (int64_t k = 0; k < block; k += 16) sum += load_floats(x + k);
+            float one = 0;
+            for (int i = 0; i < 16; i++) one += sum[i];
+            sums[b * p->count + m] = one;
+        }
+    Job job = {p, sums, block};
+    run_parts(panel_part, &job, (w->rows + WIDE * 16 - 1) / (WIDE * 16), p->threads);
+    free(sums);
+    return DONE;
+}

@@ -1,0 +1,143 @@
+"""The compiled CPU kernels called through ctypes: addresses in, a status out.
+
+Plain C in ``csrc/``, compiled on first use in two seconds, and not a torch extension: that needs
+C++, torch's headers and half a minute, and must be made again for every torch. What a torch
+extension is taken for, its thread pool, is had without: torch loads its OpenMP runtime into the
+process's global scope, where the C finds it (``csrc/parts.c``), so one pool serves both.
+
+One library holds the kernels for one instruction set, named by the newest extensions it may use:
+
+* ``avx512_bf16``: products of bf16 pairs and of bytes (VNNI), all kernels;
+* ``avx512``, ``avx2``, ``baseline``: the float32 kernel alone, in the compiler's own vectors.
+
+A process that was held to an older extension (``dist.environment``) gets the older library: it is
+torch that is asked, not the processor. This module refuses to choose layouts or to allocate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmpq.compiled import NotCompiledError, library_path
+
+ABI = 1
+DONE = 0
+
+_COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+FLAGS: dict[str, tuple[str, ...]] = {
+    "avx512_bf16": (*_COMMON, *_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "avx512": (*_COMMON, *_AVX512),
+    "avx2": (*_COMMON, *_AVX2),
+    "baseline": _COMMON,
+}
+"""Compiler flags by instruction set; the newest first."""
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Numbers of the element types in ``csrc/kernels.h``."""
+
+
+class Weight(Structure):
+    """A weight in tiles (``csrc/kernels.h``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tiles", "scales", "zeros")),
+        *((name, c_int64) for name in ("rows", "columns", "group")),
+        *((name, c_int32) for name in ("bits", "scale_type")),
+    )
+
+
+class Product(Structure):
+    """One call (``csrc/kernels.h``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "x", "bias", "y")),
+        ("count", c_int64),
+        ("threads", c_int32),
+    )
+
+
+def instruction_set() -> str:
+    """Return the newest key of ``FLAGS`` that torch may use in this process."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability.startswith("AVX512"):
+        return "avx512_bf16" if has_bf16_products() else "avx512"
+    return "avx2" if capability.startswith("AVX2") else "baseline"
+
+
+@cache
+def has_bf16_products() -> bool:
+    """Return whether this process may multiply bf16 pairs and bytes in 512-bit registers."""
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return is_wide and supported is not None and bool(supported()) and has_u8_matmul()
+
+
+@cache
+def has_u8_matmul() -> bool:
+    """Return whether this process multiplies u8 by s8 exactly, by trying the worst case once.
+
+    What the processor can do is not what oneDNN will use: a worker may be held to an older vector
+    extension, and without VNNI pairs of products saturate (an all-positive row loses 96 percent).
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    codes = torch.full((64, 64), 127, dtype=torch.int8)  # [N, K]
+    rows = torch.full((1, 64), 255, dtype=torch.uint8)  # [M, K]
+    y = u8_matmul(rows, torch.ops.onednn.qlinear_prepack(codes, None), torch.ones(64))
+    return bool((y == (255 - 128) * 127 * 64).all())
+
+
+def u8_matmul(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
+    """Return ``(rows - 128) @ codes.T * scales`` by oneDNN: uint8 ``[M, K]`` to float32 ``[M, N]``.
+
+    ``layout`` is what ``onednn::qlinear_prepack`` made of the codes ``[N, K]``.
+    """
+    zero_points = torch.zeros(1, dtype=torch.int32)
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(
+        rows, 1.0, 128, layout, scales, zero_points, None,
+        1.0, 0, torch.float32, "none", [], "",
+    )  # fmt: skip
+    return y
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled kernels for this process, or ``None`` where nothing can compile them."""
+    try:
+        return load(instruction_set())
+    except NotCompiledError:
+        return None
+
+
+@cache
+def load(name: str) -> ctypes.CDLL:
+    """Load the kernels of one instruction set, compiling them when needed.
+
+    Raises:
+        NotCompiledError: there are none, and no compiler.
+    """
+    path = kernels_path(name)
+    loaded = ctypes.CDLL(str(path))
+    if loaded.kernels_abi() != ABI:
+        raise NotCompiledError(f"{path}: found another version of the kernels, expected {ABI}")
+    loaded.kernels_pack.restype = None
+    loaded.kernels_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
+    loaded.kernels_float.argtypes = (POINTER(Product),)
+    if name == "avx512_bf16":
+        loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
+        loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
+    return loaded
+
+
+def kernels_path(name: str) -> Path:
+    """Return the library file of one instruction set; see ``load``."""
+    package = Path(__file__).parent
+    return library_path(package, f"kernels-{name}", FLAGS[name], f"_kernels-{name}.*so")

@@ -1,0 +1,113 @@
+"""From how many rows on a weight is decoded first: measured, once a machine.
+
+A few rows are multiplied while the codes are decoded, again for every four of them; with more it
+pays to decode a panel once. Where the lines cross depends on the processor and on the threads, so
+both ways are timed on a small weight, some ten milliseconds, when the first weight is prepared, and
+the answer is kept beside the compiled library under the processor's name. This module refuses to
+choose a backend: that is the registry's, and never depends on rows.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from llmpq.kernels.native import instruction_set, kernels_path
+from llmpq.kernels.packed import PackedWeight, packed_row_bytes
+from llmpq.kernels.tiles import bf16_product, to_tiles
+from llmpq.spec.precision import default_precision
+
+TRIED_ROWS = (2, 4, 6, 8, 12, 16, 20, 24, 32)
+ROUNDS = 7
+_SHAPE = (512, 1024)  # [N, K]: as large as a core's own cache allows, as decoding loads it
+
+
+@cache
+def few_rows_limit(bits: int, threads: int) -> int:
+    """Return up to how many rows the kernel decodes as it multiplies, for bf16 activations.
+
+    Args:
+        bits: 3, 4 or 8; 8-bit codes are always decoded first.
+        threads: threads of the calls.
+    """
+    if bits == 8:
+        return 0
+    kept = kernels_path(instruction_set()).with_suffix(".json")
+    key = f"{_processor()} / {threads} threads / {bits} bits"
+    known = _read(kept)
+    if key not in known:
+        known[key] = _measure(bits)
+        _write(kept, known)
+    return known[key]
+
+
+def _measure(bits: int) -> int:
+    rows, columns = _SHAPE
+    precision = default_precision(bits)
+    groups = columns // precision.effective_group(columns)
+    scales = torch.ones(rows, groups, dtype=torch.bfloat16)
+    codes = torch.zeros(rows, packed_row_bytes(columns, bits), dtype=torch.uint8)
+    packed = PackedWeight(
+        out_features=rows,
+        in_features=columns,
+        precision=precision,
+        codes=codes,
+        scales=scales,
+        zeros=torch.zeros_like(scales),
+    )
+    weight = to_tiles(packed, "cpu_packed")
+    limit = 1
+    for count in TRIED_ROWS:
+        x = torch.ones(count, columns, dtype=torch.bfloat16)
+        few = _fastest(partial(bf16_product, x, weight, None, count))
+        many = _fastest(partial(bf16_product, x, weight, None, 0))
+        if few > many:
+            break
+        limit = count
+    return limit
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _read(kept: Path) -> dict[str, int]:
+    """Return what is known; nothing when the file is not there or not ours."""
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    sound = range(max(TRIED_ROWS) + 1)
+    return {str(key): value for key, value in found.items() if value in sound}
+
+
+def _write(kept: Path, known: dict[str, int]) -> None:
+    """Keep what is known; a machine that cannot keep it measures again."""
+    made = kept.with_suffix(f".{time.monotonic_ns()}.tmp")
+    try:
+        made.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        made.replace(kept)
+    except OSError:
+        made.unlink(missing_ok=True)

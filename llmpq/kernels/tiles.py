@@ -1,0 +1,127 @@
+"""A weight in the tiles that the compiled kernels read (``csrc/kernels.h`` draws them).
+
+The codes weigh what they weigh in a ``PackedWeight``; scales and zeros are transposed and keep
+their dtype. This module refuses to choose a kernel: the backends do.
+
+Shape legend: N output features, K input features, G groups of a row, b bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import CDLL, addressof, byref
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.base import PreparedWeight
+from llmpq.kernels.native import DONE, TYPES, Product, Weight, library
+from llmpq.kernels.packed import PackedWeight
+
+TILE_ROWS = 16
+TILE_COLUMNS = 32
+
+
+def fits_tiles(out_features: int, in_features: int, group_size: int) -> bool:
+    """Return whether a weight is whole tiles, none of which spans two groups."""
+    whole = out_features % TILE_ROWS == 0 and in_features % TILE_COLUMNS == 0
+    return whole and group_size % TILE_COLUMNS == 0
+
+
+def to_tiles(packed: PackedWeight, backend: str) -> PreparedWeight:
+    """Return ``packed`` in tiles ``[N K b / 8]``, with scales and zeros ``[G, N]``.
+
+    The compiled library must be there, and the weight fit tiles.
+    """
+    loaded = _kernels()
+    codes = packed.codes.contiguous()
+    tiles = torch.empty(codes.numel(), dtype=torch.uint8)
+    loaded.kernels_pack(
+        codes.data_ptr(),
+        tiles.data_ptr(),
+        packed.out_features,
+        packed.in_features,
+        packed.precision.bits,
+        torch.get_num_threads(),
+    )
+    scales = packed.scales.t().contiguous()
+    zeros = None if packed.zeros is None else packed.zeros.t().contiguous()
+    weight = Weight(
+        tiles=tiles.data_ptr(),
+        scales=scales.data_ptr(),
+        zeros=None if zeros is None else zeros.data_ptr(),
+        rows=packed.out_features,
+        columns=packed.in_features,
+        group=packed.group_size,
+        bits=packed.precision.bits,
+        scale_type=TYPES[scales.dtype],
+    )
+    return PreparedWeight(
+        backend=backend,
+        out_features=packed.out_features,
+        in_features=packed.in_features,
+        precision=packed.precision,
+        tensors=(tiles, scales) if zeros is None else (tiles, scales, zeros),
+        handle=weight,
+    )
+
+
+def float_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` in float32 arithmetic, ``[..., N]`` in x's dtype."""
+    wide = None if bias is None else bias.to(torch.float32)
+    return _multiply(_kernels().kernels_float, x.to(torch.float32), weight, wide).to(x.dtype)
+
+
+def bf16_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None, few_limit: int) -> Tensor:
+    """Return ``x @ weight.T + bias`` for bf16 ``x``; needs the newest instruction set.
+
+    Args:
+        x: ``[..., K]``.
+        weight: in tiles.
+        bias: ``[N]``.
+        few_limit: up to so many rows are multiplied while the codes are decoded.
+    """
+    return _multiply(_kernels().kernels_bf16, x, weight, bias, few_limit)
+
+
+def int8_product(
+    x: Tensor, weight: PreparedWeight, bias: Tensor | None, threshold: float
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row below ``threshold``.
+
+    ``x`` is float32 or bf16; the weight has one scale a channel and no zeros.
+    """
+    return _multiply(_kernels().kernels_int8, x, weight, bias, threshold, TYPES[x.dtype])
+
+
+def _multiply(
+    kernel: Callable[..., int],
+    x: Tensor,
+    weight: PreparedWeight,
+    bias: Tensor | None,
+    *options: float,
+) -> Tensor:
+    x = x.contiguous()
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    y = torch.empty((*x.shape[:-1], weight.out_features), dtype=x.dtype)
+    if not x.numel():
+        return y
+    assert isinstance(weight.handle, Weight)
+    assert x.shape[-1] == weight.in_features
+    product = Product(
+        addressof(weight.handle),
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        x.numel() // weight.in_features,
+        torch.get_num_threads(),
+    )
+    if kernel(byref(product), *options) != DONE:
+        raise MemoryError(f"found no memory for the temporaries of {x.shape[:-1].numel()} rows")
+    return y
+
+
+def _kernels() -> CDLL:
+    loaded = library()
+    assert loaded is not None, "a backend of compiled kernels was used where there are none"
+    return loaded

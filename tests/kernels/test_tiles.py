@@ -1,0 +1,170 @@
+"""The compiled kernels against float64, on every instruction set that this machine can run."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.kernels import tiles
+from llmpq.kernels.native import FLAGS, has_bf16_products, instruction_set, library, load
+from llmpq.kernels.packed import PACKED_BITS, PackedWeight, pack_codes
+from llmpq.kernels.tiles import bf16_product, fits_tiles, float_product, int8_product, to_tiles
+from llmpq.spec.precision import Precision, linear_bytes
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
+
+needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products")
+RUNNABLE = list(FLAGS)[list(FLAGS).index(instruction_set()) :]
+
+precisions = st.builds(
+    Precision,
+    bits=st.sampled_from(PACKED_BITS),
+    group_size=st.sampled_from([None, 32, 64, 96, 128, 256]),
+    symmetric=st.booleans(),
+)
+shapes = st.tuples(
+    st.sampled_from([16, 48, 64, 80, 208]),
+    st.sampled_from([32, 64, 96, 128, 192, 256, 384, 512]),
+)
+row_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 193])
+dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+
+
+def random_packed(shape, precision, dtype, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    rows, columns = shape
+    groups = columns // precision.effective_group(columns)
+    codes = torch.randint(0, 1 << precision.bits, (rows, columns), generator=rng)
+    zeros = torch.randn(rows, groups, generator=rng).mul(0.02).to(dtype)
+    return PackedWeight(
+        out_features=rows,
+        in_features=columns,
+        precision=precision,
+        codes=pack_codes(codes.to(torch.uint8), precision.bits),
+        scales=torch.rand(rows, groups, generator=rng).add(0.5).mul(0.02).to(dtype),
+        zeros=None if precision.symmetric else zeros,
+    )
+
+
+def worst_error(y, x, packed, bias):
+    """Return the largest error in units of what the sizes of the summands allow to round."""
+    weight = packed.dequantize(torch.float64)
+    expected = x.double() @ weight.T + bias.double()
+    size = x.double().abs() @ weight.abs().T + bias.double().abs()
+    return ((y.double() - expected).abs() / size).max().item()
+
+
+@settings(deadline=None, max_examples=60)
+@given(precision=precisions, shape=shapes, count=row_counts, dtype=dtypes, seed=st.integers(0, 99))
+def test_float_products_are_those_of_the_dequantized_weight(precision, shape, count, dtype, seed):
+    packed = random_packed(shape, precision, dtype, seed)
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, shape[1], generator=rng)
+    bias = torch.randn(shape[0], generator=rng)
+    y = float_product(x, to_tiles(packed, "cpu_packed"), bias)
+    assert worst_error(y, x, packed, bias) < 1e-6
+
+
+@needs_bf16
+@settings(deadline=None, max_examples=60)
+@given(
+    precision=precisions,
+    shape=shapes,
+    count=row_counts,
+    few_limit=st.sampled_from([0, 1000]),
+    seed=st.integers(0, 99),
+)
+def test_bf16_products_round_once(precision, shape, count, few_limit, seed):
+    packed = random_packed(shape, precision, torch.bfloat16, seed)
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, shape[1], generator=rng).to(torch.bfloat16)
+    bias = torch.randn(shape[0], generator=rng).to(torch.bfloat16)
+    y = bf16_product(x, to_tiles(packed, "cpu_packed"), bias, few_limit)
+    # The answer is rounded to 8 bits of mantissa; everything before is float32.
+    assert worst_error(y, x, packed, bias) < 2**-8
+
+
+@needs_bf16
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=shapes,
+    count=row_counts,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threshold=st.sampled_from([0.0, 1.0, 6.0, float("inf")]),
+    seed=st.integers(0, 99),
+)
+def test_int8_products_err_by_the_rounding_of_the_rest(shape, count, dtype, threshold, seed):
+    precision = Precision(bits=8, group_size=None, symmetric=True)
+    packed = random_packed(shape, precision, dtype, seed)
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, shape[1], generator=rng).mul(3).to(dtype)
+    bias = torch.randn(shape[0], generator=rng).to(dtype)
+    y = int8_product(x, to_tiles(packed, "cpu_llm_int8"), bias, threshold).double()
+    weight = packed.dequantize(torch.float64)
+    expected = x.double() @ weight.T + bias.double()
+    kept = torch.where(x.abs() < threshold, x.double().abs(), 0.0)  # below the threshold: rounded
+    step = kept.amax(dim=1, keepdim=True) / 127
+    rounded = 0.5 * step * ((kept > 0).double() @ weight.abs().T)
+    last = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0)
+    size = x.double().abs() @ weight.abs().T + bias.double().abs()
+    assert ((y - expected).abs() <= 1.001 * rounded + last + 1e-5 * size).all()
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_every_instruction_set_multiplies_the_same_tiles(name, bits, monkeypatch):
+    packed = random_packed((80, 192), Precision(bits=bits, group_size=64), torch.float16)
+    x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
+    bias = torch.zeros(80)
+    prepared = to_tiles(packed, "cpu_packed")
+    monkeypatch.setattr(tiles, "library", lambda: load(name))
+    assert torch.equal(to_tiles(packed, "cpu_packed").tensors[0], prepared.tensors[0])
+    assert worst_error(float_product(x, prepared, bias), x, packed, bias) < 1e-6
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_tiles_weigh_what_the_law_says(bits, symmetric):
+    precision = Precision(bits=bits, group_size=64, symmetric=symmetric)
+    packed = random_packed((48, 192), precision, torch.bfloat16)
+    assert to_tiles(packed, "cpu_packed").nbytes == linear_bytes(48, 192, precision, 2)
+
+
+def test_a_row_of_float32_does_not_depend_on_its_company():
+    packed = random_packed((80, 256), Precision(bits=4, group_size=64), torch.float32)
+    weight = to_tiles(packed, "cpu_packed")
+    x = torch.randn(200, 256, generator=torch.Generator().manual_seed(2))
+    together = float_product(x, weight, None)
+    for row in (0, 5, 6, 191, 192, 199):
+        assert torch.equal(float_product(x[row : row + 1], weight, None)[0], together[row])
+
+
+@pytest.mark.parametrize("bits", PACKED_BITS)
+def test_two_threads_give_the_answer_of_one(bits):
+    packed = random_packed((208, 256), Precision(bits=bits), torch.float32)
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3))
+    alone = float_product(x, to_tiles(packed, "cpu_packed"), None)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(float_product(x, to_tiles(packed, "cpu_packed"), None), alone)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_strided_and_empty_activations_are_taken():
+    packed = random_packed((48, 64), Precision(bits=4, group_size=32), torch.float32)
+    weight = to_tiles(packed, "cpu_packed")
+    x = torch.randn(64, 5, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(
+        float_product(x.t(), weight, None), float_product(x.t().contiguous(), weight, None)
+    )
+    assert float_product(torch.empty(2, 0, 64), weight, None).shape == (2, 0, 48)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "fits"),
+    [((16, 32), 32, True), ((24, 32), 32, False), ((16, 48), 48, False), ((16, 96), 16, False)],
+)
+def test_only_whole_tiles_fit(shape, group, fits):
+    assert fits_tiles(*shape, group) is fits
