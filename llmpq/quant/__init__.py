@@ -6,11 +6,12 @@ imported by its own name because it brings transformers with it.
 """
 
 from llmpq.quant.layer import quantize_layer_, stored_bytes
-from llmpq.quant.linear import QuantExperts, QuantLinear
+from llmpq.quant.linear import DenseLinear, QuantExperts, QuantLinear
 from llmpq.quant.methods import METHODS, quantize
 
 __all__ = [
     "METHODS",
+    "DenseLinear",
     "QuantExperts",
     "QuantLinear",
     "quantize",

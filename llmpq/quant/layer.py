@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
+from llmpq.kernels.cpu_dense import can_prepack
 from llmpq.kernels.registry import choose_backend
-from llmpq.quant.linear import QuantExperts, QuantLinear
+from llmpq.quant.linear import DenseLinear, QuantExperts, QuantLinear
 from llmpq.quant.methods import quantize
 from llmpq.spec.precision import Precision, default_precision
 
@@ -36,7 +37,8 @@ def quantize_layer_(
 
     Args:
         layer: one decoder layer with its weights on the device they will run on.
-        bits: 3, 4, 8 or 16, meaning ``spec.precision.default_precision``; 16 only casts.
+        bits: 3, 4, 8 or 16, meaning ``spec.precision.default_precision``; 16 casts, and
+            on a CPU puts bf16 weights into its matmul's order.
         dtype: dtype of the run: of what stays unquantized, and of the scales.
         backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
 
@@ -47,6 +49,7 @@ def quantize_layer_(
     precision = default_precision(bits)
     layer.to(dtype).requires_grad_(False).eval()
     if bits == 16:
+        prepack_(layer)
         return
     names = list(quantizable_names(layer))
     if not names:
@@ -59,7 +62,19 @@ def quantize_layer_(
 def stored_bytes(module: nn.Module) -> int:
     """Return the bytes that the weights and buffers of ``module`` occupy, quantized or not."""
     plain = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-    return plain + sum(m.weight_bytes for m in module.modules() if isinstance(m, QuantLinear))
+    held = (QuantLinear, DenseLinear)
+    return plain + sum(m.weight_bytes for m in module.modules() if isinstance(m, held))
+
+
+def prepack_(module: nn.Module) -> None:
+    """Put bf16 weights of plain linear operators into the order that this CPU's matmul reads."""
+    names = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    for name in names:  # by name, so that each weight is freed before the next is copied
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        weight = linear.weight
+        if can_prepack(weight.device.type, weight.dtype, *weight.shape):
+            module.set_submodule(name, DenseLinear(weight, linear.bias))
 
 
 def quantizable_names(layer: nn.Module) -> Iterator[str]:

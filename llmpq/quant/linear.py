@@ -1,6 +1,6 @@
-"""Modules that stand in for a layer's linear operators and experts, with quantized weights.
+"""Modules that stand in for a layer's linear operators and experts, with weights made for kernels.
 
-Both run inference only, and hold their weights in a backend's own layout: they cannot be moved to
+All run inference only, and hold their weights in a backend's own layout: they cannot be moved to
 another device or cast once built. Everything about the layer around them stays transformers' own.
 
 Shape legend: T tokens, K inputs, N outputs, H hidden, F features of an expert, k experts a token.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.base import KernelBackend, tensor_bytes
+from llmpq.kernels.cpu_dense import DENSE_BACKEND, prepack, prepacked_linear
 from llmpq.kernels.packed import PackedWeight
 
 
@@ -75,6 +76,48 @@ class QuantLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, precision={self.precision}, "
             f"backend={self.backend_name}"
+        )
+
+
+class DenseLinear(nn.Module):
+    """A linear operator left at 16 bits, its weight in the order that the CPU's matmul reads.
+
+    Stands in for ``nn.Linear`` where ``llmpq.kernels.cpu_dense.can_prepack`` says so.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        bias: ``[N]`` in bf16, or ``None``.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Reorder ``weight`` ``[N, K]``; the caller drops it."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._layout = prepack(weight)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(weight.dtype))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight, without the bias."""
+        return tensor_bytes(self._layout)
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the way it multiplies."""
+        return DENSE_BACKEND
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]``."""
+        return prepacked_linear(x, self._layout, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(module)`` shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, backend={self.backend_name}"
         )
 
 

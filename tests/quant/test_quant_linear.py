@@ -57,9 +57,10 @@ def test_no_parameter_asks_for_a_gradient():
 
 
 def test_repr_names_precision_and_backend():
-    text = repr(quant_linear(gaussian(64, 128), 3))
+    module = quant_linear(gaussian(64, 128), 3)
+    text = repr(module)
     assert "in_features=128, out_features=64, bias=False" in text
-    assert "precision=w3-rtn-g128-asym, backend=reference" in text
+    assert f"precision=w3-rtn-g128-asym, backend={module.backend_name}" in text
 
 
 def test_a_bias_of_another_length_is_refused():
@@ -121,7 +122,7 @@ def test_experts_weigh_the_sum_of_their_matrices():
     assert quantized(experts(), 4).weight_bytes == expected
 
 
-@pytest.mark.parametrize(("name", "bits"), [("cpu_int4", 4), ("cpu_int8", 8)])
+@pytest.mark.parametrize(("name", "bits"), [("cpu_int4", 4), ("cpu_int8", 8), ("cpu_packed", 3)])
 def test_only_the_prepared_copy_stays_alive(name, bits):
     backend, precision = BACKENDS[name], default_precision(bits)
     if not backend.supports("cpu", precision, torch.bfloat16, 64, 128):

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from llmpq.errors import SpecError
+from llmpq.kernels.cpu_dense import can_prepack
 from llmpq.models import Checkpoint, build_layer
-from llmpq.quant import QuantExperts, QuantLinear, quantize_layer_, stored_bytes
+from llmpq.quant import DenseLinear, QuantExperts, QuantLinear, quantize_layer_, stored_bytes
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.precision import default_precision
 
@@ -62,13 +63,26 @@ def test_routers_that_are_linear_modules_are_left_alone(name):
     assert isinstance(layer["gate_proj"], QuantLinear)
 
 
-def test_sixteen_bits_only_cast(tiny_model):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sixteen_bits_only_cast(tiny_model, dtype):
     layer = read_layer(tiny_model("llama", shape=SHAPE))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    quantize_layer_(layer, 16, torch.bfloat16)
+    quantize_layer_(layer, 16, dtype)
     after = layer.state_dict()
     assert after.keys() == before.keys()
-    assert all(torch.equal(after[name], before[name].to(torch.bfloat16)) for name in before)
+    assert all(torch.equal(after[name], before[name].to(dtype)) for name in before)
+
+
+def test_sixteen_bits_in_bfloat16_are_put_in_order_for_the_cpu(tiny_model, monkeypatch):
+    model_dir = tiny_model("opt", shape=SHAPE)
+    layer, plain = read_layer(model_dir), read_layer(model_dir)
+    quantize_layer_(layer, 16, torch.bfloat16)
+    monkeypatch.setattr("llmpq.quant.layer.can_prepack", lambda *_: False)
+    quantize_layer_(plain, 16, torch.bfloat16)
+    assert isinstance(layer.fc1, DenseLinear) == can_prepack("cpu", torch.bfloat16, 256, 64)
+    assert stored_bytes(layer) == stored_bytes(plain)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    torch.testing.assert_close(layer.fc1(x), plain.fc1(x), atol=0.01, rtol=0.02)
 
 
 def test_biases_and_norms_are_kept_in_the_dtype_of_the_run(tiny_model):
