@@ -12,6 +12,8 @@ import torch
 from llmpq.errors import SpecError
 from llmpq.kernels.base import Capability, KernelBackend
 from llmpq.kernels.cpu import CpuInt4Backend, CpuInt4WidenedBackend, CpuInt8Backend
+from llmpq.kernels.cpu_compiled import CpuLlmInt8Backend, CpuPackedBackend
+from llmpq.kernels.cuda import cuda_backends
 from llmpq.kernels.reference import ReferenceBackend
 from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision
@@ -19,9 +21,12 @@ from llmpq.spec.precision import Precision
 
 def _all_backends(scratch: Scratch) -> tuple[KernelBackend, ...]:
     return (
+        CpuLlmInt8Backend(),
+        CpuPackedBackend(),
         CpuInt4Backend(scratch),
         CpuInt8Backend(),
         CpuInt4WidenedBackend(scratch),
+        *cuda_backends(),
         ReferenceBackend(scratch),
     )
 

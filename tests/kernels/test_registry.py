@@ -5,9 +5,29 @@ import torch
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, capability_table, choose_backend
+from llmpq.kernels.native import has_bf16_products, has_u8_matmul, library
 from llmpq.spec.precision import Precision, default_precision
 
-HAS_U8 = BACKENDS["cpu_int8"].supports("cpu", default_precision(8), torch.bfloat16, 1024, 1024)
+HAS_U8 = has_u8_matmul()
+COMPILED = "cpu_packed" if library() is not None else "reference"
+INT8 = "cpu_llm_int8" if has_bf16_products() and library() is not None else "cpu_int8"
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "expected"),
+    [
+        (4, torch.bfloat16, COMPILED),
+        (4, torch.float16, COMPILED),
+        (4, torch.float32, COMPILED),
+        (3, torch.bfloat16, COMPILED),
+        (3, torch.float32, COMPILED),
+        (8, torch.float32, COMPILED),
+        (8, torch.bfloat16, INT8 if HAS_U8 else COMPILED),
+        (8, torch.float16, INT8 if HAS_U8 else COMPILED),
+    ],
+)
+def test_defaults_on_a_cpu(bits, dtype, expected):
+    assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
 
 
 @pytest.mark.parametrize(
@@ -23,7 +43,8 @@ HAS_U8 = BACKENDS["cpu_int8"].supports("cpu", default_precision(8), torch.bfloat
         (8, torch.float16, "cpu_int8" if HAS_U8 else "reference"),
     ],
 )
-def test_defaults_on_a_cpu(bits, dtype, expected):
+def test_defaults_without_a_compiler(bits, dtype, expected, monkeypatch):
+    monkeypatch.setattr("llmpq.kernels.cpu_compiled.library", lambda: None)
     assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
 
 
@@ -38,8 +59,8 @@ def test_every_shape_on_every_device_has_a_backend(bits, dtype):
     ("out_features", "in_features", "precision"),
     [
         (1000, 1024, Precision(bits=4)),
-        (1024, 96, Precision(bits=4)),
-        (1024, 1024, Precision(bits=4, symmetric=True)),
+        (1024, 80, Precision(bits=4)),
+        (1024, 1024, Precision(bits=4, group_size=16)),
     ],
 )
 def test_shapes_outside_the_rule_fall_back(out_features, in_features, precision):
