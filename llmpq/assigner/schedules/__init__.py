@@ -1,0 +1,1 @@
+"""Schedules: batch sizes and frequencies of RRA and WAA under a latency bound (ExeGPT)."""
