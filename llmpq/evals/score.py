@@ -1,0 +1,164 @@
+"""Scores: perplexity of a model, and how far its predictions are from another's.
+
+Everything is computed from the hidden states after the last layer: the head is applied to a few
+tokens at a time, so scores over the vocabulary, which would be the largest tensors of all, are
+never stored. Sums are kept in float64; the terms are float32, as the model's own scores are.
+
+Shapes: R windows, T tokens of each, H hidden size, C tokens of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import LlmpqError, SpecError
+from llmpq.evals.windows import Windows
+from llmpq.models import Master
+
+K = TypeVar("K", bound=Hashable)
+
+CHUNK_VALUES = 1 << 22
+"""Scores of a chunk ``C x V``: 16 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """How well a model predicts a text.
+
+    Attributes:
+        perplexity: ``exp`` of the mean of ``-ln p(token)``.
+        tokens: predicted ones.
+        kl_to_16bit: mean over tokens of ``sum p16 ln(p16 / p)`` in nats, ``p16`` the reference's
+            distribution; ``None`` without a reference.
+    """
+
+    perplexity: float
+    tokens: int
+    kl_to_16bit: float | None = None
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Return the JSON object."""
+        return {
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+            "kl_to_16bit": self.kl_to_16bit,
+        }
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the tokens seen so far, of one model."""
+
+    loss: float = 0.0
+    divergence: float | None = None
+    tokens: int = 0
+
+    def add(self, scores: Tensor, targets: Tensor, reference: Tensor | None) -> None:
+        """Count a chunk.
+
+        Args:
+            scores: log-probabilities ``[C, V]`` float32.
+            targets: ``[C]`` int64.
+            reference: the reference's log-probabilities ``[C, V]``.
+        """
+        chosen = scores.gather(1, targets[:, None])
+        self.loss -= float(chosen.sum(dtype=torch.float64))
+        self.tokens += targets.numel()
+        if reference is not None:
+            ratio = (reference - scores).mul_(reference.exp()).sum(dim=1)  # [C]
+            # A divergence is never negative; that of two nearly equal models rounds to -1e-8.
+            near = float(ratio.clamp_(min=0).sum(dtype=torch.float64))
+            self.divergence = near + (self.divergence or 0.0)
+
+    def quality(self) -> Quality:
+        """Return the means.
+
+        Raises:
+            LlmpqError: the model's scores are not numbers, so nothing can be said.
+        """
+        if math.isnan(self.loss):
+            raise LlmpqError(
+                "evaluation: found scores that are not numbers (NaN), expected finite ones; an "
+                "overflow in the layers, perhaps: try --dtype bfloat16 or float32"
+            )
+        mean = self.loss / self.tokens
+        return Quality(
+            # exp overflows above 709 nats, which only a model of noise reaches.
+            perplexity=math.exp(min(mean, 700.0)),
+            tokens=self.tokens,
+            kl_to_16bit=None if self.divergence is None else self.divergence / self.tokens,
+        )
+
+
+def perplexity_and_kl(
+    master: Master,
+    windows: Windows,
+    states: Iterable[Tensor],
+    reference: Iterable[Tensor] | None = None,
+) -> Quality:
+    """Score a run against the text and, if given, against the 16-bit model.
+
+    Args:
+        master: the two ends of the model; quantization leaves them alone, so both runs share them.
+        windows: what was run.
+        states: after the last layer, ``[R, T, H]`` for each micro-batch of ``windows`` in order.
+        reference: likewise of the 16-bit model.
+
+    Raises:
+        SpecError: there are more or fewer states than micro-batches.
+    """
+    tally = Tally()
+    others: Iterable[Tensor | None] = repeat(None) if reference is None else reference
+    found = 0
+    for batch, state, other in zip(windows.batches(), states, others, strict=False):
+        add_states(master, batch.targets, {0: state}, other, {0: tally})
+        found += 1
+    if found != windows.num_batches:
+        raise SpecError(
+            f"evaluation: found hidden states of {found} micro-batches, "
+            f"expected {windows.num_batches}"
+        )
+    return tally.quality()
+
+
+@torch.inference_mode()
+def add_states(
+    master: Master,
+    targets: Tensor,
+    states: Mapping[K, Tensor],
+    reference: Tensor | None,
+    tallies: Mapping[K, Tally],
+) -> None:
+    """Count one micro-batch of several models; the reference's scores are computed once.
+
+    Args:
+        master: the two ends of all of them.
+        targets: ``[R, T]``.
+        states: of each model, ``[R, T, H]``.
+        reference: of the 16-bit model, ``[R, T, H]``.
+        tallies: of each model.
+    """
+    wanted = targets.reshape(-1)
+    flat = {key: state.flatten(0, 1) for key, state in states.items()}  # [R T, H]
+    other = None if reference is None else reference.flatten(0, 1)
+    for chunk in _chunks(wanted.numel(), master.config.get_text_config().vocab_size):
+        expected = None if other is None else _log_probabilities(master, other[chunk])
+        for key, tally in tallies.items():
+            scores = _log_probabilities(master, flat[key][chunk])
+            tally.add(scores, wanted[chunk].to(scores.device), expected)
+
+
+def _log_probabilities(master: Master, hidden: Tensor) -> Tensor:
+    return torch.log_softmax(master.logits(hidden), dim=-1)  # [C, V]
+
+
+def _chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
+    step = max(1, CHUNK_VALUES // vocab_size)
+    return (slice(first, first + step) for first in range(0, tokens, step))

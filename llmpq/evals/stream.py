@@ -1,0 +1,129 @@
+"""A model run layer by layer on one host, whatever its size.
+
+A layer is loaded, all windows pass through it, and it is freed before the next one is loaded: what
+is held is one layer and the hidden states of all windows, ``tokens x H`` values.
+
+Shapes: R windows, T tokens of each, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmpq.dist.kv_cache import KVCache
+from llmpq.errors import SpecError
+from llmpq.evals.windows import Windows
+from llmpq.models import DecoderStage, Master, kv_shapes
+from llmpq.quant.loader import load_stage
+
+Progress = Callable[[int, int], None]
+"""Called with the layers done and the layers in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSource:
+    """Where the layers of a model come from, and at how many bits.
+
+    Attributes:
+        model_dir: directory with ``config.json`` and safetensors weights.
+        bits: of every layer; 16 is not quantized.
+        dtype: of the run.
+        device: where it runs.
+    """
+
+    model_dir: Path
+    bits: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def load(self, first_layer: int, end_layer: int) -> DecoderStage:
+        """Load layers ``[first_layer, end_layer)``, quantized as the loader of a stage does."""
+        return load_stage(
+            self.model_dir,
+            first_layer,
+            end_layer,
+            self.bits[first_layer:end_layer],
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def each(self) -> Iterator[DecoderStage]:
+        """Load one layer after the other; the caller lets go of each before it asks for more."""
+        for index in range(len(self.bits)):
+            yield self.load(index, index + 1)
+
+
+def stream_hidden(
+    source: LayerSource,
+    master: Master,
+    windows: Windows,
+    *,
+    kv_bits: int | None = None,
+    progress: Progress | None = None,
+) -> list[Tensor]:
+    """Run all windows through all layers, one layer at a time.
+
+    Args:
+        source: of the layers.
+        master: the model's embedding.
+        windows: the text.
+        kv_bits: 8 to pass keys and values through an 8-bit cache, as a plan with 8-bit keys and
+            values does; ``None`` for the dtype of the run.
+        progress: called after each layer.
+
+    Returns:
+        Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
+    """
+    states = embed_windows(master, windows, source.device)
+    for done, layer in enumerate(source.each(), start=1):
+        run_layers(layer, windows, states, kv_bits)
+        if progress is not None:
+            progress(done, len(source.bits))
+    return states
+
+
+def embed_windows(master: Master, windows: Windows, device: torch.device) -> list[Tensor]:
+    """Return the first layer's input, ``[R, T, H]`` for each micro-batch."""
+    return [
+        master.embed(batch.inputs.to(device), batch.micro_batch.positions)
+        for batch in windows.batches()
+    ]
+
+
+def run_layers(
+    layers: DecoderStage, windows: Windows, states: list[Tensor], kv_bits: int | None = None
+) -> None:
+    """Pass every micro-batch through ``layers``; replaces the tensors in ``states`` one by one."""
+    cache = None if kv_bits is None else _cache(layers, windows, states[0], kv_bits)
+    for number, batch in enumerate(windows.batches()):
+        states[number] = layers(states[number], batch.micro_batch, cache)
+
+
+def _cache(layers: DecoderStage, windows: Windows, hidden: Tensor, kv_bits: int) -> KVCache:
+    return KVCache(
+        kv_shapes(layers.config, layers.first_layer, layers.end_layer),
+        layers.first_layer,
+        num_slots=windows.rows,
+        max_tokens=windows.longest,
+        dtype=hidden.dtype,
+        device=hidden.device,
+        kv_bits=kv_bits,
+    )
+
+
+def checked_bits(bits: Sequence[int], num_layers: int, where: str) -> tuple[int, ...]:
+    """Return ``bits`` when there is one for every layer.
+
+    Raises:
+        SpecError: there are more or fewer.
+    """
+    if len(bits) != num_layers:
+        raise SpecError(
+            f"{where}: found {len(bits)} bitwidths, expected one of {num_layers} layers"
+        )
+    return tuple(bits)

@@ -1,0 +1,142 @@
+"""What each layer's bits cost: the model with some layers changed, many times over.
+
+A layer is changed by a replacement that was loaded at other bits. What comes before it is the same
+for all replacements, so the base model's hidden states at every layer boundary are kept and only
+what comes after is run again; over one change a layer that is half the work, and the reference's
+scores over the vocabulary are computed once for all. Micro-batch by micro-batch, so what is held is
+the boundaries of one micro-batch and the layers themselves.
+
+Shapes: R windows, T tokens of each, H hidden size, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.evals.score import K, Quality, Tally, add_states
+from llmpq.evals.windows import WindowBatch, Windows
+from llmpq.models import DecoderStage, Master
+
+_BASE = object()
+
+Progress = Callable[[int, int], None]
+"""Called with the micro-batches done and the micro-batches in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep(Generic[K]):
+    """What a sweep found.
+
+    Attributes:
+        base: quality of the base model, its divergence from the reference included.
+        changed: quality with each replacement.
+    """
+
+    base: Quality
+    changed: dict[K, Quality]
+
+
+def sweep_layers(
+    base: DecoderStage,
+    replacements: Mapping[K, DecoderStage],
+    master: Master,
+    windows: Windows,
+    *,
+    reference: DecoderStage | None = None,
+    progress: Progress | None = None,
+) -> Sweep[K]:
+    """Score the base model, and the model that each replacement makes of it.
+
+    Args:
+        base: all layers of the model.
+        replacements: layers ``[i, j)`` at other bits, such as ``load_stage(dir, i, i + 1, (4,))``,
+            by any key. They are held all at once; give fewer of them where memory is short.
+        master: the model's two ends.
+        windows: the text.
+        reference: all layers at 16 bits, where ``base`` is not that model itself.
+        progress: called after each micro-batch.
+
+    Raises:
+        SpecError: ``base`` or ``reference`` is not a whole model, or a replacement not a part.
+    """
+    _check(base, replacements, reference)
+    own = Tally()
+    tallies = {key: Tally() for key in replacements}
+    device = _device_of(base)
+    parts = _Parts(base)
+    for number, batch in enumerate(windows.batches(), start=1):
+        hidden = master.embed(batch.inputs.to(device), batch.micro_batch.positions)
+        boundaries = parts.boundaries(hidden, batch)
+        expected = boundaries[-1]
+        if reference is not None:
+            expected = reference(hidden, batch.micro_batch)
+        finals = {key: parts.finish(new, boundaries, batch) for key, new in replacements.items()}
+        add_states(
+            master,
+            batch.targets,
+            {**finals, _BASE: boundaries[-1]},
+            expected,
+            {**tallies, _BASE: own},
+        )
+        if progress is not None:
+            progress(number, windows.num_batches)
+    return Sweep(
+        base=own.quality(), changed={key: tally.quality() for key, tally in tallies.items()}
+    )
+
+
+class _Parts:
+    """The base model's layers one by one, and all that follow each; the weights are shared."""
+
+    def __init__(self, base: DecoderStage) -> None:
+        self._end = base.end_layer
+        self._single = [part_of(base, i, i + 1) for i in range(self._end)]
+        self._tail = [part_of(base, i, self._end) for i in range(self._end)]
+
+    def boundaries(self, hidden: Tensor, batch: WindowBatch) -> list[Tensor]:
+        """Return what enters every layer and what leaves the last, ``L + 1`` tensors."""
+        states = [hidden]
+        for layer in self._single:
+            states.append(layer(states[-1], batch.micro_batch))
+        return states
+
+    def finish(self, new: DecoderStage, boundaries: list[Tensor], batch: WindowBatch) -> Tensor:
+        """Run a replacement and the layers after it, ``[R, T, H]``."""
+        hidden: Tensor = new(boundaries[new.first_layer], batch.micro_batch)
+        if new.end_layer < self._end:
+            hidden = self._tail[new.end_layer](hidden, batch.micro_batch)
+        return hidden
+
+
+def part_of(stage: DecoderStage, first_layer: int, end_layer: int) -> DecoderStage:
+    """Return layers ``[first_layer, end_layer)`` of ``stage`` as a stage, sharing their weights."""
+    begin, end = first_layer - stage.first_layer, end_layer - stage.first_layer
+    return DecoderStage(stage.config, list(stage.layers)[begin:end], first_layer)
+
+
+def _device_of(base: DecoderStage) -> torch.device:
+    return next(base.parameters()).device
+
+
+def _check(
+    base: DecoderStage, replacements: Mapping[K, DecoderStage], reference: DecoderStage | None
+) -> None:
+    num_layers = base.config.num_hidden_layers
+    for name, whole in (("base", base), ("reference", reference)):
+        if whole is not None and (whole.first_layer, whole.end_layer) != (0, num_layers):
+            raise SpecError(
+                f"sweep: found layers [{whole.first_layer}, {whole.end_layer}) as the {name}, "
+                f"expected all {num_layers}"
+            )
+    for key, new in replacements.items():
+        if not 0 <= new.first_layer < new.end_layer <= num_layers:
+            raise SpecError(
+                f"sweep: replacement {key}: found layers [{new.first_layer}, {new.end_layer}), "
+                f"expected a part of [0, {num_layers})"
+            )

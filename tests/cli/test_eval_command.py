@@ -1,0 +1,129 @@
+"""llmpq-eval: what it prints, and what it refuses before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.ranks import make_plan
+
+from llmpq.cli.evals import main
+from llmpq.spec.plan_io import write_plan
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+TEXT = DEMO / "heldout.txt"
+FIELDS = {"perplexity", "tokens", "kl_to_16bit", "perplexity_16bit"}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """A tiny model that can read text: the demo model's tokenizer beside random weights."""
+    folder = tmp_path_factory.mktemp("eval") / "model"
+    shutil.copytree(tiny_model("llama", seed=1, vocab_size=4096), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    """The command sets the numeric libraries' variables for its own process."""
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")
+
+
+def _arguments(model, *more):
+    sizes = ["--window", "32", "--rows", "3", "--max_tokens", "200", "--threads", "1"]
+    return ["--model", str(model), "--text", str(TEXT), *sizes, *more]
+
+
+def _json(capsys, arguments):
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == FIELDS
+    assert found["tokens"] == 200 - 7
+    return found
+
+
+def test_bits_cost_what_they_cost(model, capsys):
+    plain = _json(capsys, _arguments(model, "--bits", "16"))
+    assert plain["kl_to_16bit"] == 0
+    assert plain["perplexity"] == plain["perplexity_16bit"]
+    fewer = _json(capsys, _arguments(model, "--bits", "4"))
+    assert fewer["perplexity_16bit"] == plain["perplexity"]
+    assert fewer["kl_to_16bit"] > 0
+
+
+def test_quantized_keys_are_part_of_the_model(model, capsys):
+    found = _json(capsys, _arguments(model, "--bits", "16", "--kv_bits", "8"))
+    assert found["kl_to_16bit"] > 0
+
+
+def test_layers_may_have_bits_of_their_own(model, capsys, tmp_path):
+    listed = tmp_path / "bits.json"
+    listed.write_text("[4, 16, 8]")
+    strategy = tmp_path / "strategy.json"
+    write_plan(strategy, make_plan((0, 2, 3), bits=(4, 16, 8), source=model))
+    one = _json(capsys, _arguments(model, "--layer_bits", str(listed)))
+    other = _json(capsys, _arguments(model, "--strategy", str(strategy)))
+    assert one == other
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_pipeline_says_what_one_process_says(model, capsys, tmp_path):
+    strategy = tmp_path / "strategy.json"
+    plan = replace(make_plan((0, 2, 3), bits=(4, 16, 8), source=model), kv_bits=8)
+    write_plan(strategy, plan)
+    alone = _json(capsys, _arguments(model, "--strategy", str(strategy)))
+    piped = _json(capsys, _arguments(model, "--strategy", str(strategy), "--pipeline"))
+    assert alone == piped
+
+
+def test_a_person_reads_three_lines(model, capsys):
+    assert main(_arguments(model, "--bits", "8")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["perplexity", "KL", "tokens"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--bits", "4", "--pipeline"], "expected one whose ranks to run"),
+        (["--bits", "4", "--window", "1"], "--window: found 1"),
+        (["--bits", "4", "--rows", "0"], "--rows: found 0"),
+        (["--bits", "4", "--max_tokens", "1"], "--max_tokens: found 1"),
+        (["--bits", "4", "--text", "nowhere.txt"], "nowhere.txt: cannot be read"),
+        (["--bits", "4", "--window", "9999"], "found 9999 tokens, the model knows"),
+        (["--layer_bits", "nowhere.json"], "nowhere.json"),
+        (["--strategy", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_is_bad_input(model, capsys, more, message):
+    assert main(_arguments(model, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[4, 4]", "[4, 4, 5]", '{"bits": 4}', "[4, 4, true]"])
+def test_a_list_of_bits_is_read_strictly(model, capsys, tmp_path, text):
+    listed = tmp_path / "bits.json"
+    listed.write_text(text)
+    assert main(_arguments(model, "--layer_bits", str(listed))) == 2
+    assert "expected a list of 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--dtype", "bfloat16"], ["--kv_bits", "8"]])
+def test_the_ranks_run_as_their_plan_says(model, capsys, tmp_path, more):
+    strategy = tmp_path / "strategy.json"
+    write_plan(strategy, make_plan((0, 2, 3), source=model))
+    options = _arguments(model, "--strategy", str(strategy), "--pipeline", *more)
+    assert main(options) == 2
+    assert f"{more[0]}: found {more[1]}, the strategy" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_cannot_read(tiny_model, capsys):
+    assert main(_arguments(tiny_model("llama", seed=1), "--bits", "16")) == 2
+    assert "found no tokenizer" in capsys.readouterr().err
