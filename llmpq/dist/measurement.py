@@ -12,6 +12,26 @@ from llmpq.spec.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """What a rank's tensors take for as long as it runs, counted tensor by tensor.
+
+    Attributes:
+        weights: of the decoder layers, as their kernels keep them.
+        master: embeddings, final norm and head; 0 off rank 0.
+        kv: key-value slots.
+        buffers: what every step shares: 8-bit keys and values are read into one.
+        load_peak: not a part but the most the process had held until all of these were there; on
+            CUDA, the most its tensors had.
+    """
+
+    weights: int
+    master: int
+    kv: int
+    buffers: int
+    load_peak: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageStats:
     """The measurements of one rank.
 
@@ -23,6 +43,7 @@ class StageStats:
             there was none. The master's own work is part of its figures.
         decode_s: likewise for decode.
         memory_bytes: see ``llmpq.dist.stats.peak_memory_bytes``.
+        held: parts of it, ``None`` where nothing was counted.
     """
 
     rank: int
@@ -31,10 +52,14 @@ class StageStats:
     prefill_s: float | None
     decode_s: float | None
     memory_bytes: int
+    held: HeldBytes | None = None
 
-    def to_json(self) -> dict[str, float | int | None]:
+    def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return asdict(self)
+        value = asdict(self)
+        if self.held is None:
+            del value["held"]
+        return value
 
 
 def stats_from_fields(fields: Fields) -> StageStats:
@@ -46,9 +71,22 @@ def stats_from_fields(fields: Fields) -> StageStats:
         prefill_s=fields.optional_number("prefill_s"),
         decode_s=fields.optional_number("decode_s"),
         memory_bytes=fields.integer("memory_bytes"),
+        held=_held(fields.child("held")) if fields.has("held") else None,
     )
     fields.done()
     return stats
+
+
+def _held(fields: Fields) -> HeldBytes:
+    held = HeldBytes(
+        weights=fields.integer("weights"),
+        master=fields.integer("master"),
+        kv=fields.integer("kv"),
+        buffers=fields.integer("buffers"),
+        load_peak=fields.integer("load_peak"),
+    )
+    fields.done()
+    return held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,12 +16,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmpq.batching import HybridPolicy
+from llmpq.dist.allocator import keep_memory
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.engine import MasterEngine, OnFinish
 from llmpq.dist.failures import stage_name
 from llmpq.dist.job import Sampling, check_plan
 from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.measurement import Measurement
+from llmpq.dist.measurement import HeldBytes, Measurement
 from llmpq.dist.messages import FrameLimits
 from llmpq.dist.progress import Event, Progress
 from llmpq.dist.prompts import Request
@@ -29,9 +30,10 @@ from llmpq.dist.results import FinishReason
 from llmpq.dist.ring import error_frame, shut_down, wait_until_ready
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import StageRunner, StageWorker
-from llmpq.dist.stats import StageClock
+from llmpq.dist.stats import StageClock, peak_memory_bytes
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
-from llmpq.models import kv_shapes, load_config
+from llmpq.models import Master, kv_shapes, load_config
+from llmpq.quant.layer import stored_bytes
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.plan import Plan
@@ -165,6 +167,18 @@ def _most_tokens_read(plan: Plan) -> int:
     return max(sizes.prefill * workload.prompt_tokens, sizes.decode * workload.max_context_tokens)
 
 
+def held_bytes(runner: StageRunner, master: Master | None) -> HeldBytes:
+    """Count what a loaded rank holds; its peak so far is that of loading."""
+    layers, cache = runner.layers, runner.cache
+    return HeldBytes(
+        weights=0 if layers is None else stored_bytes(layers.layers),
+        master=0 if master is None else stored_bytes(master),
+        kv=0 if cache is None else cache.nbytes,
+        buffers=0 if cache is None else cache.buffer_bytes,
+        load_peak=peak_memory_bytes(runner.device),
+    )
+
+
 def run_stage(context: RankContext) -> None:
     """Play the role of a stage until the master ends the run.
 
@@ -178,6 +192,8 @@ def run_stage(context: RankContext) -> None:
         start = clock.now()
         runner = load_runner(context, use_device(context.plan, context.rank))
         clock.load_s = clock.now() - start
+        clock.held = held_bytes(runner, None)
+        keep_memory()
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
     except Exception as error:
         found = described(error, context.name)
@@ -231,6 +247,8 @@ class _Master:
         master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
         runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
+        self._clock.held = held_bytes(runner, master)
+        keep_memory()
         if context.communicator is not None:
             wait_until_ready(context.communicator)
         self._load_s = self._clock.now() - start

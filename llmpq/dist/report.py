@@ -57,12 +57,31 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
+    """Return the parts of a stage's memory that can be counted, and its peak while it loaded.
+
+    The plan's ``master`` part is larger than what is held by what only the master's steps take.
+    """
+    held, predicted = stats.held, plan.estimate.stages[stats.rank].memory
+    if held is None:
+        return {}
+    return {
+        "weights": {"predicted": predicted.weights, "measured": held.weights},
+        "kv": {"predicted": predicted.kv, "measured": held.kv},
+        "master": {"predicted": predicted.master, "measured": held.master},
+        "buffers": {"measured": held.buffers},
+        "loading_peak": {"measured": held.load_peak},
+    }
+
+
 def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, Any]:
     estimate = plan.estimate.stages[stats.rank]
+    parts = memory_parts(plan, stats)
     return {
         "rank": stats.rank,
         "device": plan.device_of(plan.stages[stats.rank]).label,
         "memory_bytes": {"predicted": estimate.memory.total, "measured": stats.memory_bytes},
+        **({"memory_parts": parts} if parts else {}),
         "prefill_s": {"predicted": estimate.prefill_s, "measured": stats.prefill_s},
         "decode_s": {"predicted": estimate.decode_s, "measured": stats.decode_s},
         "busy_fraction": min(1.0, stats.busy_s / latency_s) if latency_s > 0 else 0.0,

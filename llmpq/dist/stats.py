@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from llmpq.dist.measurement import StageStats
+from llmpq.dist.measurement import HeldBytes, StageStats
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.units import KIB
@@ -24,11 +24,13 @@ class StageClock:
         micro_batching: what counts as a full micro-batch.
         now: the clock, in seconds.
         load_s: filled in once the stage is loaded.
+        held: likewise.
     """
 
     micro_batching: MicroBatching
     now: Callable[[], float] = time.perf_counter
     load_s: float = 0.0
+    held: HeldBytes | None = None
     _times: dict[Phase, list[tuple[int, float]]] = field(
         default_factory=lambda: {phase: [] for phase in Phase}
     )
@@ -46,6 +48,7 @@ class StageClock:
             prefill_s=self._median(Phase.PREFILL, self.micro_batching.prefill),
             decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
             memory_bytes=peak_memory_bytes(device),
+            held=self.held,
         )
 
     def _median(self, phase: Phase, full: int) -> float | None:

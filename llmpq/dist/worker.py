@@ -19,6 +19,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmpq.dist.allocator import give_memory_back
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
 from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch import measurement_file
@@ -77,6 +78,7 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
     Raises:
         LlmpqError: what went wrong, on whichever rank.
     """
+    give_memory_back()
     plan = read_plan(job.strategy)
     if rank > 0:
         run_stage(_context(job, plan, rank, progress))
