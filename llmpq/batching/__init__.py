@@ -14,6 +14,7 @@ from llmpq.batching.base import (
     check_decision,
 )
 from llmpq.batching.book import RequestBook, SlotPool, Step
+from llmpq.batching.factory import PipelineShape, make_policy
 from llmpq.batching.hybrid import HybridPolicy
 from llmpq.batching.iteration import IterationPolicy
 from llmpq.batching.multibin import MultiBinFormer
@@ -31,6 +32,7 @@ __all__ = [
     "HybridPolicy",
     "IterationPolicy",
     "MultiBinFormer",
+    "PipelineShape",
     "Prefill",
     "ReadySequence",
     "RequestBook",
@@ -43,4 +45,5 @@ __all__ = [
     "Wait",
     "WaitingRequest",
     "check_decision",
+    "make_policy",
 ]

@@ -12,6 +12,7 @@ from typing import Literal
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.precision import BITS, Dtype
+from llmpq.spec.schedule import Schedule
 from llmpq.spec.workload import Workload
 
 Status = Literal["optimal", "feasible"]
@@ -230,6 +231,7 @@ class Plan:
         stages: the pipeline in order; together they cover every layer once.
         dropped_devices: indices into ``cluster.devices`` that run nothing.
         estimate, search, provenance: prediction, proof and origin.
+        schedule: the batching policy it runs under; ``None`` is hybrid micro-batches.
     """
 
     model: ModelRef
@@ -243,6 +245,7 @@ class Plan:
     estimate: PlanEstimate
     search: Search
     provenance: Provenance
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         _check_stages(self)

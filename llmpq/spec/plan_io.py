@@ -28,6 +28,7 @@ from llmpq.spec.plan import (
     Status,
 )
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
+from llmpq.spec.schedule import schedule_from_fields, schedule_to_json
 from llmpq.spec.workload import workload_from_fields, workload_to_json
 
 V = TypeVar("V")
@@ -71,6 +72,7 @@ def plan_from_fields(fields: Fields) -> Plan:
         workload=workload_from_fields(fields.child("workload")),
         cluster=cluster_from_fields(fields.child("cluster")),
         provenance=_read(fields.child("provenance"), _provenance),
+        schedule=schedule_from_fields(fields.child("schedule")) if fields.has("schedule") else None,
     )
     fields.done()
     return plan
@@ -78,6 +80,7 @@ def plan_from_fields(fields: Fields) -> Plan:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return the JSON object of a plan: the decision first, then estimate, inputs and origin."""
+    schedule = {} if plan.schedule is None else {"schedule": schedule_to_json(plan.schedule)}
     return {
         "schema": SCHEMA,
         "model": {
@@ -102,6 +105,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             for stage in plan.stages
         ],
         "dropped_devices": list(plan.dropped_devices),
+        **schedule,
         "estimate": _estimate_to_json(plan.estimate),
         "search": _search_to_json(plan.search),
         "workload": workload_to_json(plan.workload),

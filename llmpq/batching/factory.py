@@ -1,0 +1,111 @@
+"""From a schedule to the policy that obeys it; the one place that knows all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.batching.admission import Admission
+from llmpq.batching.base import BatchingPolicy
+from llmpq.batching.hybrid import HybridPolicy
+from llmpq.batching.iteration import IterationPolicy
+from llmpq.batching.length import LengthPredictor
+from llmpq.batching.multibin import MultiBinFormer
+from llmpq.batching.rra import RraPolicy
+from llmpq.batching.static import FirstComeFormer, StaticPolicy
+from llmpq.batching.waa import WaaPolicy
+from llmpq.errors import SpecError
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.schedule import Schedule
+
+DEFAULT_THRESHOLD = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """What a policy must know of the pipeline.
+
+    Attributes:
+        micro_batching: most sequences of a micro-batch in either phase.
+        num_slots: sequences that may hold a slot at once.
+        num_stages: stages in a row.
+    """
+
+    micro_batching: MicroBatching
+    num_slots: int
+    num_stages: int
+
+
+def make_policy(
+    schedule: Schedule, pipeline: PipelineShape, predictor: LengthPredictor | None = None
+) -> BatchingPolicy:
+    """Return a fresh policy.
+
+    Args:
+        schedule: its name and control variables.
+        pipeline: what it drives.
+        predictor: predicts answer lengths; multi-bin batching needs one.
+
+    Raises:
+        SpecError: a batch is larger than the slots there are, or a predictor is missing.
+    """
+    _check_slots(schedule, pipeline)
+    sizes = pipeline.micro_batching
+    if schedule.policy == "hybrid":
+        return HybridPolicy(
+            micro_batching=sizes, num_slots=pipeline.num_slots, num_stages=pipeline.num_stages
+        )
+    if schedule.policy == "iteration":
+        return IterationPolicy(micro_batching=sizes)
+    if schedule.policy == "rra":
+        assert schedule.decode_iterations is not None
+        return RraPolicy(
+            admission=_admission(schedule),
+            decode_iterations=schedule.decode_iterations,
+            micro_batching=sizes,
+        )
+    if schedule.policy == "waa":
+        return WaaPolicy(admission=_admission(schedule), micro_batching=sizes)
+    return _static(schedule, sizes, predictor)
+
+
+def _static(
+    schedule: Schedule, sizes: MicroBatching, predictor: LengthPredictor | None
+) -> BatchingPolicy:
+    assert schedule.decode_batch is not None
+    batch, max_wait_s = schedule.decode_batch, schedule.max_wait_s
+    former: FirstComeFormer | MultiBinFormer = FirstComeFormer(batch=batch, max_wait_s=max_wait_s)
+    if schedule.policy == "multibin" and schedule.boundaries:
+        if predictor is None:
+            raise SpecError("multi-bin batching: found no length predictor, expected one")
+        former = MultiBinFormer(
+            batch=batch,
+            boundaries=schedule.boundaries,
+            predictor=predictor,
+            max_wait_s=max_wait_s,
+        )
+    return StaticPolicy(
+        former=former,
+        micro_batching=sizes,
+        holds_finished=schedule.holds_finished is not False,
+    )
+
+
+def _admission(schedule: Schedule) -> Admission:
+    assert schedule.encode_batch is not None
+    assert schedule.decode_batch is not None
+    threshold = schedule.threshold
+    return Admission(
+        encode_batch=schedule.encode_batch,
+        decode_batch=schedule.decode_batch,
+        mean_prompt_tokens=schedule.mean_prompt_tokens or 0.0,
+        threshold=DEFAULT_THRESHOLD if threshold is None else threshold,
+    )
+
+
+def _check_slots(schedule: Schedule, pipeline: PipelineShape) -> None:
+    batch = schedule.decode_batch
+    if batch is not None and batch > pipeline.num_slots:
+        raise SpecError(
+            f"schedule: field 'decode_batch': found {batch}, "
+            f"expected at most the plan's {pipeline.num_slots} slots"
+        )

@@ -1,0 +1,78 @@
+"""Schedules: what a policy needs, what it does not know, and the way through a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmpq.batching import MultiBinFormer, PipelineShape, make_policy
+from llmpq.batching.length import OraclePredictor
+from llmpq.errors import SpecError
+from llmpq.spec.fields import Fields
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.schedule import (
+    POLICY_NAMES,
+    Schedule,
+    ScheduleEstimate,
+    default_schedule,
+    schedule_from_fields,
+    schedule_to_json,
+    without_estimate,
+)
+
+SHAPE = PipelineShape(micro_batching=MicroBatching(prefill=2, decode=4), num_slots=16, num_stages=2)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("slots", [1, 16])
+def test_every_policy_has_a_schedule_without_a_search(policy, slots):
+    schedule = default_schedule(policy, slots)
+    text = json.dumps(schedule_to_json(schedule))
+    assert schedule_from_fields(Fields(json.loads(text), "file")) == schedule
+    shape = PipelineShape(
+        micro_batching=MicroBatching(prefill=1, decode=1), num_slots=slots, num_stages=1
+    )
+    assert make_policy(schedule, shape).holds_finished == (policy in ("static", "multibin"))
+
+
+def test_estimates_travel_and_can_be_left_out():
+    estimate = ScheduleEstimate(requests_per_s=2.5, latency_s=3.0, new_tokens=63)
+    schedule = Schedule(
+        policy="rra", encode_batch=2, decode_batch=8, decode_iterations=4, estimate=estimate
+    )
+    again = schedule_from_fields(Fields(schedule_to_json(schedule), "file"))
+    assert again == schedule
+    assert without_estimate(again).estimate is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"policy": "best"}, "'policy': found 'best'"),
+        ({"policy": "rra", "encode_batch": 1, "decode_batch": 2}, "needs the field 'decode_iter"),
+        ({"policy": "hybrid", "decode_batch": 2}, "knows no such thing"),
+        ({"policy": "waa", "encode_batch": 0, "decode_batch": 2}, "'encode_batch': found 0"),
+        (
+            {"policy": "multibin", "decode_batch": 2, "boundaries": [3, 1]},
+            "'boundaries': found",
+        ),
+        ({"policy": "hybrid", "extra": 1}, "extra"),
+    ],
+)
+def test_mistakes_are_named(value, message):
+    with pytest.raises(SpecError, match=message):
+        schedule_from_fields(Fields(value, "file"))
+
+
+def test_batches_beyond_the_slots_are_refused():
+    with pytest.raises(SpecError, match="'decode_batch': found 17, expected at most the plan's 16"):
+        make_policy(Schedule(policy="static", decode_batch=17), SHAPE)
+
+
+def test_bins_need_a_predictor():
+    schedule = Schedule(policy="multibin", decode_batch=4, boundaries=(8.0,))
+    with pytest.raises(SpecError, match="no length predictor"):
+        make_policy(schedule, SHAPE)
+    assert make_policy(schedule, SHAPE, OraclePredictor([1])).holds_finished
+    assert MultiBinFormer(batch=1, boundaries=(), predictor=OraclePredictor([])) is not None
