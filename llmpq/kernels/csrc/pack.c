@@ -8,51 +8,55 @@ typedef struct {
     int32_t bits;
 } Packing;
 
-static void unpack_row(const uint8_t *codes, int bits, int64_t columns, uint8_t *out) {
-    uint32_t held = 0, mask = (1u << bits) - 1;
-    int have = 0;
-    for (int64_t k = 0; k < columns; k++) {
-        if (have < bits) held |= (uint32_t)*codes++ << have, have += 8;
-        out[k] = (uint8_t)(held & mask);
-        held >>= bits, have -= bits;
-    }
+/* Eight nibbles to the four even ones below the four odd ones, by halves. */
+INLINE uint32_t split_nibbles(uint32_t word) {
+    uint64_t both = (word & 0x0F0F0F0Fu) | (uint64_t)(word >> 4 & 0x0F0F0F0Fu) << 32;
+    both = (both | both >> 4) & 0x00FF00FF00FF00FFu;
+    both |= both >> 8;
+    return (uint32_t)(both & 0xFFFF) | (uint32_t)(both >> 32) << 16;
 }
 
-/* lane[v] of vector v: the 32 codes of one row of a tile. */
-static void fill_lanes(const uint8_t *code, int bits, uint32_t *lane) {
-    memset(lane, 0, 8 * sizeof *lane);
-    for (int k = 0; k < TILE_COLUMNS; k++) {
-        uint32_t q = code[k];
-        int pair = k / 2, half = k % 2 * 16;
-        if (bits == 8) {
-            lane[k / 4] |= q << (8 * (k % 4));
-        } else if (bits == 4) {
-            lane[pair / 4] |= q << (half + 4 * (pair % 4));
-        } else if (pair < 15) {
-            lane[pair / 5] |= q << (half + 3 * (pair % 5));
-        } else {
-            for (int i = 0; i < 3; i++) lane[i] |= ((q >> i) & 1) << (half + 15);
-        }
+/* Ten 3-bit codes, 30 bits, to the five even ones below the five odd ones. */
+INLINE uint32_t split_thirds(uint32_t codes) {
+    uint64_t both = (codes & 0x071C71C7u) | (uint64_t)(codes >> 3 & 0x071C71C7u) << 32;
+    both = (both | both >> 3) & 0x0703F03F0703F03Fu;
+    both = (both | (both >> 6 & 0x00000FC000000FC0u)) & 0x07000FFF07000FFFu;
+    both |= both >> 12;
+    return (uint32_t)(both & 0x7FFF) | (uint32_t)(both >> 32 & 0x7FFF) << 16;
+}
+
+/* The 32 codes of one row of a tile to its lane of every vector. */
+INLINE void pack_lanes(const uint8_t *codes, int bits, uint8_t *to) {
+    uint32_t word[8];
+    memcpy(word, codes, (size_t)bits * 4);
+    if (bits == 4)
+        for (int v = 0; v < 4; v++) word[v] = split_nibbles(word[v]);
+    if (bits == 3) {
+        uint64_t low = word[0] | (uint64_t)word[1] << 32, high = word[2];
+        uint32_t last = word[2] >> 26;
+        word[0] = split_thirds(low & 0x3FFFFFFF);
+        word[1] = split_thirds(low >> 30 & 0x3FFFFFFF);
+        word[2] = split_thirds((low >> 60 | high << 4) & 0x3FFFFFFF);
+        for (int v = 0; v < 3; v++)
+            word[v] |= (last >> v & 1) << 15 | (last >> (v + 3) & 1) << 31;
     }
+    for (int v = 0; v < bits; v++) memcpy(to + 64 * v, word + v, 4);
+}
+
+INLINE void pack_tile_rows(const Packing *p, int64_t item, int bits) {
+    int64_t row_bytes = p->columns * bits / 8, step = 4 * bits;
+    const uint8_t *from = p->codes + item * TILE_ROWS * row_bytes;
+    uint8_t *to = p->tiles + item * TILE_ROWS * row_bytes;
+    for (int64_t at = 0; at < row_bytes; at += step, to += 64 * bits)
+        for (int64_t r = 0; r < TILE_ROWS; r++)
+            pack_lanes(from + r * row_bytes + at, bits, to + 4 * r);
 }
 
 static void pack_rows(void *data, int64_t item) {
     const Packing *p = data;
-    int64_t row_bytes = p->columns * p->bits / 8, chunk = 512;
-    uint8_t codes[512];
-    uint32_t lane[8];
-    for (int64_t r = 0; r < TILE_ROWS; r++) {
-        const uint8_t *from = p->codes + (item * TILE_ROWS + r) * row_bytes;
-        uint8_t *to = p->tiles + item * TILE_ROWS * row_bytes + 4 * r;
-        for (int64_t start = 0; start < p->columns; start += chunk) {
-            int64_t count = p->columns - start < chunk ? p->columns - start : chunk;
-            unpack_row(from + start * p->bits / 8, p->bits, count, codes);
-            for (int64_t k = 0; k < count; k += TILE_COLUMNS) {
-                fill_lanes(codes + k, p->bits, lane);
-                for (int v = 0; v < p->bits; v++, to += 64) memcpy(to, lane + v, 4);
-            }
-        }
-    }
+    if (p->bits == 3) pack_tile_rows(p, item, 3);
+    if (p->bits == 4) pack_tile_rows(p, item, 4);
+    if (p->bits == 8) pack_tile_rows(p, item, 8);
 }
 
 void kernels_pack(const uint8_t *codes, uint8_t *tiles, int64_t rows, int64_t columns, int bits,
