@@ -65,19 +65,15 @@ class KVCache:
         self.max_tokens = max_tokens
         self.device = torch.device(device)
         size = (num_slots, max_tokens)
-        self._buffers: list[ReadBuffer] = []
+        self._buffer: ReadBuffer | None = None
+        self._layers: list[Store]
         if kv_bits == 8:
-            widest = max((shape.heads * shape.head_dim for shape in shapes), default=0)
-            values = widest * (num_slots * max_tokens if read_tokens is None else read_tokens)
-            self._buffers = [ReadBuffer(values, dtype, self.device) for _ in range(2)]
-
-        def stores(which: int) -> list[Store]:
-            if not self._buffers:
-                return [PlainStore(shape, size, dtype, self.device) for shape in shapes]
-            buffer = self._buffers[which]
-            return [Int8Store(shape, size, buffer, self.device) for shape in shapes]
-
-        self._keys, self._values = stores(0), stores(1)
+            widest = max((2 * shape.heads * shape.head_dim for shape in shapes), default=0)
+            tokens = num_slots * max_tokens if read_tokens is None else read_tokens
+            self._buffer = ReadBuffer(widest * tokens, dtype, self.device)
+            self._layers = [Int8Store(shape, size, self._buffer, self.device) for shape in shapes]
+        else:
+            self._layers = [PlainStore(shape, size, dtype, self.device) for shape in shapes]
 
     @property
     def nbytes(self) -> int:
@@ -85,12 +81,12 @@ class KVCache:
 
         A head takes ``d`` values; at 8 bits ``d`` bytes and a scale of two.
         """
-        return sum(store.nbytes for store in (*self._keys, *self._values))
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes that 8-bit keys and values are read into, once for all layers; 0 at full width."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return 0 if self._buffer is None else self._buffer.nbytes
 
     def view(self, batch: MicroBatch) -> SlotView:
         """Open the slots of ``batch`` for one forward pass.
@@ -116,16 +112,16 @@ class KVCache:
         Stale values of an earlier owner are masked, yet zero weight times infinity is not zero:
         whoever ends a request whose numbers overflowed clears its slot.
         """
-        for store in (*self._keys, *self._values):
-            store.clear(list(slots))
+        for layer in self._layers:
+            layer.clear(list(slots))
 
     def _update(
         self, layer_idx: int, key: Tensor, value: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
         layer = layer_idx - self.first_layer
-        if not 0 <= layer < len(self._keys):
+        if not 0 <= layer < len(self._layers):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
-        shape = self._keys[layer].shape
+        shape = self._layers[layer].shape
         heads, head_dim = shape.heads, shape.head_dim
         for new in (key, value):
             if (new.shape[1], new.shape[3]) != (heads, head_dim):
@@ -133,10 +129,7 @@ class KVCache:
                     f"KV cache: layer {layer_idx} makes {new.shape[1]} heads of {new.shape[3]}, "
                     f"its configuration says {heads} of {head_dim}"
                 )
-        self._keys[layer].write(rows, key)
-        self._values[layer].write(rows, value)
-        # Attention runs in the layer's own number format, whatever the store's.
-        return self._keys[layer].read(rows, key.dtype), self._values[layer].read(rows, value.dtype)
+        return self._layers[layer].update(rows, key, value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

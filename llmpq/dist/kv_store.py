@@ -1,9 +1,9 @@
-"""How the keys (or the values) of one layer lie in memory: as they come, or at 8 bits.
+"""How the keys and values of one layer lie in memory: as they come, or at 8 bits.
 
 The 8-bit store keeps, for every token and head, integers in [-127, 127] and one bfloat16 scale: the
 largest of the head's values is 127 steps, so an error is at most half a step. bfloat16 reaches as
 far as float32, which no key overflows; its rounding never pushes a value beyond the last code.
-Measured on the shipped model, a zero point besides would buy nothing (docs/evaluation.md).
+A zero point besides would cost two bytes more and buy next to nothing (docs/evaluation.md).
 
 What a store refuses to know: which slots and tokens belong to whom. ``Rows`` says.
 
@@ -23,6 +23,8 @@ from llmpq.models import KVShape, MicroBatch
 STEPS = 127
 """Steps between zero and the largest value of a token and head."""
 SCALE_DTYPE = torch.bfloat16
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""Divides what is all but zero: its codes are then zero or nearly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +86,7 @@ class Rows:
 
 
 class Store(Protocol):
-    """Keys, or values, of one layer and every slot."""
+    """Keys and values of one layer and every slot."""
 
     shape: KVShape
 
@@ -93,12 +95,11 @@ class Store(Protocol):
         """Bytes held."""
         ...
 
-    def write(self, rows: Rows, new: Tensor) -> None:
-        """Keep ``new [R, h, T, d]``."""
-        ...
+    def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep ``[R, h, T, d]``; give the rows' tokens so far, ``[R, h, S, d]``.
 
-    def read(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        """Give the rows' tokens so far, ``[R, h, S, d]``; valid until the next read."""
+        In the dtype of what came, whatever the store's; valid until the next update.
+        """
         ...
 
     def clear(self, slots: list[int]) -> None:
@@ -107,10 +108,10 @@ class Store(Protocol):
 
 
 class PlainStore:
-    """Values in the dtype of the run.
+    """Keys and values in the dtype of the run.
 
     Args:
-        shape: of one token.
+        shape: of one token's keys.
         size: slots and tokens of each.
         dtype: number format of what is kept.
         device: where it lives.
@@ -122,23 +123,23 @@ class PlainStore:
         self.shape = shape
         slots, tokens = size
         whole = (slots, shape.heads, tokens, shape.head_dim)
+        self._keys = torch.zeros(whole, dtype=dtype, device=device)
         self._values = torch.zeros(whole, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: ``slots * h * max_tokens * d`` values."""
-        return self._values.nbytes
+        """Bytes held: ``2 * slots * h * max_tokens * d`` values."""
+        return self._keys.nbytes + self._values.nbytes
 
-    def write(self, rows: Rows, new: Tensor) -> None:
-        """Keep ``new [R, h, T, d]``."""
-        rows.write(self._values, new)
-
-    def read(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        """Give the rows' tokens so far, ``[R, h, S, d]``; the store itself if it can."""
-        return rows.read(self._values).to(dtype)
+    def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep and give ``[R, h, *, d]``; the store itself when nothing must move."""
+        rows.write(self._keys, key)
+        rows.write(self._values, value)
+        return rows.read(self._keys).to(key.dtype), rows.read(self._values).to(value.dtype)
 
     def clear(self, slots: list[int]) -> None:
         """Zero the slots."""
+        self._keys[slots] = 0
         self._values[slots] = 0
 
 
@@ -173,8 +174,10 @@ class ReadBuffer:
 class Int8Store:
     """8-bit integers and a scale for every token and head.
 
+    Values are heads like keys, after them: half as many operations, each of them small in decode.
+
     Args:
-        shape: of one token.
+        shape: of one token's keys.
         size: slots and tokens of each.
         buffer: what is read goes there; shared with other layers, whose turn it is not.
         device: where it lives.
@@ -185,28 +188,26 @@ class Int8Store:
     ) -> None:
         self.shape = shape
         slots, tokens = size
-        whole = (slots, shape.heads, tokens)
+        whole = (slots, 2 * shape.heads, tokens)
         self._codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
         self._scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
         self._buffer = buffer
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: ``slots * h * max_tokens * (d + 2)``."""
+        """Bytes held: ``2 * slots * h * max_tokens * (d + 2)``."""
         return self._codes.nbytes + self._scales.nbytes
 
-    def write(self, rows: Rows, new: Tensor) -> None:
-        """Quantize ``new [R, h, T, d]`` and keep it."""
-        codes, scales = quantize_tokens(new)
+    def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize and keep ``[R, h, T, d]``; give ``[R, h, S, d]`` in the shared buffer."""
+        codes, scales = quantize_tokens(torch.cat((key, value), dim=1))  # [R, 2h, T, d]
         rows.write(self._codes, codes)
         rows.write(self._scales, scales)
-
-    def read(self, rows: Rows, dtype: torch.dtype) -> Tensor:
-        """Give the rows' tokens so far as numbers again, ``[R, h, S, d]``, in the shared buffer."""
-        codes = rows.read(self._codes)  # [R, h, S, d]
-        values = self._buffer.take(codes.shape, dtype)
+        kept = rows.read(self._codes)  # [R, 2h, S, d]
+        read = self._buffer.take(kept.shape, key.dtype)
         # Two passes in place: one product of mixed types would convert into fresh memory first.
-        return values.copy_(codes).mul_(rows.read(self._scales).unsqueeze(-1))
+        read.copy_(kept).mul_(rows.read(self._scales).unsqueeze(-1))
+        return read[:, : self.shape.heads], read[:, self.shape.heads :]
 
     def clear(self, slots: list[int]) -> None:
         """Zero the slots."""
@@ -228,7 +229,6 @@ def quantize_tokens(new: Tensor) -> tuple[Tensor, Tensor]:
     values = new.to(torch.float32)
     peak = values.abs().amax(dim=-1)  # [...]
     # Rounded to nearest, a scale is at most 2^-8 too small: the peak is then 127.496 steps.
-    scales = (peak / STEPS).to(SCALE_DTYPE)
-    steps = torch.where(scales == 0, 1.0, scales.to(torch.float32)).unsqueeze(-1)
-    codes = (values / steps).round_().nan_to_num_(0.0).clamp_(-STEPS, STEPS)
-    return codes.to(torch.int8), scales
+    scales = peak.mul_(1 / STEPS).to(SCALE_DTYPE)
+    steps = scales.to(torch.float32).clamp_(min=_SMALLEST).unsqueeze(-1)
+    return (values / steps).round_().nan_to_num_(0.0).to(torch.int8), scales
