@@ -127,18 +127,28 @@ class KVStore(Protocol):
         ...
 
 
-def needs_no_mask(batch: MicroBatch, window: int | None, *, implied_causal: bool) -> bool:
-    """Whether attention over the longest row's tokens is right without any mask.
+def needs_no_mask(
+    batch: MicroBatch, window: int | None, *, implied_causal: bool, masks_decode: bool = False
+) -> bool:
+    """Whether attention over the longest row's tokens is right, and fast, without any mask.
 
     Decode: every row is as long as the longest. Prefill from an empty slot: the causal pattern is
     the same for all rows whatever their lengths, for padding lies to the right, and the attention
     function applies it by itself (``implied_causal``; only ``sdpa`` does).
+
+    Args:
+        batch: the micro-batch.
+        window: tokens a query sees, ``None`` for all.
+        implied_causal: whether a prefill without a mask is causal.
+        masks_decode: whether decode is faster with a mask that hides nothing, as it is on a CPU
+            with grouped heads: without one, transformers asks for torch's own grouping, which has
+            no fast kernel there; with one, it makes a group's queries rows of one head.
     """
     longest = batch.longest
     if window is not None and longest > window:
         return False
     if batch.width == 1:
-        return bool((batch.lengths == longest).all())
+        return not masks_decode and bool((batch.lengths == longest).all())
     return implied_causal and longest == batch.width and not bool(batch.positions[:, 0].any())
 
 

@@ -25,7 +25,7 @@ from llmpq.models.attention import (
     needs_no_mask,
     visible_keys,
 )
-from llmpq.models.config import layer_window
+from llmpq.models.config import kv_shapes, layer_window
 from llmpq.models.families import family_of
 from llmpq.models.rotary import RotaryTables
 
@@ -51,6 +51,8 @@ class DecoderStage(nn.Module):
         rotary = build_rotary(config)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
         self._has_alibi = family_of(config.model_type).alibi
+        (shape,) = kv_shapes(config, 0, 1)
+        self._has_groups = shape.heads < config.num_attention_heads
         self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
         self._cache_arguments = [
@@ -113,9 +115,10 @@ class DecoderStage(nn.Module):
     def _masks(self, hidden: Tensor, batch: MicroBatch) -> dict[int | None, Tensor | None]:
         """One mask for each kind of window among the layers."""
         is_sdpa = self.config._attn_implementation == "sdpa"
+        masks_decode = is_sdpa and self._has_groups and hidden.device.type == "cpu"
         masks: dict[int | None, Tensor | None] = {}
         for window in set(self._windows):
-            if needs_no_mask(batch, window, implied_causal=is_sdpa):
+            if needs_no_mask(batch, window, implied_causal=is_sdpa, masks_decode=masks_decode):
                 masks[window] = None
                 continue
             visible = visible_keys(batch, window, hidden.device)

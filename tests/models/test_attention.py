@@ -103,3 +103,12 @@ def test_alibi_slopes_are_those_of_the_paper(heads):
     bias = alibi_bias(2, heads, 5, torch.zeros(1, dtype=torch.float32))
     assert bias.shape == (2 * heads, 1, 5)
     torch.testing.assert_close(bias[heads, 0], torch.tensor(slopes[0]) * torch.arange(5))
+
+
+def test_decode_gets_a_mask_where_that_is_faster():
+    level = MicroBatch.build([0, 1], [4, 4], [1, 1])
+    assert needs_no_mask(level, None, implied_causal=True)
+    assert not needs_no_mask(level, None, implied_causal=True, masks_decode=True)
+    assert bool(visible_keys(level, None, torch.device("cpu")).all())
+    prefill = MicroBatch.build([0, 1], [0, 0], [4, 2])
+    assert needs_no_mask(prefill, None, implied_causal=True, masks_decode=True)
