@@ -1,21 +1,38 @@
-"""On-the-fly loader: read, cast, quantize and place a checkpoint one decoder layer at a time.
+"""On-the-fly loader: read, quantize and place a checkpoint one matrix at a time, all three at once.
 
-A machine never holds more of the checkpoint in its own format than the layer it is reading, so a
-model loads wherever its quantized form and about two layers fit. This module refuses to decide
-bitwidths: they come from a plan.
+While a matrix is quantized the next ones are read and the last ones get their kernels' layout
+(``quant.pipeline``), and what is under way is bounded by one layer's 16-bit weights: with the
+temporaries of a kernel, a stage loads in the memory of its result and two such layers. What was
+quantized before comes from the store. This module refuses to decide bitwidths: they come from a
+plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint, DecoderStage, Master, build_layer
+from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.layer import quantize_layer_
+from llmpq.quant.layer_source import (
+    LayerEnd,
+    LayerJob,
+    Piece,
+    Plain,
+    PlainSource,
+    Raw,
+    Reader,
+    Ready,
+)
+from llmpq.quant.methods import quantize
+from llmpq.quant.pipeline import Budget, run_pipeline
+from llmpq.quant.store import EntryWriter, Store
+from llmpq.quant.transfer import Transfer, transfer_to
 from llmpq.spec.precision import default_precision
 
 Progress = Callable[[int, int, str], None]
@@ -32,6 +49,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     device: torch.device | str,
     progress: Progress | None = None,
     backend: str | None = None,
+    store: Store | None = None,
 ) -> DecoderStage:
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
@@ -42,24 +60,31 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         bits: 3, 4, 8 or 16 for each of these layers, in order.
         dtype: dtype of the run; what is not quantized is cast to it.
         device: where the layers are quantized and stay.
-        progress: called after each layer.
+        progress: called after each layer, from a thread of the loader's own.
         backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
+        store: layers quantized by earlier runs, and the place for these; ``None`` keeps none.
 
     Raises:
-        SpecError: no such layers, a bitwidth missing or unknown, or what ``Checkpoint`` and
-            ``quantize_layer_`` refuse.
+        SpecError: no such layers, a bitwidth missing or unknown, or what ``Checkpoint`` and the
+            quantizers refuse.
     """
     checkpoint = Checkpoint(model_dir)
     _check_range(checkpoint, first_layer, end_layer, bits)
-    layers: list[nn.Module] = []
-    for index, width in zip(range(first_layer, end_layer), bits, strict=True):
-        layer = build_layer(checkpoint.config, index)
-        _fill(layer, checkpoint.layer_state_dict(index), dtype, device)
-        quantize_layer_(layer, width, dtype, backend=backend)
-        layers.append(layer)
-        if progress is not None:
-            progress(len(layers), len(bits), f"layer {index} at {default_precision(width)}")
-    return DecoderStage(checkpoint.config, layers, first_layer).to(device)
+    transfer = transfer_to(device)
+    budget = Budget(_sixteen_bit_bytes(checkpoint.empty_layer(first_layer)))
+    reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
+    source = PlainSource(checkpoint, store)
+
+    def pieces() -> Iterator[Piece]:
+        for index, width in zip(range(first_layer, end_layer), bits, strict=True):
+            yield from source.pieces(index, default_precision(width), reader)
+
+    bench = _Bench(reader=reader, device=torch.device(device), total=len(bits), progress=progress)
+    try:
+        run_pipeline(pieces(), bench.work, bench.place, budget=budget, scope=transfer.scope)
+    finally:
+        bench.abandon()
+    return DecoderStage(checkpoint.config, bench.layers, first_layer).to(device)
 
 
 def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> Master:
@@ -69,9 +94,112 @@ def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.devi
         SpecError: what ``Checkpoint`` refuses.
     """
     checkpoint = Checkpoint(model_dir)
+    transfer = transfer_to(device)
     master = Master(checkpoint.config)
-    _fill(master, checkpoint.master_state_dict(), dtype, device)
+    state: dict[str, Tensor] = {}
+    with transfer.scope():
+        for key, source in checkpoint.master_sources().items():
+            sent = transfer.send(checkpoint.tensors.load(source, transfer.allocate))
+            state[key] = _cast(transfer.receive(sent), dtype)
+    master.load_state_dict(state, assign=True)
+    left = [name for name, buffer in master.named_buffers() if buffer.is_meta]
+    if left:
+        raise SpecError(f"{type(master).__name__}: buffer '{left[0]}' is neither stored nor known")
     return master.to(device)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Bench:
+    """The work of two threads: ``work`` runs in one, ``place`` and all it touches in the other."""
+
+    reader: Reader
+    device: torch.device
+    total: int
+    progress: Progress | None
+    layers: list[nn.Module] = field(default_factory=list)
+    writer: EntryWriter | None = None
+
+    def work(self, piece: Piece) -> Piece | _Placeable:
+        """Cast what stays, quantize what does not."""
+        if isinstance(piece, Plain):
+            tensor = _cast(self._transfer.receive(piece.sent), self.reader.dtype)
+            return _Placeable(
+                job=piece.job, key=piece.key, tensor=tensor, held_bytes=piece.held_bytes
+            )
+        if isinstance(piece, Raw):
+            return self._quantized(piece)
+        if isinstance(piece, Ready):
+            return replace(piece, packed=piece.packed.to(self.device))
+        return piece
+
+    def place(self, piece: Piece | _Placeable) -> None:
+        """Put a piece where it belongs, and its bytes back into the budget."""
+        if isinstance(piece, _Placeable):
+            piece.job.assembly.fill({piece.key: piece.tensor})
+        elif isinstance(piece, Ready):
+            self._write(piece)
+            piece.job.assembly.install(piece.matrix, piece.packed)
+        elif isinstance(piece, LayerEnd):
+            self._end(piece)
+        self.reader.budget.give(piece.held_bytes)
+
+    def abandon(self) -> None:
+        """Remove the entry that a failure has left unfinished."""
+        if self.writer is not None:
+            self.writer.abort()
+
+    @property
+    def _transfer(self) -> Transfer:
+        return self.reader.transfer
+
+    def _quantized(self, piece: Raw) -> Ready:
+        weight = _cast(self._transfer.receive(piece.sent), self.reader.dtype)  # [N, K]
+        try:
+            packed = quantize(weight, piece.job.precision, self.reader.dtype)
+        except SpecError as error:
+            raise SpecError(f"{piece.where}: {error}") from error
+        self.reader.budget.give(piece.held_bytes - packed.nbytes)
+        return Ready(job=piece.job, matrix=piece.matrix, packed=packed, held_bytes=packed.nbytes)
+
+    def _write(self, piece: Ready) -> None:
+        begin = piece.job.begin_entry
+        if begin is not None:  # the first matrix of a new entry
+            self.writer, piece.job.begin_entry = begin(), None
+        writer = self.writer
+        if writer is None:
+            return
+        packed, name = piece.packed, piece.matrix.name
+        writer.add(f"{name}.codes", packed.codes)
+        writer.add(f"{name}.scales", packed.scales)
+        if packed.zeros is not None:
+            writer.add(f"{name}.zeros", packed.zeros)
+
+    def _end(self, piece: LayerEnd) -> None:
+        job = piece.job
+        if self.writer is not None:
+            if piece.keep:
+                self.writer.commit()
+            else:
+                self.writer.abort()
+            self.writer = None
+        layer = job.assembly.finish()
+        if job.precision.bits == 16:
+            quantize_layer_(layer, 16, self.reader.dtype, backend=self.reader.backend)
+        self.layers.append(layer)
+        if self.progress is not None:
+            origin = f", {job.origin}" if job.origin else ""
+            text = f"layer {job.index} at {job.precision}{origin}"
+            self.progress(len(self.layers), self.total, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Placeable:
+    """A tensor as it stays."""
+
+    job: LayerJob
+    key: str
+    tensor: Tensor
+    held_bytes: int
 
 
 def _check_range(
@@ -92,20 +220,9 @@ def _check_range(
         default_precision(width)  # refuses an unknown one before any layer is read
 
 
-def _fill(
-    module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device | str
-) -> None:
-    """Move ``state`` into ``module``, built on the meta device; empties ``state``.
+def _sixteen_bit_bytes(layer: nn.Module) -> int:
+    return sum(2 * tensor.numel() for tensor in layer.parameters())
 
-    Every tensor is copied, for those just read may still be pages of the file, and a model must
-    not change or vanish with its file.
-    """
-    placed: dict[str, Tensor] = {}
-    for name in list(state):
-        tensor = state.pop(name)
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        placed[name] = tensor.to(device=device, dtype=target, copy=True)
-    module.load_state_dict(placed, assign=True)
-    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if left:
-        raise SpecError(f"{type(module).__name__}: buffer '{left[0]}' is neither stored nor known")
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

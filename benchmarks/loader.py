@@ -1,0 +1,269 @@
+"""Time and weigh the loading of a random model: the parts alone, all at once, and from the store.
+
+    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/loader.py [--rounds 3] [--json FILE]
+
+A bf16 Llama of some 500 M parameters is made in a temporary folder and removed afterwards. Every
+trial is a process of its own, trials are interleaved, and medians are told with their range. Before
+each reading the files are dropped from the page cache, as far as the system lets us. One thread
+computes, as in a worker of one thread; ``one core`` holds the whole process to one core too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from llmpq.models import Checkpoint
+from llmpq.quant import quantize, stored_bytes
+from llmpq.quant.assembly import LayerAssembly, matrices_of
+from llmpq.quant.loader import load_stage
+from llmpq.quant.store import Store
+from llmpq.spec.precision import default_precision
+
+DTYPE = torch.bfloat16
+Figures = dict[str, float]
+
+
+def main() -> int:
+    """Measure and print."""
+    options = _parse()
+    if options.trial is not None:
+        print(json.dumps(TRIALS[options.trial](options)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        options.folder = Path(folder)
+        parameters = make_model(options.folder / "model", options)
+        print(f"{parameters / 1e6:.0f} M parameters in {options.layers} layers")
+        report = {str(bits): measure(bits, options) for bits in options.bits}
+    for bits, found in report.items():
+        print(table(int(bits), found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4])
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--trial", choices=sorted(TRIALS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def make_model(directory: Path, options: argparse.Namespace) -> int:
+    """Write a random checkpoint, a shard for each layer; return its number of parameters."""
+    directory.mkdir()
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 64,
+        vocab_size=8000,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
+    weight_map: dict[str, str] = {}
+    seeded = torch.Generator().manual_seed(0)
+    parameters = 0
+    for file, shapes in _shards(config):
+        tensors = {
+            name: torch.empty(shape).normal_(0, 0.02, generator=seeded).to(DTYPE)
+            for name, shape in shapes.items()
+        }
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        parameters += sum(tensor.numel() for tensor in tensors.values())
+    index = {"metadata": {"total_size": 2 * parameters}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return parameters
+
+
+def _shards(config: LlamaConfig) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    hidden, features = config.hidden_size, config.intermediate_size
+    ends = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    yield "ends.safetensors", ends | {"lm_head.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_hidden_layers):
+        shapes: dict[str, tuple[int, ...]] = {
+            **{f"self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"},
+            "mlp.gate_proj.weight": (features, hidden),
+            "mlp.up_proj.weight": (features, hidden),
+            "mlp.down_proj.weight": (hidden, features),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        prefix = f"model.layers.{layer}."
+        yield (
+            f"layer-{layer:03}.safetensors",
+            {prefix + name: shape for name, shape in shapes.items()},
+        )
+
+
+def measure(bits: int, options: argparse.Namespace) -> dict[str, list[Figures]]:
+    """Return the figures of every round, by trial."""
+    found: dict[str, list[Figures]] = {name: [] for name in TRIALS}
+    for _ in range(options.rounds):
+        for name, figures in found.items():
+            words = [sys.executable, __file__, "--trial", name, "--bits", str(bits)]
+            words += ["--layers", str(options.layers), "--folder", str(options.folder)]
+            done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+            figures.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def table(bits: int, found: Mapping[str, list[Figures]]) -> str:
+    """Return the figures of one bitwidth as text."""
+    lines = [f"{bits} bits"]
+    for name, rounds in found.items():
+        for key in rounds[0]:
+            values = [figures[key] for figures in rounds]
+            spread = f"({min(values):.3f}-{max(values):.3f})"
+            lines.append(f"  {name + ': ' + key:<36}{statistics.median(values):8.3f} {spread}")
+    pairs = list(zip(found["parts"], found["load"], found["store"], strict=True))
+    ratios = {
+        "load / slowest part": [load["seconds"] / max(parts.values()) for parts, load, _ in pairs],
+        "load / second start": [load["seconds"] / store["second_s"] for _, load, store in pairs],
+    }
+    for name, values in ratios.items():
+        spread = f"({min(values):.2f}-{max(values):.2f})"
+        lines.append(f"  {name:<36}{statistics.median(values):8.2f} {spread}")
+    return "\n".join(lines)
+
+
+def _parts(options: argparse.Namespace) -> Figures:
+    """Read, quantize and place everything, each by itself."""
+    precision = default_precision(options.bits[0])
+    checkpoint = Checkpoint(options.folder / "model")
+    seconds = {"read": 0.0, "quantize": 0.0, "place": 0.0}
+    drop_caches(options.folder)
+    for index in range(options.layers):
+        sources = checkpoint.layer_sources(index)
+        with _timed(seconds, "read"):
+            for source in sources.values():
+                checkpoint.tensors.load(source)
+    for index in range(options.layers):
+        layer = checkpoint.empty_layer(index)
+        matrices = matrices_of(layer) if precision.bits != 16 else []
+        state = checkpoint.layer_state_dict(index)
+        weights = [state.pop(matrix.key) for matrix in matrices]
+        with _timed(seconds, "quantize"):
+            packed = [quantize(weight, precision, DTYPE) for weight in weights]
+        assembly = LayerAssembly(layer, DTYPE, None)
+        with _timed(seconds, "place"):
+            assembly.fill(state)
+            for matrix, item in zip(matrices, packed, strict=True):
+                assembly.install(matrix, item)
+    return seconds
+
+
+class _timed:  # noqa: N801  reads as a word
+    def __init__(self, seconds: Figures, name: str) -> None:
+        self._seconds, self._name = seconds, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds[self._name] += time.perf_counter() - self._start
+
+
+def _load(options: argparse.Namespace) -> Figures:
+    """Load without a store; the peak is what the process grew by, whatever it was."""
+    bits = options.bits * options.layers
+    layer_bytes = stored_bytes(_stage(options, [16]))
+    drop_caches(options.folder)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest mark so far
+    before = _status("VmRSS")
+    start = time.perf_counter()
+    stage = _stage(options, bits)
+    seconds = time.perf_counter() - start
+    grown, final = _status("VmHWM") - before, stored_bytes(stage)
+    return {
+        "seconds": seconds,
+        "final_mib": final / 2**20,
+        "peak_mib": grown / 2**20,
+        "layers_above_final": (grown - final) / layer_bytes,
+    }
+
+
+def _one_core(options: argparse.Namespace) -> Figures:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    return {"seconds": _load(options)["seconds"]}
+
+
+def _store(options: argparse.Namespace) -> Figures:
+    """Load twice with an empty store: once to fill it, once from it."""
+    bits = options.bits * options.layers
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        store = Store.opened(Path(folder) / "store", 2**40)
+        seconds = []
+        for _ in range(2):
+            drop_caches(options.folder)
+            start = time.perf_counter()
+            _stage(options, bits, store)
+            seconds.append(time.perf_counter() - start)
+    return {"first_s": seconds[0], "second_s": seconds[1]}
+
+
+def _stage(
+    options: argparse.Namespace, bits: list[int], store: Store | None = None
+) -> torch.nn.Module:
+    model = options.folder / "model"
+    return load_stage(model, 0, len(bits), bits, dtype=DTYPE, device="cpu", store=store)
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def drop_caches(folder: Path) -> None:
+    """Write back and forget the pages of every weight file under ``folder``."""
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _warmed(trial: Callable[[argparse.Namespace], Figures]) -> Callable[..., Figures]:
+    """Run a trial after one layer was loaded at its bits: first calls set kernels up."""
+
+    def run(options: argparse.Namespace) -> Figures:
+        torch.set_num_threads(1)
+        _stage(options, options.bits)
+        return trial(options)
+
+    return run
+
+
+TRIALS = {
+    "parts": _warmed(_parts),
+    "load": _warmed(_load),
+    "one_core": _warmed(_one_core),
+    "store": _warmed(_store),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
