@@ -1,10 +1,11 @@
 """Laws: closed forms of one layer's seconds over batch and tokens, fitted to measured samples.
 
-``PaperLaw`` is the regression of LLM-PQ, Sec. 4.1, by plain least squares, kept to compare with.
-``StraightLaw`` has the same features, relative errors and no negative coefficient. ``HingedLaw``
+``fit_paper`` is the regression of LLM-PQ, Sec. 4.1, by plain least squares, kept to compare with.
+``fit_straight`` has the same features, weighted errors and no negative coefficient. ``HingedLaw``
 adds hinges where kernels change regime: the matrix products are any growing piecewise-linear
 function of the rows they multiply, attention one of the work it does, each with its own
-coefficients, so a total is enough to tell the two apart. The last two are positive and monotone.
+coefficients, so a total is enough to tell the two apart. ``BlendedLaw`` is a weighted mean of such
+laws. All but the paper's are positive and monotone.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ from llmpq.spec.precision import Phase
 
 TILES = (64, 128)
 """Rows of the tiles in which kernels multiply."""
+STEPS = (16, 32, 64, 128, 256, 512)
+"""Rows behind which libraries switch to another kernel, for a step up or none."""
 SMOOTHNESS = 0.05
 """Weight of equal neighbouring slopes against relative errors; larger is straighter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Measured shapes of one phase and bitwidth: arrays of equal length ``[P]``."""
+    """Measured shapes of one phase and bitwidth: arrays of equal length ``[P]``.
+
+    ``noise`` is the relative deviation of each measurement (``llmpq.costmodel.clock``).
+    """
 
     phase: Phase
     batch: Array
     tokens: Array
     seconds: Array
+    noise: Array
 
     def take(self, chosen: npt.NDArray[Any]) -> Samples:
         """Return the samples at ``chosen`` (indices or a mask)."""
@@ -40,7 +47,13 @@ class Samples:
             batch=self.batch[chosen],
             tokens=self.tokens[chosen],
             seconds=self.seconds[chosen],
+            noise=self.noise[chosen],
         )
+
+    def weights(self, power: float) -> Array:
+        """Return weights of errors ``[P]``: ``seconds^-power``, less under a coarse clock."""
+        result: Array = self.seconds**-power * (self.noise.min() / self.noise)
+        return result
 
     def __len__(self) -> int:
         """Return the number of samples ``P``."""
@@ -101,7 +114,7 @@ def fit_straight(samples: Samples, power: float = 1.0) -> StraightLaw:
     features = _paper_features(samples.phase, samples.batch, samples.tokens)
     # The likeliest lone cause stands first, for tables with fewer samples than features.
     order = [3, 0, 1, 2, 4] if samples.phase is Phase.PREFILL else [0, 1, 3, 2]
-    weights = samples.seconds**-power
+    weights = samples.weights(power)
     found = np.zeros(features.shape[1])
     weighted = features[:, order] * weights[:, None]
     found[order] = solve_nnls(weighted, samples.seconds * weights)
@@ -166,9 +179,9 @@ def fit_hinged(samples: Samples, hinges: int, power: float = 1.0) -> HingedLaw:
     features = _hinged_features(rows, tokens, *knots)
     if phase is Phase.PREFILL:
         features = np.column_stack([features, samples.batch])
-    weights = seconds**-power
+    weights = samples.weights(power)
     smooth = []
-    first = 2 + len(TILES)
+    first = 2 + len(TILES) + len(STEPS)
     for values, places in zip((rows, rows * tokens), knots, strict=True):
         smooth.append(_smoothing(values, weights, places, features.shape[1], first))
         first += len(places) + 1
@@ -182,6 +195,36 @@ def fit_hinged(samples: Samples, hinges: int, power: float = 1.0) -> HingedLaw:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlendedLaw:
+    """A mean of laws: it errs less than the one that happened to validate best.
+
+    Attributes:
+        laws: of one phase.
+        shares: weights of the laws, adding up to 1.
+    """
+
+    laws: tuple[Law, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def each(self) -> float:
+        """Seconds of a sequence that neither rows nor tokens explain."""
+        return sum(share * law.each for share, law in zip(self.shares, self.laws, strict=True))
+
+    def shared(self, rows: Array, tokens: Array) -> Array:
+        """Return the seconds that grow with rows and with tokens ``[P]``."""
+        parts = [law.shared(rows, tokens) for law in self.laws]
+        result: Array = np.average(parts, axis=0, weights=self.shares)
+        return result
+
+    def seconds(self, batch: Array, tokens: Array) -> Array:
+        """Return seconds; see ``Law``."""
+        parts = [law.seconds(batch, tokens) for law in self.laws]
+        result: Array = np.average(parts, axis=0, weights=self.shares)
+        return result
+
+
 def rows_of(phase: Phase, batch: Array, tokens: Array) -> Array:
     """Return the rows that the matrix products of a step multiply."""
     return batch * tokens if phase is Phase.PREFILL else batch
@@ -189,11 +232,13 @@ def rows_of(phase: Phase, batch: Array, tokens: Array) -> Array:
 
 def _hinged_features(rows: Array, tokens: Array, row_knots: Array, work_knots: Array) -> Array:
     tiles = [np.ceil(rows / tile) for tile in TILES]
+    steps = [(rows > step).astype(float) for step in STEPS]
     return np.column_stack(
         [
             np.ones_like(rows),
             tokens,
             *tiles,
+            *steps,
             _pieces(rows, row_knots),
             _pieces(rows * tokens, work_knots),
         ]

@@ -16,7 +16,11 @@ from llmpq.costmodel.nnls import Array
 
 MAX_POINTS = 1000
 """Samples that are kept; more are thinned at random, by a fixed seed."""
-_TUNED_POINTS = 200
+WORTH = 0.8
+"""Share of the law's error that a correction must stay under; less gain is luck."""
+_TUNED_POINTS = 120
+MEDIAN_SQUARE = 0.455
+"""Median of the square of a standard normal deviate."""
 _CHUNK = 1024
 """Shapes priced at a time, so that the covariances stay in the cache."""
 _ROW_OCTAVES = (0.1, 0.25, 0.5, 1.0, 2.0)
@@ -50,7 +54,8 @@ class Residual:
         points: octaves of the samples ``[P, 2]``.
         weights: ``[P]``, all zero when no correction helped.
         inverse: inverse covariance of the samples ``[P, P]``.
-        variance: variance of a residual far from every sample, noise apart.
+        variance: variance of a residual far from every sample, noise apart; such that two thirds
+            of the left-out samples lie within one deviation.
         scales: its reach.
     """
 
@@ -60,9 +65,19 @@ class Residual:
     variance: float
     scales: Scales
 
+    @property
+    def helps(self) -> bool:
+        """Whether there is a correction."""
+        return bool(self.weights.any())
+
+    @property
+    def noise_deviation(self) -> float:
+        """The deviation of a repeated measurement, as far as the fit can tell."""
+        return float(np.sqrt(self.variance * self.scales.noise))
+
     def log_factor(self, rows: Array, tokens: Array) -> Array:
         """Return the logarithm of the factor on the law ``[Q]``."""
-        if not self.weights.any():
+        if not self.helps:
             return np.zeros(len(rows))
         asked = _octaves(rows, tokens)
         parts = [
@@ -98,8 +113,10 @@ def fit_residual(
     scales, error = _tune(octaves[few], residuals[few], noise[few])
     inverse: Array = np.linalg.inv(_noisy(octaves[kept], scales, noise[kept])).astype(np.float64)
     weights = inverse @ residuals[kept]
-    helps = error < float((np.abs(residuals[few]) / np.sqrt(noise[few])).mean())
-    variance = float(residuals[kept] @ weights) / len(kept)
+    helps = error < WORTH * float((np.abs(residuals[few]) / np.sqrt(noise[few])).mean())
+    left_out = (weights / np.diag(inverse)) if helps else residuals[kept]
+    # The median square of a normal deviate is 0.455: outliers do not decide how sure we are.
+    variance = float(np.median(left_out**2 * np.diag(inverse))) / MEDIAN_SQUARE
     return Residual(
         points=octaves[kept],
         weights=weights if helps else np.zeros(len(kept)),

@@ -78,7 +78,7 @@ def test_a_law_with_tiles_and_a_hinge_is_found_again(phase):
     model = RegressionLatencyModel(table(phase))
     for batch, tokens in ((3, 200), (12, 700), (24, 100), (6, 900)):
         found = model.seconds(phase, 16, batch, tokens)
-        assert found == pytest.approx(law(phase, batch, tokens), rel=0.03)
+        assert found == pytest.approx(law(phase, batch, tokens), rel=0.04)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
@@ -163,3 +163,30 @@ def test_nnls_meets_the_conditions_of_an_optimum(seed, columns):
     assert found.min() >= 0
     assert gradient.min() >= -1e-6  # no coefficient would improve by growing
     assert np.abs(gradient[found > 0]).max(initial=0.0) < 1e-6
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_measured_shape_answers_for_itself(phase):
+    measured = table(phase)
+    model = RegressionLatencyModel(measured)
+    for one in measured.samples:
+        found = model.seconds(phase, 16, one.batch, one.tokens)
+        assert found == pytest.approx(one.seconds, rel=1e-12)
+
+
+def test_far_outside_it_claims_no_less_than_it_errs():
+    # Learned from small batches, where this kernel waits for memory and costs the same.
+    def flat_then_steep(batch):
+        return 1e-3 * max(1.0, batch / 64)
+
+    shapes = [(batch, tokens) for batch in (1, 2, 4, 8, 16, 32, 64) for tokens in (64, 256, 1024)]
+    samples = tuple(
+        LatencySample(
+            phase=DECODE, bits=16, batch=batch, tokens=tokens, seconds=flat_then_steep(batch)
+        )
+        for batch, tokens in shapes
+    )
+    found = RegressionLatencyModel(LatencyTable(samples=samples)).estimate(DECODE, 16, 512, 256)
+    assert found.is_extrapolated
+    error = abs(np.log(found.seconds / flat_then_steep(512)))
+    assert found.relative_deviation > 0.45 * error
