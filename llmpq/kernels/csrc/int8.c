@@ -15,7 +15,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { WIDE = 4, STRIP = 6, DEPTH = 256 };
+enum { WIDE = 4, STRIP = 6, DEPTH = 256, AHEAD = 4096, MOST_SHARED = 64 };
 
 typedef struct {
     const Product *product;
@@ -27,6 +27,9 @@ typedef struct {
     int64_t *start;  /* [count + 1] where a row's outliers start */
     int32_t *column; /* of each outlier */
     float *value;    /* of each outlier */
+    /* Columns that hold outliers, when they are few: many rows share the decoding of each. */
+    int32_t shared_column[MOST_SHARED];
+    int32_t shared; /* how many, or 0: `column` are columns, not places among these */
 } Job;
 
 /* ---- rows of x ------------------------------------------------------------------------------- */
@@ -91,7 +94,10 @@ INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, i
     const uint8_t *tile = tile_at(w, row, from);
     for (int64_t k = from; k < end; k += 4, tile += 64) {
         __m512i code[WIDE];
-        for (int n = 0; n < wide; n++) code[n] = _mm512_loadu_si512(tile + n * down);
+        for (int n = 0; n < wide; n++) {
+            code[n] = _mm512_loadu_si512(tile + n * down);
+            __builtin_prefetch(tile + n * down + AHEAD, 0, 2);
+        }
 #pragma GCC unroll 6
         for (int m = 0; m < strip; m++) {
             int32_t four;
@@ -106,25 +112,30 @@ INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, i
         for (int n = 0; n < wide; n++) _mm512_store_si512(total + m * PANEL + 16 * n, sum[m][n]);
 }
 
+INLINE __m512 column_of(const Weight *w, int64_t row, int64_t k) {
+    const uint8_t *vector = tile_at(w, row, k) + k % TILE_COLUMNS / 4 * 64;
+    __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(vector), _mm_cvtsi32_si128(k % 4 * 8));
+    __m512i code = _mm512_and_si512(words, _mm512_set1_epi32(0xFF));
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(128)));
+}
+
 /* Adds the outliers of row m times their columns of 16 rows of the weight, in units of its scales. */
-INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, __m512 y) {
-    __m512i byte = _mm512_set1_epi32(0xFF), middle = _mm512_set1_epi32(128);
+INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, const float *shared, __m512 y) {
     for (int64_t i = job->start[m]; i < job->start[m + 1]; i++) {
         int64_t k = job->column[i];
-        const uint8_t *vector = tile_at(job->product->weight, row, k) + k % TILE_COLUMNS / 4 * 64;
-        __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(vector), _mm_cvtsi32_si128(k % 4 * 8));
-        __m512i code = _mm512_sub_epi32(_mm512_and_si512(words, byte), middle);
-        y = _mm512_fmadd_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(job->value[i]), y);
+        __m512 column = job->shared ? _mm512_load_ps(shared + k * PANEL)
+                                    : column_of(job->product->weight, row, k);
+        y = _mm512_fmadd_ps(column, _mm512_set1_ps(job->value[i]), y);
     }
     return y;
 }
 
-INLINE void finish(const Job *job, int64_t m, int64_t row, __m512i total) {
+INLINE void finish(const Job *job, int64_t m, int64_t row, const float *shared, __m512i total) {
     const Product *p = job->product;
     const Weight *w = p->weight;
     total = _mm512_sub_epi32(total, _mm512_set1_epi32(128 * job->sum[m]));
     __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(job->scale[m]));
-    y = _mm512_mul_ps(add_outliers(job, m, row, y), (__m512)scale_at(w, 0, row));
+    y = _mm512_mul_ps(add_outliers(job, m, row, shared, y), (__m512)scale_at(w, 0, row));
     if (p->bias) y = _mm512_add_ps(y, (__m512)load_typed(p->bias, row, job->type));
     int64_t at = m * w->rows + row;
     if (job->type == TYPE_F32) _mm512_storeu_ps((float *)p->y + at, y);
@@ -144,9 +155,17 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
         if (m + 2 <= count) multiply(job, first + m, row, k, end, total + m * PANEL, 2, wide), m += 2;
         if (m < count) multiply(job, first + m, row, k, end, total + m * PANEL, 1, wide);
     }
+    float shared[MOST_SHARED * PANEL] __attribute__((aligned(64)));
+    for (int i = 0; i < job->shared; i++)
+        for (int n = 0; n < wide; n++) {
+            __m512 column = column_of(job->product->weight, row + 16 * n, job->shared_column[i]);
+            _mm512_store_ps(shared + i * PANEL + 16 * n, column);
+        }
     for (int64_t m = 0; m < count; m++)
-        for (int n = 0; n < wide; n++)
-            finish(job, first + m, row + 16 * n, _mm512_load_si512(total + m * PANEL + 16 * n));
+        for (int n = 0; n < wide; n++) {
+            __m512i sum = _mm512_load_si512(total + m * PANEL + 16 * n);
+            finish(job, first + m, row + 16 * n, shared + 16 * n, sum);
+        }
 }
 
 static void panel_part(void *data, int64_t item) {
@@ -171,6 +190,25 @@ static int find_outliers(Job *job) {
     return job->column && job->value;
 }
 
+/* Outliers sit in the same columns of most rows: number those columns, unless they are many. */
+static void share_columns(Job *job) {
+    int64_t count = job->product->count, all = job->start[count];
+    if (count <= STRIP || all < count) return;
+    int32_t places = 0;
+    for (int64_t i = 0; i < all; i++) {
+        int32_t at = 0;
+        while (at < places && job->shared_column[at] != job->column[i]) at++;
+        if (at == MOST_SHARED) return;
+        if (at == places) job->shared_column[places++] = job->column[i];
+    }
+    for (int64_t i = 0; i < all; i++) {
+        int32_t at = 0;
+        while (job->shared_column[at] != job->column[i]) at++;
+        job->column[i] = at;
+    }
+    job->shared = places;
+}
+
 int kernels_int8(const Product *p, float threshold, int type) {
     const Weight *w = p->weight;
     size_t count = (size_t)p->count;
@@ -182,6 +220,7 @@ int kernels_int8(const Product *p, float threshold, int type) {
     int ready = job.codes && job.scale && job.sum && job.start && find_outliers(&job);
     if (ready) {
         run_parts(quantize_row, &job, p->count, p->threads);
+        share_columns(&job);
         run_parts(panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);
     }
     free(job.codes), free(job.scale), free(job.sum), free(job.start);

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #include <stdlib.h>
 
-enum { WIDE = 4, STRIP = 6, FEW_AT_ONCE = 4 };
+enum { WIDE = 4, STRIP = 6, FEW_AT_ONCE = 8, AHEAD = 2048 };
 
 typedef struct {
     const Product *product;
@@ -74,6 +74,11 @@ INLINE void decode8(const uint8_t *tile, __m512bh *out, const int stride) {
     }
 }
 
+/* A tile further on: several rows of tiles are read at once, more than the processor foresees. */
+INLINE void fetch_ahead(const uint8_t *tile, const int bits) {
+    for (int i = 0; i < bits; i++) __builtin_prefetch(tile + AHEAD + 64 * i, 0, 2);
+}
+
 INLINE __m512bh pair_of(const uint16_t *x) {
     int32_t pair;
     memcpy(&pair, x, 4);
@@ -111,12 +116,13 @@ INLINE void few(const Job *job, int64_t row, int64_t first, const int count, con
         for (int64_t k = b; k < b + job->block; k += TILE_COLUMNS) {
             const uint8_t *tile = tile_at(w, row, k);
             int64_t down = w->columns / TILE_COLUMNS * 64 * bits;
+            for (int n = 0; n < wide; n++) fetch_ahead(tile + n * down, bits);
 #pragma GCC unroll 16
             for (int i = 0; i < 16; i++)
 #pragma GCC unroll 4
                 for (int n = 0; n < wide; n++) {
                     __m512bh code = decoded(tile + n * down, i, bits, table);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int m = 0; m < count; m++)
                         sum[m][n] = _mm512_dpbf16_ps(sum[m][n], code,
                                                      pair_of(x + m * w->columns + k + 2 * i));
@@ -134,17 +140,19 @@ INLINE void few(const Job *job, int64_t row, int64_t first, const int count, con
 #define FEW(COUNT, BITS_)                                                                        \
     static __attribute__((noinline)) void few_##COUNT##_##BITS_(const Job *job, int64_t row,     \
                                                                 int64_t first, int blocks) {     \
-        if (blocks == WIDE) few(job, row, first, COUNT, WIDE, BITS_);                            \
-        else                                                                                     \
-            for (int n = 0; n < blocks; n++) few(job, row + 16 * n, first, COUNT, 1, BITS_);     \
+        int n = 0, pairs = COUNT > 4; /* more rows leave registers for fewer columns */          \
+        if (!pairs && blocks == WIDE) few(job, row, first, COUNT, WIDE, BITS_), n = WIDE;        \
+        for (; pairs && n + 2 <= blocks; n += 2)                                                 \
+            few(job, row + 16 * n, first, COUNT, 2, BITS_);                                      \
+        for (; n < blocks; n++) few(job, row + 16 * n, first, COUNT, 1, BITS_);                  \
     }
-FEW(1, 3) FEW(2, 3) FEW(3, 3) FEW(4, 3)
-FEW(1, 4) FEW(2, 4) FEW(3, 4) FEW(4, 4)
+FEW(1, 3) FEW(2, 3) FEW(3, 3) FEW(4, 3) FEW(8, 3)
+FEW(1, 4) FEW(2, 4) FEW(3, 4) FEW(4, 4) FEW(8, 4)
 
 typedef void (*Few)(const Job *, int64_t, int64_t, int);
-static const Few few_rows[2][FEW_AT_ONCE] = {
-    {few_1_3, few_2_3, few_3_3, few_4_3},
-    {few_1_4, few_2_4, few_3_4, few_4_4},
+static const Few few_rows[2][FEW_AT_ONCE + 1] = {
+    {0, few_1_3, few_2_3, few_3_3, few_4_3, 0, 0, 0, few_8_3},
+    {0, few_1_4, few_2_4, few_3_4, few_4_4, 0, 0, 0, few_8_4},
 };
 
 static int blocks_from(const Weight *w, int64_t row) {
@@ -156,15 +164,17 @@ static void few_part(void *data, int64_t item) {
     const Job *job = data;
     const Weight *w = job->product->weight;
     int64_t row = item * PANEL, count = job->product->count;
-    for (int64_t m = 0; m < count; m += FEW_AT_ONCE) {
-        int64_t now = count - m < FEW_AT_ONCE ? count - m : FEW_AT_ONCE;
-        few_rows[w->bits - 3][now - 1](job, row, m, blocks_from(w, row));
+    for (int64_t m = 0, now; m < count; m += now) {
+        now = count - m < FEW_AT_ONCE ? count - m : FEW_AT_ONCE;
+        if (now > 4 && now < 8) now = 4;
+        few_rows[w->bits - 3][now](job, row, m, blocks_from(w, row));
     }
 }
 
 /* ---- many rows: a panel of decoded codes ----------------------------------------------------- */
 
 INLINE void decode_tile(const uint8_t *tile, __m512bh *out, const int bits, const int stride) {
+    fetch_ahead(tile, bits);
     if (bits == 8) {
         decode8(tile, out, stride);
         return;
