@@ -55,7 +55,7 @@ def worst_error(y, x, packed, bias):
     return ((y.double() - expected).abs() / size).max().item()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(precision=precisions, shape=shapes, count=row_counts, dtype=dtypes, seed=st.integers(0, 99))
 def test_float_products_are_those_of_the_dequantized_weight(precision, shape, count, dtype, seed):
     packed = random_packed(shape, precision, dtype, seed)
@@ -67,7 +67,7 @@ def test_float_products_are_those_of_the_dequantized_weight(precision, shape, co
 
 
 @needs_bf16
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     precision=precisions,
     shape=shapes,
@@ -86,7 +86,7 @@ def test_bf16_products_round_once(precision, shape, count, few_limit, seed):
 
 
 @needs_bf16
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     shape=shapes,
     count=row_counts,

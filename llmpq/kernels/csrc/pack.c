@@ -8,55 +8,46 @@ typedef struct {
     int32_t bits;
 } Packing;
 
-/* Eight nibbles to the four even ones below the four odd ones, by halves. */
-INLINE uint32_t split_nibbles(uint32_t word) {
-    uint64_t both = (word & 0x0F0F0F0Fu) | (uint64_t)(word >> 4 & 0x0F0F0F0Fu) << 32;
-    both = (both | both >> 4) & 0x00FF00FF00FF00FFu;
-    both |= both >> 8;
-    return (uint32_t)(both & 0xFFFF) | (uint32_t)(both >> 32) << 16;
+/* The even nibbles of a word into its low half, the odd ones into its high half. */
+static uint32_t parted(uint32_t word) {
+    uint32_t even = word & 0x0F0F0F0F, odd = word >> 4 & 0x0F0F0F0F;
+    even = (even | even >> 4) & 0x00FF00FF, odd = (odd | odd >> 4) & 0x00FF00FF;
+    return ((even | even >> 8) & 0xFFFF) | (odd | odd >> 8) << 16;
 }
 
-/* Ten 3-bit codes, 30 bits, to the five even ones below the five odd ones. */
-INLINE uint32_t split_thirds(uint32_t codes) {
-    uint64_t both = (codes & 0x071C71C7u) | (uint64_t)(codes >> 3 & 0x071C71C7u) << 32;
-    both = (both | both >> 3) & 0x0703F03F0703F03Fu;
-    both = (both | (both >> 6 & 0x00000FC000000FC0u)) & 0x07000FFF07000FFFu;
-    both |= both >> 12;
-    return (uint32_t)(both & 0x7FFF) | (uint32_t)(both >> 32 & 0x7FFF) << 16;
-}
-
-/* The 32 codes of one row of a tile to its lane of every vector. */
-INLINE void pack_lanes(const uint8_t *codes, int bits, uint8_t *to) {
-    uint32_t word[8];
-    memcpy(word, codes, (size_t)bits * 4);
-    if (bits == 4)
-        for (int v = 0; v < 4; v++) word[v] = split_nibbles(word[v]);
-    if (bits == 3) {
-        uint64_t low = word[0] | (uint64_t)word[1] << 32, high = word[2];
-        uint32_t last = word[2] >> 26;
-        word[0] = split_thirds(low & 0x3FFFFFFF);
-        word[1] = split_thirds(low >> 30 & 0x3FFFFFFF);
-        word[2] = split_thirds((low >> 60 | high << 4) & 0x3FFFFFFF);
-        for (int v = 0; v < 3; v++)
-            word[v] |= (last >> v & 1) << 15 | (last >> (v + 3) & 1) << 31;
+/* Pair p of columns at bit 3 (p % 5) of half lanes of vector p / 5, pair 15 in the bits left over. */
+static void part_by_three(const uint8_t *code, uint32_t *lane) {
+    uint64_t word[2] = {0, 0}; /* 96 bits, and a code that straddles them is read from both */
+    memcpy(word, code, 12);
+    memset(lane, 0, 3 * sizeof *lane);
+    for (int k = 0; k < TILE_COLUMNS; k++) {
+        int bit = 3 * k, pair = k / 2, half = k % 2 * 16;
+        uint64_t from = bit < 64 ? word[0] >> bit : word[1] >> (bit - 64);
+        if (bit == 63) from |= word[1] << 1;
+        uint32_t q = (uint32_t)from & 7;
+        if (pair < 15)
+            lane[pair / 5] |= q << (half + 3 * (pair % 5));
+        else
+            for (int i = 0; i < 3; i++) lane[i] |= (q >> i & 1) << (half + 15);
     }
-    for (int v = 0; v < bits; v++) memcpy(to + 64 * v, word + v, 4);
-}
-
-INLINE void pack_tile_rows(const Packing *p, int64_t item, int bits) {
-    int64_t row_bytes = p->columns * bits / 8, step = 4 * bits;
-    const uint8_t *from = p->codes + item * TILE_ROWS * row_bytes;
-    uint8_t *to = p->tiles + item * TILE_ROWS * row_bytes;
-    for (int64_t at = 0; at < row_bytes; at += step, to += 64 * bits)
-        for (int64_t r = 0; r < TILE_ROWS; r++)
-            pack_lanes(from + r * row_bytes + at, bits, to + 4 * r);
 }
 
 static void pack_rows(void *data, int64_t item) {
     const Packing *p = data;
-    if (p->bits == 3) pack_tile_rows(p, item, 3);
-    if (p->bits == 4) pack_tile_rows(p, item, 4);
-    if (p->bits == 8) pack_tile_rows(p, item, 8);
+    int64_t row_bytes = p->columns * p->bits / 8;
+    const uint8_t *from = p->codes + item * TILE_ROWS * row_bytes;
+    uint8_t *to = p->tiles + item * TILE_ROWS * row_bytes;
+    uint32_t lane[8];
+    for (int64_t byte = 0; byte < row_bytes; byte += 4 * p->bits)
+        for (int64_t r = 0; r < TILE_ROWS; r++) {
+            const uint8_t *code = from + r * row_bytes + byte;
+            if (p->bits == 3) part_by_three(code, lane);
+            else memcpy(lane, code, 4 * (size_t)p->bits);
+            for (int v = 0; v < p->bits; v++) {
+                uint32_t word = p->bits == 4 ? parted(lane[v]) : lane[v];
+                memcpy(to + TILE_ROWS * byte + 64 * v + 4 * r, &word, 4);
+            }
+        }
 }
 
 void kernels_pack(const uint8_t *codes, uint8_t *tiles, int64_t rows, int64_t columns, int bits,
