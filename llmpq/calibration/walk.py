@@ -78,6 +78,11 @@ class WalkedLayer:
         assert self._steps is not None
         return self._steps
 
+    def reader(self, name: str) -> str:
+        """Return the first operator that reads the same input as ``name``; often ``name``."""
+        assert self.steps
+        return self._readers[name]
+
     def collect(
         self,
         make: Callable[[int], C],
@@ -97,10 +102,9 @@ class WalkedLayer:
                 layer cannot be run again.
         """
         names = list(self.operators) if names is None else list(names)
-        assert len(self.steps) > 0  # finds out who shares an input
         collectors: dict[str, C] = {}
         for name in names:
-            reader = self._readers[name]
+            reader = self.reader(name)
             if reader not in collectors:
                 collectors[reader] = make(self.operators[name].in_features)
         first = {self._readers[name]: name for name in reversed(names)}

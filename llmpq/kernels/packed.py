@@ -107,6 +107,16 @@ class PackedWeight:
         optional = sum(t.nbytes for t in (self.zeros, self.order) if t is not None)
         return self.codes.nbytes + self.scales.nbytes + optional
 
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """Return the weight on ``device``; it shares every tensor that is there already."""
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            order=None if self.order is None else self.order.to(device),
+        )
+
     def in_stored_order(self) -> PackedWeight:
         """Return the weight of inputs that were put in order already; it shares every tensor."""
         return self if self.order is None else replace(self, order=None)

@@ -10,6 +10,8 @@ Shapes: E experts, N output features of a part, K input features.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from llmpq.errors import SpecError
 from llmpq.models.sources import TensorSource
 from llmpq.models.tensor_files import TensorFiles
@@ -28,12 +30,14 @@ def is_expert_part(name: str) -> bool:
     return ".experts." in name or _RENAMED[1] in name
 
 
+def stored_spellings(name: str) -> tuple[str, ...]:
+    """Names under which something of a layer may be stored, the library's own first."""
+    return tuple(dict.fromkeys((name, name.replace(*_RENAMED))))
+
+
 def find_stored(tensors: TensorFiles, name: str) -> str | None:
     """Name under which ``name`` is stored, whole; ``None`` when it is not."""
-    for candidate in (name, name.replace(*_RENAMED)):
-        if candidate in tensors:
-            return candidate
-    return None
+    return next((spelling for spelling in stored_spellings(name) if spelling in tensors), None)
 
 
 def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource:
@@ -64,15 +68,29 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
     )
 
 
-def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:
-    """Templates of the stored names of each part, with ``{}`` for the expert."""
+def part_spellings(name: str) -> Iterator[tuple[str, ...]]:
+    """Yield the ways to spell the modules that a fused parameter is stored as, stacked along N.
+
+    Args:
+        name: of the fused parameter, such as ``mlp.experts.gate_up_proj``, whatever its prefix.
+
+    Yields:
+        Names with ``{}`` for the expert, such as ``mlp.experts.{}.gate_proj`` and ``...up_proj``;
+        Qwen's spelling first.
+    """
     for suffix, spellings in _PARTS.items():
         if not name.endswith(suffix):
             continue
         block = name.removesuffix(suffix.partition(".")[2])
         for base in (block, block.replace(*_RENAMED)):
             for spelling in spellings:
-                parts = tuple(f"{base}{{}}.{part}.weight" for part in spelling)
-                if parts[0].format(0) in tensors:
-                    return parts
+                yield tuple(f"{base}{{}}.{part}" for part in spelling)
+
+
+def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:
+    """Templates of the stored names of each part, with ``{}`` for the expert."""
+    for spelling in part_spellings(name):
+        parts = tuple(f"{part}.weight" for part in spelling)
+        if parts[0].format(0) in tensors:
+            return parts
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ _logger = get_logger(__name__)
 # Constants that older versions of transformers stored with the weights.
 _CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
 
+_OF_CODES = ".scales"
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,15 +56,15 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of most of the stored weights, by bytes.
+        """Number format of most of the stored weights, by bytes; scales of codes do not count.
 
         Raises:
             SpecError: no tensor holds floating-point numbers.
         """
         stored: Counter[torch.dtype] = Counter()
         for header in self.tensors.headers.values():
-            for entry in header.entries.values():
-                if TORCH_DTYPES[entry.dtype] in _FLOATING:
+            for name, entry in header.entries.items():
+                if TORCH_DTYPES[entry.dtype] in _FLOATING and not name.endswith(_OF_CODES):
                     stored[TORCH_DTYPES[entry.dtype]] += entry.end - entry.begin
         if not stored:
             raise SpecError(f"{self.directory}: found no floating-point weights")
@@ -94,20 +95,49 @@ class Checkpoint:
             layer = self._skeleton.layer_class(self.config, index)
         return layer.eval().requires_grad_(False)
 
-    def layer_sources(self, index: int, layer: nn.Module | None = None) -> dict[str, TensorSource]:
+    @property
+    def layers_name(self) -> str:
+        """What the model calls its list of decoder layers, such as ``layers``."""
+        return self._skeleton.layers_name
+
+    def layer_prefix(self, index: int) -> str:
+        """What the stored names of decoder layer ``index`` begin with."""
+        return f"{self._root}{self._skeleton.layers_name}.{index}."
+
+    def module_name(self, stored: str) -> str:
+        """What the whole model of transformers calls a stored tensor; others keep their names.
+
+        The two differ where a checkpoint was saved without the head's model around the decoder.
+        """
+        path = self._skeleton.decoder_path
+        root = f"{path}." if path else ""
+        heads = (self._skeleton.head_path, self._skeleton.family.stored_head or "lm_head")
+        is_head = any(stored.startswith(f"{head}.") for head in heads)
+        if self._root == root or is_head or not stored.startswith(self._root):
+            return stored
+        return root + stored.removeprefix(self._root)
+
+    def layer_sources(
+        self, index: int, layer: nn.Module | None = None, *, without: Collection[str] = ()
+    ) -> dict[str, TensorSource]:
         """Say where the tensors of decoder layer ``index`` are, keys relative to the layer.
 
         Args:
             index: its place in the model.
             layer: what :meth:`empty_layer` made, when the caller has it.
+            without: keys that are stored in another form, and read by another reader.
 
         Raises:
             SpecError: a tensor of the layer is missing, or has another shape or kind of dtype.
         """
         state = (layer or self.empty_layer(index)).state_dict()
-        prefix = f"{self._root}{self._skeleton.layers_name}.{index}."
-        self._remark_on_others(prefix, state.keys())
-        return {key: self._source(prefix + key, value) for key, value in state.items()}
+        prefix = self.layer_prefix(index)
+        self._remark_on_others(prefix, state.keys(), without)
+        return {
+            key: self._source(prefix + key, value)
+            for key, value in state.items()
+            if key not in without
+        }
 
     def master_sources(self) -> dict[str, TensorSource]:
         """Say where what :class:`Master` holds is, under its names; a tied head is there once.
@@ -144,11 +174,14 @@ class Checkpoint:
         self._check(source, wanted)
         return source
 
-    def _remark_on_others(self, prefix: str, keys: Iterable[str]) -> None:
+    def _remark_on_others(self, prefix: str, keys: Iterable[str], without: Iterable[str]) -> None:
         """Say which stored tensors the layer has no place for; old checkpoints keep constants."""
         known = {prefix + key for key in keys}
+        read_by_others = tuple(prefix + key.removesuffix("weight") for key in without)
         for name in self.tensors.names:
             is_other = name.startswith(prefix) and name not in known
+            if name.startswith(read_by_others):
+                continue
             if is_other and not name.endswith(_CONSTANTS) and not is_expert_part(name):
                 _logger.warning("%s is not part of the layer, left out", self.tensors.where(name))
 

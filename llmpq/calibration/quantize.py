@@ -1,0 +1,294 @@
+"""Quantize a whole checkpoint into another, one decoder layer at a time.
+
+``rtn`` reads a layer, rounds it, writes it. ``gptq`` walks calibration tokens along: every layer is
+calibrated on what the quantized layers before it make, and inside a layer every step on what the
+quantized steps before it make (true-sequential). Memory holds two layers, the activations between
+two, and the matrices of one step.
+
+Shape legend: N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq import __version__
+from llmpq.calibration.data import CalibrationSet
+from llmpq.calibration.stats import Hessian
+from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_experts_
+from llmpq.errors import SpecError
+from llmpq.models import Checkpoint
+from llmpq.models.experts import find_stored, part_spellings
+from llmpq.quant.assembly import Matrix, matrices_of
+from llmpq.quant.checkpoint import is_gptq
+from llmpq.quant.checkpoint_config import FIELD, make_config
+from llmpq.quant.checkpoint_format import from_integers
+from llmpq.quant.checkpoint_writer import SHARD_BYTES, CheckpointWriter
+from llmpq.quant.gptq import GptqOptions, gptq, round_integers
+from llmpq.quant.integer import IntegerWeight
+from llmpq.quant.layer import quantizable_names
+from llmpq.spec.fields import read_json
+from llmpq.spec.precision import Precision
+
+# Below this share of tokens to input features, what GPTQ learns of its inputs is mostly noise.
+_MIN_TOKENS_PER_FEATURE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeJob:
+    """What to make of which checkpoint.
+
+    Attributes:
+        model_dir: the checkpoint; not quantized yet.
+        precisions: of every layer, in order.
+        calibration: what GPTQ calibrates on; ``None`` rounds.
+        options: of GPTQ.
+        shard_bytes: size at which a file of the result is closed.
+    """
+
+    model_dir: Path
+    precisions: tuple[Precision, ...]
+    calibration: CalibrationSet | None = None
+    options: GptqOptions = field(default_factory=GptqOptions)
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeReport:
+    """What came of it.
+
+    Attributes:
+        weights_bytes: of all tensors written.
+        rounded: operators that GPTQ left to rounding, for too few tokens came by.
+    """
+
+    weights_bytes: int
+    rounded: tuple[str, ...]
+
+
+def quantize_checkpoint(
+    job: QuantizeJob, output: Path | str, progress: Progress | None = None
+) -> QuantizeReport:
+    """Write a GPTQ-format checkpoint that gptqmodel, transformers and vLLM read too.
+
+    Args:
+        job: what to make.
+        output: directory to make; it appears whole or not at all.
+        progress: called after each layer.
+
+    Raises:
+        SpecError: ``output`` exists, the checkpoint is quantized already, precisions do not fit
+            its layers, or what ``Checkpoint`` and the quantizers refuse.
+    """
+    checkpoint = _source_of(job)
+    rounded: list[str] = []
+    count = len(job.precisions)
+    with CheckpointWriter(output, job.shard_bytes) as writer:
+        _copy_ends(checkpoint, writer)
+        for index, weights in _quantized_layers(job, checkpoint, rounded):
+            _write_layer(checkpoint, index, weights, writer)
+            if progress is not None:
+                progress(index + 1, count, f"layer {index} at {job.precisions[index]}")
+        config = read_json(job.model_dir / "config.json")
+        config[FIELD] = make_config(
+            job.precisions,
+            checkpoint.layers_name,
+            act_order=job.calibration is not None and job.options.order == "full",
+            meta=_meta(job),
+        )
+        writer.commit(config, job.model_dir)
+    return QuantizeReport(weights_bytes=writer.total_bytes, rounded=tuple(rounded))
+
+
+def _source_of(job: QuantizeJob) -> Checkpoint:
+    if is_gptq(job.model_dir):
+        raise SpecError(f"{job.model_dir}: is quantized already, expected a plain checkpoint")
+    checkpoint = Checkpoint(job.model_dir)
+    if checkpoint.config.num_hidden_layers != len(job.precisions):
+        raise SpecError(
+            f"{job.model_dir}: found {checkpoint.config.num_hidden_layers} layers and precisions "
+            f"of {len(job.precisions)}"
+        )
+    layer = checkpoint.empty_layer(0)
+    for matrix in matrices_of(layer):
+        for precision in set(job.precisions):
+            group = precision.group_size
+            if group is not None and matrix.in_features > group and matrix.in_features % group:
+                raise SpecError(
+                    f"{job.model_dir}: groups of {group} do not divide the {matrix.in_features} "
+                    f"inputs of {matrix.name}, as GPTQ files need; choose another group size, or "
+                    "-1 for one group"
+                )
+    return checkpoint
+
+
+def _quantized_layers(
+    job: QuantizeJob, checkpoint: Checkpoint, rounded: list[str]
+) -> Iterator[tuple[int, dict[str, IntegerWeight]]]:
+    """Yield every layer's index with its quantized operators by name, none at 16 bits."""
+    if job.calibration is None:
+        for index, precision in enumerate(job.precisions):
+            yield index, {} if precision.bits == 16 else _rounded(checkpoint, index, precision)
+        return
+    for layer in LayerWalk(job.model_dir, job.calibration):
+        precision = job.precisions[layer.index]
+        if precision.bits == 16:
+            yield layer.index, {}
+        else:
+            yield layer.index, _calibrated(layer, precision, job.options, rounded)
+
+
+def _rounded(checkpoint: Checkpoint, index: int, precision: Precision) -> dict[str, IntegerWeight]:
+    layer = checkpoint.empty_layer(index)
+    layer.load_state_dict(checkpoint.layer_state_dict(index), assign=True)
+    split_experts_(layer)
+    return {
+        name: round_integers(layer.get_parameter(f"{name}.weight"), precision)
+        for name in quantizable_names(layer)
+    }
+
+
+def _calibrated(
+    layer: WalkedLayer, precision: Precision, options: GptqOptions, rounded: list[str]
+) -> dict[str, IntegerWeight]:
+    """Quantize a layer step by step; later steps see what the earlier ones have become."""
+    weights: dict[str, IntegerWeight] = {}
+    for step in layer.steps:
+        for names in _affordable(layer, step):
+            hessians = layer.collect(Hessian, names)
+            readers: dict[int, list[str]] = {}
+            for name in names:
+                readers.setdefault(id(hessians[name]), []).append(name)
+            for together in readers.values():
+                seen = hessians[together[0]]
+                is_enough = seen.tokens >= _MIN_TOKENS_PER_FEATURE * len(seen.matrix)
+                if not is_enough:
+                    rounded += [f"layer {layer.index} {name}" for name in together]
+                hessian = seen if is_enough else None
+                weights |= _together(layer, together, hessian, precision, options)
+    return weights
+
+
+def _together(
+    layer: WalkedLayer,
+    names: Sequence[str],
+    hessian: Hessian | None,
+    precision: Precision,
+    options: GptqOptions,
+) -> dict[str, IntegerWeight]:
+    """Quantize operators of one input as one matrix, and put them into the layer."""
+    operators = [layer.operators[name] for name in names]
+    stacked = torch.cat([operator.weight for operator in operators])  # [N, K]
+    if hessian is None:
+        quantized = round_integers(stacked, precision)
+    else:
+        quantized = gptq(stacked, hessian.matrix, precision, options)
+    found = {}
+    start = 0
+    for name, operator in zip(names, operators, strict=True):
+        part = quantized.rows(slice(start, start + operator.out_features))
+        operator.weight.data.copy_(part.dequantize())
+        found[name] = part
+        start += operator.out_features
+    return found
+
+
+def _affordable(layer: WalkedLayer, step: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Cut a step so that the matrices of its experts fit the memory of the layer itself.
+
+    Operators outside of mixtures share one input, and so one matrix.
+    """
+    if len({layer.reader(name) for name in step}) == 1:
+        yield step
+        return
+    budget = sum(tensor.nbytes for tensor in layer.module.parameters())
+    one = 4 * layer.operators[step[0]].in_features ** 2
+    size = max(1, budget // one)
+    for start in range(0, len(step), size):
+        yield step[start : start + size]
+
+
+def _copy_ends(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
+    """Copy everything outside the layers as it is, under the names of the whole model."""
+    count = checkpoint.config.num_hidden_layers
+    layers = tuple(checkpoint.layer_prefix(index) for index in range(count))
+    for name in checkpoint.tensors.names:
+        if not name.startswith(layers):
+            writer.add(checkpoint.module_name(name), _load(checkpoint, name))
+
+
+def _write_layer(
+    checkpoint: Checkpoint,
+    index: int,
+    weights: dict[str, IntegerWeight],
+    writer: CheckpointWriter,
+) -> None:
+    """Write a layer's codes in the place of its weights, and the rest as it is."""
+    prefix = checkpoint.layer_prefix(index)
+    replaced: set[str] = set()
+    for matrix in matrices_of(checkpoint.empty_layer(index)) if weights else ():
+        modules, stored = _modules_of(checkpoint, prefix, matrix)
+        replaced |= stored
+        weight = weights[_operator_of(matrix)]
+        rows = weight.shape[0] // len(modules)
+        for i, module in enumerate(modules):
+            try:
+                parts = from_integers(weight.rows(slice(i * rows, (i + 1) * rows)))
+            except SpecError as error:
+                raise SpecError(f"{module}: {error}") from error
+            for part, tensor in parts.items():
+                writer.add(f"{checkpoint.module_name(module)}.{part}", tensor)
+    for name in checkpoint.tensors.names:
+        if name.startswith(prefix) and name not in replaced:
+            writer.add(checkpoint.module_name(name), _load(checkpoint, name))
+
+
+def _modules_of(
+    checkpoint: Checkpoint, prefix: str, matrix: Matrix
+) -> tuple[tuple[str, ...], set[str]]:
+    """Modules that a matrix is stored as, stacked along N, and the tensors that they replace."""
+    if matrix.expert is None:
+        stored = find_stored(checkpoint.tensors, prefix + matrix.key)
+        assert stored is not None  # the walk has read it
+        return (stored.removesuffix(".weight"),), {stored}
+    spellings = [
+        tuple(part.format(matrix.expert) for part in spelling)
+        for spelling in part_spellings(prefix + matrix.key)
+    ]
+    for modules in spellings:
+        if f"{modules[0]}.weight" in checkpoint.tensors:
+            return modules, {f"{module}.weight" for module in modules}
+    fused = find_stored(checkpoint.tensors, prefix + matrix.key)
+    assert fused is not None  # one spelling or another was read
+    return spellings[0], {fused}
+
+
+def _operator_of(matrix: Matrix) -> str:
+    """What a walked layer calls a matrix."""
+    if matrix.expert is None:
+        return matrix.name
+    return f"{matrix.key.removesuffix('_proj')}.{matrix.expert}"
+
+
+def _load(checkpoint: Checkpoint, name: str) -> Tensor:
+    return checkpoint.tensors.load(checkpoint.tensors.source(name))
+
+
+def _meta(job: QuantizeJob) -> dict[str, Any]:
+    meta: dict[str, Any] = {"quantizer": [f"llmpq:{__version__}"]}
+    if job.calibration is None:
+        return meta | {"method": "rtn"}
+    return meta | {
+        "method": "gptq",
+        "damp_percent": job.options.damping,
+        "true_sequential": True,
+        "order": job.options.order,
+        "calibration": job.calibration.source,
+        "calibration_sha256": job.calibration.digest,
+    }
