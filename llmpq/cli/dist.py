@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.run_plot import draw_run
 from llmpq.dist import Hosts, check_job, model_dir_of, run_job
 from llmpq.dist.job import Job, Meeting, Sampling
 from llmpq.dist.launch import rank_environment
@@ -23,6 +24,7 @@ from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import BarProgress, SilentProgress
 from llmpq.dist.report import build_report, format_report
 from llmpq.errors import SpecError
+from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
 
@@ -42,6 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--resume", action="store_true", help="skip the requests that --output already answers"
     )
+    files.add_argument(
+        "--report", metavar="FILE.json", help="write the predicted-against-measured report too"
+    )
+    files.add_argument("--plot", metavar="FILE.png", help="draw it")
     sampling = parser.add_argument_group("sampling (greedy by default)")
     sampling.add_argument("--temperature", type=float, default=0.0)
     sampling.add_argument("--top_k", type=int, default=0, help="0 is all tokens")
@@ -81,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
             finally:
                 progress.close()
     if measurement is not None:
-        _print(plan, measurement, as_json=options.json)
+        _report(plan, measurement, options)
     return 0
 
 
@@ -163,9 +169,14 @@ def _variable(name: str) -> int:
     return int(text)
 
 
-def _print(plan: Plan, measurement: Measurement, *, as_json: bool) -> None:
+def _report(plan: Plan, measurement: Measurement, options: argparse.Namespace) -> None:
+    """Print what was predicted against what was measured; write and draw it where asked."""
     report = build_report(plan, measurement)
-    if as_json:
+    if options.report is not None:
+        write_text(options.report, dump_json(report))
+    if options.plot is not None:
+        draw_run(report, options.plot)
+    if options.json:
         print_json(report)
     else:
         print(format_report(plan, report))

@@ -60,6 +60,7 @@ class _Sent:
     kind: FrameKind
     rows: tuple[Row, ...]
     spent_s: float
+    embed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +71,13 @@ class EngineStats:
         requests: finished ones.
         generated_tokens: new tokens of all of them.
         elapsed_s: from the first micro-batch sent off to the last token.
+        prefill_s: of these, until the last prompt's first token.
     """
 
     requests: int
     generated_tokens: int
     elapsed_s: float
+    prefill_s: float
 
 
 class MasterEngine:
@@ -118,6 +121,7 @@ class MasterEngine:
         self._landed: deque[Tensor] = deque()  # answers of a pipeline that is this process alone
         self._tokens = 0
         self._start_s = 0.0
+        self._prefill_s = 0.0
 
     def run(
         self, requests: Sequence[Request], on_finish: OnFinish, on_tokens: OnTokens | None = None
@@ -140,7 +144,10 @@ class MasterEngine:
                 self._advance(on_finish, on_tokens)
             self._take_arrivals()
         return EngineStats(
-            requests=len(requests), generated_tokens=self._tokens, elapsed_s=self._now_s()
+            requests=len(requests),
+            generated_tokens=self._tokens,
+            elapsed_s=self._now_s(),
+            prefill_s=self._prefill_s,
         )
 
     def _now_s(self) -> float:
@@ -221,9 +228,16 @@ class MasterEngine:
         first = torch.tensor([row.first for row in rows])
         positions = first[:, None] + torch.arange(token_ids.shape[1])  # [R, T]
         hidden = self._master.embed(token_ids.to(self._runner.device), positions)
+        embed_s = self._clock.now() - start
         hidden = self._runner.run(hidden, rows)  # [R, T, H]
         synchronize(self._runner.device)
-        sent = _Sent(step=step, kind=kind, rows=tuple(rows), spent_s=self._clock.now() - start)
+        sent = _Sent(
+            step=step,
+            kind=kind,
+            rows=tuple(rows),
+            spent_s=self._clock.now() - start,
+            embed_s=embed_s,
+        )
         if self._communicator is None:
             self._landed.append(hidden)
         else:
@@ -242,8 +256,13 @@ class MasterEngine:
         answers = [self._answers[number] for number in sent.step.flight.requests]
         keys = [(str(answer.request.id), len(answer.token_ids)) for answer in answers]
         tokens = self._sampler.sample(logits, keys)
+        master_s = sent.embed_s + self._clock.now() - start
         spent_s = sent.spent_s + self._clock.now() - start
-        self._clock.record(PHASES[sent.kind], len(sent.rows), spent_s)
+        longest = max(row.length for row in sent.rows)
+        phase = PHASES[sent.kind]
+        self._clock.record(phase, len(sent.rows), spent_s, longest, master_s)
+        if phase is Phase.PREFILL:
+            self._prefill_s = self._now_s()
         # A finished sequence that its batch holds is computed like any other and thrown away.
         going_on = [not item.is_finished for item in sent.step.sequences]
         for answer, token, is_new in zip(answers, tokens, going_on, strict=True):

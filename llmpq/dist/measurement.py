@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmpq.spec.fields import Fields
+from llmpq.spec.precision import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,27 @@ class HeldBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkSample:
+    """Work of one kind that a rank did: what forecasts are held against and corrected by.
+
+    Attributes:
+        phase: prefill or decode.
+        rows: sequences of the micro-batch.
+        tokens: prompt length, or mean context length of the decode steps.
+        count: micro-batches.
+        seconds: all of them together, the master's own work apart.
+        master_s: the master's own work on them, 0 off rank 0.
+    """
+
+    phase: Phase
+    rows: int
+    tokens: float
+    count: int
+    seconds: float
+    master_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageStats:
     """The measurements of one rank.
 
@@ -44,6 +66,7 @@ class StageStats:
         decode_s: likewise for decode.
         memory_bytes: see ``llmpq.dist.stats.peak_memory_bytes``.
         held: parts of it, ``None`` where nothing was counted.
+        work: its work by kind, the kinds that took longest first.
     """
 
     rank: int
@@ -53,10 +76,16 @@ class StageStats:
     decode_s: float | None
     memory_bytes: int
     held: HeldBytes | None = None
+    work: tuple[WorkSample, ...] = ()
+
+    def busy_in(self, phase: Phase) -> float:
+        """Return the seconds of all micro-batches of a phase, the master's own work included."""
+        return sum(one.seconds + one.master_s for one in self.work if one.phase is phase)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
         value = asdict(self)
+        value["work"] = [work_to_json(one) for one in self.work]
         if self.held is None:
             del value["held"]
         return value
@@ -72,9 +101,31 @@ def stats_from_fields(fields: Fields) -> StageStats:
         decode_s=fields.optional_number("decode_s"),
         memory_bytes=fields.integer("memory_bytes"),
         held=_held(fields.child("held")) if fields.has("held") else None,
+        work=tuple(work_from_fields(one) for one in fields.children("work"))
+        if fields.has("work")
+        else (),
     )
     fields.done()
     return stats
+
+
+def work_to_json(work: WorkSample) -> dict[str, Any]:
+    """Return the JSON object of a kind of work."""
+    return asdict(work) | {"phase": work.phase.value}
+
+
+def work_from_fields(fields: Fields) -> WorkSample:
+    """Build a kind of work from its JSON object, strictly."""
+    work = WorkSample(
+        phase=Phase(fields.text("phase", tuple(phase.value for phase in Phase))),
+        rows=fields.integer("rows", minimum=1),
+        tokens=fields.number("tokens"),
+        count=fields.integer("count", minimum=1),
+        seconds=fields.number("seconds"),
+        master_s=fields.number("master_s"),
+    )
+    fields.done()
+    return work
 
 
 def _held(fields: Fields) -> HeldBytes:
@@ -99,6 +150,8 @@ class Measurement:
         latency_s: from the first micro-batch sent off to the last token.
         load_s: until every rank was ready.
         stages: what every rank measured of itself, in order.
+        prefill_s: of ``latency_s``, until the last prompt's first token; ``None`` where nobody
+            looked.
     """
 
     requests: int
@@ -106,6 +159,7 @@ class Measurement:
     latency_s: float
     load_s: float
     stages: tuple[StageStats, ...]
+    prefill_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -114,6 +168,7 @@ class Measurement:
             "generated_tokens": self.generated_tokens,
             "latency_s": self.latency_s,
             "load_s": self.load_s,
+            "prefill_s": self.prefill_s,
             "stages": [stage.to_json() for stage in self.stages],
         }
 
@@ -126,6 +181,7 @@ def measurement_from_fields(fields: Fields) -> Measurement:
         latency_s=fields.number("latency_s"),
         load_s=fields.number("load_s"),
         stages=tuple(stats_from_fields(stage) for stage in fields.children("stages", minimum=1)),
+        prefill_s=fields.optional_number("prefill_s"),
     )
     fields.done()
     return measurement

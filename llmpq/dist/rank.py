@@ -287,6 +287,7 @@ class _Master:
             latency_s=made.elapsed_s,
             load_s=self._load_s,
             stages=tuple(stages),
+            prefill_s=made.prefill_s,
         )
 
     def _on_tokens(self, count: int) -> None:

@@ -2,16 +2,20 @@
 
 Memory is the total of a plan's parts against the most the process held (``stats.peak_memory_bytes``
 says what that includes). ``prefill_s`` and ``decode_s`` are seconds of one full micro-batch on one
-stage. Latency runs from the first micro-batch sent off to the last token, loading apart; the
-prediction is for a whole batch of full-length prompts, so other prompts explain a gap.
+stage, ``*_busy_s`` those of all micro-batches of a phase. Latency runs from the first micro-batch
+sent off to the last token, loading apart, and prefill until the last prompt's first token; the
+prediction is for a whole batch of full-length prompts, so other prompts explain a gap. Predicted is
+the plan's forecast where it carries one, else its formula. ``work`` is what every rank measured by
+kind of step: ``llmpq-profile recalibrate`` corrects tables by it.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmpq.dist.measurement import Measurement, StageStats
-from llmpq.spec.plan import Plan
+from llmpq.dist.measurement import Measurement, StageStats, work_to_json
+from llmpq.spec.plan import Plan, PlanForecast
+from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes, format_seconds
 
 
@@ -26,7 +30,8 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "elapsed_s": latency_s,
         "load_s": measurement.load_s,
         "throughput_tokens_per_s": tokens / latency_s if latency_s > 0 else 0.0,
-        "latency_s": {"predicted": plan.estimate.latency_s, "measured": latency_s},
+        "latency_s": {"predicted": plan.estimate.predicted_s, "measured": latency_s},
+        **_phases(plan, measurement),
         "stages": [_stage_report(plan, stats, latency_s) for stats in measurement.stages],
     }
 
@@ -48,13 +53,60 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
             f"{plan.workload.prompt_tokens} + {plan.workload.new_tokens} tokens)"
         )
     head = ("rank", "device", "memory", "measured", "prefill", "measured", "decode", "measured")
-    rows = [(*head, "busy"), *(_table_row(stage) for stage in report["stages"])]
+    lines += _columns([(*head, "busy"), *(_table_row(stage) for stage in report["stages"])])
+    if "phases" in report:
+        lines += ["", *_columns(_phase_rows(report))]
+    return "\n".join(lines)
+
+
+def _phases(plan: Plan, measurement: Measurement) -> dict[str, Any]:
+    forecast, prefill_s = plan.estimate.forecast, measurement.prefill_s
+    if forecast is None or prefill_s is None:
+        return {}
+    decode_s = measurement.latency_s - prefill_s
+    return {
+        "phases": {
+            "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
+            "decode": {"predicted": forecast.decode_s, "measured": decode_s},
+        }
+    }
+
+
+def _phase_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the comparison phase by phase: of the whole run, then every stage's busy time."""
+    rows: list[tuple[str, ...]]
+    rows = [("", "prefill", "measured", "error", "decode", "measured", "error")]
+    everything = [("all", report["phases"])]
+    everything += [
+        (
+            f"stage {stage['rank']} busy",
+            {name.value: stage[f"{name.value}_busy_s"] for name in Phase},
+        )
+        for stage in report["stages"]
+        if "prefill_busy_s" in stage
+    ]
+    for name, pairs in everything:
+        cells = [name]
+        for phase in Phase:
+            pair = pairs[phase.value]
+            cells += [format_seconds(pair["predicted"]), format_seconds(pair["measured"])]
+            cells.append(_error(pair))
+        rows.append(tuple(cells))
+    return rows
+
+
+def _error(pair: dict[str, float]) -> str:
+    if pair["measured"] <= 0:
+        return "-"
+    return f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines += [
+    return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
-    return "\n".join(lines)
 
 
 def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
@@ -77,14 +129,38 @@ def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
 def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, Any]:
     estimate = plan.estimate.stages[stats.rank]
     parts = memory_parts(plan, stats)
+    forecast = plan.estimate.forecast
+    played = estimate if forecast is None else forecast.stages[stats.rank]
     return {
         "rank": stats.rank,
         "device": plan.device_of(plan.stages[stats.rank]).label,
         "memory_bytes": {"predicted": estimate.memory.total, "measured": stats.memory_bytes},
         **({"memory_parts": parts} if parts else {}),
-        "prefill_s": {"predicted": estimate.prefill_s, "measured": stats.prefill_s},
-        "decode_s": {"predicted": estimate.decode_s, "measured": stats.decode_s},
+        "prefill_s": {"predicted": played.prefill_s, "measured": stats.prefill_s},
+        "decode_s": {"predicted": played.decode_s, "measured": stats.decode_s},
+        **_busy(forecast, stats),
         "busy_fraction": min(1.0, stats.busy_s / latency_s) if latency_s > 0 else 0.0,
+    }
+
+
+def _busy(forecast: PlanForecast | None, stats: StageStats) -> dict[str, Any]:
+    """Return the busy seconds by phase, and what they are made of."""
+    if not stats.work:
+        return {}
+    work = {"work": [work_to_json(one) for one in stats.work]}
+    if forecast is None:
+        return work
+    stage = forecast.stages[stats.rank]
+    return {
+        "prefill_busy_s": {
+            "predicted": stage.prefill_busy_s,
+            "measured": stats.busy_in(Phase.PREFILL),
+        },
+        "decode_busy_s": {
+            "predicted": stage.decode_busy_s,
+            "measured": stats.busy_in(Phase.DECODE),
+        },
+        **work,
     }
 
 

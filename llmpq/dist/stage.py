@@ -112,7 +112,9 @@ class StageWorker:
         start = self._clock.now()
         hidden = self._runner.run(frame.hidden, frame.rows)
         synchronize(self._runner.device)
-        self._clock.record(PHASES[frame.kind], len(frame.rows), self._clock.now() - start)
+        spent_s = self._clock.now() - start
+        longest = max(row.length for row in frame.rows)
+        self._clock.record(PHASES[frame.kind], len(frame.rows), spent_s, longest)
         return micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
 
     def _stats(self) -> Frame:

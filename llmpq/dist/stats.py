@@ -10,10 +10,23 @@ from pathlib import Path
 
 import torch
 
-from llmpq.dist.measurement import HeldBytes, StageStats
+from llmpq.dist.measurement import HeldBytes, StageStats, WorkSample
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.units import KIB
+
+MAX_KINDS = 100
+"""Kinds of work that a rank tells of; they travel in one control frame."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sum:
+    """Work of one kind so far."""
+
+    count: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    master_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,10 +47,28 @@ class StageClock:
     _times: dict[Phase, list[tuple[int, float]]] = field(
         default_factory=lambda: {phase: [] for phase in Phase}
     )
+    _work: dict[tuple[Phase, int, int], _Sum] = field(default_factory=dict)
 
-    def record(self, phase: Phase, rows: int, seconds: float) -> None:
-        """Add the work on one micro-batch."""
+    def record(
+        self, phase: Phase, rows: int, seconds: float, tokens: int = 1, master_s: float = 0.0
+    ) -> None:
+        """Add the work on one micro-batch.
+
+        Args:
+            phase: prefill or decode.
+            rows: its sequences.
+            seconds: all of the work.
+            tokens: length of its longest prompt, or of its longest context.
+            master_s: what of ``seconds`` was the master's own work.
+        """
         self._times[phase].append((rows, seconds))
+        # Contexts grow by one a step: only their mean is kept.
+        key = phase, rows, tokens if phase is Phase.PREFILL else 0
+        found = self._work.setdefault(key, _Sum())
+        found.count += 1
+        found.tokens += tokens
+        found.seconds += seconds - master_s
+        found.master_s += master_s
 
     def stats(self, rank: int, device: torch.device) -> StageStats:
         """Return the measurements so far."""
@@ -49,6 +80,22 @@ class StageClock:
             decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
             memory_bytes=peak_memory_bytes(device),
             held=self.held,
+            work=self._longest_work(),
+        )
+
+    def _longest_work(self) -> tuple[WorkSample, ...]:
+        """Return the kinds of work that took longest: ragged runs have too many to send."""
+        kinds = sorted(self._work.items(), key=lambda item: -item[1].seconds)
+        return tuple(
+            WorkSample(
+                phase=phase,
+                rows=rows,
+                tokens=found.tokens / found.count,
+                count=found.count,
+                seconds=found.seconds,
+                master_s=found.master_s,
+            )
+            for (phase, rows, _), found in kinds[:MAX_KINDS]
         )
 
     def _median(self, phase: Phase, full: int) -> float | None:

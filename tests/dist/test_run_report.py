@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import pytest
 from helpers.ranks import make_plan
 
-from llmpq.dist.measurement import Measurement, StageStats, measurement_from_fields
+from llmpq.cli.run_plot import draw_run, run_groups
+from llmpq.dist.measurement import Measurement, StageStats, WorkSample, measurement_from_fields
 from llmpq.dist.report import build_report, format_report
 from llmpq.spec.fields import Fields
+from llmpq.spec.plan import PlanForecast, StageForecast
+from llmpq.spec.precision import Phase
 
 PLAN = make_plan((0, 1, 3))
 
@@ -63,3 +68,56 @@ def test_the_table_names_every_stage_and_what_the_prediction_is_for():
 def test_a_measurement_round_trips():
     value = json.loads(json.dumps(MEASUREMENT.to_json()))
     assert measurement_from_fields(Fields(value, "here")) == MEASUREMENT
+
+
+def _played(rank: int) -> StageStats:
+    work = (
+        WorkSample(
+            phase=Phase.PREFILL, rows=4, tokens=16, count=1, seconds=0.2, master_s=0.1 * (not rank)
+        ),
+        WorkSample(phase=Phase.DECODE, rows=2, tokens=20.5, count=6, seconds=0.6, master_s=0.0),
+    )
+    return replace(_stats(rank, 0.1), work=work)
+
+
+FORECAST = PlanForecast(
+    latency_s=3.0,
+    prefill_s=1.0,
+    stages=(
+        StageForecast(prefill_s=0.2, decode_s=0.1, prefill_busy_s=0.3, decode_busy_s=0.7),
+        StageForecast(prefill_s=0.2, decode_s=0.1, prefill_busy_s=0.2, decode_busy_s=0.5),
+    ),
+)
+
+
+def test_a_plan_with_a_forecast_is_compared_phase_by_phase_and_stage_by_stage():
+    plan = replace(PLAN, estimate=replace(PLAN.estimate, forecast=FORECAST))
+    ran = replace(MEASUREMENT, stages=(_played(0), _played(1)), prefill_s=1.25)
+    report = build_report(plan, ran)
+    assert report["latency_s"] == {"predicted": 3.0, "measured": 4.0}
+    assert report["phases"] == {
+        "prefill": {"predicted": 1.0, "measured": 1.25},
+        "decode": {"predicted": 2.0, "measured": 2.75},
+    }
+    first = report["stages"][0]
+    assert first["prefill_busy_s"] == {"predicted": 0.3, "measured": pytest.approx(0.3)}
+    assert first["decode_busy_s"] == {"predicted": 0.7, "measured": 0.6}
+    assert [one["phase"] for one in first["work"]] == ["prefill", "decode"]
+    text = format_report(plan, report)
+    assert "stage 1 busy" in text
+    assert "-20.0%" in text  # prefill of the whole run: 1.0 s predicted, 1.25 s measured
+    value = json.loads(json.dumps(ran.to_json()))
+    assert measurement_from_fields(Fields(value, "here")) == ran
+
+
+def test_the_bars_are_the_latency_its_phases_and_every_stage_s_work(tmp_path):
+    pytest.importorskip("matplotlib")
+    plan = replace(PLAN, estimate=replace(PLAN.estimate, forecast=FORECAST))
+    ran = replace(MEASUREMENT, stages=(_played(0), _played(1)), prefill_s=1.25)
+    report = build_report(plan, ran)
+    assert [name for name, _ in run_groups(report)] == [
+        "latency", "prefill", "decode", "stage 0\nprefill work", "stage 0\ndecode work",
+        "stage 1\nprefill work", "stage 1\ndecode work",
+    ]  # fmt: skip
+    draw_run(report, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

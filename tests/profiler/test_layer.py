@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 
+from llmpq.costmodel.profiles import StageSeconds
 from llmpq.errors import SpecError
-from llmpq.profiler.layer import MASTER_BITS, LayerGrid, LayerJob, profile_layer
+from llmpq.profiler import layer as layer_module
+from llmpq.profiler.bench import MASTER_BITS, Bench, LayerJob, Timing, Trial
+from llmpq.profiler.grid import Shape, product_grid
+from llmpq.profiler.journal import Journal
+from llmpq.profiler.layer import profile_layer
 from llmpq.spec.precision import Phase
 
-GRID = LayerGrid(batches=(1, 3), prompt_tokens=(4, 9), context_tokens=(5,), max_prefill_tokens=20)
+SHAPES = product_grid((1, 3), (4, 9), (5,), prefill_tokens=20)
+
+
+def always(seconds):
+    """Return a bench's ``run`` on which everything takes equally long."""
+
+    def run(_, trial):
+        return [Timing(trial=trial, seconds=seconds)]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +36,7 @@ def job(tiny_model):
     return LayerJob(
         model_dir=tiny_model("llama"),
         bits=(16, 4),
-        grid=GRID,
+        shapes=SHAPES,
         dtype=torch.float32,
         device=torch.device("cpu"),
         layers=2,
@@ -26,41 +44,79 @@ def job(tiny_model):
     )
 
 
-def test_grid_leaves_out_prefill_points_beyond_its_limit():
-    assert (Phase.PREFILL, 3, 9) not in GRID.points()
-    assert (Phase.PREFILL, 1, 9) in GRID.points()
-    assert GRID.max_tokens == 9
-
-
 def test_profile_layer_times_every_point_at_every_bitwidth_and_the_master(job):
-    done = []
-    table = profile_layer(job, lambda rounds, planned: done.append((rounds, planned)))
+    shares = []
+    table = profile_layer(job, shares.append)
     measured = {(s.phase, s.bits, s.batch, s.tokens) for s in table.samples}
-    expected = {
-        (phase, bits, batch, tokens)
-        for phase, batch, tokens in GRID.points()
-        for bits in (16, 4, MASTER_BITS)
-    }
-    assert measured == expected
+    layers = {(s.phase, bits, s.batch, s.tokens) for s in SHAPES for bits in (16, 4)}
+    prompts = {(s.phase, 0, s.batch, s.tokens) for s in SHAPES if s.phase is Phase.PREFILL}
+    # A decode step of the master depends on its rows only: its context is told as 1.
+    decode = {(Phase.DECODE, MASTER_BITS, batch, 1) for batch in (1, 3)}
+    assert measured == layers | prompts | decode
     assert all(sample.seconds > 0 for sample in table.samples)
-    assert len(done) >= 3
-    assert all(rounds <= planned for rounds, planned in done)
+    assert shares == sorted(shares)
+    assert 0 < shares[-1] <= 1
 
 
-def test_profile_layer_tells_dtype_noise_and_rounds(job):
+def test_profile_layer_tells_dtype_noise_rounds_and_what_a_stage_takes(job):
     provenance = dict(profile_layer(job).provenance)
     assert provenance["dtype"] == "float32"
-    assert int(provenance["rounds"]) >= 3
+    assert int(provenance["rounds"].split()[0]) >= 3
     assert provenance["noise"].endswith("median interquartile range over median")
+    assert StageSeconds.of("table", provenance).decode >= 0
+
+
+def test_one_layer_and_the_stage_are_told_apart(job, monkeypatch):
+    def run(self, trial):
+        seconds = 7.0 if trial.bits == MASTER_BITS else 0.5 + 2.0 * trial.layers
+        return [Timing(trial=trial, seconds=seconds)]
+
+    monkeypatch.setattr(Bench, "run", run)
+    table = profile_layer(job)
+    assert StageSeconds.of("table", dict(table.provenance)) == StageSeconds(prefill=0.5, decode=0.5)
+    assert {s.seconds for s in table.samples if s.bits} == {2.0}
+    assert {s.seconds for s in table.samples if not s.bits} == {7.0}
+
+
+def test_no_two_trials_of_one_bitwidth_follow_each_other():
+    shape = SHAPES[0]
+    groups = [[Trial(shape=shape, bits=b, layers=n) for n in range(4)] for b in (0, 4, 16)]
+    order = layer_module._dealt(groups, random.Random(0))
+    assert sorted(order, key=str) == sorted([t for group in groups for t in group], key=str)
+    assert all(one.bits != other.bits for one, other in pairwise(order))
+
+
+def test_a_settled_point_is_not_timed_again(job, monkeypatch):
+    calls = []
+
+    def run(self, trial):
+        calls.append(trial)
+        return [Timing(trial=trial, seconds=1.0)]
+
+    monkeypatch.setattr(Bench, "run", run)
+    profile_layer(replace(job, budget_s=30.0))  # ends at once: nothing varies
+    most = max(calls.count(trial) for trial in calls)
+    assert most == layer_module.SETTLED_ROUNDS + 1  # and one to warm up
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(Bench, "run", always(1.0))
+    with Journal(tmp_path / "t.part", (("model", "m"),), resume=False) as journal:
+        profile_layer(job, journal=journal)
+    monkeypatch.setattr(Bench, "run", always(9.0))
+    with Journal(tmp_path / "t.part", (("model", "m"),), resume=True) as journal:
+        table = profile_layer(replace(job, budget_s=1e-9), journal=journal)
+    assert {sample.seconds for sample in table.samples if not sample.bits} == {1.0}
 
 
 def test_profile_layer_refuses_more_tokens_than_the_model_has_positions(job, tiny_model):
-    too_long = LayerJob(
-        model_dir=tiny_model("opt"),
-        bits=(16,),
-        grid=LayerGrid(batches=(1,), prompt_tokens=(100_000,), context_tokens=(4,)),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    shapes = product_grid((1,), (100_000,), (4,), prefill_tokens=100_000)
     with pytest.raises(SpecError, match="positions"):
-        profile_layer(too_long)
+        profile_layer(replace(job, model_dir=tiny_model("opt"), shapes=shapes, bits=(16,)))
+
+
+def test_a_model_of_one_layer_in_a_row_says_nothing_of_the_stage(job, monkeypatch):
+    monkeypatch.setattr(Bench, "run", always(1.0))
+    table = profile_layer(replace(job, layers=1))
+    assert StageSeconds.of("table", dict(table.provenance)) == StageSeconds()
+    assert Shape(phase=Phase.DECODE, batch=1, tokens=5) in SHAPES

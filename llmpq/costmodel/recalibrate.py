@@ -1,0 +1,107 @@
+"""Recalibration: a latency table corrected by one run of a plan that was priced from it.
+
+A run tells, for every stage, phase and kind of micro-batch, what all its layers took together. The
+table says what each bitwidth would have taken. One factor is sought for every phase and bitwidth,
+so that the sums agree: least squares of the relative errors, weighted by the time they stand for,
+and as little correction as they allow (a ridge towards 1), for a run that mixes bitwidths cannot
+always tell them apart. Bitwidths that did not run take the mean correction of their phase. The
+master's own work is measured apart and corrected by itself.
+
+It corrects seconds, never shapes: a table of the wrong kernel deserves a new measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmpq.errors import SpecError
+from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencySample, LatencyTable
+
+MASTER_BITS = 0
+RIDGE = 1e-4
+"""Weight of "no correction" against a relative error of all of a phase's time."""
+LIMITS = (0.05, 20.0)
+
+Factors = Mapping[tuple[Phase, int], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """All micro-batches of one kind on one stage.
+
+    Attributes:
+        phase: prefill or decode.
+        predicted: by bitwidth, the seconds that the table gives; bits 0 is the master's own work.
+        apart_s: predicted seconds that no factor corrects (what a stage takes itself).
+        measured_s: all of it, measured.
+    """
+
+    phase: Phase
+    predicted: Mapping[int, float]
+    apart_s: float
+    measured_s: float
+
+
+def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase, int], float]:
+    """Return the factor on every phase and bitwidth that was observed.
+
+    Raises:
+        SpecError: nothing was measured.
+    """
+    if not any(one.measured_s > 0 for one in observations):
+        raise SpecError("report: found no measured work, expected that of a run")
+    factors: dict[tuple[Phase, int], float] = {}
+    for phase in Phase:
+        own = [one for one in observations if one.phase is phase and one.measured_s > 0]
+        if own:
+            factors |= {(phase, bits): value for bits, value in _fit(own).items()}
+    return factors
+
+
+def corrected(table: LatencyTable, factors: Factors) -> LatencyTable:
+    """Return the table with its seconds multiplied, and what was done in its provenance.
+
+    A bitwidth that did not run takes the mean factor of the phase's others.
+    """
+
+    def factor(sample: LatencySample) -> float:
+        known = factors.get((sample.phase, sample.bits))
+        if known is not None or sample.bits == MASTER_BITS:
+            return 1.0 if known is None else known
+        others = [
+            value for (phase, bits), value in factors.items() if phase is sample.phase and bits
+        ]
+        return float(np.exp(np.mean(np.log(others)))) if others else 1.0
+
+    words = ", ".join(
+        f"{phase.value} {bits or 'master'} x{value:.4g}"
+        for (phase, bits), value in sorted(factors.items())
+    )
+    return LatencyTable(
+        samples=tuple(
+            replace(sample, seconds=sample.seconds * factor(sample)) for sample in table.samples
+        ),
+        provenance=(*table.provenance, ("recalibrated", words)),
+    )
+
+
+def _fit(observations: Sequence[Observation]) -> dict[int, float]:
+    """Return the factors of one phase: ``sum_b f_b predicted_b + apart = measured``."""
+    widths = sorted({bits for one in observations for bits in one.predicted})
+    total_s = sum(one.measured_s for one in observations)
+    rows, targets = [], []
+    for one in observations:
+        weight = float(np.sqrt(one.measured_s / total_s)) / one.measured_s
+        # Solved for the correction f - 1, so that the ridge is towards "none".
+        guess = one.apart_s + sum(one.predicted.values())
+        rows.append([weight * one.predicted.get(bits, 0.0) for bits in widths])
+        targets.append(weight * (one.measured_s - guess))
+    matrix = np.vstack([np.array(rows), np.sqrt(RIDGE) * np.eye(len(widths))])
+    target = np.concatenate([np.array(targets), np.zeros(len(widths))])
+    found = np.linalg.lstsq(matrix, target, rcond=None)[0]
+    values = np.clip(1.0 + found, *LIMITS)
+    return dict(zip(widths, values.tolist(), strict=True))

@@ -1,0 +1,210 @@
+"""The objects under test: the runtime's own stages at every bitwidth, and the master's engine.
+
+What is timed is what runs. A stage is timed with a few and with more layers in a row: their
+difference is what one layer takes, and what is left is what a stage takes apart from its layers.
+The master's own work is timed by letting the engine answer requests over a stage without layers, so
+that embedding, head, sampling and the book of requests are all in it.
+
+Shapes: ``[R, T, H]`` rows (sequences), tokens, hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from llmpq.batching import HybridPolicy
+from llmpq.dist.engine import MasterEngine
+from llmpq.dist.job import Sampling
+from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.prompts import Request
+from llmpq.dist.results import FinishReason
+from llmpq.dist.sampler import Sampler
+from llmpq.dist.stage import StageRunner
+from llmpq.dist.stats import StageClock, synchronize
+from llmpq.errors import SpecError
+from llmpq.models import DecoderStage, Master, MicroBatch, kv_shapes, load_config
+from llmpq.profiler.grid import Shape
+from llmpq.quant.loader import load_master, load_stage
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+
+MASTER_BITS = 0
+"""Marks the master's own work in a table: embedding, final norm, head and the choice of a token."""
+MASTER_STEPS = 3
+"""Decode steps that are timed after every prefill of the master."""
+FEW_ROWS = 256
+"""Rows up to which a prefill is timed with more layers too: beyond, a stage's own time is lost in
+the noise of one layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One thing to time.
+
+    Attributes:
+        shape: the micro-batch.
+        bits: of the layers, or ``MASTER_BITS``.
+        layers: how many run in a row; 0 for the master.
+    """
+
+    shape: Shape
+    bits: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of one run of a trial."""
+
+    trial: Trial
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerJob:
+    """What to measure.
+
+    Attributes:
+        model_dir: directory with ``config.json`` and safetensors.
+        bits: bitwidths.
+        shapes: the grid.
+        dtype: number format of activations and of whatever is not quantized.
+        device: where to run.
+        layers: decoder layers timed in a row, at most; a third of them is timed too.
+        budget_s: seconds to spend on timing; every point is timed at least three times.
+        seed: order of the points.
+    """
+
+    model_dir: Path
+    bits: tuple[int, ...]
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    device: torch.device
+    layers: int = 6
+    budget_s: float = 60.0
+    seed: int = 0
+
+    @property
+    def max_batch(self) -> int:
+        """Sequences of the largest micro-batch."""
+        return max(shape.batch for shape in self.shapes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(shape.tokens for shape in self.shapes)
+
+
+class Bench:
+    """One short stage a bitwidth, the master, and KV slots.
+
+    Raises:
+        SpecError: the grid does not fit the model's positions.
+    """
+
+    def __init__(self, job: LayerJob) -> None:
+        config = load_config(job.model_dir)
+        limit = getattr(config, "max_position_embeddings", None)
+        if limit is not None and job.max_tokens > limit:
+            raise SpecError(
+                f"{job.model_dir}: grid of up to {job.max_tokens} tokens, "
+                f"expected at most the model's {limit} positions"
+            )
+        self.job = job
+        self.depth: int = min(job.layers, config.num_hidden_layers)
+        self.few: int = max(1, self.depth // 3)
+        self._stages: dict[tuple[int, int], DecoderStage] = {}
+        for width in job.bits:
+            stage = load_stage(
+                job.model_dir, 0, self.depth, [width] * self.depth,
+                dtype=job.dtype, device=job.device,
+            )  # fmt: skip
+            self._stages[width, self.depth] = stage
+            if self.few < self.depth:
+                few = [stage.layers[index] for index in range(self.few)]
+                self._stages[width, self.few] = DecoderStage(stage.config, few, 0)
+        self._master: Master = load_master(job.model_dir, dtype=job.dtype, device=job.device)
+        self._cache = KVCache(
+            kv_shapes(config, 0, self.depth), 0, num_slots=job.max_batch,
+            max_tokens=job.max_tokens + 1, dtype=job.dtype, device=job.device,
+        )  # fmt: skip
+        tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
+        self._hidden = self._master.embed(tokens, tokens)[:, :1]  # [1, 1, H]
+
+    def trials(self) -> list[list[Trial]]:
+        """Return what is to be timed, one list a bitwidth; the master's is the last."""
+        wide = [[t for s in self.job.shapes for t in self._depths(s, b)] for b in self.job.bits]
+        prompts = [shape for shape in self.job.shapes if shape.phase is Phase.PREFILL]
+        missing = {shape.batch for shape in self.job.shapes} - {s.batch for s in prompts}
+        shortest = min((shape.tokens for shape in prompts), default=1)
+        prompts += [
+            Shape(phase=Phase.PREFILL, batch=batch, tokens=shortest) for batch in sorted(missing)
+        ]
+        return [*wide, [Trial(shape=shape, bits=MASTER_BITS, layers=0) for shape in prompts]]
+
+    def _depths(self, shape: Shape, bits: int) -> list[Trial]:
+        few = Trial(shape=shape, bits=bits, layers=self.few)
+        if self.few == self.depth:
+            return [few]
+        if shape.phase is Phase.PREFILL and shape.batch * shape.tokens > FEW_ROWS:
+            return [few]
+        return [few, Trial(shape=shape, bits=bits, layers=self.depth)]
+
+    @torch.inference_mode()
+    def run(self, trial: Trial) -> list[Timing]:
+        """Time a trial once; the master's answers with decode steps of its batch too."""
+        if trial.bits == MASTER_BITS:
+            return self._run_master(trial.shape)
+        shape = trial.shape
+        new = shape.tokens if shape.phase is Phase.PREFILL else 1
+        hidden = self._hidden.expand(shape.batch, new, -1).contiguous()  # [R, T, H]
+        stage = self._stages[trial.bits, trial.layers]
+        synchronize(self.job.device)
+        start = time.perf_counter()
+        batch = MicroBatch.build(
+            slots=range(shape.batch),
+            starts=[shape.tokens - new] * shape.batch,
+            counts=[new] * shape.batch,
+        )
+        stage(hidden, batch, self._cache)
+        synchronize(self.job.device)
+        return [Timing(trial=trial, seconds=time.perf_counter() - start)]
+
+    def _run_master(self, shape: Shape) -> list[Timing]:
+        """Let an engine answer the prompts over no layers at all; every landing is a moment."""
+        sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
+        engine = MasterEngine(
+            master=self._master,
+            runner=StageRunner(layers=None, cache=None, device=self.job.device, is_last=True),
+            communicator=None,
+            policy=HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1),
+            sampler=Sampler(Sampling()),
+            clock=StageClock(micro_batching=sizes),
+            num_slots=shape.batch,
+        )
+        requests = [
+            Request(
+                id=str(number),
+                prompt_token_ids=(1,) * shape.tokens,
+                max_new_tokens=1 + MASTER_STEPS,
+            )
+            for number in range(shape.batch)
+        ]
+        moments = [time.perf_counter()]
+        engine.run(requests, _forget, lambda _: moments.append(time.perf_counter()))
+        spans = [after - before for before, after in pairwise(moments)]
+        decode = Shape(phase=Phase.DECODE, batch=shape.batch, tokens=1)
+        shapes = [shape, *[decode] * MASTER_STEPS]
+        return [
+            Timing(trial=Trial(shape=one, bits=MASTER_BITS, layers=0), seconds=span)
+            for one, span in zip(shapes, spans, strict=True)
+        ]
+
+
+def _forget(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
+    del request, token_ids, reason

@@ -1,0 +1,180 @@
+"""Time messages between two ranks, through the communicator that the runtime itself uses.
+
+Two clocks of two hosts cannot be compared, so what is timed is there and back: a frame of one size
+goes out and one of another size returns. Large out and small back tells the bandwidth of one
+direction, small out and large back that of the other; the smallest both ways is twice the latency,
+which is taken to be the same in both directions, as nobody can tell it apart.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+from llmpq import __version__
+from llmpq.dist.communicator import Communicator
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
+from llmpq.errors import SpecError, StageError
+from llmpq.spec.tables import CommSample, CommTable
+
+UNIT_BYTES = 512
+"""Sizes are whole multiples of this: a frame of one row of tokens of 256 bfloat16 values."""
+DEFAULT_SIZES = (UNIT_BYTES, 4096, 32_768, 262_144, 1_048_576, 4_194_304)
+MIN_ROUNDS = 5
+_LEAST_S = 1e-9
+_DTYPE = torch.bfloat16
+
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkJob:
+    """What to measure; equal on both ranks.
+
+    Attributes:
+        between: names of the nodes of rank 0 and of rank 1.
+        sizes: bytes of the messages; the smallest one also is what returns.
+        budget_s: seconds to spend; at least five rounds are made.
+        seed: order of the messages.
+    """
+
+    between: tuple[str, str]
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+    budget_s: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(set(self.sizes)) < 2 or any(size < 1 or size % UNIT_BYTES for size in self.sizes):
+            raise SpecError(
+                f"link sizes: found {list(self.sizes)}, expected at least two unlike multiples of "
+                f"{UNIT_BYTES} bytes"
+            )
+
+    @property
+    def exchanges(self) -> tuple[tuple[int, int], ...]:
+        """Bytes out and bytes back of every kind of exchange."""
+        small, *larger = sorted(set(self.sizes))
+        return ((small, small), *((size, small) for size in larger), *((small, s) for s in larger))
+
+    @property
+    def limits(self) -> FrameLimits:
+        """What the frames of a measurement may be."""
+        tokens = max(self.sizes) // UNIT_BYTES
+        return FrameLimits(
+            digest=b"linkprof",
+            num_slots=1,
+            max_context=tokens,
+            prefill_rows=1,
+            prefill_tokens=tokens,
+            decode_rows=1,
+            hidden_size=UNIT_BYTES // _DTYPE.itemsize,
+            dtype=_DTYPE,
+        )
+
+
+def measure_link(
+    communicator: Communicator, job: LinkJob, progress: Progress | None = None
+) -> CommTable | None:
+    """Play one end of a link: rank 0 measures and returns the table, rank 1 answers.
+
+    Raises:
+        StageError: the other end is gone, or answers something else than it was asked.
+        SpecError: there are not two ranks.
+    """
+    if len(communicator.names) != 2:
+        raise SpecError(f"link: found {len(communicator.names)} ranks, expected 2")
+    frames = {size: _hidden(size) for pair in job.exchanges for size in pair}
+    if communicator.rank != 0:
+        _answer(communicator, job, frames)
+        return None
+    times = _exchange_all(communicator, job, frames, progress)
+    communicator.send(Frame(kind=FrameKind.SHUTDOWN))
+    communicator.recv()
+    return CommTable(samples=_samples(job, times), provenance=_provenance(job, times))
+
+
+def _hidden(size: int) -> torch.Tensor:
+    return torch.ones(1, size // UNIT_BYTES, UNIT_BYTES // _DTYPE.itemsize, dtype=_DTYPE)
+
+
+def _frame(kind_of: int, hidden: torch.Tensor) -> Frame:
+    row = Row(slot=0, first=0, length=hidden.shape[1])
+    return Frame(kind=FrameKind.PREFILL, micro_batch=kind_of, rows=(row,), hidden=hidden)
+
+
+def _answer(communicator: Communicator, job: LinkJob, frames: dict[int, torch.Tensor]) -> None:
+    while True:
+        frame = communicator.recv()
+        if frame.kind is FrameKind.SHUTDOWN:
+            communicator.send(frame)
+            return
+        if frame.micro_batch >= len(job.exchanges):
+            raise StageError(f"link: found exchange {frame.micro_batch}, expected another job")
+        _, back = job.exchanges[frame.micro_batch]
+        communicator.send(_frame(frame.micro_batch, frames[back]))
+
+
+def _exchange_all(
+    communicator: Communicator,
+    job: LinkJob,
+    frames: dict[int, torch.Tensor],
+    progress: Progress | None,
+) -> list[list[float]]:
+    """Repeat every exchange in shuffled rounds; the first round is not counted."""
+    shuffle = random.Random(job.seed)
+    times: list[list[float]] = [[] for _ in job.exchanges]
+    order = list(range(len(job.exchanges)))
+    start = time.perf_counter()
+    while len(times[0]) <= MIN_ROUNDS or time.perf_counter() - start < job.budget_s:
+        shuffle.shuffle(order)
+        for kind in order:
+            times[kind].append(_exchange(communicator, kind, frames[job.exchanges[kind][0]]))
+        if progress is not None:
+            share = min((time.perf_counter() - start) / job.budget_s, len(times[0]) / MIN_ROUNDS)
+            progress(min(1.0, share))
+    return [values[1:] for values in times]
+
+
+def _exchange(communicator: Communicator, kind: int, hidden: torch.Tensor) -> float:
+    start = time.perf_counter()
+    communicator.send(_frame(kind, hidden))
+    frame = communicator.recv()
+    elapsed_s = time.perf_counter() - start
+    if frame.micro_batch != kind:
+        raise StageError(f"link: found answer {frame.micro_batch}, expected {kind}")
+    return elapsed_s
+
+
+def _samples(job: LinkJob, times: list[list[float]]) -> tuple[CommSample, ...]:
+    small = min(job.sizes)
+    latency_s = median(times[0]) / 2.0
+    samples = []
+    for (out, back), values in zip(job.exchanges, times, strict=True):
+        ends = job.between if back == small else job.between[::-1]
+        seconds = latency_s if out == back else max(_LEAST_S, median(values) - latency_s)
+        samples.append(
+            CommSample(source=ends[0], target=ends[1], size_bytes=max(out, back), seconds=seconds)
+        )
+    first, second = job.between
+    reverse = CommSample(source=second, target=first, size_bytes=small, seconds=latency_s)
+    return (*samples, reverse)
+
+
+def _provenance(job: LinkJob, times: list[list[float]]) -> tuple[tuple[str, str], ...]:
+    spreads = []
+    for values in times:
+        low, middle, high = quantiles(values, n=4)
+        spreads.append((high - low) / middle)
+    return (
+        ("seconds of", "a frame from the start of its send until the receiver holds it"),
+        ("rounds", str(len(times[0]))),
+        ("noise", f"{median(spreads):.1%} median interquartile range over median"),
+        ("torch", torch.__version__),
+        ("llmpq", __version__),
+        ("seed", str(job.seed)),
+    )
