@@ -37,7 +37,7 @@ LEAST_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is asked for; 1 when any check fails."""
     options = _parser().parse_args(argv)
-    device = torch.device("cpu" if options.dry_run else options.device)
+    device = _device("cpu" if options.dry_run else options.device)
     is_quick = options.quick or options.dry_run
     names = options.only or [name for name in CHECKS if name not in options.skip]
     if options.note is not None:
@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = write_report(options.output, findings)  # each time, in case we are stopped
     print(text, end="")
     return 1 if any(finding.status == "failed" for finding in findings) else 0
+
+
+def _device(name: str) -> torch.device:
+    """Return the device, with the number that some of torch's functions want to see."""
+    device = torch.device(name)
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
 def _here(name: str, device: torch.device, is_quick: bool) -> Finding:
