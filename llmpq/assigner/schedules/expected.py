@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from llmpq.errors import SpecError
 from llmpq.spec.lengths import LengthDistribution
@@ -113,6 +113,7 @@ def paper_encode_batch(
     return decode_batch * math.fsum(paper_ending(new_tokens, decode_iterations))
 
 
+@lru_cache(maxsize=4096)
 def expected_longest(lengths: LengthDistribution, count: int) -> float:
     """Return the mean of the longest of ``count`` independent lengths.
 

@@ -8,6 +8,7 @@ the search survive places where the functions are not quite monotone.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, product
@@ -24,6 +25,8 @@ class Value(NamedTuple):
 
 
 Point = tuple[int, int]
+
+_STRIDES = (-4, -2, -1, 0, 1, 2, 4)
 Evaluate = Callable[[Point], Value]
 
 
@@ -61,16 +64,24 @@ class _Block:
 
 
 class _Memory:
-    """Evaluates each point once."""
+    """Evaluates each point once, and keeps the best that meets the bound."""
 
-    def __init__(self, evaluate: Evaluate) -> None:
+    def __init__(self, evaluate: Evaluate, bound_s: float = math.inf) -> None:
         self._evaluate = evaluate
+        self._bound_s = bound_s
         self.known: dict[Point, Value] = {}
+        self.best: Point | None = None
 
     def __call__(self, point: Point) -> Value:
         if point not in self.known:
-            self.known[point] = self._evaluate(point)
+            value = self.known[point] = self._evaluate(point)
+            if value.latency_s <= self._bound_s and value.throughput > self.best_throughput:
+                self.best = point
         return self.known[point]
+
+    @property
+    def best_throughput(self) -> float:
+        return -math.inf if self.best is None else self.known[self.best].throughput
 
 
 def search(
@@ -97,31 +108,41 @@ def search(
     """
     if min(shape) < 1:
         raise SpecError(f"schedule search: found a grid of {shape}, expected at least 1 x 1")
-    look = _Memory(evaluate)
-    best: Point | None = None
+    look = _Memory(evaluate, latency_bound_s)
     ties = count()
     whole = _Block(low=(0, 0), high=(shape[0] - 1, shape[1] - 1))
+    look(whole.low)
     queue: list[tuple[float, int, _Block]] = [(-_upper(look, whole), next(ties), whole)]
     while queue:
         bound, _, block = heapq.heappop(queue)
-        if best is not None and -bound * (1 + throughput_tolerance) <= look(best).throughput:
+        if -bound * (1 + throughput_tolerance) <= look.best_throughput:
             break  # the queue is sorted: nothing left can be better
-        for corner in {block.low, block.high}:
-            if look(corner).latency_s <= latency_bound_s and (
-                best is None or look(corner).throughput > look(best).throughput
-            ):
-                best = corner
         if block.is_point:
             continue
         for part in block.split(_axis(look, block, latency_bound_s)):
             if look(part.low).latency_s <= latency_bound_s * (1 + latency_tolerance):
                 heapq.heappush(queue, (-_upper(look, part), next(ties), part))
+    _climb(look, shape)
     return Found(
-        point=best,
-        value=None if best is None else look(best),
+        point=look.best,
+        value=None if look.best is None else look.known[look.best],
         evaluated=len(look.known),
         space=shape[0] * shape[1],
     )
+
+
+def _climb(look: _Memory, shape: tuple[int, int]) -> None:
+    """Walk from the best point to better neighbours while there are any.
+
+    Whole numbers of micro-batches make small steps in the functions that the blocks do not see.
+    """
+    before: Point | None = None
+    while look.best is not None and look.best != before:
+        before = look.best
+        for step, other in product(_STRIDES, _STRIDES):
+            point = before[0] + step, before[1] + other
+            if 0 <= point[0] < shape[0] and 0 <= point[1] < shape[1]:
+                look(point)
 
 
 def exhaustive(evaluate: Evaluate, shape: tuple[int, int], latency_bound_s: float) -> Found:

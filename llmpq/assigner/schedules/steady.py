@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from llmpq.assigner.schedules.expected import SteadyBatch, expected_longest
 from llmpq.sim.pipeline import Shape, StepCosts
+from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 
@@ -78,46 +79,64 @@ def rra_performance(
     """
     decode_batch = batch.decode_batch(encode_batch)
     line = _Line(costs)
-    now_s = _encode(line, batch, encode_batch, sizes.prefill)
-    encode_s = now_s
+    now_s = _encode(line, batch.prompt_tokens, encode_batch, sizes.prefill)
+    encoded_s = now_s
     ends_s = []
     if decode_batch:
+        ready_s = [now_s]
         for alive in batch.alive:
-            now_s = _iterate(line, batch, decode_batch * alive, sizes.decode, now_s)
-            ends_s.append(now_s)
+            ready_s = _iterate(line, batch, decode_batch * alive, sizes.decode, ready_s)
+            ends_s.append(max(ready_s))
+        now_s = ends_s[-1]
     return Performance(
         requests_per_s=encode_batch / now_s,
-        latency_s=_latency(batch, new_tokens, encode_s, now_s, ends_s),
+        latency_s=_latency(batch, new_tokens, encoded_s, now_s, ends_s),
         decode_batch=decode_batch,
         encode_batch=encode_batch,
         cycle_s=now_s,
     )
 
 
-def _encode(line: _Line, batch: SteadyBatch, requests: float, size: int) -> float:
+def encode_s(
+    costs: StepCosts, prompt_tokens: LengthDistribution, requests: int, size: int
+) -> float:
+    """Return the seconds to encode so many requests in micro-batches of ``size``."""
+    return _encode(_Line(costs), prompt_tokens, requests, size)
+
+
+def _encode(line: _Line, prompt_tokens: LengthDistribution, requests: float, size: int) -> float:
     now_s = 0.0
     for rows in _split(requests, size):
-        longest = expected_longest(batch.prompt_tokens, rows)
         shape = Shape(
             phase=Phase.PREFILL,
             rows=rows,
-            longest=round(longest),
-            total=round(rows * batch.prompt_tokens.mean),
+            longest=round(expected_longest(prompt_tokens, rows)),
+            total=round(rows * prompt_tokens.mean),
         )
         now_s = line.passes(shape, 0.0)
     return now_s
 
 
-def _iterate(line: _Line, batch: SteadyBatch, sequences: float, size: int, ready_s: float) -> float:
-    """One decode iteration of everyone: a barrier, as each needs its own last token."""
-    now_s = ready_s
+def _iterate(
+    line: _Line, batch: SteadyBatch, sequences: float, size: int, ready_s: list[float]
+) -> list[float]:
+    """One decode iteration of everyone; return when each micro-batch has its tokens.
+
+    A micro-batch goes on as soon as its own tokens are known. When sequences end and micro-batches
+    are merged, the merged one waits for the later of its parts.
+    """
     context = batch.mean_context_tokens
-    for rows in _split(sequences, size):
+    parts = list(_split(sequences, size))
+    after_s = []
+    for part, rows in enumerate(parts):
         shape = Shape(
             phase=Phase.DECODE, rows=rows, longest=round(context), total=round(rows * context)
         )
-        now_s = max(now_s, line.passes(shape, ready_s))
-    return now_s
+        # The part's share of those that were ready, at least one of them.
+        first = part * len(ready_s) // len(parts)
+        end = max(first + 1, (part + 1) * len(ready_s) // len(parts))
+        after_s.append(line.passes(shape, max(ready_s[first:end])))
+    return after_s
 
 
 def _split(sequences: float, size: int) -> Iterator[int]:
@@ -129,11 +148,11 @@ def _split(sequences: float, size: int) -> Iterator[int]:
 
 
 def _latency(
-    batch: SteadyBatch, new_tokens: int, encode_s: float, cycle_s: float, ends_s: list[float]
+    batch: SteadyBatch, new_tokens: int, encoded_s: float, cycle_s: float, ends_s: list[float]
 ) -> float:
     """Return seconds from the start of encoding to the last of ``new_tokens`` tokens."""
     iterations = new_tokens - 1
     if iterations == 0 or not ends_s:
-        return encode_s
+        return encoded_s
     full, rest = divmod(iterations - 1, batch.decode_iterations)
     return full * cycle_s + ends_s[rest]
