@@ -6,10 +6,27 @@ puts one behind every device of a cluster.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from llmpq.spec.cluster import Device
 from llmpq.spec.precision import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """An answer and how far to trust it.
+
+    Attributes:
+        seconds: of one layer.
+        is_extrapolated: the shape lies outside the measured batches or lengths, or nothing was
+            measured at all.
+        relative_deviation: one standard deviation, as a share of ``seconds``.
+    """
+
+    seconds: float
+    is_extrapolated: bool
+    relative_deviation: float
 
 
 class LatencyModel(Protocol):
@@ -33,6 +50,12 @@ class LatencyModel(Protocol):
         Raises:
             ProfileMissError: a measured table holds nothing for this phase and bitwidth.
         """
+        ...
+
+    def layer_estimate(
+        self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> Estimate:
+        """Return the seconds of ``layer_s`` with how far to trust them; raises as it does."""
         ...
 
     def master_s(self, phase: Phase, batch: int, tokens: float) -> float:

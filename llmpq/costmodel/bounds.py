@@ -25,19 +25,19 @@ class Bounds:
     Attributes:
         batch: of the samples ``[P]``.
         tokens: ``[P]``.
-        log_seconds: logarithms of their seconds, pooled where they contradicted ``[P]``.
+        seconds: as measured, pooled where they contradicted ``[P]``.
     """
 
     batch: Array
     tokens: Array
-    log_seconds: Array
+    seconds: Array
 
     def at(self, batch: float, tokens: float) -> tuple[float, float]:
-        """Return the logarithms of the least and the most seconds, infinite where unknown."""
-        below = self.log_seconds[(self.batch <= batch) & (self.tokens <= tokens)]
-        above = self.log_seconds[(self.batch >= batch) & (self.tokens >= tokens)]
+        """Return the least and the most seconds, 0 and infinite where unknown."""
+        below = self.seconds[(self.batch <= batch) & (self.tokens <= tokens)]
+        above = self.seconds[(self.batch >= batch) & (self.tokens >= tokens)]
         return (
-            float(below.max()) if len(below) else -inf,
+            float(below.max()) if len(below) else 0.0,
             float(above.min()) if len(above) else inf,
         )
 
@@ -47,8 +47,11 @@ def measured_bounds(samples: Samples) -> Bounds:
     batch, tokens = samples.batch, samples.tokens
     below = (batch[:, None] <= batch) & (tokens[:, None] <= tokens)  # [P, P]: row precedes column
     order = np.lexsort((tokens, batch))
-    pooled = _isotonic(np.log(samples.seconds), samples.noise**-2.0, below, order)
-    return Bounds(batch=batch, tokens=tokens, log_seconds=pooled)
+    values = np.log(samples.seconds)
+    pooled = _isotonic(values, samples.noise**-2.0, below, order)
+    # What was not pooled stays as it was measured, to the last digit.
+    seconds = np.where(pooled == values, samples.seconds, np.exp(pooled))
+    return Bounds(batch=batch, tokens=tokens, seconds=seconds)
 
 
 def _isotonic(

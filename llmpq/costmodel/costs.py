@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmpq.costmodel import memory
-from llmpq.costmodel.base import CommModel, LatencyModel
+from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
 from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.profiles import (
@@ -26,7 +26,7 @@ from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
 from llmpq.spec.workload import Workload
 
 LatencySource = Literal["table", "fit"]
-"""Where a table speaks: its measured points with interpolation, or the fit alone."""
+"""How a table speaks: its points and our regression between them, or the paper's fit alone."""
 
 _ISA_HALF_RATES = {
     "sse4": {"bfloat16": 0.1, "float16": 0.1},
@@ -86,6 +86,12 @@ class ClusterCosts:
     ) -> float:
         """Return the seconds of ONE layer of ``layer_types[kind]``; see ``LatencyModel``."""
         return self.latency[device.group].layer_s(phase, bits, batch, tokens, kind)
+
+    def layer_estimate(
+        self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> Estimate:
+        """Return the seconds of ``layer_s`` with how far to trust them."""
+        return self.latency[device.group].layer_estimate(phase, bits, batch, tokens, kind)
 
     def master_s(self, device: Device, phase: Phase, batch: int, tokens: int) -> float:
         """Return the seconds of the master's own work on one micro-batch; see ``LatencyModel``."""

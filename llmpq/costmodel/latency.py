@@ -10,12 +10,12 @@ how sure it is. It refuses to answer for a phase or bitwidth without samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import exp, hypot, inf, log
+from math import hypot, inf, log
 from typing import Literal
 
 import numpy as np
 
+from llmpq.costmodel.base import Estimate
 from llmpq.costmodel.bounds import measured_bounds
 from llmpq.costmodel.clock import relative_noise
 from llmpq.costmodel.laws import Law, Samples, fit_paper, rows_of
@@ -38,21 +38,6 @@ LawName = Literal["hinged", "paper"]
 _LEAST_SHARE = 1e-3
 _LEAST_DEVIATION = 0.003
 """Nothing is surer than this: what one measurement differs from the next at best."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """An answer and how far to trust it.
-
-    Attributes:
-        seconds: of one layer.
-        is_extrapolated: the shape lies outside the measured batches or lengths.
-        relative_deviation: one standard deviation, as a share of ``seconds``.
-    """
-
-    seconds: float
-    is_extrapolated: bool
-    relative_deviation: float
 
 
 class Curve:
@@ -87,8 +72,7 @@ class Curve:
         if shape not in self._answers:
             least, most = self._bounds.at(batch, tokens)
             found = self._surface.seconds(self._rows_of(batch, tokens), tokens)
-            middle = log(found + self._each * batch)
-            self._answers[shape] = exp(min(max(middle, least), most))
+            self._answers[shape] = min(max(found + self._each * batch, least), most)
         return self._answers[shape]
 
     def estimate(self, batch: float, tokens: float) -> Estimate:
@@ -98,7 +82,7 @@ class Curve:
         beyond = self._box.octaves_outside(rows, tokens)
         least, most = self._bounds.at(batch, tokens)
         # Neighbours that cost nearly the same leave little room, whatever the fit is worth.
-        room = (most - least) / 2.0 if max(most, -least) < inf else inf
+        room = log(most / least) / 2.0 if least > 0.0 else inf
         noise = 0.0 if self._residual is None else self._residual.noise_deviation
         inside = min(self._deviation_inside(rows, tokens), hypot(room, noise))
         parts = [max(_LEAST_DEVIATION, inside)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmpq.costmodel.base import Estimate
 from llmpq.costmodel.features import (
     head_weights,
     kv_scale_bytes,
@@ -26,6 +27,9 @@ DECODE_ARITHMETIC = 0.5
 """Share of the arithmetic efficiency that thin matrices (one row a sequence) reach."""
 ATTENTION_ARITHMETIC = 0.35
 ATTENTION_STREAM = 0.8
+DEVIATION = 0.4
+"""How far a roofline may be off: its spread around the measured A100, L40S, H100 and H200 layers
+(docs/fidelity.md), where nothing says it is better elsewhere."""
 BANDWIDTH_THREADS = 8
 """CPU threads after which more of them do not stream faster."""
 
@@ -76,6 +80,16 @@ class RooflineLatencyModel:
             widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
             seconds += cost.dequantize * widened / self._stream
         return seconds + self.device.layer_overhead_s * cost.overhead
+
+    def layer_estimate(
+        self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> Estimate:
+        """Return the same with how far to trust it; see ``LatencyModel``."""
+        return Estimate(
+            seconds=self.layer_s(phase, bits, batch, tokens, kind),
+            is_extrapolated=True,
+            relative_deviation=DEVIATION,
+        )
 
     def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
         """Return the seconds of embedding, final norm, head and sampling; see ``LatencyModel``."""
