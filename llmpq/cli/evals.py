@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from llmpq.spec.precision import BITS, DTYPE_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmpq.evals import Quality, Windows
+    from llmpq.evals import Layers, Quality, Windows
     from llmpq.models import Master
 
 
@@ -46,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--strategy", metavar="FILE", help="layers at the bits of a strategy file")
     what.add_argument(
         "--layer_bits", metavar="FILE.json", help="a JSON list of one bitwidth for every layer"
+    )
+    what.add_argument(
+        "--quantized", metavar="DIR", help="a GPTQ checkpoint of the model in --model"
     )
     how = parser.add_argument_group("running")
     how.add_argument(
@@ -76,7 +79,8 @@ class _Task:
     bits: tuple[int, ...]
     dtype: str
     kv_bits: int | None
-    plan: Plan | None
+    plan: Plan | None = None
+    quantized: Path | None = None
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -106,8 +110,13 @@ def _task(options: argparse.Namespace) -> _Task:
     if plan is None:
         model_dir, kv_bits = Path(options.model), options.kv_bits
         bits = _uniform_or_listed(options, load_model_dir(model_dir).num_layers)
+        quantized = None if options.quantized is None else Path(options.quantized)
         return _Task(
-            model_dir=model_dir, bits=bits, dtype=options.dtype, kv_bits=kv_bits, plan=None
+            model_dir=model_dir,
+            bits=bits,
+            dtype=options.dtype,
+            kv_bits=kv_bits,
+            quantized=quantized,
         )
     _check_against(plan, options)
     bits = tuple(width for stage in plan.stages for width in stage.bits)
@@ -132,7 +141,8 @@ def _check_against(plan: Plan, options: argparse.Namespace) -> None:
 
 def _uniform_or_listed(options: argparse.Namespace, num_layers: int) -> tuple[int, ...]:
     if options.layer_bits is None:
-        return (options.bits,) * num_layers
+        # A checkpoint knows its own bits; the model beside it is the one at 16.
+        return (options.bits or 16,) * num_layers
     found = read_json(options.layer_bits)
     is_list = isinstance(found, list) and all(type(width) is int for width in found)
     if not is_list or len(found) != num_layers or not set(found) <= set(BITS):
@@ -162,15 +172,37 @@ def _evaluate(options: argparse.Namespace, task: _Task) -> dict[str, Any]:
     device = torch.device(options.device)
     master = load_master(task.model_dir, dtype=dtype, device=device)
     runs = _Runs(task=task, master=master, windows=windows, dtype=dtype, device=device)
-    reference = runs.stream((16,) * len(task.bits), None, "16 bit")
+    reference = runs.stream(runs.layers((16,) * len(task.bits)), None, "16 bit")
+    own = perplexity_and_kl(master, windows, reference)
+    if task.quantized is not None:
+        return _report(_of_checkpoint(runs, task.quantized, reference), own)
     if options.pipeline:
         states = runs.pipeline(options.step_timeout)
     elif set(task.bits) == {16} and task.kv_bits is None:
         states = reference
     else:
-        states = runs.stream(task.bits, task.kv_bits, "model")
-    own = perplexity_and_kl(master, windows, reference)
+        states = runs.stream(runs.layers(task.bits), task.kv_bits, "model")
     return _report(perplexity_and_kl(master, windows, states, reference), own)
+
+
+def _of_checkpoint(runs: _Runs, folder: Path, reference: list[Tensor]) -> Quality:
+    """Score a quantized checkpoint, which has an embedding and a head of its own."""
+    from llmpq.evals import perplexity_and_kl
+    from llmpq.evals.checkpoint import GptqLayers
+    from llmpq.quant.checkpoint import GptqCheckpoint
+    from llmpq.quant.loader import load_master
+
+    checkpoint = GptqCheckpoint(folder)
+    layers = GptqLayers(checkpoint=checkpoint, dtype=runs.dtype, device=runs.device)
+    if layers.num_layers != len(runs.task.bits):
+        raise SpecError(
+            f"{folder}: found {layers.num_layers} layers, expected the {len(runs.task.bits)} of "
+            f"{runs.task.model_dir}"
+        )
+    master = load_master(folder, dtype=runs.dtype, device=runs.device)
+    own = replace(runs, master=master)
+    states = own.stream(layers, runs.task.kv_bits, "model")
+    return perplexity_and_kl(master, runs.windows, states, reference, reference_master=runs.master)
 
 
 def _report(found: Quality, reference: Quality) -> dict[str, Any]:
@@ -187,22 +219,28 @@ class _Runs:
     dtype: Any
     device: Any
 
-    def stream(self, bits: tuple[int, ...], kv_bits: int | None, label: str) -> list[Tensor]:
+    def layers(self, bits: tuple[int, ...]) -> Layers:
+        """Return the model's layers, quantized while they are loaded."""
+        from llmpq.evals import LayerSource
+
+        return LayerSource(
+            model_dir=self.task.model_dir, bits=bits, dtype=self.dtype, device=self.device
+        )
+
+    def stream(self, layers: Layers, kv_bits: int | None, label: str) -> list[Tensor]:
         """Run layer by layer in this process."""
         from tqdm import tqdm
 
-        from llmpq.evals import LayerSource, stream_hidden
+        from llmpq.evals import stream_hidden
 
-        source = LayerSource(
-            model_dir=self.task.model_dir, bits=bits, dtype=self.dtype, device=self.device
-        )
-        with tqdm(total=len(bits), desc=label, unit="layer", file=sys.stderr, disable=None) as bar:
+        total = layers.num_layers
+        with tqdm(total=total, desc=label, unit="layer", file=sys.stderr, disable=None) as bar:
 
             def progress(done: int, _: int) -> None:
                 bar.update(done - bar.n)
 
             return stream_hidden(
-                source, self.master, self.windows, kv_bits=kv_bits, progress=progress
+                layers, self.master, self.windows, kv_bits=kv_bits, progress=progress
             )
 
     def pipeline(self, step_timeout_s: float) -> list[Tensor]:

@@ -8,12 +8,13 @@ only where the models do.
 
 from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
-from llmpq.evals.stream import LayerSource, stream_hidden
+from llmpq.evals.stream import Layers, LayerSource, stream_hidden
 from llmpq.evals.sweep import Sweep, sweep_layers
 from llmpq.evals.windows import Windows, read_windows
 
 __all__ = [
     "LayerSource",
+    "Layers",
     "Quality",
     "Sweep",
     "Windows",

@@ -102,14 +102,17 @@ def perplexity_and_kl(
     windows: Windows,
     states: Iterable[Tensor],
     reference: Iterable[Tensor] | None = None,
+    *,
+    reference_master: Master | None = None,
 ) -> Quality:
     """Score a run against the text and, if given, against the 16-bit model.
 
     Args:
-        master: the two ends of the model; quantization leaves them alone, so both runs share them.
+        master: the two ends of the model.
         windows: what was run.
         states: after the last layer, ``[R, T, H]`` for each micro-batch of ``windows`` in order.
         reference: likewise of the 16-bit model.
+        reference_master: its two ends; by default ``master``, which quantization leaves alone.
 
     Raises:
         SpecError: there are more or fewer states than micro-batches.
@@ -118,7 +121,8 @@ def perplexity_and_kl(
     others: Iterable[Tensor | None] = repeat(None) if reference is None else reference
     found = 0
     for batch, state, other in zip(windows.batches(), states, others, strict=False):
-        add_states(master, batch.targets, {0: state}, other, {0: tally})
+        expected = None if other is None else (reference_master or master, other)
+        add_states(master, batch.targets, {0: state}, expected, {0: tally})
         found += 1
     if found != windows.num_batches:
         raise SpecError(
@@ -133,7 +137,7 @@ def add_states(
     master: Master,
     targets: Tensor,
     states: Mapping[K, Tensor],
-    reference: Tensor | None,
+    reference: tuple[Master, Tensor] | None,
     tallies: Mapping[K, Tally],
 ) -> None:
     """Count one micro-batch of several models; the reference's scores are computed once.
@@ -142,14 +146,16 @@ def add_states(
         master: the two ends of all of them.
         targets: ``[R, T]``.
         states: of each model, ``[R, T, H]``.
-        reference: of the 16-bit model, ``[R, T, H]``.
+        reference: the 16-bit model's ends and its states ``[R, T, H]``.
         tallies: of each model.
     """
     wanted = targets.reshape(-1)
     flat = {key: state.flatten(0, 1) for key, state in states.items()}  # [R T, H]
-    other = None if reference is None else reference.flatten(0, 1)
     for chunk in _chunks(wanted.numel(), master.config.get_text_config().vocab_size):
-        expected = None if other is None else _log_probabilities(master, other[chunk])
+        expected = None
+        if reference is not None:
+            ends, other = reference
+            expected = _log_probabilities(ends, other.flatten(0, 1)[chunk])
         for key, tally in tallies.items():
             scores = _log_probabilities(master, flat[key][chunk])
             tally.add(scores, wanted[chunk].to(scores.device), expected)

@@ -8,21 +8,39 @@ Shapes: R windows, T tokens of each, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llmpq.dist.kv_cache import KVCache
-from llmpq.errors import SpecError
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.quant.loader import load_stage
 
 Progress = Callable[[int, int], None]
 """Called with the layers done and the layers in all."""
+
+
+class Layers(Protocol):
+    """The layers of a model, one at a time."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they run."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        ...
+
+    def each(self) -> Iterator[DecoderStage]:
+        """Load one after the other; the caller lets go of each before it asks for the next."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +59,11 @@ class LayerSource:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.bits)
+
     def load(self, first_layer: int, end_layer: int) -> DecoderStage:
         """Load layers ``[first_layer, end_layer)``, quantized as the loader of a stage does."""
         return load_stage(
@@ -53,13 +76,13 @@ class LayerSource:
         )
 
     def each(self) -> Iterator[DecoderStage]:
-        """Load one layer after the other; the caller lets go of each before it asks for more."""
-        for index in range(len(self.bits)):
+        """Load one layer after the other."""
+        for index in range(self.num_layers):
             yield self.load(index, index + 1)
 
 
 def stream_hidden(
-    source: LayerSource,
+    source: Layers,
     master: Master,
     windows: Windows,
     *,
@@ -83,7 +106,7 @@ def stream_hidden(
     for done, layer in enumerate(source.each(), start=1):
         run_layers(layer, windows, states, kv_bits)
         if progress is not None:
-            progress(done, len(source.bits))
+            progress(done, source.num_layers)
     return states
 
 
@@ -114,16 +137,3 @@ def _cache(layers: DecoderStage, windows: Windows, hidden: Tensor, kv_bits: int)
         device=hidden.device,
         kv_bits=kv_bits,
     )
-
-
-def checked_bits(bits: Sequence[int], num_layers: int, where: str) -> tuple[int, ...]:
-    """Return ``bits`` when there is one for every layer.
-
-    Raises:
-        SpecError: there are more or fewer.
-    """
-    if len(bits) != num_layers:
-        raise SpecError(
-            f"{where}: found {len(bits)} bitwidths, expected one of {num_layers} layers"
-        )
-    return tuple(bits)

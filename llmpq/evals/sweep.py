@@ -81,7 +81,7 @@ def sweep_layers(
             master,
             batch.targets,
             {**finals, _BASE: boundaries[-1]},
-            expected,
+            (master, expected),
             {**tallies, _BASE: own},
         )
         if progress is not None:

@@ -11,6 +11,7 @@ import pytest
 from helpers.ranks import make_plan
 
 from llmpq.cli.evals import main
+from llmpq.cli.quantize import main as quantize
 from llmpq.spec.plan_io import write_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -70,6 +71,29 @@ def test_layers_may_have_bits_of_their_own(model, capsys, tmp_path):
     one = _json(capsys, _arguments(model, "--layer_bits", str(listed)))
     other = _json(capsys, _arguments(model, "--strategy", str(strategy)))
     assert one == other
+
+
+def test_a_quantized_checkpoint_is_held_against_its_model(model, capsys, tmp_path):
+    folder = tmp_path / "w4"
+    made = ["--model", str(model), "--bits", "4", "--method", "rtn", "--output", str(folder)]
+    assert quantize(made) == 0
+    capsys.readouterr()
+    found = _json(capsys, _arguments(model, "--quantized", str(folder)))
+    rounded = _json(capsys, _arguments(model, "--bits", "4"))
+    assert found["perplexity_16bit"] == rounded["perplexity_16bit"]
+    # The format keeps zero points as integers and scales in float16: other numbers, alike in size.
+    assert found["kl_to_16bit"] == pytest.approx(rounded["kl_to_16bit"], rel=0.5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(model, capsys, tmp_path):
+    folder = tmp_path / "w4"
+    assert (
+        quantize(["--model", str(model), "--bits", "4", "--method", "rtn", "--output", str(folder)])
+        == 0
+    )
+    assert main(_arguments(DEMO, "--quantized", str(folder))) == 2
+    assert "found 3 layers, expected the 12" in capsys.readouterr().err
+    assert main(_arguments(model, "--quantized", str(model))) == 2
 
 
 @pytest.mark.dist
