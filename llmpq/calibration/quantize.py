@@ -27,7 +27,7 @@ from llmpq.models import Checkpoint
 from llmpq.models.experts import find_stored, part_spellings
 from llmpq.quant.assembly import Matrix, matrices_of
 from llmpq.quant.checkpoint import is_gptq
-from llmpq.quant.checkpoint_config import FIELD, make_config
+from llmpq.quant.checkpoint_config import FIELD, ZERO_OFFSETS, make_config
 from llmpq.quant.checkpoint_format import from_integers
 from llmpq.quant.checkpoint_writer import SHARD_BYTES, CheckpointWriter
 from llmpq.quant.gptq import GptqOptions, gptq, round_integers
@@ -87,21 +87,22 @@ def quantize_checkpoint(
             its layers, or what ``Checkpoint`` and the quantizers refuse.
     """
     checkpoint = _source_of(job)
+    quantization = make_config(
+        job.precisions,
+        checkpoint.layers_name,
+        act_order=job.calibration is not None and job.options.order == "full",
+        meta=_meta(job),
+    )
     rounded: list[str] = []
     count = len(job.precisions)
     with CheckpointWriter(output, job.shard_bytes) as writer:
         _copy_ends(checkpoint, writer)
         for index, weights in _quantized_layers(job, checkpoint, rounded):
-            _write_layer(checkpoint, index, weights, writer)
+            _write_layer(checkpoint, index, weights, writer, quantization["checkpoint_format"])
             if progress is not None:
                 progress(index + 1, count, f"layer {index} at {job.precisions[index]}")
         config = read_json(job.model_dir / "config.json")
-        config[FIELD] = make_config(
-            job.precisions,
-            checkpoint.layers_name,
-            act_order=job.calibration is not None and job.options.order == "full",
-            meta=_meta(job),
-        )
+        config[FIELD] = quantization
         writer.commit(config, job.model_dir)
     return QuantizeReport(weights_bytes=writer.total_bytes, rounded=tuple(rounded))
 
@@ -228,6 +229,7 @@ def _write_layer(
     index: int,
     weights: dict[str, IntegerWeight],
     writer: CheckpointWriter,
+    version: str,
 ) -> None:
     """Write a layer's codes in the place of its weights, and the rest as it is."""
     prefix = checkpoint.layer_prefix(index)
@@ -239,7 +241,8 @@ def _write_layer(
         rows = weight.shape[0] // len(modules)
         for i, module in enumerate(modules):
             try:
-                parts = from_integers(weight.rows(slice(i * rows, (i + 1) * rows)))
+                part_rows = weight.rows(slice(i * rows, (i + 1) * rows))
+                parts = from_integers(part_rows, zero_offset=ZERO_OFFSETS[version])
             except SpecError as error:
                 raise SpecError(f"{module}: {error}") from error
             for part, tensor in parts.items():

@@ -22,7 +22,9 @@ from llmpq.spec.precision import Precision
 FIELD = "quantization_config"
 # Older writers kept it in a file of its own.
 OLD_FILE = "quantize_config.json"
-_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+"""What zero points are stored less, by version of the format."""
+
 _MAX_PATTERN = 4096
 
 
@@ -113,9 +115,9 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
         if fields.get(name, choices[0]) not in choices:
             raise bad_field(where, f"{FIELD}.{name}", fields[name], f"'{choices[0]}'")
     version = fields.get("checkpoint_format") or "gptq"
-    if version not in _ZERO_OFFSETS:
+    if version not in ZERO_OFFSETS:
         raise bad_field(
-            where, f"{FIELD}.checkpoint_format", version, f"one of {sorted(_ZERO_OFFSETS)}"
+            where, f"{FIELD}.checkpoint_format", version, f"one of {sorted(ZERO_OFFSETS)}"
         )
     return GptqConfig(
         where=where,
@@ -125,7 +127,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
             "sym": fields.get("sym", True),
         },
         rules=_rules(fields.get("dynamic"), where),
-        zero_offset=_ZERO_OFFSETS[version],
+        zero_offset=ZERO_OFFSETS[version],
     )
 
 
@@ -135,6 +137,8 @@ def make_config(
     """Write the ``quantization_config`` of a model whose layers have these precisions.
 
     The commonest quantized precision is the file's own; the layers of every other get one rule.
+    Symmetric files are of version 1, which every reader knows. With an asymmetric layer it is
+    version 2: gptqmodel reads version 1 only when symmetric or of its own making.
 
     Args:
         precisions: of every layer; 16 bits leaves a layer as it is.
@@ -152,6 +156,7 @@ def make_config(
     if not counts:
         raise SpecError("GPTQ file: found only layers of 16 bits, expected some to be quantized")
     common = counts.most_common(1)[0][0]
+    is_symmetric = all(precision.symmetric for precision in counts)
     dynamic: dict[str, dict[str, Any]] = {}
     for precision, indices in layers.items():
         if precision == common:
@@ -164,7 +169,7 @@ def make_config(
         "desc_act": act_order,
         "lm_head": False,
         "quant_method": "gptq",
-        "checkpoint_format": "gptq",
+        "checkpoint_format": "gptq" if is_symmetric else "gptq_v2",
         "pack_dtype": "int32",
         "dynamic": dynamic,
         "meta": dict(meta),

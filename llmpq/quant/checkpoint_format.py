@@ -23,6 +23,7 @@ from llmpq.spec.precision import Precision
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 WORD_BITS = 32
+_ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 def to_packed(
@@ -54,11 +55,9 @@ def to_packed(
     order = _order_of(parts.get("g_idx"), columns, group)
     if order is not None:
         codes = pack_codes(_unpacked(codes, precision.bits, columns)[:, order], precision.bits)
-    zero_points = _unpacked(parts["qzeros"].view(torch.uint8), precision.bits, rows)  # [G, N]
-    mask, half = (1 << precision.bits) - 1, 1 << (precision.bits - 1)
-    zero_points = (zero_points.to(torch.int32) + zero_offset) & mask
-    is_central = bool((zero_points == half).all())
-    if precision.symmetric and not is_central:
+    half = 1 << (precision.bits - 1)
+    zero_points = _zero_points(parts["qzeros"], rows, precision, zero_offset)  # [G, N]
+    if precision.symmetric and not bool((zero_points == half).all()):
         precision = Precision(
             bits=precision.bits, method=precision.method, group_size=precision.group_size
         )
@@ -167,6 +166,23 @@ def _order_of(groups: Tensor | None, columns: int, size: int) -> Tensor | None:
     if not torch.equal(groups[order], plain):
         raise SpecError(f"g_idx: expected {columns // size} groups of {size} inputs each")
     return order
+
+
+def _zero_points(words: Tensor, count: int, precision: Precision, offset: int) -> Tensor:
+    """Zero points, int32 ``[G, N]``, of ``qzeros``."""
+    bits = precision.bits
+    if offset and bits in _ONES:
+        # gptqmodel takes the ones off whole words, where a zero borrows from its neighbour: only
+        # adding to whole words gives back what was there.
+        stored = _unpacked((words + _ONES[bits]).view(torch.uint8), bits, count)
+        found = stored.to(torch.int32)
+    else:
+        stored = _unpacked(words.view(torch.uint8), bits, count)
+        found = (stored.to(torch.int32) + offset) & ((1 << bits) - 1)
+    half = 1 << (bits - 1)
+    # Some symmetric files that say version 1 hold the zero points of version 2.
+    is_other_version = offset == 1 and precision.symmetric and bool((found == half + 1).all())
+    return found - 1 if is_other_version else found
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:

@@ -147,8 +147,19 @@ def test_the_configuration_says_how(tiny_model, tmp_path):
         r"-:.*\.layers\.(?:1)\..*": {},
         r"+:.*\.layers\.(?:2)\..*": {"bits": 3, "group_size": 64, "sym": True},
     }
+    assert found["checkpoint_format"] == "gptq_v2"
     assert is_gptq(tmp_path / "out")
     assert not is_gptq(model_dir)
+
+
+def test_symmetric_files_are_of_the_version_that_every_reader_knows(tiny_model, tmp_path):
+    model_dir = tiny_model("llama", seed=1, shape=SHAPE)
+    quantize_checkpoint(job(model_dir, (unquantized(), *[MIXED[2]] * 2)), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["checkpoint_format"] == "gptq"
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    words = stored["model.layers.1.self_attn.q_proj.qzeros"].view(torch.uint8)
+    assert words.unique().tolist() == [0b01101101, 0b10110110, 0b11011011]  # threes, of three bits
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_behind(tiny_model, tmp_path, monkeypatch):

@@ -108,6 +108,27 @@ def test_symmetric_file_with_other_zero_points_is_read_as_it_is():
     torch.testing.assert_close(packed.dequantize(torch.float32), weight.dequantize())
 
 
+def test_symmetric_file_of_the_other_version_is_recognised():
+    weight = integers(32, 64, Precision(bits=4, method="gptq", group_size=32, symmetric=True))
+    parts = from_integers(weight, zero_offset=0)
+    packed = to_packed(parts, (32, 64), weight.precision, torch.float32, zero_offset=1)
+    assert packed.precision.symmetric
+    torch.testing.assert_close(packed.dequantize(torch.float32), weight.dequantize())
+
+
+@pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
+def test_zero_points_that_borrowed_from_their_neighbours_are_found(bits, ones):
+    """gptqmodel takes ones off whole words, and zero points of zero then borrow."""
+    precision = Precision(bits=bits, method="gptq", group_size=32)
+    weight = integers(32, 64, precision)
+    weight.zero_points[:, 0] = torch.arange(32) % 3 - torch.arange(32) % 3 % 2
+    weight.zero_points[3:9] = 0
+    parts = from_integers(weight, zero_offset=0)
+    parts["qzeros"] -= ones
+    packed = to_packed(parts, (32, 64), precision, torch.float32, zero_offset=1)
+    torch.testing.assert_close(packed.dequantize(torch.float32), weight.dequantize())
+
+
 @pytest.mark.parametrize("shape", [(33, 64), (32, 65)])
 def test_shapes_that_fill_no_words_are_refused(shape):
     weight = integers(*shape, Precision(bits=3, method="gptq", group_size=None))
