@@ -20,7 +20,7 @@ ROWS, COLUMNS = 192, 256
 # activations to 8 bits: uniform errors of a 254th of the range are about .008 on Gaussian rows.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 INT8_TOLERANCE = 0.02
-INT8_NAMES = ("cpu_llm_int8", "cpu_int8")
+INT8_NAMES = ("cpu_llm_int8", "cpu_int8", "bnb_int8_cpu")
 
 
 def random_packed(precision: Precision, dtype: torch.dtype, rows=ROWS, columns=COLUMNS):
