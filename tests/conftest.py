@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,14 @@ from hypothesis import settings
 # Time is never tested: the machines are shared, and a slow example is not a wrong one.
 settings.register_profile("llmpq", parent=settings(), deadline=None)
 settings.load_profile("llmpq")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_store_of_the_user() -> Iterator[None]:
+    """Commands under test neither read nor fill the store of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMPQ_STORE", "off")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.run_plot import draw_run
+from llmpq.cli.store_options import add_store_options, store_directory, store_limit_bytes
 from llmpq.dist import Hosts, check_job, model_dir_of, run_job
 from llmpq.dist.job import Job, Meeting, Sampling
 from llmpq.dist.launch import rank_environment
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="a rank that gives no sign of life for so long has failed (default 10)",
     )
+    add_store_options(parser.add_argument_group("loading"))
     hosts = parser.add_argument_group("several hosts (each runs this command)")
     hosts.add_argument("--nnodes", type=int, default=1, help="number of hosts")
     hosts.add_argument("--node_rank", type=int, default=0, help="this host; 0 is the master's")
@@ -116,6 +118,8 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         ),
         step_timeout_s=options.step_timeout,
         meeting=Meeting(from_environment=True),
+        store=store_directory(options.store, os.environ),
+        store_limit_bytes=store_limit_bytes(options.store_limit),
     )
 
 

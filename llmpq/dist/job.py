@@ -14,11 +14,13 @@ from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.units import GIB
 
 Task = Literal["generate", "hidden"]
 MIN_STEP_TIMEOUT_S = 0.5
 BEATS_PER_TIMEOUT = 5
 """Signs of life within a step timeout: a machine that is merely busy may swallow some."""
+DEFAULT_STORE_LIMIT_BYTES = 32 * GIB
 START_TIMEOUT_S = 120.0
 """How long a rank may take to start and to meet the others: importing torch takes a while."""
 
@@ -78,6 +80,8 @@ class Job:
         sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
         meeting: where the ranks find each other.
+        store: folder of quantized layers, ``None`` for none.
+        store_limit_bytes: what it may hold.
         launcher_pid: the process that started the workers of this host; they end with it.
             0 when something else (torchrun) did.
     """
@@ -91,6 +95,8 @@ class Job:
     sampling: Sampling = Sampling()
     step_timeout_s: float = 10.0
     meeting: Meeting = Meeting(from_environment=True)
+    store: Path | None = None
+    store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:
@@ -138,6 +144,8 @@ def read_job(path: Path) -> Job:
         sampling=_sampling(fields.child("sampling")),
         step_timeout_s=fields.number("step_timeout_s"),
         meeting=_meeting(fields.child("meeting")),
+        store=_optional_path(fields, "store"),
+        store_limit_bytes=fields.integer("store_limit_bytes"),
         launcher_pid=fields.integer("launcher_pid"),
     )
     fields.done()
@@ -161,8 +169,15 @@ def _job_to_json(job: Job) -> dict[str, Any]:
             "port": None if meeting.address is None else meeting.address[1],
             "from_environment": meeting.from_environment,
         },
+        "store": None if job.store is None else str(job.store),
+        "store_limit_bytes": job.store_limit_bytes,
         "launcher_pid": job.launcher_pid,
     }
+
+
+def _optional_path(fields: Fields, name: str) -> Path | None:
+    text = fields.optional_text(name)
+    return None if text is None else Path(text)
 
 
 def _sampling(fields: Fields) -> Sampling:

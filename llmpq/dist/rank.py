@@ -35,6 +35,7 @@ from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant.layer import stored_bytes
 from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.store import Store
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import plan_text
@@ -53,6 +54,7 @@ class RankContext:
         communicator: the ring, ``None`` when there is only one stage.
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
+        store: layers quantized by earlier runs.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class RankContext:
     communicator: Communicator | None
     progress: Progress
     keeps_all_tokens: bool = False
+    store: Store | None = None
 
     @property
     def name(self) -> str:
@@ -147,6 +150,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         dtype=DTYPES[plan.dtype],
         device=device,
         progress=report,
+        store=context.store,
     )
     cache = KVCache(
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),

@@ -39,6 +39,7 @@ from llmpq.dist.teacher import run_teacher
 from llmpq.dist.torch_communicator import TorchCommunicator
 from llmpq.errors import LlmpqError
 from llmpq.logging import configure_logging
+from llmpq.quant.store import Store
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
@@ -153,6 +154,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         communicator=communicator,
         progress=progress,
         keeps_all_tokens=job.task == "hidden",
+        store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
     )
 
 

@@ -137,7 +137,7 @@ class PlainSource:
         job = reader.job(layer, index, precision)
         for key, source in sources.items():
             if key not in {matrix.key for matrix in matrices}:
-                held = _held(source, reader.dtype)
+                held = held_bytes(source, reader.dtype)
                 reader.budget.take(held)
                 tensor = self._checkpoint.tensors.load(source, reader.transfer.allocate)
                 yield reader.plain(job, key, tensor, held)
@@ -162,7 +162,9 @@ class PlainSource:
         tensors = self._checkpoint.tensors
         for matrix in matrices:
             source = weights[matrix.name]
-            held = _held(source, reader.dtype) + _packed_bytes(matrix, job.precision, reader.dtype)
+            held = held_bytes(source, reader.dtype) + _packed_bytes(
+                matrix, job.precision, reader.dtype
+            )
             reader.budget.take(held)
             sent = reader.transfer.send(tensors.load(source, reader.transfer.allocate))
             where = tensors.where(source.name)
@@ -242,8 +244,8 @@ def _weights(
     }
 
 
-def _held(source: TensorSource, dtype: torch.dtype) -> int:
-    """Bytes of a tensor as read, and of its cast when it needs one."""
+def held_bytes(source: TensorSource, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor as read, and of its cast when it needs one."""
     if source.dtype == dtype or not source.dtype.is_floating_point:
         return source.nbytes
     return source.nbytes + torch.Size(source.shape).numel() * dtype.itemsize

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, Master
+from llmpq.quant.checkpoint import GptqCheckpoint, is_gptq
+from llmpq.quant.gptq_source import GptqSource
 from llmpq.quant.layer import quantize_layer_
 from llmpq.quant.layer_source import (
     LayerEnd,
@@ -54,7 +56,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
     Args:
-        model_dir: directory with ``config.json`` and safetensors weights.
+        model_dir: directory with ``config.json`` and safetensors weights, plain or GPTQ.
         first_layer: index of the first layer in the whole model.
         end_layer: index after the last.
         bits: 3, 4, 8 or 16 for each of these layers, in order.
@@ -65,15 +67,19 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         store: layers quantized by earlier runs, and the place for these; ``None`` keeps none.
 
     Raises:
-        SpecError: no such layers, a bitwidth missing or unknown, or what ``Checkpoint`` and the
-            quantizers refuse.
+        SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
+            checkpoint holds, or what ``Checkpoint`` and the quantizers refuse.
     """
-    checkpoint = Checkpoint(model_dir)
+    gptq = GptqCheckpoint(model_dir) if is_gptq(model_dir) else None
+    checkpoint = Checkpoint(model_dir) if gptq is None else gptq.checkpoint
     _check_range(checkpoint, first_layer, end_layer, bits)
+    source: PlainSource | GptqSource = PlainSource(checkpoint, store)
+    if gptq is not None:
+        gptq.check_bits(first_layer, bits)
+        source = GptqSource(gptq)
     transfer = transfer_to(device)
     budget = Budget(_sixteen_bit_bytes(checkpoint.empty_layer(first_layer)))
     reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
-    source = PlainSource(checkpoint, store)
 
     def pieces() -> Iterator[Piece]:
         for index, width in zip(range(first_layer, end_layer), bits, strict=True):
@@ -158,6 +164,7 @@ class _Bench:
             packed = quantize(weight, piece.job.precision, self.reader.dtype)
         except SpecError as error:
             raise SpecError(f"{piece.where}: {error}") from error
+        del weight  # before its bytes are given back
         self.reader.budget.give(piece.held_bytes - packed.nbytes)
         return Ready(job=piece.job, matrix=piece.matrix, packed=packed, held_bytes=packed.nbytes)
 

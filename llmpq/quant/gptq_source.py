@@ -1,0 +1,51 @@
+"""Layers of a GPTQ checkpoint as pieces for the loader: codes go to their kernels as they are.
+
+Nothing is quantized, so nothing is kept in the store either. This module refuses to know the
+format: that is ``quant.checkpoint``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmpq.quant.assembly import matrices_of
+from llmpq.quant.checkpoint import GptqCheckpoint
+from llmpq.quant.layer_source import LayerEnd, Piece, Reader, Ready, held_bytes
+from llmpq.spec.precision import Precision
+
+
+class GptqSource:
+    """A checkpoint of codes.
+
+    Args:
+        checkpoint: what reads them.
+    """
+
+    def __init__(self, checkpoint: GptqCheckpoint) -> None:
+        self._gptq = checkpoint
+
+    def pieces(self, index: int, precision: Precision, reader: Reader) -> Iterator[Piece]:
+        """Yield what layer ``index`` is made of, reading each piece when it is asked for.
+
+        Raises:
+            SpecError: what ``GptqCheckpoint`` refuses.
+        """
+        plain = self._gptq.checkpoint
+        layer = plain.empty_layer(index)
+        keys = self._gptq.packed_keys(index)
+        matrices = [matrix for matrix in matrices_of(layer) if matrix.key in keys]
+        job = reader.job(layer, index, precision)
+        job.origin = "as stored" if matrices else ""
+        for key, source in plain.layer_sources(index, layer, without=keys).items():
+            held = held_bytes(source, reader.dtype)
+            reader.budget.take(held)
+            tensor = plain.tensors.load(source, reader.transfer.allocate)
+            yield reader.plain(job, key, tensor, held)
+        for matrix in matrices:
+            # Codes as stored, unpacked to a byte each, and packed again: within 16 bits a weight.
+            held = 2 * matrix.out_features * matrix.in_features
+            reader.budget.take(held)
+            packed = self._gptq.packed(index, matrix.name, reader.dtype)
+            assert packed is not None
+            yield Ready(job=job, matrix=matrix, packed=packed, held_bytes=held)
+        yield LayerEnd(job=job)
