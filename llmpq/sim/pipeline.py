@@ -1,72 +1,32 @@
 """A pipeline in simulated time: the runtime's own loop, with seconds in place of tensors.
 
-The master is one process that does one thing at a time, exactly as ``llmpq.dist.engine`` does it:
+The master is one worker that does one thing at a time, exactly as ``llmpq.dist.engine`` does it:
 it takes in a micro-batch that came back (projection, sampling), or asks the policy and sends the
-next one off (embedding, the first stage's layers). Every other stage takes micro-batches in the
-order they arrive. Links only delay. Requests are kept in the book that the runtime keeps them in,
-so both make the same decisions when time passes equally.
+next one off (embedding, its own layers). Every other rank takes micro-batches in the order they
+arrive. Requests are kept in the book that the runtime keeps them in, so both make the same
+decisions when time passes equally.
+
+Workers that share cores share them evenly while they work: time advances from event to event, and
+between two events every worker goes on at its present rate.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from itertools import count
 
 from llmpq.batching import BatchingPolicy, RequestBook, Step, WaitingRequest
 from llmpq.errors import LlmpqError
+from llmpq.sim.costs import Hop, Shape, StepCosts, mean_shape
 from llmpq.sim.report import Activity, RequestRecord, SimReport
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import TraceRequest
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a micro-batch asks of a stage.
-
-    Attributes:
-        phase: prefill or decode.
-        rows: sequences.
-        longest: in prefill the longest prompt, to which all are padded; in decode the longest
-            context.
-        total: sum over the sequences of prompt or context tokens.
-    """
-
-    phase: Phase
-    rows: int
-    longest: int
-    total: int
-
-    @property
-    def mean(self) -> float:
-        """Mean prompt or context."""
-        return self.total / self.rows
-
-
-class StepCosts(Protocol):
-    """Seconds of a pipeline's parts."""
-
-    @property
-    def num_stages(self) -> int:
-        """Stages in a row; the first is the master's."""
-        ...
-
-    def stage_s(self, stage: int, shape: Shape) -> float:
-        """Return the seconds of one stage's layers."""
-        ...
-
-    def embed_s(self, shape: Shape) -> float:
-        """Return the seconds the master spends before its layers."""
-        ...
-
-    def project_s(self, shape: Shape) -> float:
-        """Return the seconds of final norm, head and sampling."""
-        ...
-
-    def send_s(self, stage: int, shape: Shape) -> float:
-        """Return the seconds of the link behind a stage; behind the last it leads to the master."""
-        ...
+_TINY_S = 1e-12
+_NO_HOP = Hop(0.0, 0.0)
 
 
 def simulate(
@@ -80,7 +40,7 @@ def simulate(
     """Play a trace.
 
     Args:
-        costs: seconds of the plan's parts.
+        costs: who takes part and what everything takes.
         policy: decides what is sent off; a fresh one for each run.
         trace: requests in order of arrival.
         num_slots: sequences that may hold a slot at once.
@@ -92,11 +52,34 @@ def simulate(
     return _Simulation(costs, policy, trace, num_slots, with_activities).run()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
+@dataclass(slots=True, kw_only=True)
+class _Message:
+    """A micro-batch on its way.
+
+    Attributes:
+        step: what it is.
+        shape: what it asks.
+        position: where on its path it goes next; past the end it goes back to the master.
+        received_s: what taking it in costs the receiver.
+    """
+
     step: Step
     shape: Shape
-    back_s: float
+    position: int = 0
+    received_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    """One rank: what waits for it and what it does."""
+
+    rank: int
+    host: str
+    threads: int
+    waiting: deque[_Message] = field(default_factory=deque)
+    message: _Message | None = None
+    left_s: float = 0.0
+    start_s: float = 0.0
 
 
 class _Simulation:
@@ -109,52 +92,50 @@ class _Simulation:
         with_activities: bool,
     ) -> None:
         self._costs = costs
+        self._layout = costs.layout
         self._trace = trace
         self._book = RequestBook(policy=policy, num_slots=num_slots)
-        self._stages = costs.num_stages
-        self._max_in_flight = 1 if self._stages == 1 else self._stages + 1
-        self._free_s = [0.0] * self._stages  # the master's is its clock
-        self._busy_s = [0.0] * self._stages
-        self._sent: deque[_Sent] = deque()
+        self._workers = [
+            _Worker(rank=rank, host=self._layout.hosts[rank], threads=self._layout.threads[rank])
+            for rank in range(self._layout.num_ranks)
+        ]
+        self._now_s = 0.0
         self._arrived = 0
         self._micro_batches = 0
-        self._made = [0] * len(trace)
-        self._first_token_s = [0.0] * len(trace)
-        self._end_s = [0.0] * len(trace)
+        self._is_waiting = False  # the policy has nothing to send until something changes
+        self._messages: list[tuple[float, int, int, _Message]] = []
+        self._tie = count()
+        self._lives = [_Life() for _ in trace]
+        self._busy_s = [0.0] * self._layout.num_ranks
         self._activities: list[Activity] | None = [] if with_activities else None
 
     def run(self) -> SimReport:
         self._take_arrivals()
+        self._wake_master()
         while not self._book.is_done:
-            if self._must_land() or not self._launch_next():
-                self._advance()
+            self._advance()
             self._take_arrivals()
+            self._wake_master()
         start_s = self._trace[0].arrival_s if self._trace else 0.0
         return SimReport(
             requests=tuple(
-                RequestRecord(
-                    request=number,
-                    prompt_tokens=item.prompt_tokens,
-                    new_tokens=item.new_tokens,
-                    arrival_s=item.arrival_s,
-                    first_token_s=self._first_token_s[number],
-                    end_s=self._end_s[number],
-                )
-                for number, item in enumerate(self._trace)
+                life.record(number, item)
+                for number, (life, item) in enumerate(zip(self._lives, self._trace, strict=True))
             ),
-            makespan_s=max(self._end_s, default=0.0) - start_s,
+            makespan_s=max((life.end_s for life in self._lives), default=0.0) - start_s,
             busy_s=tuple(self._busy_s),
             micro_batches=self._micro_batches,
             activities=tuple(self._activities or ()),
         )
 
     def _take_arrivals(self) -> None:
-        trace, now_s = self._trace, self._free_s[0]
+        """Put requests into the book whose time has come."""
+        trace = self._trace
         if self._arrived == len(trace) > 0:
             return
         while self._arrived < len(trace):
             item = trace[self._arrived]
-            if item.arrival_s > now_s:
+            if item.arrival_s > self._now_s:
                 return
             self._book.arrive(
                 WaitingRequest(
@@ -164,69 +145,170 @@ class _Simulation:
                 )
             )
             self._arrived += 1
+            self._is_waiting = False
         self._book.close()
+        self._is_waiting = False
 
-    def _must_land(self) -> bool:
-        if len(self._sent) >= self._max_in_flight:
-            return True
-        return bool(self._sent) and self._stages > 1 and self._sent[0].back_s <= self._free_s[0]
-
-    def _launch_next(self) -> bool:
-        _, step = self._book.decide(self._free_s[0])
+    def _wake_master(self) -> None:
+        """Give an idle master its next task, as the engine's loop does: land before sending."""
+        master = self._workers[0]
+        if master.message is not None:
+            return
+        if master.waiting:
+            self._begin(master)
+            return
+        open_phases = self._open_phases()
+        if self._is_waiting or not open_phases or self._book.is_done:
+            return
+        _, step = self._book.decide(self._now_s, open_phases)
         if step is None:
-            return False
-        tokens = [item.context_tokens for item in step.sequences]
-        shape = Shape(
-            phase=step.flight.phase, rows=len(tokens), longest=max(tokens), total=sum(tokens)
-        )
+            self._is_waiting = True
+            return
         self._micro_batches += 1
-        self._work(0, shape, step, self._costs.embed_s(shape) + self._costs.stage_s(0, shape))
-        back_s = self._free_s[0]
-        if self._stages > 1:
-            back_s += self._costs.send_s(0, shape)
-        for stage in range(1, self._stages):
-            self._free_s[stage] = max(self._free_s[stage], back_s)
-            self._work(stage, shape, step, self._costs.stage_s(stage, shape))
-            back_s = self._free_s[stage] + self._costs.send_s(stage, shape)
-        self._sent.append(_Sent(step=step, shape=shape, back_s=back_s))
-        return True
+        shape = mean_shape(step.flight.phase, [item.context_tokens for item in step.sequences])
+        master.waiting.append(_Message(step=step, shape=shape))
+        self._begin(master)
+
+    def _open_phases(self) -> tuple[Phase, ...]:
+        book, layout = self._book, self._layout
+        if not layout.is_split:
+            has_room = book.num_flights() < layout.most_in_flight(Phase.DECODE)
+            return tuple(Phase) if has_room else ()
+        return tuple(
+            phase for phase in Phase if book.num_flights(phase) < layout.most_in_flight(phase)
+        )
+
+    def _begin(self, worker: _Worker) -> None:
+        """Start a worker on the oldest message that waits for it."""
+        message = worker.message = worker.waiting.popleft()
+        costs, shape = self._costs, message.shape
+        path = self._layout.path(shape.phase)
+        if message.position == len(path):
+            seconds = costs.project_s(shape)
+        else:
+            seconds = costs.stage_s(worker.rank, shape)
+            seconds += costs.embed_s(shape) if message.position == 0 else 0.0
+        self._busy_s[worker.rank] += seconds
+        worker.start_s = self._now_s
+        worker.left_s = message.received_s + seconds + self._hop(message).end_s
+
+    def _hop(self, message: _Message) -> Hop:
+        """Return what sending on takes from where the message is."""
+        path = self._layout.path(message.shape.phase)
+        if len(path) == 1 or message.position == len(path):
+            return _NO_HOP
+        return self._costs.hop(path[message.position], message.shape)
 
     def _advance(self) -> None:
-        if self._sent:
-            self._land(self._sent.popleft())
-        elif self._arrived < len(self._trace):
-            self._free_s[0] = max(self._free_s[0], self._trace[self._arrived].arrival_s)
-        else:
+        """Go on to the next moment at which a task ends, or a message or request arrives."""
+        rates = self._rates()
+        moments = [
+            self._now_s + worker.left_s / rates[worker.rank]
+            for worker in self._workers
+            if worker.message is not None
+        ]
+        if self._messages:
+            moments.append(self._messages[0][0])
+        if self._arrived < len(self._trace):
+            moments.append(max(self._now_s, self._trace[self._arrived].arrival_s))
+        if not moments:
             raise LlmpqError("batching policy: waits although nothing is in flight")
+        passed_s = min(moments) - self._now_s
+        self._now_s = min(moments)
+        for worker in self._workers:
+            if worker.message is not None:
+                worker.left_s -= passed_s * rates[worker.rank]
+                if worker.left_s <= _TINY_S:
+                    self._end(worker)
+        while self._messages and self._messages[0][0] <= self._now_s + _TINY_S:
+            _, _, rank, message = heapq.heappop(self._messages)
+            self._workers[rank].waiting.append(message)
+        for worker in self._workers[1:]:
+            if worker.message is None and worker.waiting:
+                self._begin(worker)
 
-    def _land(self, sent: _Sent) -> None:
-        self._free_s[0] = max(self._free_s[0], sent.back_s)
-        self._work(0, sent.shape, sent.step, self._costs.project_s(sent.shape))
-        now_s = self._free_s[0]
+    def _rates(self) -> list[float]:
+        """Return the share of its speed that each worker has while those now at work are."""
+        cores = self._layout.cores
+        if not cores:
+            return [1.0] * len(self._workers)
+        threads = dict.fromkeys(cores, 0)
+        for worker in self._workers:
+            if worker.message is not None and worker.host in threads:
+                threads[worker.host] += worker.threads
+        return [
+            min(1.0, cores[worker.host] / max(1, threads[worker.host]))
+            if worker.host in cores
+            else 1.0
+            for worker in self._workers
+        ]
+
+    def _end(self, worker: _Worker) -> None:
+        """Pass on what a worker has done."""
+        message = worker.message
+        assert message is not None
+        worker.message = None
+        self._note(worker, message)
+        path = self._layout.path(message.shape.phase)
+        if message.position == len(path):
+            self._land(message)
+            return
+        hop = self._hop(message)
+        message.position += 1
+        is_back = message.position == len(path)
+        target = 0 if is_back else path[message.position]
+        delay_s = hop.delay_s
+        if is_back and message.shape.phase is Phase.PREFILL:
+            delay_s += self._costs.handover_s(message.shape)
+        message.received_s = hop.end_s
+        entry = (self._now_s + delay_s, next(self._tie), target, message)
+        heapq.heappush(self._messages, entry)
+
+    def _land(self, message: _Message) -> None:
+        step = message.step
         complete = []
-        for item in sent.step.sequences:
-            number = item.request
+        for item in step.sequences:
+            life = self._lives[item.request]
             if not item.is_finished:
-                self._made[number] += 1
-                if self._made[number] == 1:
-                    self._first_token_s[number] = now_s
-            complete.append(self._made[number] == self._trace[number].new_tokens)
-        for number in self._book.land(sent.step.flight.number, complete):
-            self._end_s[number] = now_s
+                life.takes_token(self._now_s)
+            complete.append(life.made == self._trace[item.request].new_tokens)
+        self._is_waiting = False
+        for number in self._book.land(step.flight.number, complete):
+            self._lives[number].end_s = self._now_s
 
-    def _work(self, stage: int, shape: Shape, step: Step, seconds: float) -> None:
-        """Keep a stage busy from when it is free."""
-        start_s = self._free_s[stage]
-        self._free_s[stage] = start_s + seconds
-        self._busy_s[stage] += seconds
+    def _note(self, worker: _Worker, message: _Message) -> None:
         if self._activities is not None:
             self._activities.append(
                 Activity(
-                    stage=stage,
-                    phase=shape.phase,
-                    micro_batch=step.flight.number,
-                    rows=shape.rows,
-                    start_s=start_s,
-                    end_s=self._free_s[stage],
+                    stage=worker.rank,
+                    phase=message.shape.phase,
+                    micro_batch=message.step.flight.number,
+                    rows=message.shape.rows,
+                    start_s=worker.start_s,
+                    end_s=self._now_s,
                 )
             )
+
+
+@dataclass(slots=True)
+class _Life:
+    """What happened to a request so far."""
+
+    made: int = 0
+    first_token_s: float = 0.0
+    end_s: float = 0.0
+
+    def takes_token(self, now_s: float) -> None:
+        self.made += 1
+        if self.made == 1:
+            self.first_token_s = now_s
+
+    def record(self, number: int, item: TraceRequest) -> RequestRecord:
+        return RequestRecord(
+            request=number,
+            prompt_tokens=item.prompt_tokens,
+            new_tokens=item.new_tokens,
+            arrival_s=item.arrival_s,
+            first_token_s=self.first_token_s,
+            end_s=self.end_s,
+        )

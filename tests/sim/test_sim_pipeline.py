@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.batching import FirstComeFormer, HybridPolicy, IterationPolicy, StaticPolicy
-from llmpq.sim import Shape, simulate
+from llmpq.batching import (
+    Admission,
+    FirstComeFormer,
+    HybridPolicy,
+    IterationPolicy,
+    StaticPolicy,
+    WaaPolicy,
+)
+from llmpq.sim import Hop, Layout, Shape, simulate, straight
 from llmpq.spec.lengths import uniform
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -28,8 +35,8 @@ class FlatCosts:
     project: float = 0.0
 
     @property
-    def num_stages(self) -> int:
-        return len(self.prefill_s)
+    def layout(self) -> Layout:
+        return straight(len(self.prefill_s))
 
     def stage_s(self, stage: int, shape: Shape) -> float:
         return (self.prefill_s if shape.phase is Phase.PREFILL else self.decode_s)[stage]
@@ -40,8 +47,11 @@ class FlatCosts:
     def project_s(self, _: Shape) -> float:
         return self.project
 
-    def send_s(self, _: int, __: Shape) -> float:
-        return self.link_s
+    def hop(self, _: int, __: Shape) -> Hop:
+        return Hop(0.0, self.link_s)
+
+    def handover_s(self, _: Shape) -> float:
+        return 0.0
 
 
 def _batch(count: int, new_tokens: int) -> list[TraceRequest]:
@@ -117,3 +127,51 @@ def test_the_clock_jumps_to_the_next_arrival():
     assert [record.latency_s for record in report.requests] == [1, 1]
     assert report.makespan_s == 99
     assert report.busy_s == (2,)
+
+
+@dataclass
+class SharedCosts(FlatCosts):
+    """Ranks of one host with fewer cores than threads."""
+
+    cores: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        stages = len(self.prefill_s)
+        return replace(straight(stages), hosts=("one",) * stages, cores={"one": self.cores})
+
+
+def test_workers_share_cores_while_they_both_work():
+    free = simulate(FlatCosts((1.0, 1.0), (1.0, 1.0)), _hybrid(2, 8, 2), _batch(8, 9), num_slots=8)
+    shared = SharedCosts((1.0, 1.0), (1.0, 1.0))
+    report = simulate(shared, _hybrid(2, 8, 2), _batch(8, 9), num_slots=8)
+    assert report.makespan_s == pytest.approx(2 * 4 * 9)  # all work on one core, no idle moment
+    assert free.makespan_s == pytest.approx(4 * 9 + 1)
+
+
+@dataclass
+class SplitCosts(FlatCosts):
+    """WAA: rank 1 prefills, rank 2 decodes, the master embeds and projects."""
+
+    handover: float = 0.0
+
+    @property
+    def layout(self) -> Layout:
+        return replace(straight(3), prefill_path=(0, 1), decode_path=(0, 2))
+
+    def handover_s(self, _: Shape) -> float:
+        return self.handover
+
+
+@pytest.mark.parametrize("handover", [0.0, 0.5])
+def test_split_stages_prefill_and_decode_at_the_same_time(handover):
+    costs = SplitCosts((0.0, 4.0, 0.0), (0.0, 0.0, 1.0), handover=handover)
+    policy = WaaPolicy(
+        admission=Admission(encode_batch=1, decode_batch=8, threshold=0.0),
+        micro_batching=MicroBatching(prefill=1, decode=8),
+    )
+    report = simulate(costs, policy, _batch(40, 5), num_slots=8)
+    # Encoding is the bottleneck: one request every four seconds, decoding hides behind it.
+    assert report.makespan_s == pytest.approx(40 * 4 + handover + 4, abs=2)
+    assert report.busy_fractions[1] > 0.95
+    assert report.requests[0].first_token_s == pytest.approx(4 + handover)

@@ -9,7 +9,7 @@ from llmpq.assigner.schedules.expected import SteadyBatch
 from llmpq.assigner.schedules.monotone import Found, Point, Value, search
 from llmpq.assigner.schedules.steady import Performance, encode_s, rra_performance
 from llmpq.errors import InfeasibleError
-from llmpq.sim.pipeline import StepCosts
+from llmpq.sim import StepCosts
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.schedule import Schedule, ScheduleEstimate
@@ -29,7 +29,6 @@ class ScheduleTask:
 
     Attributes:
         costs: seconds of the plan's parts.
-        num_stages: stages in a row.
         num_slots: sequences that memory holds.
         prompt_tokens, new_tokens: laws of lengths.
         latency_bound_s: largest latency of an answer of ``bound_tokens``; infinity is no bound.
@@ -38,7 +37,6 @@ class ScheduleTask:
     """
 
     costs: StepCosts
-    num_stages: int
     num_slots: int
     prompt_tokens: LengthDistribution
     new_tokens: LengthDistribution
@@ -96,13 +94,13 @@ class RraSpace:
         decode_batch = self._steady[point[1]].decode_batch(encode_batch)
         return MicroBatching(
             prefill=self._prefill_size(encode_batch),
-            decode=max(1, math.ceil(decode_batch / self._task.num_stages)),
+            decode=max(1, math.ceil(decode_batch / self._task.costs.layout.num_ranks)),
         )
 
     def _prefill_size(self, encode_batch: int) -> int:
         """Return the size of which encoding takes least time."""
         if encode_batch not in self._prefill_sizes:
-            parts = [self._task.num_stages * count for count in _PREFILL_PARTS]
+            parts = [self._task.costs.layout.num_ranks * count for count in _PREFILL_PARTS]
             sizes = sorted({math.ceil(encode_batch / part) for part in parts}, reverse=True)
             self._prefill_sizes[encode_batch] = min(
                 sizes,

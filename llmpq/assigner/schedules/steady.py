@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmpq.assigner.schedules.expected import SteadyBatch, expected_longest
-from llmpq.sim.pipeline import Shape, StepCosts
+from llmpq.sim import Shape, StepCosts
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -42,7 +42,7 @@ class _Line:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._free_s = [0.0] * costs.num_stages
+        self._free_s = [0.0] * costs.layout.num_ranks
 
     def passes(self, shape: Shape, ready_s: float) -> float:
         """Send a micro-batch through from ``ready_s``; return when its tokens are known."""
@@ -52,13 +52,19 @@ class _Line:
         # Projection happens when the micro-batch is back; the master's time is spent either way.
         project_s = costs.project_s(shape)
         free_s[0] = now_s + project_s
-        if len(free_s) > 1:
-            now_s += costs.send_s(0, shape)
+        received_s = 0.0
         for stage in range(1, len(free_s)):
-            now_s = max(now_s, free_s[stage]) + costs.stage_s(stage, shape)
+            end_s, delay_s = costs.hop(stage - 1, shape)
+            free_s[stage - 1] += end_s
+            now_s = max(now_s + end_s + delay_s, free_s[stage])
+            now_s += end_s + costs.stage_s(stage, shape)
             free_s[stage] = now_s
-            now_s += costs.send_s(stage, shape)
-        return now_s + project_s
+        if len(free_s) > 1:
+            end_s, delay_s = costs.hop(len(free_s) - 1, shape)
+            free_s[-1] += end_s
+            received_s = end_s
+            now_s += end_s + delay_s
+        return now_s + received_s + project_s
 
 
 def rra_performance(

@@ -16,10 +16,11 @@ from llmpq.assigner.schedules.rra import RraSpace, ScheduleTask, best_rra
 from llmpq.assigner.schedules.steady import rra_performance
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
-from llmpq.sim import Shape, simulate
+from llmpq.sim import Hop, Layout, Shape, simulate, straight
 from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import Schedule
 from llmpq.spec.trace import draw_trace
 
 
@@ -33,8 +34,8 @@ class Costs:
     token_s: float = 3e-5
 
     @property
-    def num_stages(self) -> int:
-        return self.stages
+    def layout(self) -> Layout:
+        return straight(self.stages)
 
     def stage_s(self, _: int, shape: Shape) -> float:
         if shape.phase is Phase.PREFILL:
@@ -47,8 +48,11 @@ class Costs:
     def project_s(self, shape: Shape) -> float:
         return 3e-4 + 2e-6 * shape.rows
 
-    def send_s(self, _: int, shape: Shape) -> float:
-        return 5e-5 + 1e-7 * shape.rows
+    def hop(self, _: int, shape: Shape) -> Hop:
+        return Hop(1e-5, 5e-5 + 1e-7 * shape.rows)
+
+    def handover_s(self, _: Shape) -> float:
+        return 0.0
 
 
 def _task(
@@ -61,7 +65,6 @@ def _task(
     law = law or truncated_normal(32, 13, 80)
     return ScheduleTask(
         costs=costs,
-        num_stages=costs.num_stages,
         num_slots=slots,
         prompt_tokens=truncated_normal(128, 60, 256),
         new_tokens=law,
@@ -112,8 +115,6 @@ def test_forecasts_agree_with_the_simulator(iterations):
     )
     encode_batch = round(steady.encode_batch(120))
     expected = rra_performance(costs, steady, encode_batch, sizes, task.bound_tokens)
-    from llmpq.spec.schedule import Schedule  # noqa: PLC0415
-
     schedule = Schedule(
         policy="rra",
         encode_batch=encode_batch,
