@@ -15,7 +15,7 @@ from llmpq.assigner import METHODS, PlanRequest, make_plan
 from llmpq.assigner.compare import compare_methods
 from llmpq.assigner.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
-from llmpq.assigner.task import Progress
+from llmpq.assigner.task import Progress, costs_of
 from llmpq.cli.common import command_line, make_parser, print_json, run_command
 from llmpq.cli.comparison import comparison_table
 from llmpq.cli.explanation import Explanation, explain_plan, explanation_record, explanation_text
@@ -27,6 +27,7 @@ from llmpq.cli.plan_options import (
     request_of,
 )
 from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
+from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
@@ -92,10 +93,12 @@ def _run(options: argparse.Namespace, command: str) -> int:
     )
     path = _write(plan, _output(options, request, options.method))
     found = _explained(options, request, plan)
+    trust = plan_trust(plan, costs_of(request, plan.cluster))
     if options.json:
-        print_json({**plan_record(plan, path), "explanation": explanation_record(plan, found)})
+        record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
+        print_json({**record, "trust": trust_record(trust)})
     else:
-        _print_plan(plan, found, path)
+        _print_plan(plan, found, [*trust_text(plan, trust), f"written        {path}"])
     if options.plot is not None:
         from llmpq.cli.plots import draw_plan
 
@@ -202,11 +205,10 @@ def _explained(options: argparse.Namespace, request: PlanRequest, plan: Plan) ->
     )
 
 
-def _print_plan(plan: Plan, found: Explanation, path: str) -> None:
+def _print_plan(plan: Plan, found: Explanation, more: Sequence[str]) -> None:
     print(plan_table(plan, found.dropped))
-    for line in explanation_text(plan, found):
+    for line in (*explanation_text(plan, found), *more):
         print(line)
-    print(f"written        {path}")
 
 
 def _with_progress(name: str, work: Callable[[Progress], V]) -> V:

@@ -22,6 +22,7 @@ from llmpq.cli.explanation import (
     explanation_text,
 )
 from llmpq.cli.report import plan_record, plan_table
+from llmpq.cli.trust import StageTrust, plan_trust, trust_record, trust_text
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import CapacityError, SpecError, bad_field
 from llmpq.spec import catalog
@@ -60,6 +61,7 @@ class _Verdict:
     excess_bytes: int
     warnings: tuple[str, ...]
     explanation: Explanation | None
+    trust: tuple[StageTrust, ...] = ()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -71,6 +73,8 @@ def _run(options: argparse.Namespace) -> int:
         known = verdict.explanation
         print(plan_table(plan, {} if known is None else known.dropped))
         for line in () if known is None else explanation_text(plan, known):
+            print(line)
+        for line in trust_text(plan, verdict.trust):
             print(line)
         print(f"checked        {_summary(verdict)}")
     for warning in verdict.warnings:
@@ -121,6 +125,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> _Verdict:
         excess_bytes=max(excess, stored_excess),
         warnings=tuple(warnings),
         explanation=explain_costs(plan, costs),
+        trust=plan_trust(plan, costs),
     )
 
 
@@ -232,4 +237,5 @@ def _record(plan: Plan, verdict: _Verdict, path: str) -> dict[str, Any]:
         "explanation": None
         if verdict.explanation is None
         else explanation_record(plan, verdict.explanation),
+        "trust": trust_record(verdict.trust),
     }

@@ -11,12 +11,14 @@ from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
 from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.profiles import (
+    Profile,
     ProfileKey,
     StageSeconds,
     find_profile,
     read_folder,
     read_links,
 )
+from llmpq.costmodel.public import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
@@ -168,6 +170,9 @@ def build_costs(
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster: measured where there are tables, else roofline.
 
+    A table of the cluster's or the folder's comes first, then one of the public database where
+    the ``profiles`` extra is installed.
+
     Args:
         model: the model.
         cluster: the cluster; its ``profile`` entries name tables for their devices.
@@ -192,20 +197,11 @@ def build_costs(
             model=model, device=spec, dtype=dtype, kv_bits=kv_bits, threads=device.threads or 1
         )
         profile = find_profile(ProfileKey(model=model, dtype=dtype, device=device), tables)
+        if profile is None and (table := public_table(model, device.type, dtype)) is not None:
+            profile = Profile(table=table, file=public_source(device.type), layer=0)
         specs.append(spec)
         stage.append(StageSeconds() if profile is None else profile.stage)
-        if profile is None:
-            models.append(analytic)
-            continue
-        models.append(
-            TableLatencyModel(
-                table=profile.table,
-                analytic=analytic,
-                profiled_kind=model.layer_kinds[profile.layer],
-                file=profile.file,
-                fitted_only=latency == "fit",
-            )
-        )
+        models.append(analytic if profile is None else _measured(profile, analytic, latency))
     return ClusterCosts(
         model=model,
         cluster=cluster,
@@ -217,6 +213,18 @@ def build_costs(
             cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
         ),
         stage=tuple(stage),
+    )
+
+
+def _measured(
+    profile: Profile, analytic: RooflineLatencyModel, latency: LatencySource
+) -> TableLatencyModel:
+    return TableLatencyModel(
+        table=profile.table,
+        analytic=analytic,
+        profiled_kind=analytic.model.layer_kinds[profile.layer],
+        file=profile.file,
+        fitted_only=latency == "fit",
     )
 
 

@@ -34,6 +34,7 @@ _FEW = 150
 """Samples under which cross-validation is repeated, since one round would be luck."""
 _POWERS = (1.0, 0.5, 0.0)
 _SAMPLES_A_HINGE = (12, 6, 3)
+_FINE = (6, 3)
 _MAX_HINGES = 24
 _SHARPNESS = 6.0
 """Power of (least error / its error) that is a law's share of the blend."""
@@ -62,24 +63,26 @@ def choose_law(samples: Samples) -> Choice:
     if len(samples) < MIN_HINGED:
         return Choice(fit=fit_straight, power=1.0, deviation=BLIND_GROWTH)
     candidates: list[tuple[Fit, float]] = []
-    for power in _POWERS:
+    # Many samples need neither the coarsest hinges nor the trust in large ones alone.
+    powers, shares = (_POWERS, _SAMPLES_A_HINGE) if len(samples) < _FEW else (_POWERS[:2], _FINE)
+    for power in powers:
         candidates.append((partial(fit_straight, power=power), power))
-        for share in _SAMPLES_A_HINGE:
+        for share in shares:
             hinges = min(max(2, len(samples) // share), _MAX_HINGES)
             candidates.append((partial(fit_hinged, hinges=hinges, power=power), power))
     ratios = np.stack([_validated(samples, fit) for fit, _ in candidates], axis=1)
     errors = np.abs(ratios - 1.0).mean(axis=0)
     best = int(np.argmin(errors))
-    shares = (errors[best] / errors) ** _SHARPNESS
-    shares = np.where(shares < _LEAST_SHARE, 0.0, shares)
-    shares /= shares.sum()
-    blended = np.abs(np.log(ratios @ shares))
-    kept = [index for index, share in enumerate(shares) if share]
+    weights = (errors[best] / errors) ** _SHARPNESS
+    weights = np.where(weights < _LEAST_SHARE, 0.0, weights)
+    weights /= weights.sum()
+    blended = np.abs(np.log(ratios @ weights))
+    kept = [index for index, weight in enumerate(weights) if weight]
     return Choice(
         fit=partial(
             _blend,
             fits=tuple(candidates[index][0] for index in kept),
-            shares=tuple(float(shares[index]) for index in kept),
+            shares=tuple(float(weights[index]) for index in kept),
         ),
         power=candidates[best][1],
         deviation=float(np.quantile(blended, 0.68)),

@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+from llmpq.cli import trust
+from llmpq.cli.algo import main as algo
+from llmpq.cli.check import main as check
+from llmpq.costmodel.public import public_table
+from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table
+
+ASK = [
+    "--model", "facebook/opt-125m", "--device_names", "A100-80G", "--device_numbers", "1",
+    "--global_bz", "8", "--s", "64", "--n", "16", "--bits", "16", "--dtype", "float16",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory without the public database."""
+    monkeypatch.chdir(tmp_path)
+    public_table.cache_clear()
+    monkeypatch.setattr("llmpq.costmodel.public.is_installed", lambda: False)
+    monkeypatch.setattr(trust, "is_installed", lambda: False)
+    return tmp_path
+
+
+def write_table(file, max_batch):
+    batches = [size for size in (1, 2, 4, 8) if size <= max_batch]
+    samples = tuple(
+        LatencySample(
+            phase=phase, bits=16, batch=batch, tokens=tokens, seconds=1e-4 + 1e-7 * batch * tokens
+        )
+        for phase in Phase
+        for batch in batches
+        for tokens in (16, 64, 128)
+    )
+    provenance = (("model", "facebook/opt-125m"), ("device", "A100-80G"), ("dtype", "float16"))
+    write_latency_table(file, LatencyTable(samples=samples, provenance=provenance))
+
+
+def told(capsys, *options):
+    assert algo([*ASK, "--json", "--output", "plan.json", *options]) == 0
+    return json.loads(capsys.readouterr().out)["trust"]
+
+
+def test_a_plan_on_the_roofline_says_so_and_how_to_get_measurements(folder, capsys):
+    assert algo([*ASK, "--output", "plan.json"]) == 0
+    shown = capsys.readouterr().out
+    assert "within 40% two times in three" in shown
+    assert "pip install 'llmpq[profiles]'" in shown
+
+
+def test_a_plan_inside_its_table_is_surer_than_one_outside(folder, capsys):
+    for name, most in (("wide", 8), ("narrow", 2)):
+        (folder / name).mkdir()
+        write_table(folder / name / "table.csv", most)
+    inside = told(capsys, "--profile", "wide", "--micro_batch", "8", "8")
+    outside = told(capsys, "--profile", "narrow", "--micro_batch", "8", "8")
+    assert not any(one["is_extrapolated"] for one in inside)
+    assert all(one["is_extrapolated"] for one in outside)
+    pairs = zip(inside, outside, strict=True)
+    assert all(a["relative_deviation"] < b["relative_deviation"] for a, b in pairs)
+    assert check(["plan.json", "--profile", "narrow"]) == 0
+    assert "extrapolated   node0/A100-80G#0" in capsys.readouterr().out
