@@ -36,7 +36,9 @@ class StageTrust:
 def plan_trust(plan: Plan, costs: ClusterCosts) -> tuple[StageTrust, ...]:
     """Return how far each stage's seconds can be trusted, ``costs`` being of the plan's cluster."""
     work, micro = plan.workload, plan.micro_batching
-    asked = [(Phase.PREFILL, micro.prefill, (work.prompt_tokens,))]
+    asked: list[tuple[Phase, int, tuple[int, ...]]] = [
+        (Phase.PREFILL, micro.prefill, (work.prompt_tokens,))
+    ]
     last = work.prompt_tokens + work.new_tokens - 1
     if work.new_tokens > 1:
         asked.append((Phase.DECODE, micro.decode, (work.prompt_tokens + 1, last)))

@@ -11,10 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from llmpq.costmodel.operators import AttentionTimes, GemmTimes, HeadShape, OperatorTimes
+from llmpq.costmodel.operators import (
+    AttentionTimes,
+    ExpertShape,
+    ExpertTimes,
+    GemmTimes,
+    HeadShape,
+    OperatorTimes,
+)
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 
@@ -30,6 +38,9 @@ KERNELS: Mapping[int, tuple[str, ...]] = {
 GEMM_FILE = "gemm_perf.parquet"
 PREFILL_FILE = "context_attention_perf.parquet"
 DECODE_FILE = "generation_attention_perf.parquet"
+EXPERTS_FILE = "moe_perf.parquet"
+ROUTING = "power_law_1.2"
+"""How the measured tokens were spread over the experts: unevenly, as real ones are."""
 _MS = 1e-3
 _OPERATORS = ("gemm", "attention")
 
@@ -51,13 +62,16 @@ class Database:
     engine: str
 
 
-def read_database(path: Path | None, device: str, engine: str | None) -> Database:
+def read_database(
+    path: Path | None, device: str, engine: str | None, experts: ExpertShape | None = None
+) -> Database:
     """Read the measured operators of one device.
 
     Args:
         path: the package's folder, ``None`` for the installed one.
         device: the database's name of it.
         engine: whose kernels, ``None`` for the first of ``ENGINES`` that was measured.
+        experts: of the layer, ``None`` for a dense one.
 
     Raises:
         SpecError: the package is absent, the device or engine unknown, or a file malformed.
@@ -76,7 +90,11 @@ def read_database(path: Path | None, device: str, engine: str | None) -> Databas
         Phase.DECODE: _attention(folder / DECODE_FILE, Phase.DECODE),
     }
     times = OperatorTimes(
-        gemms=gemms, attention=attention, stream_bytes_per_s=stream, launch_s=launch
+        gemms=gemms,
+        attention=attention,
+        stream_bytes_per_s=stream,
+        launch_s=launch,
+        experts={} if experts is None else _experts(base, engine, experts),
     )
     return Database(times=times, kernels=kernels, engine=f"{engine} {folder.name}")
 
@@ -130,6 +148,32 @@ def _gemm_points(file: Path) -> dict[str, GemmPoints]:
         name: {shape: tuple(sorted(points.items())) for shape, points in shapes.items()}
         for name, shapes in found.items()
     }
+
+
+def _experts(base: Path, engine: str, shape: ExpertShape) -> dict[int, ExpertTimes]:
+    """Return the experts by bitwidth, on one device alone: the engine's, else another's."""
+    files = sorted((base / "moe").glob(f"*/*/{EXPERTS_FILE}"), reverse=True)
+    files.sort(key=lambda one: one.parent.parent.name != engine)
+    found: dict[int, ExpertTimes] = {}
+    for file in files:
+        formats = _expert_points(file, shape)
+        for bits, names in KERNELS.items():
+            name = next((one for one in names if one in formats), None)
+            if name is not None and bits not in found:
+                found[bits] = ExpertTimes(points=tuple(sorted(formats[name].items())))
+    return found
+
+
+def _expert_points(file: Path, shape: ExpertShape) -> dict[str, dict[int, float]]:
+    names = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+    columns = _read_parquet(file, ("moe_dtype", "distribution", "num_tokens", "latency", *names))
+    wanted = (shape.hidden, shape.inner, shape.active, shape.count, 1, 1)
+    formats: dict[str, dict[int, float]] = {}
+    for name, spread, tokens, milliseconds, *key in zip(*columns, strict=True):
+        if spread == ROUTING and tuple(key) == wanted:
+            known = formats.setdefault(name, {})
+            known[tokens] = min(known.get(tokens, inf), milliseconds * _MS)
+    return formats
 
 
 def _attention(file: Path, phase: Phase) -> AttentionTimes:

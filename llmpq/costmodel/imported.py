@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.costmodel.aiconfigurator import read_database
-from llmpq.costmodel.operators import GemmTimes, fused_products, layer_samples
+from llmpq.costmodel.operators import GemmTimes, expert_shape, layer_samples
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import device, device_types
@@ -91,7 +91,8 @@ Imported = tuple[Sequence[LatencySample], tuple[tuple[str, str], ...]]
 
 
 def _aiconfigurator(request: ImportRequest) -> Imported:
-    database = read_database(request.path, request.device, request.engine)
+    shape = expert_shape(request.model.layer_types[0])
+    database = read_database(request.path, request.device, request.engine, shape)
     times = replace(
         database.times,
         gemms={bits: one for bits, one in database.times.gemms.items() if bits in request.bits},
@@ -114,7 +115,8 @@ def _aiconfigurator(request: ImportRequest) -> Imported:
             text = f"heads {heads} from {near}, times {factor:.3g}"
             notes.append((f"filled_{phase.value}_attention", text))
     # An 8-bit float kernel multiplies in 8 bits: its times say nothing of fewer bits.
-    sources = {bits for bits in times.gemms if not database.kernels[bits].startswith("fp8")}
+    summed = {one.bits for one in samples}
+    sources = {bits for bits in summed if not database.kernels[bits].startswith("fp8")}
     filled, words = _fill_bits(request, samples, sources)
     return (*samples, *filled), (*notes, *words)
 
@@ -192,7 +194,8 @@ def _vidur(request: ImportRequest) -> Imported:
         dense.setdefault(int(row["num_tokens"]), []).append(total)
     if not dense:
         raise SpecError(f"{folder / 'mlp.csv'}: found no row of one worker, expected some")
-    fused_products(layer)  # refuses experts
+    if (shape := expert_shape(layer)) is not None:
+        raise SpecError(f"vidur: found {shape.words}, expected a dense layer")
     products = tuple(sorted((count, min(times)) for count, times in dense.items()))
     gemm = GemmTimes(points={(1, 1): products})
     samples = []

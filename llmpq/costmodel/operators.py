@@ -3,15 +3,16 @@
 Public databases time one matrix product or one attention call at a time. A layer is the sum of
 those calls (query, key and value products fused, gate and up fused, as every engine runs them) plus
 what the databases leave out, filled by one stated rule: norms, rotary and activation stream their
-values at ``stream_bytes_per_s`` and cost ``launch_s`` each. It refuses mixtures of experts: a
-routed layer is no sum of fixed products.
+values at ``stream_bytes_per_s`` and cost ``launch_s`` each. Experts are one
+measured call; where their very shape was not measured, it refuses: a routed layer is no sum of
+fixed products.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import log
 
 from llmpq.errors import SpecError
@@ -83,6 +84,21 @@ class AttentionTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertTimes:
+    """Measured routed feed-forwards of one shape and number format.
+
+    Attributes:
+        points: ``(rows, seconds)`` in ascending order.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds for so many tokens, linear between measured ones."""
+        return _along(self.points, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTimes:
     """What one device was measured at.
 
@@ -91,12 +107,14 @@ class OperatorTimes:
         attention: attention by phase.
         stream_bytes_per_s: rate at which norms and activations move their values.
         launch_s: constant seconds of one small kernel.
+        experts: the layer's experts by bitwidth, empty for a dense one.
     """
 
     gemms: Mapping[int, GemmTimes]
     attention: Mapping[Phase, AttentionTimes]
     stream_bytes_per_s: float
     launch_s: float
+    experts: Mapping[int, ExpertTimes] = field(default_factory=dict)
 
 
 def layer_samples(
@@ -105,27 +123,37 @@ def layer_samples(
     """Return one sample for every shape at which both attention and the products were measured.
 
     Args:
-        layer: a dense decoder layer.
+        layer: a decoder layer; with experts, only bitwidths they were measured at.
         hidden_size: width of the residual stream.
         times: the measured operators.
         value_bytes: bytes of one activation.
 
     Raises:
-        SpecError: the layer holds experts.
+        SpecError: the layer holds experts that were not measured at any bitwidth.
     """
+    shape = expert_shape(layer)
+    if shape is not None and not times.experts:
+        raise SpecError(
+            f"imported table: found no kernel of {shape.words}, expected its very shape"
+        )
     products = fused_products(layer)
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     small_values = _small_values(layer, hidden_size)
     samples = []
     for bits, gemm in times.gemms.items():
+        experts = times.experts.get(bits)
+        if shape is not None and experts is None:
+            continue
+        most = min(gemm.max_rows, experts.points[-1][0]) if experts else gemm.max_rows
         for phase, attention in times.attention.items():
             near, factor = attention.nearest(heads)
             for (batch, tokens), attention_s in sorted(attention.points[near].items()):
                 rows = batch * tokens if phase is Phase.PREFILL else batch
-                if rows > gemm.max_rows:
+                if rows > most:
                     continue
                 seconds = factor * attention_s
                 seconds += sum(gemm.seconds(rows, out, inner) for out, inner in products)
+                seconds += experts.seconds(rows) if experts else 0.0
                 seconds += rows * small_values * value_bytes / times.stream_bytes_per_s
                 seconds += SMALL_KERNELS * times.launch_s
                 samples.append(
@@ -136,14 +164,37 @@ def layer_samples(
     return tuple(samples)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """What tells one routed feed-forward from another."""
+
+    hidden: int
+    inner: int
+    active: int
+    count: int
+
+    @property
+    def words(self) -> str:
+        """The shape, for messages."""
+        return f"{self.count} experts of {self.hidden} x {self.inner}, {self.active} a token"
+
+
+def expert_shape(layer: LayerSpec) -> ExpertShape | None:
+    """Return the shape of a layer's experts, ``None`` for a dense layer."""
+    down = next((op for op in reversed(layer.linears) if op.count > 1), None)
+    if down is None:
+        return None
+    return ExpertShape(
+        hidden=down.out_features, inner=down.in_features, active=down.active, count=down.count
+    )
+
+
 def fused_products(layer: LayerSpec) -> tuple[tuple[int, int], ...]:
-    """Return the weight shapes ``(out, in)`` of a layer as an engine multiplies them."""
+    """Return the dense weight shapes ``(out, in)`` of a layer as an engine multiplies them."""
     shapes: dict[str, tuple[int, int]] = {}
     for op in layer.linears:
         if op.count > 1:
-            raise SpecError(
-                f"imported table: found {op.count} experts in '{op.name}', expected a dense layer"
-            )
+            continue  # one routed call, see ``ExpertTimes``
         leaf = op.name.rpartition(".")[2]
         key = next((group[0] for group in _FUSED if leaf in group), op.name)
         out = shapes.get(key, (0, op.in_features))[0]
@@ -155,6 +206,9 @@ def _small_values(layer: LayerSpec, hidden_size: int) -> int:
     """Return the values one token's norms, rotary and activation read and write."""
     norms = 2 * 4 * hidden_size  # input and residual in, normed and residual out
     rotary = 2 * (layer.num_heads + layer.num_kv_heads) * layer.head_dim
+    shape = expert_shape(layer)
+    if shape is not None:
+        return norms + rotary  # the routed call activates on its own
     inner = layer.linears[-1].in_features
     gated = any(op.name.endswith("gate_proj") for op in layer.linears)
     return norms + rotary + (3 if gated else 2) * inner

@@ -63,3 +63,37 @@ def test_a_plan_inside_its_table_is_surer_than_one_outside(folder, capsys):
     assert all(a["relative_deviation"] < b["relative_deviation"] for a, b in pairs)
     assert check(["plan.json", "--profile", "narrow"]) == 0
     assert "extrapolated   node0/A100-80G#0" in capsys.readouterr().out
+
+
+def measured_plan(folder, capsys, workload, memory_gib):
+    """Return the bitwidths of a plan for one A100 on the public tables."""
+    batch, prompt, new = workload
+    cluster = {
+        "schema": 1,
+        "name": "one",
+        "nodes": [
+            {
+                "name": "n",
+                "devices": [{"type": "A100-80G", "count": 1, "memory_bytes": memory_gib * 2**30}],
+            }
+        ],
+        "links": [],
+    }
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    ask = ["--model", "meta-llama/Llama-3.1-8B", "--cluster", "cluster.json", "--json"]
+    ask += ["--global_bz", str(batch), "--s", str(prompt), "--n", str(new)]
+    ask += ["--bits", "4", "16", "--theta", "0", "--output", "plan.json"]
+    assert algo(ask) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all("aiconfigurator" in one["source"] for one in found["trust"])
+    return set(found["stages"][0]["bits"])
+
+
+def test_few_bits_pay_at_batch_1_and_not_at_prefill(tmp_path, monkeypatch, capsys):
+    """Measured on an A100: int4 brings 2.1 times in decode at batch 1, nothing in long prefill."""
+    pytest.importorskip("aiconfigurator_core")
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    public_table.cache_clear()
+    assert measured_plan(tmp_path, capsys, (1, 512, 100), 60) == {4}
+    assert 16 in measured_plan(tmp_path, capsys, (128, 128, 2), 60)

@@ -7,8 +7,10 @@ from llmpq.costmodel import aiconfigurator
 from llmpq.costmodel.imported import ImportRequest, import_table
 from llmpq.costmodel.operators import (
     AttentionTimes,
+    ExpertTimes,
     GemmTimes,
     OperatorTimes,
+    expert_shape,
     fused_products,
     layer_samples,
 )
@@ -47,9 +49,34 @@ def test_a_layer_is_multiplied_in_four_fused_products():
     assert fused_products(opt) == ((15360, 5120), (5120, 5120), (20480, 5120), (5120, 20480))
 
 
-def test_experts_are_refused():
-    with pytest.raises(SpecError, match="found 8 experts"):
-        fused_products(catalog.model("mistralai/Mixtral-8x7B-v0.1").layer_types[0])
+MIXTRAL = catalog.model("mistralai/Mixtral-8x7B-v0.1").layer_types[0]
+
+
+def moe_times(experts):
+    return OperatorTimes(
+        gemms={16: grid(), 4: grid()},
+        attention={phase: attention(phase) for phase in Phase},
+        stream_bytes_per_s=1e12,
+        launch_s=1e-6,
+        experts=experts,
+    )
+
+
+def test_experts_that_were_measured_are_one_call_of_the_layer():
+    shape = expert_shape(MIXTRAL)
+    assert (shape.hidden, shape.inner, shape.active, shape.count) == (4096, 14336, 2, 8)
+    assert fused_products(MIXTRAL) == ((6144, 4096), (4096, 4096), (8, 4096))
+    free = layer_samples(MIXTRAL, 4096, moe_times({16: ExpertTimes(points=((1, 0.0), (64, 0.0)))}))
+    full = layer_samples(MIXTRAL, 4096, moe_times({16: ExpertTimes(points=((1, 0.1), (64, 0.2)))}))
+    assert {one.bits for one in full} == {16}
+    added = {(a.phase, a.batch): b.seconds - a.seconds for a, b in zip(free, full, strict=True)}
+    assert added[DECODE, 1] == pytest.approx(0.1)
+    assert added[DECODE, 64] == pytest.approx(0.2)
+
+
+def test_experts_that_nobody_measured_are_refused():
+    with pytest.raises(SpecError, match="no kernel of 8 experts of 4096 x 14336, 2 a token"):
+        layer_samples(MIXTRAL, 4096, moe_times({}))
 
 
 @pytest.mark.parametrize(
