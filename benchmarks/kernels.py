@@ -2,8 +2,9 @@
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/kernels.py
 
-Rounds are interleaved in random order and medians are reported, so that a busy machine disturbs
-all backends alike. With one thread it is this thread's processor time that counts.
+Activations are Gaussian, with eight channels at ``--outlier-scale`` times the rest. Rounds are
+interleaved in random order and medians are reported, so that a busy machine disturbs all backends
+alike. With one thread it is this thread's processor time that counts.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ import torch
 from torch.nn import functional as F
 
 from llmpq.kernels import BACKENDS
+from llmpq.kernels.cpu_dense import DENSE_BACKEND, can_prepack, prepack, prepacked_linear
+from llmpq.kernels.native import instruction_set
 from llmpq.quant import quantize
 from llmpq.spec.precision import Precision, default_precision
 
+PLAIN = "plain"
+OUTLIER_CHANNELS = 8
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -62,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             "torch": torch.__version__,
             "cpu": torch.backends.cpu.get_cpu_capability(),
             "platform": platform.platform(),
+            "kernels": instruction_set(),
+            "outlier_scale": options.outlier_scale,
             "threads": options.threads,
             "repeats": options.repeats,
             "seed": options.seed,
@@ -74,7 +81,9 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 4096], help="N = K")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 512])
+    parser.add_argument("--kernels", nargs="+", help="only these, such as 'cpu_packed 4'")
+    parser.add_argument("--outlier-scale", type=float, default=40.0, help="1: no outliers")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=sorted(DTYPES))
     parser.add_argument("--repeats", type=int, default=15, help="rounds of all kernels")
     parser.add_argument("--threads", type=int, default=1)
@@ -86,9 +95,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _measure(size: int, dtype: torch.dtype, options: argparse.Namespace) -> Iterator[Sample]:
     rng = torch.Generator().manual_seed(options.seed)
     weight = (torch.randn(size, size, generator=rng) * 0.05).to(dtype)
-    calls = dict(_calls(weight))
+    calls = {
+        name: call
+        for name, call in _calls(weight)
+        if name == PLAIN or options.kernels is None or name in options.kernels
+    }
     for rows in options.rows:
-        x = torch.randn(rows, size, generator=rng).to(dtype)
+        x = torch.randn(rows, size, generator=rng)
+        x[:, :: max(1, size // OUTLIER_CHANNELS)] *= options.outlier_scale
+        x = x.to(dtype)
         medians = _interleaved_medians(calls, x, options)
         for kernel, median in medians.items():
             yield Sample(
@@ -98,13 +113,15 @@ def _measure(size: int, dtype: torch.dtype, options: argparse.Namespace) -> Iter
                 rows=rows,
                 kernel=kernel,
                 median_ms=median * 1e3,
-                ratio=median / medians["plain"],
+                ratio=median / medians[PLAIN],
             )
 
 
 def _calls(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
     """Yield the plain matmul, then every backend at every bitwidth it runs."""
-    yield "plain", lambda x: F.linear(x, weight)
+    yield PLAIN, lambda x: F.linear(x, weight)
+    if can_prepack("cpu", weight.dtype, *weight.shape):
+        yield f"{DENSE_BACKEND} 16", partial(prepacked_linear, layout=prepack(weight), bias=None)
     for bits in (8, 4, 3):
         precision: Precision = default_precision(bits)
         packed = quantize(weight, precision, weight.dtype)

@@ -63,13 +63,13 @@ class CpuPackedBackend:
         """Rearrange the codes into tiles; the first call on a machine also measures the switch."""
         check_supported(self, packed)
         if packed.dtype == torch.bfloat16 and has_bf16_products():
-            few_rows_limit(packed.precision.bits, torch.get_num_threads())
+            few_rows_limit(packed.precision.bits)
         return to_tiles(packed, self.name)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
         if x.dtype == torch.bfloat16 and has_bf16_products():
-            limit = few_rows_limit(weight.precision.bits, torch.get_num_threads())
+            limit = few_rows_limit(weight.precision.bits)
             return bf16_product(x, weight, bias, limit)
         return float_product(x, weight, bias)
 

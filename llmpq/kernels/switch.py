@@ -1,10 +1,11 @@
 """From how many rows on a weight is decoded first: measured, once a machine.
 
-A few rows are multiplied while the codes are decoded, again for every four of them; with more it
-pays to decode a panel once. Where the lines cross depends on the processor and on the threads, so
-both ways are timed on a small weight, some ten milliseconds, when the first weight is prepared, and
-the answer is kept beside the compiled library under the processor's name. This module refuses to
-choose a backend: that is the registry's, and never depends on rows.
+A few rows are multiplied while the codes are decoded, again for every eight of them; with more it
+pays to decode a panel once. Where the lines cross depends on the processor, so both ways are timed
+on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
+beside the compiled library under the processor's name. Threads share out the rows of the weight, so
+one thread's answer is that of all. This module refuses to choose a backend: that is the registry's,
+and never depends on rows.
 """
 
 from __future__ import annotations
@@ -29,17 +30,15 @@ _SHAPE = (512, 1024)  # [N, K]: as large as a core's own cache allows, as decodi
 
 
 @cache
-def few_rows_limit(bits: int, threads: int) -> int:
-    """Return up to how many rows the kernel decodes as it multiplies, for bf16 activations.
+def few_rows_limit(bits: int) -> int:
+    """Return up to how many rows of bf16 activations are multiplied as the codes are decoded.
 
-    Args:
-        bits: 3, 4 or 8; 8-bit codes are always decoded first.
-        threads: threads of the calls.
+    0 at 8 bits, whose codes are always decoded first.
     """
     if bits == 8:
         return 0
     kept = kernels_path(instruction_set()).with_suffix(".json")
-    key = f"{_processor()} / {threads} threads / {bits} bits"
+    key = f"{_processor()}, {bits} bits"
     known = _read(kept)
     if key not in known:
         known[key] = _measure(bits)
@@ -62,14 +61,15 @@ def _measure(bits: int) -> int:
         zeros=torch.zeros_like(scales),
     )
     weight = to_tiles(packed, "cpu_packed")
-    limit = 1
+    limit, gained, most_gained = 1, 0.0, 0.0
     for count in TRIED_ROWS:
         x = torch.ones(count, columns, dtype=torch.bfloat16)
-        few = _fastest(partial(bf16_product, x, weight, None, count))
-        many = _fastest(partial(bf16_product, x, weight, None, 0))
-        if few > many:
-            break
-        limit = count
+        few = _fastest(partial(bf16_product, x, weight, None, count, threads=1))
+        many = _fastest(partial(bf16_product, x, weight, None, 0, threads=1))
+        # Summed over the counts so far, so that one disturbed timing does not decide.
+        gained += 1 - few / many
+        if gained > most_gained:
+            limit, most_gained = count, gained
     return limit
 
 

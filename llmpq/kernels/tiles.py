@@ -72,7 +72,13 @@ def float_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Ten
     return _multiply(_kernels().kernels_float, x.to(torch.float32), weight, wide).to(x.dtype)
 
 
-def bf16_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None, few_limit: int) -> Tensor:
+def bf16_product(
+    x: Tensor,
+    weight: PreparedWeight,
+    bias: Tensor | None,
+    few_limit: int,
+    threads: int | None = None,
+) -> Tensor:
     """Return ``x @ weight.T + bias`` for bf16 ``x``; needs the newest instruction set.
 
     Args:
@@ -80,8 +86,9 @@ def bf16_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None, few_lim
         weight: in tiles.
         bias: ``[N]``.
         few_limit: up to so many rows are multiplied while the codes are decoded.
+        threads: threads to use, torch's by default.
     """
-    return _multiply(_kernels().kernels_bf16, x, weight, bias, few_limit)
+    return _multiply(_kernels().kernels_bf16, x, weight, bias, few_limit, threads=threads)
 
 
 def int8_product(
@@ -100,6 +107,7 @@ def _multiply(
     weight: PreparedWeight,
     bias: Tensor | None,
     *options: float,
+    threads: int | None = None,
 ) -> Tensor:
     x = x.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
@@ -114,7 +122,7 @@ def _multiply(
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
         x.numel() // weight.in_features,
-        torch.get_num_threads(),
+        threads or torch.get_num_threads(),
     )
     if kernel(byref(product), *options) != DONE:
         raise MemoryError(f"found no memory for the temporaries of {x.shape[:-1].numel()} rows")

@@ -1,4 +1,4 @@
-"""The switch is measured once a machine and thread count, kept, and never trusted blindly."""
+"""The switch is measured once a machine, kept, and never trusted blindly."""
 
 import json
 from pathlib import Path
@@ -24,18 +24,16 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_switch_is_one_of_the_counts_tried(kept, bits):
-    assert switch.few_rows_limit(bits, 1) in (1, *switch.TRIED_ROWS)
+    assert switch.few_rows_limit(bits) in (1, *switch.TRIED_ROWS)
 
 
 def test_what_was_measured_is_kept_for_the_next_process(kept, monkeypatch):
     monkeypatch.setattr(switch, "_measure", lambda _: 12)
-    assert switch.few_rows_limit(4, 1) == 12
+    assert switch.few_rows_limit(4) == 12
     switch.few_rows_limit.cache_clear()
     monkeypatch.setattr(switch, "_measure", lambda _: pytest.fail("measured again"))
-    assert switch.few_rows_limit(4, 1) == 12
-    assert [key.split(" / ")[1:] for key in json.loads(kept.read_text())] == [
-        ["1 threads", "4 bits"]
-    ]
+    assert switch.few_rows_limit(4) == 12
+    assert [key.rpartition(", ")[2] for key in json.loads(kept.read_text())] == ["4 bits"]
 
 
 @pytest.mark.parametrize(
@@ -44,11 +42,11 @@ def test_what_was_measured_is_kept_for_the_next_process(kept, monkeypatch):
 def test_a_file_that_is_not_ours_is_measured_anew(kept, found, monkeypatch):
     kept.write_text(found)
     monkeypatch.setattr(switch, "_measure", lambda _: 8)
-    assert switch.few_rows_limit(3, 1) == 8
+    assert switch.few_rows_limit(3) == 8
     known = json.loads(kept.read_text())
     assert all(value in (4, 8) for value in known.values())
 
 
 def test_eight_bits_are_always_decoded_first(kept):
-    assert switch.few_rows_limit(8, 1) == 0
+    assert switch.few_rows_limit(8) == 0
     assert not kept.exists()

@@ -16,6 +16,7 @@
 #include <stdlib.h>
 
 enum { WIDE = 4, STRIP = 6, DEPTH = 256, AHEAD = 4096, MOST_SHARED = 64 };
+enum { WORTH_THREADS = 1 << 18 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
     const Product *product;
@@ -179,10 +180,14 @@ static void panel_part(void *data, int64_t item) {
     }
 }
 
+static int row_threads(const Product *p) {
+    return p->count * p->weight->columns < WORTH_THREADS ? 1 : p->threads;
+}
+
 static int find_outliers(Job *job) {
     int64_t count = job->product->count;
     job->start[0] = 0;
-    run_parts(scan_row, job, count, job->product->threads);
+    run_parts(scan_row, job, count, row_threads(job->product));
     for (int64_t m = 0; m < count; m++) job->start[m + 1] += job->start[m];
     size_t found = (size_t)job->start[count];
     job->column = malloc((found + 1) * sizeof *job->column);
@@ -219,7 +224,7 @@ int kernels_int8(const Product *p, float threshold, int type) {
     job.start = malloc((count + 1) * sizeof *job.start);
     int ready = job.codes && job.scale && job.sum && job.start && find_outliers(&job);
     if (ready) {
-        run_parts(quantize_row, &job, p->count, p->threads);
+        run_parts(quantize_row, &job, p->count, row_threads(p));
         share_columns(&job);
         run_parts(panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);
     }
