@@ -1,6 +1,8 @@
 """A stage loaded on the fly is the model quantized in one piece, in memory for two layers more."""
 
+import gc
 import itertools
+import shutil
 import sys
 import threading
 import time
@@ -9,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.tiny_models import load_reference
+from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
 from llmpq.models import MicroBatch
 from llmpq.quant import QuantLinear, quantize_layer_, stored_bytes
 from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.store import Store
 
 torch.set_num_threads(1)
 
@@ -116,6 +120,132 @@ def test_weights_do_not_hang_on_the_file(tiny_model, tmp_path):
     with weights.open("r+b") as file:
         file.write(b"\0" * weights.stat().st_size)
     assert torch.equal(stage.layers[0].self_attn.q_proj.weight, before)
+
+
+@pytest.fixture
+def own_model(tiny_model, tmp_path):
+    """A copy of a model that the test may damage."""
+    copy = shutil.copytree(tiny_model("llama", seed=1, shape=SHAPE), tmp_path / "model")
+    written_ns = (copy / "model.safetensors").stat().st_ctime_ns
+    while time.time_ns() - written_ns < 30_000_000:  # a file younger than this is not stored
+        time.sleep(0.005)
+    return copy
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store.opened(tmp_path / "store", 2**30)
+
+
+def load_telling(model_dir, store, first=0, end=4, bits=BITS, dtype=torch.float32):
+    """A stage, and which of its layers came from the store."""
+    told = []
+
+    def tell(done, total, text):
+        told.append("from the store" in text)
+
+    part = bits[first:end]
+    stage = load_stage(
+        model_dir, first, end, part, dtype=dtype, device="cpu", progress=tell, store=store
+    )
+    return stage, told
+
+
+def output_of(stage):
+    x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+    return stage(x, MicroBatch.build([0], [0], [5]))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_second_start_quantizes_nothing(tiny_model, store, family):
+    model_dir = tiny_model(family, seed=1, shape=SHAPE)
+    first, told = load_telling(model_dir, store)
+    assert told == [False] * 4
+    second, told = load_telling(model_dir, store)
+    assert told == [True, False, True, True]  # the layer of 16 bits is read, not quantized
+    assert torch.equal(output_of(first), output_of(second))
+
+
+def test_another_plan_finds_the_layers_it_shares(own_model, store):
+    load_telling(own_model, store)
+    _, told = load_telling(own_model, store, 2, 4, [0, 0, 4, 8])
+    assert told == [False, True]
+    _, told = load_telling(own_model, store, dtype=torch.bfloat16)
+    assert told == [False] * 4  # scales of another dtype are other scales
+
+
+def test_changed_weights_are_quantized_again(own_model, store):
+    before, _ = load_telling(own_model, store)
+    path = own_model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.up_proj.weight"].neg_()
+    save_file(tensors, path, metadata={"format": "pt"})
+    after, told = load_telling(own_model, store)
+    assert not any(told)
+    assert not torch.equal(output_of(before), output_of(after))
+
+
+def test_a_damaged_entry_is_made_again(own_model, store, caplog):
+    expected, _ = load_telling(own_model, store)
+    for path in store.directory.iterdir():
+        with path.open("r+b") as stream:
+            stream.seek(-100, 2)
+            stream.write(b"damage")
+    found, told = load_telling(own_model, store)
+    assert not any(told)
+    assert torch.equal(output_of(found), output_of(expected))
+    assert caplog.text.count("will be quantized again") == 3
+    assert load_telling(own_model, store)[1] == [True, False, True, True]
+
+
+def test_weights_that_cannot_be_quantized_are_named_and_leave_no_entry(own_model, store):
+    path = own_model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(SpecError, match=r"layers\.0\.mlp\.up_proj\.weight.*finite"):
+        load_telling(own_model, store)
+    assert list(store.directory.iterdir()) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("load-")]
+
+
+class LiveTensors:
+    """The most bytes that tensors made inside the block held at once, by looking at them all."""
+
+    def __enter__(self):
+        gc.collect()
+        gc.freeze()  # what was there before is not looked at again
+        self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        gc.unfreeze()
+
+    def _watch(self):
+        while not self._stop.is_set():
+            sizes = {}
+            for tensor in gc.get_objects():
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta:
+                    storage = tensor.untyped_storage()
+                    sizes[storage.data_ptr()] = storage.nbytes()
+                del tensor
+            self.peak_bytes = max(self.peak_bytes, sum(sizes.values()))
+            self._stop.wait(0.0005)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_tensors_alive_at_once_are_the_result_and_two_layers(tiny_model, bits):
+    shape = {"layers": 8, "hidden": 256, "intermediate": 704, "heads": 4, "kv_heads": 4}
+    model_dir = tiny_model("llama", shape=shape, dtype=torch.bfloat16)
+    with LiveTensors() as live:
+        stage = load_stage(model_dir, 0, 8, [bits] * 8, dtype=torch.bfloat16, device="cpu")
+    one = 2 * (4 * 256 * 256 + 3 * 256 * 704)
+    assert stored_bytes(stage) / 2 < live.peak_bytes < stored_bytes(stage) + 2 * one
 
 
 class PeakMemory:

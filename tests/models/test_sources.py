@@ -1,0 +1,106 @@
+"""Sources name the bytes of a tensor; reading them notices whatever happened to the file."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmpq.errors import SpecError
+from llmpq.models import TensorFiles
+
+
+@pytest.fixture
+def saved(tmp_path):
+    seeded = torch.Generator().manual_seed(0)
+    tensors = {
+        "cube": torch.randn(3, 4, 5, generator=seeded),
+        "half": torch.randn(7, generator=seeded).to(torch.bfloat16),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "none": torch.zeros(0, 2),
+        "flags": torch.tensor([True, False]),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path, tensors
+
+
+def test_sources_read_what_was_stored(saved):
+    folder, tensors = saved
+    files = TensorFiles(folder)
+    for name, expected in tensors.items():
+        source = files.source(name)
+        assert source.nbytes == expected.nbytes
+        found = files.load(source)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+def test_rows_are_slices(saved):
+    folder, tensors = saved
+    files = TensorFiles(folder)
+    rows = [files.load(row) for row in files.source("cube").rows()]
+    assert torch.equal(torch.stack(rows), tensors["cube"])
+
+
+def test_memory_is_the_callers_choice(saved):
+    folder, tensors = saved
+    files = TensorFiles(folder)
+    slab = torch.zeros(60)
+    found = files.load(files.source("cube"), lambda shape, dtype: slab.view(dtype).view(shape))
+    assert found.data_ptr() == slab.data_ptr()
+    assert torch.equal(slab.view(3, 4, 5), tensors["cube"])
+
+
+@pytest.mark.parametrize("change", ["truncate", "write", "replace", "remove"])
+def test_a_file_that_changed_since_it_was_checked_is_refused(saved, change):
+    folder, tensors = saved
+    files = TensorFiles(folder)
+    path = folder / "model.safetensors"
+    if change == "truncate":
+        os.truncate(path, path.stat().st_size - 8)
+    elif change == "write":
+        path.write_bytes(path.read_bytes())
+        os.utime(path, ns=(0, 0))
+    elif change == "replace":
+        save_file(tensors, folder / "new")
+        (folder / "new").replace(path)
+    else:
+        path.unlink()
+    with pytest.raises(SpecError, match=r"model\.safetensors"):
+        files.load(files.source("cube"))
+
+
+def fingerprint(folder, name="cube"):
+    """The key of a tensor, asked for until the file is old enough to have one."""
+    for _ in range(10**6):
+        files = TensorFiles(folder)
+        found = files.fingerprint([files.source(name)])
+        if found is not None:
+            return found
+    raise AssertionError("a file never settles")
+
+
+def test_fingerprints_hold_while_nothing_changes(saved):
+    folder, _ = saved
+    assert fingerprint(folder) == fingerprint(folder)
+    assert fingerprint(folder) != fingerprint(folder, "half")
+
+
+def test_a_write_that_hides_its_time_changes_the_fingerprint(saved):
+    folder, _ = saved
+    path = folder / "model.safetensors"
+    before, times = fingerprint(folder), path.stat()
+    with path.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x01")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_mtime_ns == times.st_mtime_ns
+    assert fingerprint(folder) != before
+
+
+def test_files_that_changed_since_they_were_opened_have_no_fingerprint(saved):
+    folder, _ = saved
+    fingerprint(folder)
+    files = TensorFiles(folder)
+    (folder / "model.safetensors").chmod(0o600)
+    assert files.fingerprint([files.source("cube")]) is None

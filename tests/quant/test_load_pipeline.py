@@ -1,0 +1,100 @@
+"""The pipeline keeps order and its budget, and ends at once with the first error of any thread."""
+
+import threading
+
+import pytest
+
+from llmpq.quant.pipeline import Budget, Cancelled, run_pipeline
+
+LIMIT_S = 30.0
+
+
+def numbers(count, budget, held=0):
+    for number in range(count):
+        budget.take(held)
+        yield number
+
+
+def test_pieces_arrive_in_order():
+    placed = []
+    budget = Budget(10)
+    run_pipeline(numbers(100, budget), lambda n: n * n, placed.append, budget=budget)
+    assert placed == [n * n for n in range(100)]
+
+
+def test_never_more_under_way_than_the_budget():
+    budget = Budget(10)
+
+    def place(_):
+        budget.give(3)
+
+    run_pipeline(numbers(200, budget, held=3), lambda n: n, place, budget=budget)
+    assert 3 <= budget.high_water_bytes <= 9
+
+
+def test_the_three_work_at_the_same_time():
+    """Reading piece 2, working on 1 and placing 0 each wait for the other two to have begun."""
+    together = threading.Barrier(3, timeout=LIMIT_S)
+    budget = Budget(10)
+
+    def read():
+        yield 0
+        yield 1
+        together.wait()
+        yield 2
+
+    def work(number):
+        if number == 1:
+            together.wait()
+        return number
+
+    def place(number):
+        if number == 0:
+            together.wait()
+
+    run_pipeline(read(), work, place, budget=budget)
+
+
+def test_a_piece_larger_than_the_budget_goes_alone():
+    budget = Budget(10)
+    sizes = [4, 25, 4, 25]
+
+    def read():
+        for size in sizes:
+            budget.take(size)
+            yield size
+
+    run_pipeline(read(), lambda size: size, budget.give, budget=budget)
+    assert budget.high_water_bytes == 25
+
+
+@pytest.mark.parametrize("where", ["read", "work", "place"])
+def test_the_first_error_comes_out_and_every_thread_ends(where):
+    before = threading.active_count()
+    budget = Budget(2)
+
+    def fail(stage, number):
+        if stage == where and number == 3:
+            raise ValueError(f"{stage} failed")
+        return number
+
+    def read():
+        for number in range(1000):
+            budget.take(1)
+            yield fail("read", number)
+
+    def place(number):
+        fail("place", number)
+        budget.give(1)
+
+    with pytest.raises(ValueError, match=f"{where} failed"):
+        run_pipeline(read(), lambda n: fail("work", n), place, budget=budget)
+    assert threading.active_count() == before
+
+
+def test_whoever_waits_for_a_closed_budget_is_told():
+    budget = Budget(1)
+    budget.take(1)
+    budget.close()
+    with pytest.raises(Cancelled):
+        budget.take(1)

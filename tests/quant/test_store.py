@@ -1,0 +1,166 @@
+"""The store gives back what was put in, or nothing: never anything else."""
+
+import os
+import random
+import stat
+import threading
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmpq.errors import SpecError
+from llmpq.quant.store import Store, entry_key
+
+LAYOUT = {
+    "a.codes": (torch.uint8, (3, 7)),
+    "a.scales": (torch.bfloat16, (3, 2)),
+    "empty": (torch.float32, (0, 4)),
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store.opened(tmp_path / "store", 10**6)
+
+
+def tensors(seed=0):
+    seeded = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randint(0, 100, shape, generator=seeded).to(dtype)
+        for name, (dtype, shape) in LAYOUT.items()
+    }
+
+
+def put(store, key, seed=0):
+    writer = store.writer(key, LAYOUT)
+    for name, tensor in tensors(seed).items():
+        writer.add(name, tensor)
+    writer.commit()
+    return store.directory / f"{key}.safetensors"
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(
+        map(torch.equal, found.values(), expected.values())
+    )
+
+
+def test_what_was_put_in_comes_back(store):
+    put(store, "key")
+    assert equal(store.read("key", LAYOUT), tensors())
+    assert store.read("other", LAYOUT) is None
+
+
+def test_entries_are_safetensors_for_this_user_alone(store):
+    path = put(store, "key")
+    found = load_file(path)
+    assert torch.equal(found["a.codes"], tensors()["a.codes"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(store.directory.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(SpecError, match="found mode 755"):
+        Store.opened(tmp_path, 1)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecError, match="cannot be made"):
+        Store.opened(tmp_path / "file" / "store", 1)
+
+
+def test_every_damaged_byte_is_noticed_and_the_entry_removed(store, caplog):
+    for position in range(put(store, "key").stat().st_size):
+        path = put(store, "key")
+        data = bytearray(path.read_bytes())
+        data[position] ^= 1 << (position % 8)
+        path.write_bytes(data)
+        assert store.read("key", LAYOUT) is None, position
+        assert not path.exists()
+    assert "will be quantized again" in caplog.text
+
+
+def test_truncated_entries_are_noticed(store):
+    whole = put(store, "key").read_bytes()
+    rng = random.Random(0)
+    for size in [0, 1, 7, 8, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(20))]:
+        (store.directory / "key.safetensors").write_bytes(whole[:size])
+        assert store.read("key", LAYOUT) is None
+
+
+def test_another_layout_is_another_layer(store):
+    put(store, "key")
+    assert store.read("key", LAYOUT | {"a.scales": (torch.float16, (3, 2))}) is None
+
+
+def test_a_link_is_not_an_entry(store, tmp_path):
+    path = put(store, "key")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert store.read("key", LAYOUT) is None
+
+
+def test_unfinished_entries_do_not_exist(store):
+    writer = store.writer("key", LAYOUT)
+    writer.add("a.codes", tensors()["a.codes"])
+    assert store.read("key", LAYOUT) is None
+    writer.abort()
+    assert list(store.directory.iterdir()) == []
+
+
+def test_the_entry_unused_for_longest_goes_first(tmp_path):
+    size = put(Store.opened(tmp_path / "probe", 10**6), "key").stat().st_size
+    store = Store.opened(tmp_path / "store", 2 * size)
+    for age, key in ((300, "old"), (200, "older but used"), (100, "young")):
+        path = put(store, key)
+        if path.exists():
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
+        if key == "older but used":
+            assert store.read(key, LAYOUT) is not None
+    assert {path.stem for path in store.directory.iterdir()} == {"older but used", "young"}
+
+
+def test_what_a_crash_left_is_removed_later(store):
+    left = store.directory / "key123.tmp"
+    left.touch()
+    os.utime(left, (0, 0))
+    put(store, "key")
+    assert not left.exists()
+
+
+def test_an_entry_larger_than_the_store_is_not_begun(tmp_path):
+    assert Store.opened(tmp_path / "store", 10).writer("key", LAYOUT) is None
+    with pytest.raises(SpecError, match="expected at least 0"):
+        Store.opened(tmp_path / "store", -1)
+
+
+def test_ranks_that_write_one_entry_at_once_leave_a_whole_one(store):
+    threads = [threading.Thread(target=put, args=(store, "key")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert equal(store.read("key", LAYOUT), tensors())
+    assert [path.name for path in store.directory.iterdir()] == ["key.safetensors"]
+
+
+def test_a_folder_that_vanishes_costs_the_entry_and_nothing_else(store, caplog):
+    store.directory.rmdir()
+    assert store.writer("key", LAYOUT) is None
+    assert "cannot write" in caplog.text
+
+
+def test_keys_differ_in_every_part():
+    keys = {entry_key(*parts) for parts in (("f", ["a"]), ("g", ["a"]), ("f", ["b"]), ("f", []))}
+    assert len(keys) == 4
+
+
+def test_checksums_cover_header_and_tensors(store):
+    path = put(store, "key")
+    found = load_file(path)["checksums"].tolist()
+    expected = [zlib.crc32(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors().values()]
+    assert found[1:] == expected
