@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Literal, NoReturn, Protocol
 
@@ -111,13 +113,21 @@ class Pulse:
 class BarProgress:
     """Draws a bar of layers and then a bar of tokens.
 
+    Ranks load at the same time, so the time left is that of the slowest, which the bar names.
+
     Args:
         file: where to, usually standard error.
         num_layers: layers of all ranks that report here.
+        clock: seconds from some moment on.
     """
 
-    def __init__(self, file: IO[str], num_layers: int) -> None:
+    def __init__(
+        self, file: IO[str], num_layers: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._loaded: dict[int, int] = {}
+        self._left_s: dict[int, float] = {}
+        self._clock = clock
+        self._start_s = clock()
         self._num_layers = num_layers
         self._file = file
         self._bar: tqdm[NoReturn] | None = None
@@ -127,7 +137,12 @@ class BarProgress:
         """Move the bar of the event's kind."""
         if event.kind == "load":
             self._loaded[event.rank] = event.done
+            elapsed_s = self._clock() - self._start_s
+            self._left_s[event.rank] = elapsed_s / max(1, event.done) * (event.total - event.done)
             self._draw("load", sum(self._loaded.values()), self._num_layers)
+            slowest = max(self._left_s, key=lambda rank: self._left_s[rank])
+            assert self._bar is not None
+            self._bar.set_postfix_str(f"rank {slowest}: {self._left_s[slowest]:.0f} s left")
         elif event.kind == "tokens":
             self._draw("tokens", event.done, event.total)
 

@@ -57,3 +57,13 @@ def test_bars_count_layers_of_all_ranks_and_then_tokens():
     assert "loading: 100%" in file.getvalue()
     assert "4/4" in file.getvalue()
     assert "8/8" in file.getvalue()
+
+
+def test_the_slowest_rank_and_its_time_left_are_named():
+    file = io.StringIO()
+    seconds = iter([0.0, 4.0, 4.0])
+    bar = BarProgress(file, num_layers=12, clock=lambda: next(seconds))
+    bar.report(Event(rank=0, kind="load", done=4, total=6))
+    bar.report(Event(rank=1, kind="load", done=2, total=6))
+    bar.close()
+    assert "rank 1: 8 s left" in file.getvalue()
