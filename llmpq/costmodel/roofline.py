@@ -32,12 +32,12 @@ DEVIATION = 0.4
 (docs/fidelity.md), where nothing says it is better elsewhere."""
 BANDWIDTH_THREADS = 8
 """CPU threads after which more of them do not stream faster."""
-THREADS_ARITHMETIC = 0.9
+THREADS_ARITHMETIC = 0.7
 THREADS_STREAM = 0.4
 """Power of the CPU threads that a product's rate grows with: arithmetic, and streaming.
 
 Measured: AMD EPYC, two cores, torch 2.13, weights 4096 x 1024, 2 threads against 1: 1.7 to 1.9
-times at 64 and 512 rows; at one row 1.0 times in float32 and 1.5 in bfloat16.
+times at 64 and 512 rows, but 1.0 in bfloat16 at 512; at one row 1.0 in float32, 1.5 in bfloat16.
 """
 
 
