@@ -87,7 +87,8 @@ def test_threads_speed_up_a_cpu_and_nothing_else():
     def seconds(device, threads):
         return roofline(device=device, threads=threads).layer_s(PREFILL, 16, 1, 512, 0)
 
-    assert seconds("cpu", 4) < 0.3 * seconds("cpu", 1)
+    # Two measured threads gained 1.0 to 1.9 times: four are no more than four.
+    assert 0.25 < seconds("cpu", 4) / seconds("cpu", 1) < 0.5
     assert seconds("V100-32G", 4) == seconds("V100-32G", 1)
 
 
