@@ -11,6 +11,7 @@ from llmpq.cli import (
     profile_import,
     profile_layer,
     profile_link,
+    profile_memory,
     profile_recalibrate,
 )
 from llmpq.cli.common import make_parser, run_command
@@ -19,6 +20,7 @@ NAME = "llmpq-profile"
 _VERBS = {
     "layer": profile_layer,
     "link": profile_link,
+    "memory": profile_memory,
     "fit": profile_fit,
     "import": profile_import,
     "recalibrate": profile_recalibrate,

@@ -126,8 +126,8 @@ class ClusterCosts:
 
     def layer_weight_bytes(self, device: Device, kind: int, bits: int) -> int:
         """Return the bytes of one layer's weights as the device's kernels store them."""
-        device_kind = self.specs[device.group].kind
-        return memory.layer_weight_bytes(self.model, kind, bits, self.dtype, device_kind)
+        del device  # its kernels keep what every default kernel keeps
+        return memory.layer_weight_bytes(self.model, kind, bits, self.dtype)
 
     def layer_kv_bytes(self, kind: int, slots: int, max_tokens: int) -> int:
         """Return the bytes of one layer's preallocated key-value slots."""
@@ -148,6 +148,8 @@ class ClusterCosts:
             dtype=self.dtype,
             device_kind=self.specs[device.group].kind,
             is_master=is_master,
+            kv_bits=self.kv_bits,
+            is_alone=len(self.cluster.devices) == 1,
         )
 
     def master_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Memory: bytes of one stage by cause, operator by operator (LLM-PQ, Sec. 4.1).
 
-Weights and slots are exact: the tensor side allocates to the same formulas. Temporary memory is one
-documented upper estimate of what a decoder layer of transformers holds at its worst moment; it
-refuses to model an allocator beyond a tenth of safety.
+Weights and slots are exact: the tensor side allocates to the same formulas. What only lives during
+a step is measured on CPUs (``cpu_memory``); elsewhere it is one documented upper estimate of what a
+decoder layer of transformers holds at its worst moment, with a tenth of safety for the allocator.
 """
 
 from __future__ import annotations
@@ -10,34 +10,43 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llmpq.costmodel import cpu_memory
 from llmpq.costmodel.features import kv_scale_bytes
 from llmpq.spec.cluster import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, default_precision
+from llmpq.spec.storage import stored_bytes
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
 
 SAFETY = 1.1
 WORKSPACE_BYTES = 4 * MIB
 """What kernels hold whatever the shape: blocks of a weight being widened, thread buffers."""
-EAGER_ATTENTION = ("bloom", "gemma2")
-"""Families whose attention writes out its scores (alibi added, or scores capped)."""
+EAGER_ATTENTION = cpu_memory.EAGER_ATTENTION
 STEPWISE_ACTIVATION = ("bloom", "phi")
 """Families whose activation is a formula of tensor operations, with three results alive."""
 
 
 def layer_weight_bytes(
-    model: ModelSpec, kind: int, bits: int, dtype: Dtype, device_kind: DeviceKind
+    model: ModelSpec, kind: int, bits: int, dtype: Dtype, kernel: str | None = None
 ) -> int:
     """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases.
 
-    A CPU's 8-bit kernel, which runs in the 16-bit formats, keeps a float32 an output channel more.
+    Args:
+        model: the model.
+        kind: index into its ``layer_types``.
+        bits: bitwidth of the layer.
+        dtype: number format of the run.
+        kernel: the kernel asked for by name, ``None`` for the default ones.
     """
-    layer = model.layer_types[kind]
-    total = layer.weight_bytes(default_precision(bits), DTYPE_BYTES[dtype])
-    if device_kind == "cpu" and bits == 8 and dtype != "float32":
-        total += sum(4 * op.count * op.out_features for op in layer.linears if op.quantizable)
+    layer, precision = model.layer_types[kind], default_precision(bits)
+    total = layer.weight_bytes(precision, DTYPE_BYTES[dtype])
+    for op in layer.linears:
+        if op.quantizable:
+            shape = op.out_features, op.in_features
+            plain = stored_bytes(None, precision, dtype, *shape)
+            total += op.count * (stored_bytes(kernel, precision, dtype, *shape) - plain)
     return total
 
 
@@ -69,7 +78,7 @@ class _Step:
         return self.batch * self.tokens
 
 
-def temporary_bytes(
+def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     model: ModelSpec,
     workload: Workload,
     micro_batching: MicroBatching,
@@ -77,10 +86,14 @@ def temporary_bytes(
     dtype: Dtype,
     device_kind: DeviceKind,
     is_master: bool,
+    kv_bits: int = 16,
+    is_alone: bool = False,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
-    With ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
+    On a CPU, ``cpu_memory`` tells: the worst moment and the holes it leaves in the heap; there
+    ``kv_bits`` and ``is_alone`` (one device in all, so nothing is sent) count. Elsewhere, with
+    ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
               2 R h e                      messages: received, to be sent
@@ -100,32 +113,43 @@ def temporary_bytes(
     ``x`` is ``q`` where heads are grouped and repeated (a masked prefill, written-out scores), else
     0; ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
     outputs; ``c`` results of the activation alive at once; ``w`` bytes of a value on its way to 8
-    bits, 1 on cuda and 9 on a CPU, whose kernel goes through float32 (float32 runs widen instead).
+    bits, 1 (float32 runs widen instead).
     What quantized layers need is counted always: the planner asks before it knows.
     """
-    prefill = _Step(
-        batch=micro_batching.prefill,
-        tokens=workload.prompt_tokens,
-        context=workload.prompt_tokens,
+    sizes = (
+        (micro_batching.prefill, workload.prompt_tokens, workload.prompt_tokens),
+        (micro_batching.decode, 1, workload.max_context_tokens),
     )
-    decode = _Step(batch=micro_batching.decode, tokens=1, context=workload.max_context_tokens)
+    if device_kind == "cpu":
+        steps = [
+            cpu_memory.Step(
+                model=model,
+                dtype=dtype,
+                kv_bits=kv_bits,
+                batch=batch,
+                tokens=tokens,
+                context=context,
+            )
+            for batch, tokens, context in sizes
+        ]
+        return cpu_memory.step_bytes(steps, is_master=is_master, is_alone=is_alone)
     worst = 0
-    for step in (prefill, decode):
-        shape = _Shape(model=model, step=step, dtype=dtype, device_kind=device_kind)
+    for batch, tokens, context in sizes:
+        step = _Step(batch=batch, tokens=tokens, context=context)
+        shape = _Shape(model=model, step=step, dtype=dtype)
         peak = max(shape.layer_peak(layer) for layer in model.layer_types)
-        logits = step.batch * model.vocab_size * (shape.value_bytes + 8) if is_master else 0
+        logits = batch * model.vocab_size * (shape.value_bytes + 8) if is_master else 0
         worst = max(worst, 2 * shape.hidden_bytes + peak + logits)
     return WORKSPACE_BYTES + math.ceil(SAFETY * worst)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """A step of a model in a dtype on a kind of device; its methods are the formula's terms."""
+    """A step of a model in a dtype; its methods are the formula's terms."""
 
     model: ModelSpec
     step: _Step
     dtype: Dtype
-    device_kind: DeviceKind
 
     @property
     def value_bytes(self) -> int:
@@ -166,8 +190,7 @@ class _Shape:
     def _operator_rows(self, op: LinearSpec) -> int:
         one = (op.in_features + op.out_features) * self.value_bytes
         if self.dtype != "float32":
-            converted = 9 if self.device_kind == "cpu" else 1
-            one += converted * op.in_features + 4 * op.out_features
+            one += op.in_features + 4 * op.out_features
         return self.step.rows * op.active * one
 
 

@@ -67,7 +67,9 @@ def _full_prompts(plan: Plan, vocab_size: int, seed: int) -> list[Prompt]:
         Prompt(
             id=number,
             where=f"prompt {number}",
-            token_ids=tuple(chance.randrange(vocab_size) for _ in range(plan.workload.prompt_tokens)),
+            token_ids=tuple(
+                chance.randrange(vocab_size) for _ in range(plan.workload.prompt_tokens)
+            ),
             max_new_tokens=plan.workload.new_tokens,
             ignore_eos=True,
         )

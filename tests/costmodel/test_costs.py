@@ -83,7 +83,8 @@ def test_bytes_are_those_of_the_memory_model():
     workload = Workload(batch=4, prompt_tokens=16, new_tokens=4)
     sizes = MicroBatching(prefill=1, decode=2)
     off, on = (costs.temporary_bytes(device, workload, sizes, flag) for flag in (False, True))
-    assert on >= off + 2 * OPT.vocab_size * 4
+    # On a CPU the layers' own tensors are gone when logits are made.
+    assert on >= max(off, 2 * OPT.vocab_size * 4)
 
 
 def test_the_clusters_own_table_answers(tmp_path):

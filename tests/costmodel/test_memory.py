@@ -19,10 +19,12 @@ from llmpq.costmodel.memory import (
 from llmpq.dist.kv_cache import KVCache
 from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.layer import quantize_layer_, stored_bytes
+from llmpq.quant.linear import QuantLinear
 from llmpq.spec import catalog
 from llmpq.spec.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.storage import LAWS
 from llmpq.spec.workload import Workload
 
 torch.set_num_threads(1)
@@ -55,10 +57,10 @@ def test_weights_of_an_opt_layer_are_the_papers_formula():
     for bits, groups_bytes in ((16, 0), (4, 4), (3, 4)):
         scales = matrices // 128 * groups_bytes
         expected = matrices * bits // 8 + scales + biases_and_norms
-        assert layer_weight_bytes(OPT_30B, 0, bits, "float16", "cuda") == expected
+        assert layer_weight_bytes(OPT_30B, 0, bits, "float16") == expected
     channels = 4 * h + f + h
     expected = matrices + channels * 2 + biases_and_norms
-    assert layer_weight_bytes(OPT_30B, 0, 8, "float16", "cuda") == expected
+    assert layer_weight_bytes(OPT_30B, 0, 8, "float16") == expected
 
 
 @given(
@@ -81,10 +83,9 @@ def test_weight_bytes_are_those_of_the_loaded_layer(tiny_model, family, bits, dt
     layer = random_layer(load_config(folder))
     quantize_layer_(layer, bits, dtype)
     name = str(dtype).removeprefix("torch.")
-    predicted = layer_weight_bytes(load_model_dir(folder), 0, bits, name, "cpu")
-    # Without the CPU's 8-bit kernel (odd shapes, no VNNI) its column sums are not there.
-    extra = predicted - layer_weight_bytes(load_model_dir(folder), 0, bits, name, "cuda")
-    assert predicted - extra <= stored_bytes(layer) <= predicted
+    kernels = {m.backend_name for m in layer.modules() if isinstance(m, QuantLinear)}
+    kernel = next(iter(kernels & set(LAWS)), None)  # where there is no compiler
+    assert stored_bytes(layer) == layer_weight_bytes(load_model_dir(folder), 0, bits, name, kernel)
 
 
 @given(slots=st.integers(1, 64), tokens=st.integers(1, 4096), kv_bits=st.sampled_from([8, 16, 32]))
@@ -133,7 +134,7 @@ def test_larger_micro_batches_and_longer_sequences_never_need_less(name, eta, xi
     assert peak(model, eta, xi + 1, dtype=dtype, kind=kind) >= here
     longer = Workload(batch=32, prompt_tokens=600, new_tokens=200)
     assert peak(model, eta, xi, workload=longer, dtype=dtype, kind=kind) >= here
-    assert peak(model, eta, xi, dtype=dtype, kind=kind, is_master=True) > here
+    assert peak(model, eta, xi, dtype=dtype, kind=kind, is_master=True) >= here
 
 
 def test_scores_that_are_written_out_grow_with_the_square_of_the_prompt():
@@ -197,7 +198,8 @@ def test_temporary_bytes_cover_what_really_lived(tmp_path, family, dtype, bits):
     workload = Workload(batch=8, prompt_tokens=250, new_tokens=50)
     stage = DecoderStage(config, [layer], 0)
     cache = KVCache(kv_shapes(config, 0, 1), 0, num_slots=8, max_tokens=300, dtype=dtype)
-    known = [*stage.parameters(), *stage.buffers(), *cache._keys, *cache._values]
+    slots = [tensor for store in cache._layers for tensor in (store._keys, store._values)]
+    known = [*stage.parameters(), *stage.buffers(), *slots]
     worst = 0
     # Rows of unlike length in slots out of order: masks are built and slots are copied.
     for rows, width, starts, counts in (
