@@ -1,4 +1,4 @@
-"""KVCache: keys and values of a stage's layers, preallocated; SlotPool: who owns which slot.
+"""KVCache: keys and values of a stage's layers, preallocated.
 
 All memory is taken when the stage starts, so a plan that fits goes on fitting. A slot holds one
 sequence; a micro-batch names its slots in any order and its rows may have any lengths. How values
@@ -9,7 +9,6 @@ Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_d
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.kv_store import Int8Store, PlainStore, ReadBuffer, Rows, Store
-from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.models import KVShape, MicroBatch
 
 
@@ -144,44 +143,3 @@ class SlotView:
     ) -> tuple[Tensor, Tensor]:
         """Store ``[R, h, T, d]`` of one layer and return its rows so far, ``[R, h, S, d]``."""
         return self.cache._update(layer_idx, key, value, self.rows)
-
-
-class SlotPool:
-    """Hands out KV slots; the lowest free one first, so that rows tend to lie side by side.
-
-    Args:
-        num_slots: slots ``[0, num_slots)``.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots))
-        self._owned: set[int] = set()
-
-    @property
-    def in_use(self) -> int:
-        """Slots that have an owner."""
-        return len(self._owned)
-
-    def acquire(self) -> int:
-        """Take the lowest free slot.
-
-        Raises:
-            CapacityError: every slot has an owner.
-        """
-        if not self._free:
-            raise CapacityError(f"KV slots: all {self.num_slots} are in use")
-        slot = heapq.heappop(self._free)
-        self._owned.add(slot)
-        return slot
-
-    def release(self, slot: int) -> None:
-        """Give a slot back.
-
-        Raises:
-            LlmpqError: nobody owns it, so releasing it again could give it two owners.
-        """
-        if slot not in self._owned:
-            raise LlmpqError(f"KV slots: slot {slot} is released but nobody owns it")
-        self._owned.remove(slot)
-        heapq.heappush(self._free, slot)
