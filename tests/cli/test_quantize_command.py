@@ -1,0 +1,74 @@
+"""llmpq-quantize: options, output, refusals; what it makes is tested with the library."""
+
+import json
+
+import pytest
+import torch
+
+from llmpq.cli.quantize import main
+from llmpq.quant.checkpoint import GptqCheckpoint
+
+torch.set_num_threads(1)
+
+SHAPE = {"layers": 2, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}
+
+
+@pytest.fixture
+def model_dir(tiny_model):
+    return tiny_model("llama", seed=1, shape=SHAPE)
+
+
+@pytest.fixture
+def text(tmp_path):
+    lines = [{"prompt_token_ids": [(i * 7 + j) % 100 for j in range(40)]} for i in range(8)]
+    path = tmp_path / "calibration.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_gptq_by_default(model_dir, text, tmp_path, capsys):
+    arguments = ["--model", model_dir, "--bits", "4", "--calibration", text]
+    arguments += ["--output", tmp_path / "out", "--calibration_tokens", "32", "--json"]
+    assert main([str(a) for a in arguments]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["precisions"] == ["w4-gptq-g128-asym"] * 2
+    assert record["calibration"] == "calibration.jsonl (10 x 32 tokens)"
+    assert record["rounded"] == []
+    assert GptqCheckpoint(tmp_path / "out").bits(1) == 4
+
+
+def test_rounding_needs_no_text(model_dir, tmp_path, capsys):
+    arguments = ["--model", model_dir, "--bits", "3", "--method", "rtn", "--sym"]
+    arguments += ["--group_size", "32", "--output", tmp_path / "out"]
+    assert main([str(a) for a in arguments]) == 0
+    assert "2 at w3-rtn-g32" in capsys.readouterr().out
+    packed = GptqCheckpoint(tmp_path / "out").packed(0, "mlp.up_proj", torch.float32)
+    assert str(packed.precision) == "w3-gptq-g32"  # the format does not say who chose the codes
+
+
+def test_eight_bits_are_symmetric_and_per_channel(model_dir, tmp_path, capsys):
+    arguments = ["--model", model_dir, "--bits", "8", "--method", "rtn", "--json"]
+    assert main([str(a) for a in [*arguments, "--output", tmp_path / "out"]]) == 0
+    assert json.loads(capsys.readouterr().out)["precisions"] == ["w8-rtn-gc"] * 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--bits", "4"], "expected a text to calibrate on"),
+        (["--bits", "4", "--method", "rtn", "--act_order"], "expected neither"),
+        (["--bits", "4", "--method", "rtn", "--group_size", "0"], "found 0, expected -1"),
+        (["--bits", "4", "--method", "rtn", "--group_size", "48"], "groups of 48 do not divide"),
+        (["--bits", "4", "--calibration", "none.txt"], "cannot be read as text"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(model_dir, tmp_path, capsys, extra, message):
+    assert main(["--model", str(model_dir), "--output", str(tmp_path / "out"), *extra]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten(model_dir, tmp_path, capsys):
+    arguments = ["--model", str(model_dir), "--bits", "4", "--method", "rtn"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""Checkpoints that gptqmodel made are read as gptqmodel reads them.
+
+The fixtures come from ``scripts/gptqmodel_interop --fixtures tests/quant/fixtures``, which also
+shows the other direction and more cases.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmpq.models import DecoderStage, MicroBatch
+from llmpq.quant.checkpoint import GptqCheckpoint, gptq_layer
+from llmpq.quant.loader import load_master
+
+torch.set_num_threads(1)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = ["gptqmodel-mixed", "gptqmodel-asymmetric"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_that_gptqmodel_reads(name):
+    source, compared = GptqCheckpoint(FIXTURES / name), 0
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    for path, weight in expected.items():
+        if not path.startswith("model.layers."):
+            continue
+        index, _, module = path.removeprefix("model.layers.").partition(".")
+        found = source.packed(int(index), module, torch.float32)
+        assert (found.dequantize(torch.float32) - weight.float()).abs().max() <= 1e-3
+        compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_gptqmodel(name):
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    source, prompt = GptqCheckpoint(FIXTURES / name), expected["prompt"]
+    layers = [gptq_layer(source, i, dtype=torch.float32) for i in range(4)]
+    master = load_master(FIXTURES / name, dtype=torch.float32, device="cpu")
+    rows, width = prompt.shape
+    batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
+    hidden = DecoderStage(source.config, layers, 0)(master.embed(prompt, batch.positions), batch)
+    found = master.logits(hidden.flatten(0, 1)).view(rows, width, -1)
+    # gptqmodel computed in float16.
+    assert (found - expected["logits"]).abs().max() <= 1e-2 * found.abs().max()
+
+
+def test_bits_are_those_of_the_rules():
+    source = GptqCheckpoint(FIXTURES / "gptqmodel-mixed")
+    assert [source.bits(index) for index in range(4)] == [4, 8, 3, 16]
+    packed = source.packed(0, "mlp.down_proj", torch.float32)
+    assert packed.order is not None
+    assert str(packed.precision) == "w4-gptq-g32"
+    assert str(source.packed(1, "mlp.down_proj", torch.float32).precision) == "w8-gptq-gc"
