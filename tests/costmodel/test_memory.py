@@ -221,4 +221,5 @@ def test_temporary_bytes_cover_what_really_lived(tmp_path, family, dtype, bits):
     )
     assert worst <= predicted
     # Not absurdly much: quantized experts run one by one, which the estimate does not count on.
-    assert predicted - 4 * 2**20 < 6 * worst
+    loose = 10 if family == "mixtral" and bits < 16 else 6
+    assert predicted - 4 * 2**20 < loose * worst
