@@ -8,7 +8,8 @@ decode, the contexts that grow and the limit of micro-batches in flight are what
 - The master is one worker: it embeds and runs its own layers, and it projects and samples what
   comes back, one thing at a time.
 - On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
-  between workers of one host half of a send occupies each end. Other links only delay.
+  between workers of one host half of a send occupies each end; a worker that was computing when it
+  came pays ``busy_s`` instead, as the communicator wants its core. Other links only delay.
 - Workers that share cores (``cores`` of a node) share them evenly while they compute.
 
 It refuses to model requests that differ; that is the simulator's task.
@@ -155,6 +156,7 @@ class _Run:
         self.is_waiting = False
         self.sent: deque[int] = deque()
         self.arrivals: list[tuple[float, int, int, Step]] = []
+        self.came_to_busy: set[tuple[int, int]] = set()
         self.busy_s = [{phase: 0.0 for phase in Phase} for _ in self.workers]
 
     def run(self) -> PlanForecast:
@@ -216,6 +218,9 @@ class _Run:
             seconds = self.prices.stage_s(rank, phase, rows, self._tokens(step))
             received_s = self.prices.hop_s(rank - 1, phase, rows)[0] if rank else 0.0
             sent_s = self.prices.hop_s(rank, phase, rows)[0]
+        if (rank, step.flight.number) in self.came_to_busy and received_s > 0:
+            self.came_to_busy.discard((rank, step.flight.number))
+            received_s = max(received_s, self.prices.costs.busy_s - sent_s)
         self.busy_s[rank][phase] += seconds
         worker.step, worker.is_landing = step, is_landing
         worker.left_s = received_s + seconds + sent_s
@@ -244,7 +249,10 @@ class _Run:
                     self._end(rank, worker)
         while self.arrivals and self.arrivals[0][0] <= self.now_s + _TINY_S:
             _, _, rank, step = heapq.heappop(self.arrivals)
-            self.workers[rank].waiting.append(step)
+            worker = self.workers[rank]
+            if worker.step is not None or worker.waiting:
+                self.came_to_busy.add((rank, step.flight.number))
+            worker.waiting.append(step)
         for rank, worker in enumerate(self.workers[1:], start=1):
             if worker.step is None and worker.waiting:
                 self._begin(rank, is_landing=False)

@@ -15,6 +15,7 @@ from llmpq.costmodel.profiles import (
     ProfileKey,
     StageSeconds,
     find_profile,
+    read_busy_s,
     read_folder,
     read_links,
 )
@@ -64,6 +65,7 @@ class ClusterCosts:
         comm: the links.
         stage: seconds that a stage takes for a micro-batch apart from its layers (positions,
             masks, a message unpacked), in prefill and in decode, by ``Device.group``.
+        busy_s: what a message takes of a CPU worker that was computing when it came.
     """
 
     model: ModelSpec
@@ -74,6 +76,7 @@ class ClusterCosts:
     latency: tuple[LatencyModel, ...]
     comm: CommModel
     stage: tuple[StageSeconds, ...] = ()
+    busy_s: float = 0.0
 
     def capacity_bytes(self, device: Device) -> int:
         """Return the memory the owner gives: the cluster's figure, or the catalogue's."""
@@ -215,6 +218,7 @@ def build_costs(
             cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
         ),
         stage=tuple(stage),
+        busy_s=read_busy_s(profile_dir, cluster),
     )
 
 

@@ -26,6 +26,8 @@ from llmpq.spec.tables import (
 
 STAGE_KEY = "stage_s"
 """Provenance line of a latency table: what a stage takes apart from its layers."""
+BUSY_KEY = "busy_s"
+"""Provenance line of a link table: what a message takes of an end that always computes."""
 MAX_S = 3600.0
 
 
@@ -176,6 +178,29 @@ def read_links(folder: Path | None, cluster: Cluster) -> tuple[LinkSpec, ...]:
         if dict(table.provenance).get("cluster", cluster.name) == cluster.name:
             samples += [one for one in table.samples if {one.source, one.target} <= names]
     return fit_links(samples)
+
+
+def read_busy_s(folder: Path | None, cluster: Cluster) -> float:
+    """Return what a message takes of a CPU worker that always computes, 0 where nobody measured.
+
+    Raises:
+        SpecError: a link table's ``busy_s`` is no number of seconds.
+    """
+    found = [0.0]
+    for file in [] if folder is None else _tables(folder, ",".join(COMM_HEADER)):
+        origin = dict(read_comm_table(file).provenance)
+        if origin.get("cluster", cluster.name) != cluster.name or BUSY_KEY not in origin:
+            continue
+        try:
+            seconds = float(origin[BUSY_KEY])
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < MAX_S:
+            raise SpecError(
+                f"{file}: provenance '{BUSY_KEY}': found '{origin[BUSY_KEY]}', expected seconds"
+            )
+        found.append(seconds)
+    return max(found)
 
 
 def _tables(folder: Path, header: str) -> list[Path]:

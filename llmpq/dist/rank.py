@@ -31,6 +31,7 @@ from llmpq.dist.ring import error_frame, shut_down, wait_until_ready
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import StageRunner, StageWorker
 from llmpq.dist.stats import StageClock, peak_memory_bytes
+from llmpq.dist.warmup import warm_up, warm_up_master
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant.layer import stored_bytes
@@ -198,6 +199,7 @@ def run_stage(context: RankContext) -> None:
         clock.load_s = clock.now() - start
         clock.held = held_bytes(runner, None)
         keep_memory()
+        _warm_up_layers(context, runner)
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
     except Exception as error:
         found = described(error, context.name)
@@ -205,6 +207,12 @@ def run_stage(context: RankContext) -> None:
         raise found from error
     finally:
         communicator.close()
+
+
+def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
+    if runner.layers is not None:
+        size = runner.layers.config.hidden_size
+        warm_up(context.plan, runner, size, DTYPES[context.plan.dtype])
 
 
 def tell_others(communicator: Communicator, error: LlmpqError) -> None:
@@ -253,6 +261,8 @@ class _Master:
         self._clock.load_s = self._clock.now() - start
         self._clock.held = held_bytes(runner, master)
         keep_memory()
+        _warm_up_layers(context, runner)
+        warm_up_master(plan, master, runner)
         if context.communicator is not None:
             wait_until_ready(context.communicator)
         self._load_s = self._clock.now() - start

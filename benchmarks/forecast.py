@@ -1,0 +1,349 @@
+"""Forecasts against measurements on this machine: one layer at unseen shapes, and whole plans.
+
+    python benchmarks/forecast.py FOLDER model table held links plans report
+
+Every step writes into FOLDER and is short; ``plans`` goes on where it was stopped (``--seconds``
+bounds a part). A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4 heads, vocabulary
+32,000) is profiled on the planned grid at 3, 4, 8 and 16 bits. Held out: batches 3, 5 and 7 and
+lengths that are not on the grid, in a process of their own. Then random plans (1 to 3 stages, mixed
+bits, unlike micro-batches) are forecast and run. Workers have one thread; three share two cores,
+which the cluster says (``cores``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from llmpq.assigner.decode import reprice
+from llmpq.assigner.forecast import forecast
+from llmpq.assigner.task import default_omega
+from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.spec.catalog import resolve_model
+from llmpq.spec.cluster import load_cluster
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.precision import BITS
+from llmpq.spec.tables import LatencySample, read_latency_table
+from llmpq.spec.workload import Workload
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = {
+    "layers": 12,
+    "hidden": 768,
+    "intermediate": 2048,
+    "heads": 12,
+    "kv_heads": 4,
+    "vocab": 32000,
+    "max_positions": 1024,
+}
+LIMITS = {"batch": 16, "prompt": 256, "context": 384, "prefill": 2048}
+HELD = {
+    "batches": (3, 5, 7),
+    "prompt_tokens": (20, 56, 104, 168, 240),
+    "context_tokens": (28, 80, 150, 220, 330),
+}
+NUM_PLANS = 30
+LEFT_S = 14.0
+"""A run is not begun with less time left."""
+
+
+def main() -> int:
+    """Do the steps asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    steps: dict[str, Callable[[argparse.Namespace], None]] = {
+        "model": make_model,
+        "table": lambda options: profile(options, "table"),
+        "held": lambda options: profile(options, "held"),
+        "links": measure_links,
+        "plans": run_plans,
+        "report": report,
+    }
+    parser.add_argument("steps", nargs="+", choices=steps)
+    parser.add_argument("--budget", type=float, default=100.0, help="seconds of a profile")
+    parser.add_argument("--seconds", type=float, default=140.0, help="of a part of the plans")
+    parser.add_argument("--picture", type=Path, help="scatter of predicted against measured")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for step in options.steps:
+        steps[step](options)
+    return 0
+
+
+def make_model(options: argparse.Namespace) -> None:
+    """Write the random model."""
+    sizes = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
+    script = str(ROOT / "scripts" / "make_tiny_model.py")
+    output = str(options.folder / "model")
+    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
+          "--output", output])  # fmt: skip
+
+
+def profile(options: argparse.Namespace, what: str) -> None:
+    """Time one layer on the planned grid, or on the held-out shapes."""
+    if what == "table":
+        grid = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
+    else:
+        grid = [word for name, sizes in HELD.items() for word in (f"--{name}", *map(str, sizes))]
+    command([
+        "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0", *grid,
+        "--budget", str(options.budget), "--output", str(options.folder / f"{what}.csv"),
+        "--resume",
+    ])  # fmt: skip
+
+
+def measure_links(options: argparse.Namespace) -> None:
+    """Time messages between two workers of this machine."""
+    (options.folder / "links").mkdir(exist_ok=True)
+    command(["llmpq-profile", "link", "--output", str(options.folder / "links" / "links.csv")])
+
+
+def costs_of(folder: Path) -> ClusterCosts:
+    """Return the costs of three workers on two cores, from the measured tables."""
+    group = {"type": "cpu", "count": 3, "threads": 1, "profile": "table.csv"}
+    cores = len(os.sched_getaffinity(0))
+    cluster = {
+        "schema": 1,
+        "name": "box",
+        "nodes": [{"name": "here", "devices": [group], "cores": cores}],
+        "links": [],
+    }
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    model, _ = resolve_model(str(folder / "model"))
+    return build_costs(
+        model,
+        load_cluster(folder / "cluster.json"),
+        dtype="bfloat16",
+        kv_bits=16,
+        profile_dir=folder / "links",
+    )
+
+
+def random_plan(number: int, base: Plan, costs: ClusterCosts) -> Plan:
+    """Return the plan of a seed: 1 to 3 stages in turn, mixed bits, unlike micro-batches."""
+    chance = random.Random(1000 + number)
+    stages = 1 + number % 3
+    layers = base.model.num_layers
+    cuts = [0, *sorted(chance.sample(range(1, layers), stages - 1)), layers]
+    bits: list[int] = []
+    while len(bits) < layers:
+        bits += [chance.choice(BITS)] * chance.randint(1, 5)
+    batch = chance.randint(4, LIMITS["batch"])
+    plan = replace(
+        base,
+        workload=Workload(
+            batch=batch,
+            prompt_tokens=chance.randint(24, 200),
+            new_tokens=chance.randint(12, 64),
+        ),
+        micro_batching=MicroBatching(
+            prefill=chance.randint(1, batch),
+            decode=chance.randint(max(1, batch // (stages + 2)), batch),
+        ),
+        stages=tuple(
+            StageAssignment(
+                rank=rank,
+                device=rank,
+                first_layer=first,
+                end_layer=end,
+                bits=tuple(bits[first:end]),
+            )
+            for rank, (first, end) in enumerate(pairwise(cuts))
+        ),
+        dropped_devices=tuple(range(stages, 3)),
+        estimate=replace(base.estimate, stages=base.estimate.stages[:1] * stages, forecast=None),
+    )
+    return priced(plan, costs)
+
+
+def priced(plan: Plan, costs: ClusterCosts) -> Plan:
+    """Return the plan with its estimate and its forecast by these costs."""
+    estimate, _ = reprice(plan, costs, default_omega(costs.model, BITS))
+    return replace(plan, estimate=replace(estimate, forecast=forecast(plan, costs)))
+
+
+def run_plans(options: argparse.Namespace) -> None:
+    """Run as many plans as fit into this part."""
+    folder, start = options.folder, time.perf_counter()
+    runs = folder / "runs"
+    runs.mkdir(exist_ok=True)
+    costs = costs_of(folder)
+    base = folder / "base.json"
+    if not base.exists():
+        command([
+            "llmpq-algo", "--model", str(folder / "model"), "--cluster",
+            str(folder / "cluster.json"), "--global_bz", "8", "--s", "64", "--n", "32",
+            "--theta", "0", "--output", str(base),
+        ])  # fmt: skip
+    for number in range(NUM_PLANS):
+        done = runs / f"{number:02}.json"
+        if done.exists():
+            continue
+        if time.perf_counter() - start > options.seconds - LEFT_S:
+            return
+        plan = random_plan(number, read_plan(base), costs)
+        write_plan(runs / f"plan-{number:02}.json", plan)
+        found = run(runs / f"plan-{number:02}.json", plan, runs)
+        done.write_text(json.dumps(found, indent=2) + "\n")
+        latency = found["latency_s"]
+        print(f"{number:2} {latency['measured']:7.3f} s, predicted {latency['predicted']:7.3f}")
+
+
+def run(strategy: Path, plan: Plan, folder: Path) -> dict[str, Any]:
+    """Run a plan on prompts of exactly its lengths; return the report."""
+    prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
+    answers.unlink(missing_ok=True)
+    work = plan.workload
+    lines = [
+        json.dumps({
+            "id": number,
+            "prompt_token_ids": [
+                (number * 997 + place * 31) % SHAPE["vocab"] for place in range(work.prompt_tokens)
+            ],
+            "max_new_tokens": work.new_tokens,
+            "ignore_eos": True,
+        })
+        for number in range(work.batch)
+    ]  # fmt: skip
+    prompts.write_text("\n".join(lines) + "\n")
+    text = command([
+        "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
+        "--output", str(answers), "--json",
+    ])  # fmt: skip
+    return dict(json.loads(text))
+
+
+def report(options: argparse.Namespace) -> None:
+    """Print the errors, and draw them."""
+    folder = options.folder
+    costs = costs_of(folder)
+    held = read_latency_table(folder / "held.csv")
+    table = read_latency_table(folder / "table.csv")
+    print(f"table: {dict(table.provenance)['rounds']}, noise {dict(table.provenance)['noise']}")
+    print(f"held out: {dict(held.provenance)['rounds']}, noise {dict(held.provenance)['noise']}")
+    rows = [(one, predicted(costs, one)) for one in held.samples if one.bits]
+    print("| phase | bits | shapes | mean | p95 | most |\n| --- | --- | --- | --- | --- | --- |")
+    for phase in ("prefill", "decode"):
+        for bits in (*BITS, None):
+            chosen = [
+                abs(guess / one.seconds - 1)
+                for one, guess in rows
+                if one.phase == phase and bits in (one.bits, None)
+            ]
+            print(f"| {phase} | {bits or 'all'} | {len(chosen)} | {line_of(chosen)} |")
+    runs = measured_runs(folder, costs)
+    print("| plan | stages | micro-batches | predicted | measured | error |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for one in runs:
+        print(
+            f"| {one['name']} | {one['stages']} | {one['sizes']} | {one['predicted']:.3f} | "
+            f"{one['measured']:.3f} | {one['predicted'] / one['measured'] - 1:+.1%} |"
+        )
+    for stages in (1, 2, 3, None):
+        errors = [
+            abs(one["predicted"] / one["measured"] - 1)
+            for one in runs
+            if stages in (one["stages"], None)
+        ]
+        if errors:
+            print(f"| {stages or 'all'} stages | {len(errors)} plans | {line_of(errors)} |")
+    if options.picture is not None:
+        draw(options.picture, rows, runs)
+
+
+def line_of(errors: list[float]) -> str:
+    """Return mean, 95th percentile and maximum."""
+    p95 = statistics.quantiles(errors, n=20, method="inclusive")[-1] if errors[1:] else errors[0]
+    return f"{statistics.mean(errors):.1%} | {p95:.1%} | {max(errors):.1%}"
+
+
+def predicted(costs: ClusterCosts, one: LatencySample) -> float:
+    """Return what a plan is priced with at a shape."""
+    device = costs.cluster.devices[0]
+    return costs.layer_s(device, one.phase, one.bits, one.batch, one.tokens, 0)
+
+
+def measured_runs(folder: Path, costs: ClusterCosts) -> list[dict[str, Any]]:
+    """Return what was measured of every plan, beside today's forecast of it."""
+    found = []
+    for file in sorted((folder / "runs").glob("[0-9][0-9].json")):
+        plan = priced(read_plan(file.with_name(f"plan-{file.name}")), costs)
+        sizes = plan.micro_batching
+        found.append(
+            {
+                "name": file.stem,
+                "stages": len(plan.stages),
+                "sizes": f"{plan.workload.batch}: {sizes.prefill}, {sizes.decode}",
+                "predicted": plan.estimate.predicted_s,
+                "measured": json.loads(file.read_text())["latency_s"]["measured"],
+            }
+        )
+    return found
+
+
+def draw(
+    picture: Path, rows: list[tuple[LatencySample, float]], runs: list[dict[str, Any]]
+) -> None:
+    """Draw predicted against measured: layers on the left, plans on the right."""
+    import matplotlib as mpl  # noqa: PLC0415  only for the picture
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    for phase, marker in (("prefill", "s"), ("decode", "o")):
+        for bits in BITS:
+            chosen = [(one.seconds, g) for one, g in rows if (one.phase, one.bits) == (phase, bits)]
+            left.scatter(
+                [1e3 * x for x, _ in chosen], [1e3 * y for _, y in chosen],
+                s=16, marker=marker, label=f"{phase}, {bits} bits", alpha=0.8,
+            )  # fmt: skip
+    for stages, marker in ((1, "o"), (2, "s"), (3, "^")):
+        chosen = [one for one in runs if one["stages"] == stages]
+        right.scatter(
+            [one["measured"] for one in chosen], [one["predicted"] for one in chosen],
+            s=28, marker=marker, label=f"{stages} stage(s)",
+        )  # fmt: skip
+    for axes, unit, title in (
+        (left, "ms", "One layer, shapes not in the table"),
+        (right, "s", "Whole plans"),
+    ):
+        places = [xy for dots in axes.collections for xy in dots.get_offsets().tolist()]
+        low, high = min(map(min, places)), max(map(max, places))
+        axes.set(xscale="log", yscale="log", title=title)
+        axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+        axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
+                          color="black", alpha=0.1, label="within 5 %")  # fmt: skip
+        axes.set_xlabel(f"measured, {unit}")
+        axes.set_ylabel(f"predicted, {unit}")
+        axes.legend(fontsize=7)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
+def command(words: list[str]) -> str:
+    """Run one of the project's commands; return what it prints."""
+    return call([str(Path(sys.executable).parent / words[0]), *words[1:]])
+
+
+def call(words: list[str]) -> str:
+    """Run a command; return what it prints."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
