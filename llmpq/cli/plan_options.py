@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from llmpq.assigner import PlanRequest
+from llmpq.assigner.average import bits_at_average, quantizable_weights
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.programs.solvers import SOLVERS
-from llmpq.assigner.task import DEFAULT_GAP
+from llmpq.assigner.task import DEFAULT_GAP, omega_of
 from llmpq.cli.override_options import overrides_of
-from llmpq.errors import SpecError, bad_field
+from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
+from llmpq.spec.identity import check_measured_on
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.spec.tables import SensitivityTable, read_sensitivity
@@ -84,6 +88,13 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         help="largest total degradation (1 = every layer at 4 bits)",
     )
     quality.add_argument(
+        "--average_bits",
+        type=float,
+        metavar="A",
+        help="give every layer the bits that lose least at A bits a weight; only where layers "
+        "run, and in what micro-batches, is then searched",
+    )
+    quality.add_argument(
         "--pareto",
         type=int,
         metavar="K",
@@ -146,7 +157,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     profile_dir = None if options.profile is None else Path(options.profile)
     if profile_dir is not None and not profile_dir.is_dir():
         raise SpecError(f"--profile: {profile_dir}: no such folder")
-    return PlanRequest(
+    request = PlanRequest(
         model=model,
         model_source=source,
         cluster=_cluster(options),
@@ -154,7 +165,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         dtype=dtype,
         kv_bits=8 if options.kv_bits == 8 else 8 * DTYPE_BYTES[dtype],
         bits=tuple(options.bits),
-        sensitivity=_sensitivity(options, model),
+        sensitivity=_sensitivity(options, model, source),
         theta_s=options.theta,
         quality_budget=options.quality_budget,
         formula=options.formula,
@@ -167,6 +178,30 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )
+    return request if options.average_bits is None else _with_average(options, request)
+
+
+def _with_average(options: argparse.Namespace, request: PlanRequest) -> PlanRequest:
+    """Decide the bits of every layer by their average alone."""
+    given = ("fix_bits", "quality_budget", "theta", "pareto")
+    for other in (name for name in given if getattr(options, name) is not None):
+        raise SpecError(f"--average_bits: found together with --{other}, expected one of them")
+    widths = bits_at_average(
+        omega_of(request), request.bits, quantizable_weights(request.model), options.average_bits
+    )
+    decided = replace(request.overrides, layer_bits=tuple(_runs_of(widths)))
+    return replace(request, overrides=decided)
+
+
+def _runs_of(widths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return equal neighbours as half-open ranges with their bits."""
+    runs: list[tuple[int, int, int]] = []
+    for layer, width in enumerate(widths):
+        if runs and runs[-1][2] == width:
+            runs[-1] = (runs[-1][0], layer + 1, width)
+        else:
+            runs.append((layer, layer + 1, width))
+    return runs
 
 
 def _gap(options: argparse.Namespace) -> float:
@@ -211,18 +246,14 @@ def _workload(options: argparse.Namespace) -> Workload:
     return Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n)
 
 
-def _sensitivity(options: argparse.Namespace, model: ModelSpec) -> SensitivityTable | None:
+def _sensitivity(
+    options: argparse.Namespace, model: ModelSpec, source: str | None
+) -> SensitivityTable | None:
     path = options.omega_file
     if path is None:
         return None
     table = read_sensitivity(path)
-    if table.num_layers != model.num_layers:
-        raise bad_field(
-            path,
-            "omega",
-            f"{table.num_layers} layers",
-            f"{model.num_layers} layers, as {model.name} has",
-        )
+    check_measured_on(table, model, source, path)
     try:
         table.normalised(options.bits)
     except SpecError as error:

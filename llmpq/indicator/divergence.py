@@ -1,0 +1,169 @@
+"""Our indicator: measure what a layer at fewer bits does to the predictions, on a few tokens.
+
+For every (layer, bitwidth) a stream of hidden states goes through the model with that one layer
+quantized, by the kernels that will run it. Its score is the divergence of the last predictions
+from the 16-bit model's, ``KL(p16 || p)`` in nats a token. What the estimates of a layer's output
+error leave out is thereby in: how much of the error the layers behind amplify, damp or rotate out
+of sight, and which errors the head cannot see.
+
+The cost does not grow with the number of streams, for each gets its share of the calibration
+tokens: L layers and B bitwidths make ``L B + 1`` streams, all of them together hold no more hidden
+states than the whole calibration set between two layers, and as they begin one layer after the
+other, all of them together take half a forward pass of it through the layers, and its logits.
+Layers are loaded one at a time, at 16 bits and at one bitwidth.
+
+Shape legend: L layers, B bitwidths, R sequences of a probe, T tokens of each, H hidden size,
+V vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.calibration import CalibrationSet
+from llmpq.indicator.base import Progress, Scores, Subject
+from llmpq.models import DecoderStage, Master, MicroBatch, load_config
+from llmpq.quant.loader import load_master, load_stage
+
+_CHUNK_VALUES = 1 << 20  # scores C x V: 4 MiB in float32
+_WHOLE = None  # the stream with no layer changed
+
+Key = tuple[int, int] | None
+"""Layer and bitwidth of a stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Mean divergence from the 16-bit model with one layer quantized.
+
+    Attributes:
+        probe_tokens: tokens of every stream; by default its share of the calibration tokens.
+    """
+
+    probe_tokens: int | None = None
+
+    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+        """Run all streams layer by layer, then compare what comes out."""
+        tokens = subject.tokens_for("divergence")
+        count = load_config(subject.model_dir).num_hidden_layers
+        tokens.check(load_config(subject.model_dir).vocab_size, None)
+        streams = count * len(subject.bits) + 1
+        share = self.probe_tokens or tokens.tokens // streams
+        run = _Run(subject, count, cut_probe(tokens, share), progress)
+        for index in range(count):
+            run.pass_layer(index)
+        found = run.divergences()
+        return {
+            width: tuple(found[index, width] for index in range(count)) for width in subject.bits
+        }
+
+
+def cut_probe(tokens: CalibrationSet, share: int) -> Tensor:
+    """Return ``[R, T]`` tokens, about ``share``, from sequences spread evenly over the set.
+
+    Never fewer than 2 tokens; a share of less than one sequence is the beginning of one.
+    """
+    rows, length = tokens.token_ids.shape
+    length = max(1, min(length, max(2, share)))
+    chosen = max(1, min(rows, share // length))
+    return tokens.token_ids[torch.arange(chosen) * rows // chosen, :length]
+
+
+class _Run:
+    """The streams on their way through the model."""
+
+    def __init__(
+        self, subject: Subject, num_layers: int, probe: Tensor, progress: Progress | None
+    ) -> None:
+        self.subject = subject
+        self.progress = progress
+        self.done = 0
+        # In units of one stream through one layer, a head counting as a layer.
+        passes = sum(1 + len(subject.bits) * (index + 1) for index in range(num_layers))
+        self.total = passes + 1 + num_layers * len(subject.bits)
+        rows = max(1, subject.batch_tokens // probe.shape[1])
+        self.batches = list(torch.split(probe.to(subject.device), rows))
+        master = self._master()
+        self.states: dict[Key, list[Tensor]] = {
+            _WHOLE: [master.embed(ids, _batch_of(ids).positions) for ids in self.batches]
+        }
+
+    def pass_layer(self, index: int) -> None:
+        """Begin the streams that change layer ``index``, and take all others through it."""
+        entering = self.states[_WHOLE]
+        for width in self.subject.bits:
+            changed = self._load(index, width)
+            self.states[index, width] = self._through(changed, entering)
+            del changed
+            self._tell(f"layer {index} at {width} bits")
+        plain = self._load(index, 16)
+        for key, states in self.states.items():
+            if key is _WHOLE or key[0] < index:
+                self.states[key] = self._through(plain, states)
+                self._tell(f"layer {index}")
+
+    def divergences(self) -> dict[tuple[int, int], float]:
+        """Return the mean divergence of every stream; takes the streams away as it goes."""
+        master = self._master()
+        whole = self.states.pop(_WHOLE)
+        found = {}
+        for key in list(self.states):
+            assert key is not None
+            changed = self.states.pop(key)
+            pairs = zip(whole, changed, strict=True)
+            total = sum(_divergence(master, one, other) for one, other in pairs)
+            found[key] = max(0.0, total / sum(ids.numel() for ids in self.batches))
+            self._tell("predictions")
+        return found
+
+    def _through(self, layer: DecoderStage, states: list[Tensor]) -> list[Tensor]:
+        pairs = zip(self.batches, states, strict=True)
+        return [layer(hidden, _batch_of(ids)) for ids, hidden in pairs]
+
+    def _load(self, index: int, width: int) -> DecoderStage:
+        subject = self.subject
+        return load_stage(
+            subject.model_dir,
+            index,
+            index + 1,
+            [width],
+            dtype=subject.dtype,
+            device=subject.device,
+        )
+
+    def _master(self) -> Master:
+        subject = self.subject
+        return load_master(subject.model_dir, dtype=subject.dtype, device=subject.device)
+
+    def _tell(self, what: str) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total, what)
+
+
+@torch.inference_mode()
+def _divergence(master: Master, whole: Tensor, changed: Tensor) -> float:
+    """Sum over tokens of ``KL(p16 || p)`` in nats, from hidden states ``[R, T, H]``."""
+    total = 0.0
+    pairs = zip(_chunks(master, whole), _chunks(master, changed), strict=True)
+    for one, other in pairs:
+        expected = torch.log_softmax(master.logits(one), dim=-1)  # [C, V]
+        scores = torch.log_softmax(master.logits(other), dim=-1)
+        ratio = (expected - scores).mul_(expected.exp_())
+        # The divergence of two nearly equal rows rounds to -1e-8.
+        total += float(ratio.sum(dim=-1).clamp_(min=0).sum(dtype=torch.float64))
+    return total
+
+
+def _chunks(master: Master, hidden: Tensor) -> Iterator[Tensor]:
+    size = max(1, _CHUNK_VALUES // master.config.get_text_config().vocab_size)
+    yield from torch.split(hidden.flatten(0, 1), size)
+
+
+def _batch_of(ids: Tensor) -> MicroBatch:
+    rows, length = ids.shape
+    return MicroBatch.build(range(rows), [0] * rows, [length] * rows)

@@ -1,0 +1,92 @@
+"""The paper's indicator: how much variance rounding adds to the output of each operator.
+
+LLM-PQ, Theorem 1 and Proposition 2: ``omega = sum_o D_o S_o(b)^2 G(X_o)``. The published code
+leaves out ``D`` and the mean of the input, and keeps the last batch only; here every factor is in,
+and the moments are of all calibration tokens. One pass over the tokens, nothing kept but sums.
+
+An expert of a mixture counts by the share of tokens that its router sends to it: the paper has
+dense layers only, in which that share is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from llmpq.calibration import LayerWalk, Moments
+from llmpq.indicator.base import Progress, Scores, Subject
+from llmpq.indicator.rounding import mean_squared_step
+from llmpq.models import Checkpoint
+from llmpq.quant.assembly import matrices_of
+
+Rounding = Literal["deterministic", "stochastic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variance:
+    """Proposition 2; without calibration tokens ``G(X) = 1``, an estimate by the weights alone.
+
+    Attributes:
+        rounding: which ``G``: a quarter of ``Var[X]`` when rounding to nearest, a sixth of
+            ``E[X]^2 + Var[X]`` when rounding at random.
+    """
+
+    rounding: Rounding = "deterministic"
+
+    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+        """Sum over the operators of every layer."""
+        if subject.calibration is None:
+            rows = list(_by_weights(subject, progress))
+        else:
+            rows = list(self._by_moments(subject, progress))
+        return {width: tuple(row[width] for row in rows) for width in subject.bits}
+
+    def _by_moments(
+        self, subject: Subject, progress: Progress | None
+    ) -> Iterator[dict[int, float]]:
+        tokens = subject.tokens_for("variance")
+        walk = LayerWalk(
+            subject.model_dir,
+            tokens,
+            dtype=subject.dtype,
+            device=subject.device,
+            batch_tokens=subject.batch_tokens,
+            progress=progress,
+        )
+        for layer in walk:
+            row = dict.fromkeys(subject.bits, 0.0)
+            seen = layer.collect(partial(Moments, device=subject.device), advance=True)
+            for name, moments in seen.items():
+                share = moments.tokens / tokens.tokens
+                _add(row, layer.operators[name].weight, share * spread(moments, self.rounding))
+            yield row
+
+
+def spread(moments: Moments, rounding: Rounding) -> float:
+    """Return ``G(X)`` of an operator's inputs (LLM-PQ, Theorem 1), all entries taken together."""
+    if rounding == "deterministic":
+        return moments.variance / 4
+    return moments.second_moment / 6  # E[X]^2 + Var[X]
+
+
+def _by_weights(subject: Subject, progress: Progress | None) -> Iterator[dict[int, float]]:
+    checkpoint = Checkpoint(subject.model_dir)
+    count = checkpoint.config.num_hidden_layers
+    for index in range(count):
+        row = dict.fromkeys(subject.bits, 0.0)
+        state = checkpoint.layer_state_dict(index)
+        for matrix in matrices_of(checkpoint.empty_layer(index)):
+            weight = state[matrix.key]
+            _add(row, weight if matrix.expert is None else weight[matrix.expert], 1.0)
+        if progress is not None:
+            progress(index + 1, count, f"layer {index}")
+        yield row
+
+
+def _add(row: dict[int, float], weight: Tensor, spread_of_inputs: float) -> None:
+    for width in row:
+        row[width] += weight.numel() * mean_squared_step(weight, width) * spread_of_inputs
