@@ -1,0 +1,126 @@
+"""PlanCosts: the simulator's questions answered from a plan and the cost models.
+
+- On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
+  between workers of one host half of a send occupies each end. Other links only delay.
+- A micro-batch's attention works on its longest context, to which all its rows are padded.
+- Workers that share cores (``cores`` of a node) share them evenly while they compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from llmpq.costmodel import ClusterCosts
+from llmpq.sim.costs import Hop, Layout, Shape
+from llmpq.spec.cluster import Device
+from llmpq.spec.plan import Plan
+from llmpq.spec.precision import Phase
+
+CONTEXT_STEP = 16
+"""Decode times are asked for at every so many tokens of context, and interpolated between."""
+
+
+class PlanCosts:
+    """Seconds of a plan's stages, links and master.
+
+    Args:
+        plan: what runs.
+        costs: the cost models of its cluster.
+        devices: of every stage, as ``costs`` knows them; the plan's own by default.
+
+    Raises:
+        ProfileMissError: when asked for a phase and bitwidth that a table does not hold.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: ClusterCosts, devices: Sequence[Device] | None = None
+    ) -> None:
+        own = [plan.device_of(stage) for stage in plan.stages] if devices is None else devices
+        self._costs = costs
+        self._devices = own
+        kinds = costs.model.layer_kinds
+        self._layers = [
+            Counter(zip(kinds[stage.first_layer : stage.end_layer], stage.bits, strict=True))
+            for stage in plan.stages
+        ]
+        ranks = tuple(range(len(own)))
+        cores = {node.name: node.cores for node in costs.cluster.nodes}
+        self._layout = Layout(
+            num_ranks=len(own),
+            prefill_path=ranks,
+            decode_path=ranks,
+            threads=tuple(device.threads or 1 for device in own),
+            hosts=tuple(device.node for device in own),
+            cores={name: count for name, count in cores.items() if count is not None},
+        )
+        self._stage: dict[tuple[int, Phase, int, int], float] = {}
+        self._project: dict[tuple[Phase, int, int], float] = {}
+        self._hops: dict[tuple[int, Phase, int, int], Hop] = {}
+
+    @property
+    def layout(self) -> Layout:
+        """The plan's stages in a row."""
+        return self._layout
+
+    def stage_s(self, rank: int, shape: Shape) -> float:
+        """Return the seconds of a stage's layers, and of what it does besides."""
+        if not self._layers[rank]:
+            return 0.0
+        if shape.phase is Phase.PREFILL:
+            return self._at(rank, shape.phase, shape.rows, shape.longest)
+        below = shape.longest // CONTEXT_STEP * CONTEXT_STEP
+        share = (shape.longest - below) / CONTEXT_STEP
+        low_s = self._at(rank, shape.phase, shape.rows, max(1, below))
+        if not share:
+            return low_s
+        high_s = self._at(rank, shape.phase, shape.rows, below + CONTEXT_STEP)
+        return low_s + share * (high_s - low_s)
+
+    def embed_s(self, shape: Shape) -> float:  # noqa: ARG002  the protocol's argument
+        """Return 0: cost models know the master's work of a micro-batch as one figure."""
+        return 0.0
+
+    def project_s(self, shape: Shape) -> float:
+        """Return the seconds of embedding, final norm, head and sampling together."""
+        tokens = shape.longest if shape.phase is Phase.PREFILL else 1
+        key = shape.phase, shape.rows, tokens
+        if key not in self._project:
+            self._project[key] = self._costs.master_s(self._devices[0], *key)
+        return self._project[key]
+
+    def hop(self, rank: int, shape: Shape) -> Hop:
+        """Return what sending a stage's output takes."""
+        is_last = rank == len(self._devices) - 1
+        # The last stage answers with the last position only: all that the head reads.
+        tokens = 1 if is_last or shape.phase is Phase.DECODE else shape.longest
+        key = rank, shape.phase, shape.rows, tokens
+        if key not in self._hops:
+            self._hops[key] = self._hop(*key)
+        return self._hops[key]
+
+    def handover_s(self, shape: Shape) -> float:  # noqa: ARG002  the protocol's argument
+        """Return 0: both phases have the same stages."""
+        return 0.0
+
+    def _at(self, rank: int, phase: Phase, rows: int, tokens: int) -> float:
+        key = rank, phase, rows, tokens
+        if key not in self._stage:
+            device = self._devices[rank]
+            seconds = sum(
+                count * self._costs.layer_s(device, phase, bits, rows, tokens, kind)
+                for (kind, bits), count in self._layers[rank].items()
+            )
+            self._stage[key] = seconds + self._costs.stage_s(device, phase)
+        return self._stage[key]
+
+    def _hop(self, rank: int, phase: Phase, rows: int, tokens: int) -> Hop:
+        if len(self._devices) == 1:
+            return Hop(0.0, 0.0)
+        source = self._devices[rank]
+        target = self._devices[(rank + 1) % len(self._devices)]
+        seconds = self._costs.send_s(source, target, phase, rows, tokens)
+        kinds = {self._costs.specs[end.group].kind for end in (source, target)}
+        if source.node == target.node and kinds == {"cpu"}:
+            return Hop(seconds / 2.0, 0.0)
+        return Hop(0.0, seconds)

@@ -1,0 +1,103 @@
+"""llmpq-sim, called as a user would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.cli.algo import main as algo
+from llmpq.cli.sim import main as sim
+from llmpq.spec.lengths import uniform
+from llmpq.spec.trace import draw_trace, write_trace
+
+
+@pytest.fixture(scope="module")
+def strategy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sim") / "plan.json"
+    command = "--model facebook/opt-13b --device_names T4-16G V100-32G --device_numbers 1 1"
+    work = "--global_bz 16 --s 128 --n 64"
+    assert algo([*command.split(), *work.split(), "--output", str(path), "--no_explain"]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sim") / "trace.csv"
+    write_trace(path, draw_trace(60, uniform(10, 128), uniform(1, 64), requests_per_s=2.0))
+    return path
+
+
+def _run(capsys: pytest.CaptureFixture[str], *options: object) -> dict:
+    assert sim([*map(str, options), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_strategy_s_own_workload_takes_what_its_forecast_says(strategy, capsys):
+    capsys.readouterr()
+    found = _run(capsys, "--strategy", strategy)
+    plan = json.loads(strategy.read_text())
+    assert found["requests"] == 16
+    assert found["generated_tokens"] == 16 * 64
+    expected = plan["estimate"].get("forecast", plan["estimate"])["latency_s"]
+    assert found["makespan_s"] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "static", "iteration", "rra", "multibin"])
+def test_every_policy_serves_a_trace(strategy, trace, policy, capsys):
+    found = _run(capsys, "--strategy", strategy, "--trace", trace, "--policy", policy)
+    assert found["policy"] == policy
+    assert found["requests"] == 60
+    assert found["latency_s"]["p50"] <= found["latency_s"]["p99"]
+    assert [stage["device"] for stage in found["stages"]]
+    for stage in found["stages"]:
+        assert 0 < stage["busy_fraction"] <= 1
+        assert stage["busy_fraction"] + stage["bubble_fraction"] == pytest.approx(1)
+
+
+def test_a_drawn_trace_and_its_timeline(strategy, tmp_path, capsys):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text('{"schema": 1, "truncated_normal": {"mean": 20, "std": 9, "longest": 60}}')
+    picture = tmp_path / "timeline.json"
+    found = _run(
+        capsys, "--strategy", strategy, "--lengths", lengths, "--requests", 40,
+        "--rate", 1.5, "--trace_out", picture,
+    )  # fmt: skip
+    assert found["requests"] == 40
+    events = json.loads(picture.read_text())["traceEvents"]
+    blocks = [event for event in events if event["ph"] == "X"]
+    busy_s = sum(event["dur"] for event in blocks) / 1e6
+    assert busy_s >= sum(stage["busy_s"] for stage in found["stages"]) * 0.999
+
+
+def test_people_get_a_table(strategy, trace, capsys):
+    assert sim(["--strategy", str(strategy), "--trace", str(trace)]) == 0
+    text = capsys.readouterr().out
+    assert "throughput" in text
+    assert "first token" in text
+    assert "stage 0" in text
+
+
+def test_what_does_not_fit_is_refused_skipped_or_cut(strategy, tmp_path, capsys):
+    path = tmp_path / "long.csv"
+    path.write_text("arrival_s,prompt_tokens,new_tokens\n0,20,4\n1,500,4\n")
+    assert sim(["--strategy", str(strategy), "--trace", str(path)]) == 2
+    assert "found 1 of 2 too long" in capsys.readouterr().err
+    found = _run(capsys, "--strategy", strategy, "--trace", path, "--too_long", "skip")
+    assert (found["requests"], found["skipped"]) == (1, 1)
+    found = _run(capsys, "--strategy", strategy, "--trace", path, "--too_long", "cut")
+    assert found["requests"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bins", "3"], "--bins: found 3 with policy 'hybrid'"),
+        (["--workload", "w.json", "--trace", "t.csv"], "expected one of them"),
+        (["--trace", "missing.csv"], "no such file"),
+    ],
+)
+def test_mistakes_exit_with_2(strategy, options, message, capsys):
+    assert sim(["--strategy", str(strategy), *options]) == 2
+    assert message in capsys.readouterr().err
