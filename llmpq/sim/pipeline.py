@@ -106,7 +106,7 @@ class _Simulation:
         self._messages: list[tuple[float, int, int, _Message]] = []
         self._tie = count()
         self._lives = [_Life() for _ in trace]
-        self._busy_s = [0.0] * self._layout.num_ranks
+        self._work_s = [dict.fromkeys(Phase, 0.0) for _ in self._workers]
         self._activities: list[Activity] | None = [] if with_activities else None
 
     def run(self) -> SimReport:
@@ -123,7 +123,7 @@ class _Simulation:
                 for number, (life, item) in enumerate(zip(self._lives, self._trace, strict=True))
             ),
             makespan_s=max((life.end_s for life in self._lives), default=0.0) - start_s,
-            busy_s=tuple(self._busy_s),
+            work_s=tuple(self._work_s),
             micro_batches=self._micro_batches,
             activities=tuple(self._activities or ()),
         )
@@ -188,7 +188,7 @@ class _Simulation:
         else:
             seconds = costs.stage_s(worker.rank, shape)
             seconds += costs.embed_s(shape) if message.position == 0 else 0.0
-        self._busy_s[worker.rank] += seconds
+        self._work_s[worker.rank][shape.phase] += seconds
         worker.start_s = self._now_s
         worker.left_s = message.received_s + seconds + self._hop(message).end_s
 

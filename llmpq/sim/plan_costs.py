@@ -65,16 +65,24 @@ class PlanCosts:
 
     def stage_s(self, rank: int, shape: Shape) -> float:
         """Return the seconds of a stage's layers, and of what it does besides."""
-        if not self._layers[rank]:
+        if not self.has_layers(rank):
             return 0.0
-        if shape.phase is Phase.PREFILL:
-            return self._at(rank, shape.phase, shape.rows, shape.longest)
-        below = shape.longest // CONTEXT_STEP * CONTEXT_STEP
-        share = (shape.longest - below) / CONTEXT_STEP
-        low_s = self._at(rank, shape.phase, shape.rows, max(1, below))
+        return self.layers_s(rank, shape.phase, shape.rows, shape.longest)
+
+    def has_layers(self, rank: int) -> bool:
+        """Whether a rank computes layers; a master may only embed and project."""
+        return bool(self._layers[rank])
+
+    def layers_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
+        """Return the seconds of a stage at any context, whole or not."""
+        if phase is Phase.PREFILL:
+            return self._at(rank, phase, rows, round(tokens))
+        below = int(tokens) // CONTEXT_STEP * CONTEXT_STEP
+        share = (tokens - below) / CONTEXT_STEP
+        low_s = self._at(rank, phase, rows, max(1, below))
         if not share:
             return low_s
-        high_s = self._at(rank, shape.phase, shape.rows, below + CONTEXT_STEP)
+        high_s = self._at(rank, phase, rows, below + CONTEXT_STEP)
         return low_s + share * (high_s - low_s)
 
     def embed_s(self, shape: Shape) -> float:  # noqa: ARG002  the protocol's argument

@@ -72,16 +72,21 @@ class SimReport:
     Attributes:
         requests: one record each, in order of their numbers.
         makespan_s: from the first arrival to the last token.
-        busy_s: seconds each stage worked.
+        work_s: for every stage the seconds it worked, in either phase.
         activities: every block of work when they were asked for, else none.
         micro_batches: how many were sent off.
     """
 
     requests: tuple[RequestRecord, ...]
     makespan_s: float
-    busy_s: tuple[float, ...]
+    work_s: tuple[dict[Phase, float], ...]
     micro_batches: int
     activities: tuple[Activity, ...] = ()
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds each stage worked."""
+        return tuple(sum(work.values()) for work in self.work_s)
 
     @property
     def generated_tokens(self) -> int:
