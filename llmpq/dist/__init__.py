@@ -120,7 +120,9 @@ def run_job(
         if hosts.num_nodes == 1:
             meeting = Meeting(file=folder / "meeting")
         else:
-            meeting = Meeting(address=hosts.address)
+            meeting = Meeting(
+                address=hosts.address, folder=folder, token_file=job.meeting.token_file
+            )
         told = replace(job, meeting=meeting, launcher_pid=os.getpid())
         return launch(told, plan, ranks, folder, progress or SilentProgress())
 

@@ -3,8 +3,8 @@
 Every rank sends to the next one and hears the one before it, around a ring (the last stage answers
 to the master). A transport promises: frames of a link arrive complete, checked and in order;
 ``send`` does not wait for the peer to be idle; and no call outlasts a peer that died or hangs.
-``TorchCommunicator`` in ``llmpq.dist.torch_communicator`` crosses processes; the one here joins
-threads of one process.
+``llmpq.dist.connect`` makes those that cross processes and hosts; the one here joins threads of one
+process.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Communicator(Protocol):
 
     def recv(self) -> Frame:
         """Return the next frame of the rank before, waiting for it.
+
+        Its tensor may be a view of the buffer that the next frame lands in: it is valid until the
+        next call of ``recv`` or ``has_frame``.
 
         Raises:
             StageError: the peer is gone, hangs, or sent something that is not a frame.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
@@ -16,7 +16,8 @@ from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.units import GIB
 
-Task = Literal["generate", "hidden"]
+Task = Literal["generate", "hidden", "doctor"]
+Transport = Literal["auto", "gloo"]
 MIN_STEP_TIMEOUT_S = 0.5
 BEATS_PER_TIMEOUT = 5
 """Signs of life within a step timeout: a machine that is merely busy may swallow some."""
@@ -58,11 +59,16 @@ class Meeting:
         file: a file in a folder that only this user can enter, for ranks of one host.
         address: host and port that rank 0 listens on.
         from_environment: torchrun's own store, named by its environment variables.
+        folder: private to this user, for the socket files of one host's ranks; that of ``file``
+            where there is one.
+        token_file: holds the secret that ranks of several hosts share.
     """
 
     file: Path | None = None
     address: tuple[str, int] | None = None
     from_environment: bool = False
+    folder: Path | None = None
+    token_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +81,14 @@ class Job:
         prompts: the prompt file; only the master reads it.
         output: the result file; only the master writes it.
         task: ``generate`` answers the prompts; ``hidden`` passes them through all layers and writes
-            the states after the last one, as safetensors, one tensor a micro-batch.
+            the states after the last one, as safetensors, one tensor a micro-batch; ``doctor``
+            only examines what a run would need.
         resume: whether to skip what the result file already holds.
         sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
         meeting: where the ranks find each other.
+        transport: ``auto`` takes the fastest that each link allows; ``gloo`` is torch's own.
+        trace: whether ranks keep and send what they did when.
         store: folder of quantized layers, ``None`` for none.
         store_limit_bytes: what it may hold.
         launcher_pid: the process that started the workers of this host; they end with it.
@@ -95,6 +104,8 @@ class Job:
     sampling: Sampling = Sampling()
     step_timeout_s: float = 10.0
     meeting: Meeting = Meeting(from_environment=True)
+    transport: Transport = "auto"
+    trace: bool = False
     store: Path | None = None
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     launcher_pid: int = 0
@@ -139,11 +150,13 @@ def read_job(path: Path) -> Job:
         model_dir=Path(fields.text("model_dir")),
         prompts=Path(fields.text("prompts")),
         output=Path(fields.text("output")),
-        task=cast(Task, fields.text("task", choices=("generate", "hidden"))),
+        task=cast(Task, fields.text("task", choices=get_args(Task))),
         resume=fields.flag("resume"),
         sampling=_sampling(fields.child("sampling")),
         step_timeout_s=fields.number("step_timeout_s"),
         meeting=_meeting(fields.child("meeting")),
+        transport=cast(Transport, fields.text("transport", choices=get_args(Transport))),
+        trace=fields.flag("trace"),
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
         launcher_pid=fields.integer("launcher_pid"),
@@ -168,7 +181,11 @@ def _job_to_json(job: Job) -> dict[str, Any]:
             "host": None if meeting.address is None else meeting.address[0],
             "port": None if meeting.address is None else meeting.address[1],
             "from_environment": meeting.from_environment,
+            "folder": None if meeting.folder is None else str(meeting.folder),
+            "token_file": None if meeting.token_file is None else str(meeting.token_file),
         },
+        "transport": job.transport,
+        "trace": job.trace,
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,
         "launcher_pid": job.launcher_pid,
@@ -198,6 +215,8 @@ def _meeting(fields: Fields) -> Meeting:
         file=None if file is None else Path(file),
         address=None if host is None or port is None else (host, port),
         from_environment=fields.flag("from_environment"),
+        folder=_optional_path(fields, "folder"),
+        token_file=_optional_path(fields, "token_file"),
     )
     fields.done()
     return meeting

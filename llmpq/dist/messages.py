@@ -49,6 +49,7 @@ class FrameKind(IntEnum):
     STATS = 5
     ERROR = 6
     HEARTBEAT = 7
+    TRACE = 8
 
 
 _TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE)
@@ -86,6 +87,12 @@ class FrameLimits:
     def header_bytes(self) -> int:
         """Size of every header of the run."""
         return _FIXED.size + self.max_rows * _ROW.size + _CHECKSUM.size
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Size of the largest micro-batch's hidden states."""
+        tokens = max(self.prefill_rows * self.prefill_tokens, self.decode_rows)
+        return tokens * self.hidden_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

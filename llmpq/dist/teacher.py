@@ -157,4 +157,4 @@ class _Teacher:
                 f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "
                 f"({frame.kind.name}), expected {number} (PREFILL)"
             )
-        return frame.hidden
+        return frame.hidden.clone()  # the next frame lands where this one lies

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.dist.allocator import give_memory_back
+from llmpq.dist.connect import Me, connect
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
 from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch import measurement_file
@@ -36,7 +37,6 @@ from llmpq.dist.rank import (
 )
 from llmpq.dist.results import FinishReason, Result, ResultWriter
 from llmpq.dist.teacher import run_teacher
-from llmpq.dist.torch_communicator import TorchCommunicator
 from llmpq.errors import LlmpqError
 from llmpq.logging import configure_logging
 from llmpq.quant.store import Store
@@ -139,14 +139,14 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
     config = checked_config(plan, job.model_dir)
     communicator = None
     if len(plan.stages) > 1:
-        communicator = TorchCommunicator(
+        me = Me(
             rank=rank,
             world_size=len(plan.stages),
             name=stage_name(plan, rank, socket.gethostname()),
             limits=frame_limits(plan, job.model_dir, config),
-            meeting=job.meeting,
             timeout_s=job.step_timeout_s,
         )
+        communicator = connect(me, job.meeting, job.transport).communicator
     return RankContext(
         plan=plan,
         rank=rank,

@@ -1,0 +1,234 @@
+"""The ring over sockets: order, sizes, silence, death, and nothing believed that a peer sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from llmpq.dist.failures import PeerLostError
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.dist.socket_communicator import SocketCommunicator
+from llmpq.errors import StageError
+
+LIMITS = FrameLimits(
+    digest=b"12345678",
+    num_slots=4,
+    max_context=600,
+    prefill_rows=4,
+    prefill_tokens=512,
+    decode_rows=4,
+    hidden_size=256,
+    dtype=torch.float32,
+)
+NAMES = ["stage 0 (rank 0)", "stage 1 (rank 1)"]
+
+
+class Ends:
+    """Two ranks' sockets, and the communicators made of them."""
+
+    def __init__(self) -> None:
+        self.forth = socket.socketpair()
+        self.back = socket.socketpair()
+        self.made: list[SocketCommunicator] = []
+
+    def rank(self, rank: int, timeout_s: float = 5.0) -> SocketCommunicator:
+        pairs = (self.forth, self.back) if rank == 0 else (self.back, self.forth)
+        one = SocketCommunicator(
+            rank=rank,
+            names=NAMES,
+            limits=LIMITS,
+            outgoing=pairs[0][0],
+            incoming=pairs[1][1],
+            timeout_s=timeout_s,
+        )
+        self.made.append(one)
+        return one
+
+    def close(self) -> None:
+        for one in self.made:
+            one.close()
+        for sock in (*self.forth, *self.back):
+            sock.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.close()
+
+
+def prefill(number: int, rows: int = 4, tokens: int = 512) -> Frame:
+    generator = torch.Generator().manual_seed(number)
+    return Frame(
+        kind=FrameKind.PREFILL,
+        micro_batch=number,
+        rows=tuple(Row(slot=slot, first=0, length=tokens) for slot in range(rows)),
+        hidden=torch.randn(rows, tokens, 256, generator=generator),
+    )
+
+
+def decode(number: int, rows: int = 2) -> Frame:
+    return Frame(
+        kind=FrameKind.DECODE,
+        micro_batch=number,
+        rows=tuple(Row(slot=slot, first=3, length=4) for slot in range(rows)),
+        hidden=torch.full((rows, 1, 256), float(number)),
+    )
+
+
+def wire(frame: Frame, sequence: int, limits: FrameLimits = LIMITS) -> bytes:
+    payload = frame.payload
+    data = b"" if payload is None else payload.numpy().tobytes()
+    return encode_header(frame, limits, sequence) + data
+
+
+def test_frames_larger_than_the_kernel_takes_arrive_whole_and_in_order(ends):
+    first, second = ends.rank(0), ends.rank(1)
+    sent = [prefill(0), decode(1), prefill(2), prefill(3, rows=1, tokens=3), decode(4)]
+    start = time.monotonic()
+    for frame in sent:
+        first.send(frame)
+    assert time.monotonic() - start < 1  # 4 MiB that nobody reads yet
+    for frame in sent:
+        got = second.recv()
+        assert (got.kind, got.micro_batch, got.rows) == (frame.kind, frame.micro_batch, frame.rows)
+        assert torch.equal(got.hidden, frame.hidden)
+
+
+def test_a_frame_can_be_seen_before_it_is_taken(ends):
+    first, second = ends.rank(0), ends.rank(1)
+    assert not first.has_frame()
+    second.send(Frame(kind=FrameKind.STATS, text=b"{}"))
+    assert first.has_frame()
+    assert first.has_frame()
+    assert first.recv().text == b"{}"
+    assert not first.has_frame()
+
+
+def test_a_rank_that_computes_for_long_is_not_silent(ends):
+    first, second = ends.rank(0, timeout_s=0.3), ends.rank(1, timeout_s=0.3)
+    timer = threading.Timer(1.0, first.send, [decode(1)])
+    timer.start()
+    assert second.recv().micro_batch == 1
+    timer.join()
+
+
+def test_a_silent_peer_is_named_in_time(ends):
+    second = ends.rank(1, timeout_s=0.2)
+    start = time.monotonic()
+    for _ in range(2):  # whoever asks again hears the same
+        with pytest.raises(PeerLostError, match=r"rank 0.*no sign of life for 0.2 s") as caught:
+            second.recv()
+    assert caught.value.rank == 0
+    assert 0.2 <= time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30, 200])
+def test_a_peer_that_ends_within_a_frame_is_named(ends, cut):
+    second = ends.rank(1)
+    ends.forth[0].sendall(wire(decode(0), 0)[:cut])
+    ends.forth[0].close()
+    with pytest.raises(PeerLostError, match=r"rank 0.*closed"):
+        second.recv()
+
+
+def test_what_was_sent_before_the_end_still_arrives(ends):
+    first, second = ends.rank(0), ends.rank(1)
+    first.send(prefill(7))
+    closing = threading.Thread(target=first.close)
+    closing.start()
+    assert torch.equal(second.recv().hidden, prefill(7).hidden)
+    closing.join()
+    with pytest.raises(PeerLostError):
+        second.recv()
+
+
+def test_sending_to_an_ended_peer_is_an_error_that_names_it(ends):
+    first = ends.rank(0)
+    ends.forth[1].close()
+    with pytest.raises(PeerLostError, match=r"rank 1.*closed") as caught:
+        first.send(decode(0))
+    assert caught.value.rank == 1
+
+
+def test_closing_does_not_wait_for_a_peer_that_reads_nothing(ends):
+    first = ends.rank(0)
+    first.send(prefill(0))
+    start = time.monotonic()
+    first.close()
+    assert time.monotonic() - start < 2
+
+
+def test_nothing_is_open_afterwards(ends):
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208  names are all that counts
+    made = Ends()
+    made.rank(0)
+    made.rank(1)
+    made.close()
+    assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
+    assert not [thread for thread in threading.enumerate() if thread.name == "link"]
+
+
+def forged(frame: Frame, offset: int, layout: str, value: object) -> bytes:
+    """A frame with one field of its header changed and the checksum made right."""
+    raw = bytearray(wire(frame, 0))
+    end = LIMITS.header_bytes - 4
+    struct.pack_into(layout, raw, offset, value)
+    struct.pack_into("<I", raw, end, zlib.crc32(raw[:end]))
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        (forged(decode(0), 48, "<Q", 2**40), "payload bytes"),
+        (forged(decode(0), 48, "<Q", 2 * 256 * 4 + 4), "payload bytes"),
+        (forged(decode(0), 48, "<Q", 2 * 256 * 4 - 4), "payload bytes"),
+        (forged(decode(0), 6, "<B", 2), "dtype"),
+        (forged(prefill(0), 36, "<I", 513), "shape"),
+        (wire(decode(0), 1), "sequence number"),
+        (wire(decode(0), 0)[:-4] + wire(decode(1), 1), "checksum|magic"),
+        (wire(decode(0), 0) + b"\0" * 4 + wire(decode(1), 1), "checksum"),
+        (wire(decode(0), 0) + wire(decode(0), 0), "sequence number"),
+        (wire(decode(0), 0) + wire(decode(2), 2), "sequence number"),
+        (wire(decode(0), 0, dataclasses.replace(LIMITS, digest=b"other...")), "plan digest"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20, "checksum"),
+        (os.urandom(4096), "checksum"),
+        (b"\xff" * 4096, "checksum"),
+    ],
+)
+def test_a_frame_that_is_not_the_next_one_of_this_run_is_refused(ends, data, names):
+    second = ends.rank(1, timeout_s=1.0)
+    ends.forth[0].sendall(data[:50_000])  # what the kernel takes without a reader
+    with pytest.raises(StageError, match=names):
+        _receive(second, 2)
+
+
+def test_a_claimed_size_costs_no_memory(ends):
+    second = ends.rank(1)
+    data = forged(decode(0), 48, "<Q", 2**40)
+    before = _resident_bytes()
+    ends.forth[0].sendall(data)
+    with pytest.raises(StageError, match="payload bytes"):
+        second.recv()
+    assert _resident_bytes() - before < 1 << 20
+
+
+def _receive(communicator: SocketCommunicator, count: int) -> None:
+    for _ in range(count):
+        communicator.recv()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123  one line
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
