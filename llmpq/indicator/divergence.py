@@ -82,9 +82,9 @@ class _Run:
         self.subject = subject
         self.progress = progress
         self.done = 0
-        # In units of one stream through one layer, a head counting as a layer.
+        # In units of one stream through one layer, the predictions of one counting as a layer.
         passes = sum(1 + len(subject.bits) * (index + 1) for index in range(num_layers))
-        self.total = passes + 1 + num_layers * len(subject.bits)
+        self.total = passes + num_layers * len(subject.bits)
         rows = max(1, subject.batch_tokens // probe.shape[1])
         self.batches = list(torch.split(probe.to(subject.device), rows))
         master = self._master()

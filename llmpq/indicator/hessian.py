@@ -48,7 +48,10 @@ class HessianEigenvalue:
             batch_tokens=subject.batch_tokens,
             progress=progress,
         )
-        rows = [self._layer(layer, subject) for layer in walk]
+        rows = []
+        for layer in walk:
+            rows.append(self._layer(layer, subject))
+            del layer  # before the walk loads the next
         return {width: tuple(row[width] for row in rows) for width in subject.bits}
 
     def _layer(self, layer: WalkedLayer, subject: Subject) -> dict[int, float]:

@@ -63,6 +63,7 @@ class Variance:
             for name, moments in seen.items():
                 share = moments.tokens / tokens.tokens
                 _add(row, layer.operators[name].weight, share * spread(moments, self.rounding))
+            del layer  # before the walk loads the next
             yield row
 
 

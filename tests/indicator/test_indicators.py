@@ -1,0 +1,296 @@
+"""What an indicator says, held against plain arithmetic on a plain run of the model."""
+
+import weakref
+
+import pytest
+import torch
+from helpers.tiny_models import load_reference
+from safetensors.torch import load_file, save_file
+
+from llmpq.calibration import CalibrationSet, Moments, synthetic_calibration
+from llmpq.errors import SpecError
+from llmpq.indicator import (
+    INDICATORS,
+    Divergence,
+    HessianEigenvalue,
+    Random,
+    Subject,
+    Variance,
+    monotone,
+    normalise,
+    top_eigenvalue,
+)
+from llmpq.indicator import divergence as divergence_module
+from llmpq.indicator.divergence import cut_probe
+from llmpq.indicator.rounding import mean_squared_step, squared_error
+from llmpq.indicator.variance import spread
+from llmpq.models import Checkpoint
+from llmpq.quant import quantize
+from llmpq.quant.assembly import matrices_of
+from llmpq.quant.loader import load_stage
+from llmpq.spec.precision import default_precision
+
+torch.set_num_threads(1)
+
+BITS = (3, 4, 8)
+
+
+def tokens(sequences=4, length=12, seed=0):
+    return synthetic_calibration(100, num_sequences=sequences, sequence_tokens=length, seed=seed)
+
+
+def subject(model_dir, data="default", **options):
+    data = tokens() if data == "default" else data
+    return Subject(model_dir=model_dir, calibration=data, **options)
+
+
+def linear_inputs(model_dir, token_ids):
+    """Weights and inputs of every linear operator of every layer of a plain run."""
+    model = load_reference(model_dir)
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    seen = [{} for _ in layers]
+    for index, layer in enumerate(layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(
+                    lambda m, x, at=index, key=name: seen[at].update(
+                        {key: (m.weight.detach().double(), x[0].flatten(0, -2).double())}
+                    )
+                )
+    with torch.inference_mode():
+        model(token_ids)
+    return seen
+
+
+def step_of(weight, bits):
+    """Squared steps of the default quantizer's groups, straight from the paper's formula."""
+    group = default_precision(bits).effective_group(weight.shape[1])
+    rows = weight.reshape(-1, group)
+    if bits == 8:
+        return rows.abs().amax(1).div(127).square().mean()
+    return (rows.amax(1) - rows.amin(1)).div(2**bits - 1).square().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
+@pytest.mark.parametrize("rounding", ["deterministic", "stochastic"])
+def test_variance_is_proposition_2_with_all_its_factors(tiny_model, family, rounding):
+    model_dir, data = tiny_model(family, seed=1), tokens()
+    found = Variance(rounding=rounding).score(subject(model_dir, data))
+    for layer, operators in enumerate(linear_inputs(model_dir, data.token_ids)):
+        for bits in BITS:
+            expected = 0.0
+            for weight, x in operators.values():
+                if rounding == "deterministic":
+                    inputs = x.var(correction=0) / 4
+                else:
+                    inputs = (x.mean() ** 2 + x.var(correction=0)) / 6
+                expected += float(weight.numel() * step_of(weight, bits) * inputs)
+            assert found[bits][layer] == pytest.approx(expected, rel=1e-4)
+
+
+def test_hessian_is_the_eigenvalue_times_the_error_of_the_weights(tiny_model):
+    model_dir, data = tiny_model("llama", seed=1), tokens()
+    found = HessianEigenvalue(tolerance=1e-9, iterations=1000).score(subject(model_dir, data))
+    for layer, operators in enumerate(linear_inputs(model_dir, data.token_ids)):
+        for bits in BITS:
+            expected = 0.0
+            for weight, x in operators.values():
+                eigenvalue = torch.linalg.eigvalsh(2 * x.T @ x)[-1]
+                packed = quantize(weight.float(), default_precision(bits), torch.float32)
+                error = (packed.dequantize(torch.float32) - weight).square().sum()
+                expected += float(eigenvalue * error)
+            assert found[bits][layer] == pytest.approx(expected, rel=1e-3)
+
+
+def test_hessian_is_the_same_in_however_many_passes(tiny_model):
+    whole, parts = (
+        HessianEigenvalue(memory_share=share).score(subject(tiny_model("llama", seed=1)))
+        for share in (100.0, 0.01)
+    )
+    for bits in BITS:
+        assert parts[bits] == pytest.approx(whole[bits], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_divergence_is_that_of_a_model_with_one_layer_changed(tiny_model, family):
+    model_dir, data = tiny_model(family, seed=1), tokens(sequences=3, length=10)
+    found = Divergence(probe_tokens=30).score(subject(model_dir, data))
+    model = load_reference(model_dir)
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    with torch.inference_mode():
+        whole = torch.log_softmax(model(data.token_ids).logits.double(), -1)
+        for index, layer in enumerate(layers):
+            plain = {name: value.clone() for name, value in layer.state_dict().items()}
+            for bits in BITS:
+                layer.load_state_dict(dequantized(plain, model_dir, index, bits))
+                changed = torch.log_softmax(model(data.token_ids).logits.double(), -1)
+                expected = (whole.exp() * (whole - changed)).sum(-1).mean()
+                assert found[bits][index] == pytest.approx(float(expected), rel=0.05, abs=2e-7)
+            layer.load_state_dict(plain)
+
+
+def dequantized(plain, model_dir, index, bits):
+    """The state of a layer whose matrices went through the default quantizer."""
+    state = {name: value.clone() for name, value in plain.items()}
+    for matrix in matrices_of(Checkpoint(model_dir).empty_layer(index)):
+        weight = state[matrix.key] if matrix.expert is None else state[matrix.key][matrix.expert]
+        packed = quantize(weight, default_precision(bits), torch.float32)
+        weight.copy_(packed.dequantize(torch.float32))
+    return state
+
+
+@pytest.mark.parametrize("name", ["divergence", "variance", "hessian", "random"])
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gemma2", "mixtral", "qwen3_moe"])
+def test_every_indicator_scores_every_family(tiny_model, family, name):
+    model_dir = tiny_model(family, seed=1)
+    told = []
+    scores = monotone(INDICATORS[name].score(subject(model_dir), lambda *now: told.append(now)))
+    found = normalise(scores, "here")
+    assert set(found) == set(BITS)
+    assert sum(found[4]) == pytest.approx(1)
+    for low, middle, high in zip(found[3], found[4], found[8], strict=True):
+        assert low >= middle >= high >= 0
+        assert low > 0
+    assert told[-1][0] == told[-1][1]
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+
+
+@pytest.mark.parametrize("name", ["divergence", "variance", "hessian"])
+def test_the_order_of_calibration_samples_changes_nothing(tiny_model, name):
+    model_dir, ids = tiny_model("llama", seed=1), tokens().token_ids
+    one, other = (
+        INDICATORS[name].score(
+            subject(model_dir, CalibrationSet(token_ids=ids[order], source="ordered"))
+        )
+        for order in ([0, 1, 2, 3], [2, 0, 3, 1])
+    )
+    assert one == other
+
+
+def scaled_copy(model_dir, output, pick, factor):
+    """The model with some tensors multiplied by a power of two."""
+    output.mkdir()
+    for file in model_dir.iterdir():
+        if file.suffix == ".json":
+            (output / file.name).write_bytes(file.read_bytes())
+    for file in model_dir.glob("*.safetensors"):
+        state = load_file(file)
+        save_file(
+            {name: value * factor if pick(name) else value for name, value in state.items()},
+            output / file.name,
+            metadata={"format": "pt"},
+        )
+    return output
+
+
+@pytest.mark.parametrize("name", ["variance", "hessian"])
+@pytest.mark.parametrize("factor", [0.5, 4.0])
+def test_the_square_of_the_weights_scale(tiny_model, tmp_path, name, factor):
+    """``q_proj`` alone is scaled, in a model of one layer: its input stays what it was."""
+    model_dir = tiny_model("llama", seed=1, shape={"layers": 1})
+    scaled = scaled_copy(model_dir, tmp_path / "scaled", lambda key: "down_proj" in key, factor)
+    none = scaled_copy(model_dir, tmp_path / "none", lambda key: "down_proj" in key, 0.0)
+    without, plain, more = (
+        INDICATORS[name].score(subject(path)) for path in (none, model_dir, scaled)
+    )
+    for bits in BITS:
+        gained = more[bits][0] - without[bits][0]
+        assert gained == pytest.approx(factor**2 * (plain[bits][0] - without[bits][0]), rel=1e-3)
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+@pytest.mark.parametrize("rounding", ["deterministic", "stochastic"])
+def test_the_square_of_the_activations_scale(factor, rounding):
+    x = torch.randn(50, 16, generator=torch.Generator().manual_seed(3)) + 0.5
+    plain, scaled = Moments(16), Moments(16)
+    plain.add(x)
+    scaled.add(factor * x)
+    assert spread(scaled, rounding) == pytest.approx(factor**2 * spread(plain, rounding), rel=1e-5)
+    eigenvalue, more = (top_eigenvalue(v.T @ v) for v in (x, factor * x))
+    assert more == pytest.approx(factor**2 * eigenvalue, rel=1e-4)
+
+
+def test_bits_that_are_asked_for_come_with_4(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    assert subject(model_dir, bits=(8,)).bits == (4, 8)
+    with pytest.raises(SpecError, match="found \\[16\\]"):
+        subject(model_dir, bits=(16,))
+
+
+def test_without_a_text_only_the_weights_count(tiny_model):
+    model_dir = tiny_model("mixtral", seed=1)
+    found = Variance().score(subject(model_dir, None))
+    model = load_reference(model_dir)
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
+    for layer, module in enumerate(layers):
+        matrices = [
+            value
+            for name, value in module.named_parameters()
+            if value.dim() > 1 and "gate.weight" not in name
+        ]
+        stacked = [m for value in matrices for m in (value if value.dim() == 3 else [value])]
+        expected = sum(float(m.numel() * step_of(m.detach(), 4)) for m in stacked)
+        assert found[4][layer] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["divergence", "hessian"])
+def test_an_indicator_that_needs_a_text_says_so(tiny_model, name):
+    with pytest.raises(SpecError, match="expected a text to calibrate on"):
+        INDICATORS[name].score(subject(tiny_model("llama", seed=1), None))
+
+
+def test_random_is_its_seed(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    one, same, other = (Random(seed=s).score(subject(model_dir, None)) for s in (1, 1, 2))
+    assert one == same != other
+
+
+def test_top_eigenvalue_of_a_matrix_of_zeros_is_zero():
+    assert top_eigenvalue(torch.zeros(5, 5)) == 0.0
+
+
+def test_top_eigenvalue_is_that_of_the_exact_solver():
+    x = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
+    expected = float(torch.linalg.eigvalsh(x.T @ x)[-1])
+    assert top_eigenvalue(x.T @ x, iterations=500, tolerance=1e-9) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shape", [(6, 256), (300, 40)])
+def test_rounding_is_that_of_the_quantizer(bits, shape):
+    weight = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+    packed = quantize(weight, default_precision(bits), torch.float32)
+    error = (packed.dequantize(torch.float32) - weight).square().sum()
+    assert squared_error(weight, bits, torch.float32) == pytest.approx(float(error), rel=1e-4)
+    assert mean_squared_step(weight, bits) == pytest.approx(float(step_of(weight, bits)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("share", "shape"), [(0, (1, 2)), (5, (1, 5)), (12, (1, 12)), (30, (2, 12)), (999, (4, 12))]
+)
+def test_a_probe_is_about_its_share_of_the_tokens(share, shape):
+    assert cut_probe(tokens(), share).shape == shape
+
+
+def test_all_streams_together_hold_no_more_than_the_calibration_set():
+    data = synthetic_calibration(100, num_sequences=16, sequence_tokens=32)
+    for layers in (2, 12, 80):
+        streams = 3 * layers + 1
+        probe = cut_probe(data, data.tokens // streams)
+        assert probe.numel() * streams <= max(data.tokens, 2 * streams)
+
+
+def test_a_divergence_runs_a_layer_at_a_time(tiny_model, monkeypatch):
+    """No more than one layer of each kind is alive when the next is loaded."""
+    alive = []
+
+    def load(*args, **options):
+        assert sum(ref() is not None for ref in alive) <= 1
+        stage = load_stage(*args, **options)
+        alive.append(weakref.ref(stage))
+        return stage
+
+    monkeypatch.setattr(divergence_module, "load_stage", load)
+    Divergence().score(subject(tiny_model("llama", seed=1)))
+    assert len(alive) >= 8
+    assert len(alive) % 4 == 0
