@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,17 +24,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch
 from torch.distributed.rendezvous import rendezvous
 
 from llmpq.dist.communicator import Communicator
+from llmpq.dist.doors import Arrivals, Place, is_loopback, reach
 from llmpq.dist.job import START_TIMEOUT_S, Meeting, Transport
-from llmpq.dist.meeting import (
-    Announcement,
-    Arrivals,
-    Met,
-    Place,
-    guest_of_meeting,
-    host_of_meeting,
-    is_loopback,
-    link_to,
-)
+from llmpq.dist.meeting import Announcement, Met, guest_of_meeting, host_of_meeting
 from llmpq.dist.messages import FrameLimits
 from llmpq.dist.socket_communicator import SocketCommunicator
 from llmpq.dist.torch_communicator import TorchCommunicator
@@ -127,7 +120,7 @@ def _take_place(me: Me, met: Met, token: bytes, listeners: Sequence[socket.socke
     place = met.ranks[following].place_for(met.ranks[me.rank])
     arrivals = Arrivals(listeners, token, f"link {met.session} {me.rank}".encode())
     purpose = f"link {met.session} {following}".encode()
-    outgoing = link_to(place, token, purpose, LINK_TIMEOUT_S)
+    outgoing = reach(lambda: place, token, purpose, time.monotonic() + LINK_TIMEOUT_S)
     communicator = SocketCommunicator(
         rank=me.rank,
         names=[one.name for one in met.ranks],

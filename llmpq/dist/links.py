@@ -29,6 +29,8 @@ from llmpq.dist.messages import (
     encode_header,
 )
 
+BUFFER_BYTES: Final = 8 << 20
+"""Bytes on their way for which no thread must be woken: some micro-batches of decode."""
 _MS: Final = 1000.0
 
 
@@ -46,6 +48,9 @@ class Outbox:
 
     def __init__(self, sock: socket.socket, limits: FrameLimits) -> None:
         sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            # The kernel grants what it may; TCP sizes its own buffers by what the network needs.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self._sock = sock
         self._limits = limits
         self._sent = 0

@@ -10,99 +10,22 @@ The clock of rank 0 is compared on the way, so that traces of several hosts shar
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import queue
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from llmpq.dist.handshake import (
-    RefusedError,
-    answer,
-    greet,
-    receive,
-    receive_json,
-    send_all,
-    send_json,
-)
-from llmpq.errors import SpecError, StageError
+from llmpq.dist.doors import HANDSHAKE_S, Place, Porter, reach
+from llmpq.dist.handshake import receive, receive_json, send_all, send_json
+from llmpq.errors import StageError
 from llmpq.spec.fields import Fields
 
-HANDSHAKE_S = 5.0
-"""How long a connection may take to prove the token."""
-MAX_STRANGERS = 64
-"""Connections that may be proving themselves at once; more are hung up on."""
-RETRY_S = 0.02
-BACKLOG = 128
 CLOCK_ROUNDS = 8
 _CLOCK = struct.Struct("<d")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a listener stands: a socket file, or an address; exactly one.
-
-    Attributes:
-        path: of a unix socket.
-        address: host and port.
-    """
-
-    path: str | None = None
-    address: tuple[str, int] | None = None
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[socket.socket]:
-        """Listen here, and nowhere else, for as long as the context lasts.
-
-        Raises:
-            StageError: the place cannot be listened at.
-        """
-        try:
-            listener = self._listen()
-        except OSError as error:
-            where = "its socket" if self.address is None else "{}:{}".format(*self.address)
-            raise StageError(f"cannot listen at {where}: {error.strerror or error}") from None
-        try:
-            yield listener
-        finally:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts; closing does not
-            listener.close()
-            if self.path is not None:
-                Path(self.path).unlink(missing_ok=True)
-
-    def _listen(self) -> socket.socket:
-        if self.address is not None:
-            return socket.create_server(
-                self.address, family=_family(self.address[0]), backlog=BACKLOG
-            )
-        listener = socket.socket(socket.AF_UNIX)
-        with _short_path(self.path) as short:
-            listener.bind(short)
-        listener.listen(BACKLOG)
-        return listener
-
-    def connect(self, timeout_s: float) -> socket.socket:
-        """Return a connected stream."""
-        if self.address is not None:
-            sock = socket.create_connection(self.address, timeout=timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(timeout_s)
-        try:
-            with _short_path(self.path) as short:
-                sock.connect(short)
-        except OSError:
-            sock.close()
-            raise
-        return sock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,12 +116,13 @@ def guest_of_meeting(
         StageError: rank 0 cannot be reached, or says that the meeting failed.
     """
     deadline_s = time.monotonic() + limit_s
-    with _reach(find, token, b"meeting", deadline_s) as sock:
+    with reach(find, token, b"meeting", deadline_s) as sock:
         offset_s, error_s = _compare_clocks(sock, deadline_s)
         announced = own(sock)
         try:
             send_json(sock, announced.to_json(), deadline_s)
-            told = receive_json(sock, deadline_s)
+            # Rank 0 may only now find out that somebody is missing: give it time to say so.
+            told = receive_json(sock, deadline_s + HANDSHAKE_S)
         except OSError as error:
             raise StageError(f"{announced.name}: lost rank 0 while meeting: {error}") from None
     fields = Fields(told, "meeting")
@@ -214,94 +138,13 @@ def guest_of_meeting(
     return met
 
 
-def link_to(place: Place, token: bytes, purpose: bytes, limit_s: float) -> socket.socket:
-    """Connect to another rank's listener and prove the token."""
-    return _reach(lambda: place, token, purpose, time.monotonic() + limit_s)
-
-
-class Arrivals:
-    """Lets in the rank that proves the token, and hangs up on everyone else.
-
-    Args:
-        listeners: where it may come.
-        token: the shared secret.
-        purpose: what it must come for.
-    """
-
-    def __init__(self, listeners: Sequence[socket.socket], token: bytes, purpose: bytes) -> None:
-        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        for listener in listeners:
-            _Porter(listener, token, purpose, self._arrived.put)
-
-    def take(self, limit_s: float) -> socket.socket:
-        """Return the connection.
-
-        Raises:
-            StageError: nobody came in time.
-        """
-        try:
-            sock = self._arrived.get(timeout=limit_s)
-        except queue.Empty:
-            raise StageError("the rank before this one did not connect") from None
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address only reaches this very host."""
-    try:
-        found = socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(item[4][0]).is_loopback for item in found)
-
-
-class _Porter:
-    """Lets in whoever proves the token; a thread for each that is proving, at most so many."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        purpose: bytes,
-        on_arrival: Callable[[socket.socket], None],
-    ) -> None:
-        self._listener = listener
-        self._token = token
-        self._purpose = purpose
-        self._on_arrival = on_arrival
-        self._room = threading.BoundedSemaphore(MAX_STRANGERS)
-        threading.Thread(target=self._accept, daemon=True, name="porter").start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # the listener was closed: everyone is there
-            if not self._room.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._prove, args=(sock,), daemon=True, name="proof").start()
-
-    def _prove(self, sock: socket.socket) -> None:
-        try:
-            answer(sock, self._token, self._purpose, time.monotonic() + HANDSHAKE_S)
-            self._on_arrival(sock)
-        except (OSError, StageError, ValueError):
-            sock.close()
-        finally:
-            self._room.release()
-
-
 class _Guests:
     """Rank 0's side: those that came, with their connections."""
 
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._connections: list[socket.socket] = []
         self._arrived: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        _Porter(listener, token, b"meeting", self._welcome)
+        Porter(listener, token, b"meeting", self._welcome)
 
     def gather(
         self, own: Announcement, world_size: int, deadline_s: float
@@ -340,35 +183,6 @@ class _Guests:
         self._arrived.put(one)
 
 
-def _reach(
-    find: Callable[[], Place], token: bytes, purpose: bytes, deadline_s: float
-) -> socket.socket:
-    """Connect and prove the token, trying again until the listener is there."""
-    last: Exception = TimeoutError("nobody listens")
-    place = None
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            place = find()
-            sock = place.connect(min(left_s, HANDSHAKE_S))
-        except OSError as error:
-            last = error
-            time.sleep(RETRY_S)
-            continue
-        try:
-            greet(sock, token, purpose, min(deadline_s, time.monotonic() + HANDSHAKE_S))
-        except RefusedError as error:
-            sock.close()
-            raise SpecError(f"{place.address or 'meeting'}: {error}") from None
-        except OSError as error:
-            last = error
-            sock.close()
-            time.sleep(RETRY_S)
-        else:
-            return sock
-    where = None if place is None else place.address or "its socket"
-    raise StageError(f"could not reach the other rank at {where}: {last}")
-
-
 def _compare_clocks(sock: socket.socket, deadline_s: float) -> tuple[float, float]:
     """Return what to add to this clock to get rank 0's, and by how much it may be wrong."""
     best = (float("inf"), 0.0)
@@ -393,18 +207,3 @@ def _announcement(fields: Fields) -> Announcement:
     )
     fields.done()
     return one
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-
-
-@contextlib.contextmanager
-def _short_path(path: str | None) -> Iterator[str]:
-    """A unix socket's path holds 107 bytes: name a deep folder by a descriptor of it."""
-    assert path is not None
-    folder = os.open(Path(path).parent, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{Path(path).name}"
-    finally:
-        os.close(folder)

@@ -1,0 +1,247 @@
+"""Ranks meet, and strangers stay outside: tokens, garbage, idle connections, ranks that differ."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.dist.connect import Me, Ring, connect, read_token
+from llmpq.dist.doors import MAX_STRANGERS, Place
+from llmpq.dist.job import Meeting
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits
+from llmpq.errors import LlmpqError, SpecError, StageError
+
+LIMITS = FrameLimits(
+    digest=b"12345678",
+    num_slots=2,
+    max_context=8,
+    prefill_rows=1,
+    prefill_tokens=4,
+    decode_rows=2,
+    hidden_size=4,
+    dtype=torch.float32,
+)
+
+
+def me(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> Me:
+    name = f"stage {rank} (rank {rank})"
+    return Me(rank=rank, world_size=world_size, name=name, limits=limits, timeout_s=5.0)
+
+
+def meet(
+    ranks: list[tuple[Me, Meeting]],
+) -> tuple[dict[int, Ring], dict[int, LlmpqError]]:
+    """Connect all ranks at once, each in a thread."""
+    made: dict[int, Ring] = {}
+    failed: dict[int, LlmpqError] = {}
+
+    def run(who: Me, meeting: Meeting) -> None:
+        try:
+            made[who.rank] = connect(who, meeting)
+        except LlmpqError as error:
+            failed[who.rank] = error
+
+    threads = [threading.Thread(target=run, args=rank) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    return made, failed
+
+
+def goes_round(made: dict[int, Ring]) -> bool:
+    """Send a frame round the ring and close."""
+    doors = [made[rank].communicator for rank in sorted(made)]
+    doors[0].send(Frame(kind=FrameKind.STATS, text=b"round"))
+    for door in doors[1:]:
+        door.send(door.recv())
+    text = doors[0].recv().text
+    for door in doors:
+        door.close()
+    return text == b"round"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def token_file(folder: Path, text: str = "a secret of many letters") -> Path:
+    path = folder / "token"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def test_ranks_of_one_host_use_unix_sockets_and_leave_no_file(tmp_path):
+    deep = tmp_path / ("a" * 60) / ("b" * 60)  # deeper than a unix socket's name can be
+    deep.mkdir(parents=True)
+    meeting = Meeting(file=deep / "meeting")
+    made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
+    assert not failed
+    assert [made[rank].transport for rank in range(3)] == ["unix"] * 3
+    assert made[1].communicator.names == [me(rank, 3).name for rank in range(3)]
+    assert not list(deep.iterdir())
+    assert goes_round(made)
+
+
+def test_ranks_with_an_address_find_each_others_files_and_nothing_listens_after(tmp_path):
+    port = free_port()
+    meeting = Meeting(address=("127.0.0.1", port), token_file=token_file(tmp_path))
+    made, failed = meet([(me(rank, 2), meeting) for rank in range(2)])
+    assert not failed
+    assert {ring.transport for ring in made.values()} == {"unix"}
+    assert abs(made[1].clock_offset_s) <= made[1].clock_error_s + 1e-3
+    assert not is_listening(port)
+    assert goes_round(made)
+
+
+def test_ranks_of_unlike_hosts_use_tcp(tmp_path, monkeypatch):
+    hosts = iter("abc")
+    monkeypatch.setattr("llmpq.dist.connect._host_key", lambda: next(hosts))
+    meeting = Meeting(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
+    made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
+    assert not failed
+    assert [made[rank].transport for rank in range(3)] == ["tcp"] * 3
+    assert goes_round(made)
+
+
+def test_each_link_takes_its_own_transport(tmp_path, monkeypatch):
+    key = {"MainThread": "x"}
+
+    def host_key() -> str:
+        return key.setdefault(threading.current_thread().name, f"host {len(key) % 2}")
+
+    monkeypatch.setattr("llmpq.dist.connect._host_key", host_key)
+    meeting = Meeting(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
+    made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
+    assert not failed
+    assert sorted(made[rank].transport for rank in range(3)) == ["tcp", "tcp", "unix"]
+    assert goes_round(made)
+
+
+def test_another_token_is_refused_and_the_others_still_meet(tmp_path):
+    address = ("127.0.0.1", free_port())
+    (tmp_path / "other").mkdir()
+    good = Meeting(address=address, token_file=token_file(tmp_path))
+    bad = Meeting(address=address, token_file=token_file(tmp_path / "other", "x" * 30))
+    stranger, said = {}, {}
+
+    def intrude() -> None:
+        stranger.update(meet([(me(1, 2), bad)])[1])
+
+    thread = threading.Thread(target=intrude)
+    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), good)])[0]))
+    host.start()
+    thread.start()
+    thread.join(timeout=20)
+    assert isinstance(stranger[1], SpecError)
+    assert "token" in str(stranger[1])
+    made, failed = meet([(me(1, 2), good)])
+    host.join(timeout=20)
+    assert not failed
+    assert goes_round(said | made)
+
+
+def test_a_place_others_can_reach_needs_a_token():
+    with pytest.raises(SpecError, match=r"192\.0\.2\.1.*token_file"):
+        connect(me(1, 2), Meeting(address=("192.0.2.1", 1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "names"), [("short", 0o600, "at least 16"), ("long" * 9, 0o644, "mode 644")]
+)
+def test_a_poor_token_is_refused(tmp_path, text, mode, names):
+    path = token_file(tmp_path, text)
+    path.chmod(mode)
+    with pytest.raises(SpecError, match=names):
+        read_token(path)
+
+
+def test_ranks_of_another_plan_are_named(tmp_path):
+    other = dataclasses.replace(LIMITS, digest=b"another.")
+    meeting = Meeting(file=tmp_path / "meeting")
+    made, failed = meet([(me(0, 2), meeting), (me(1, 2, other), meeting)])
+    assert not made
+    assert all(isinstance(error, SpecError) for error in failed.values())
+    assert "stage 1 (rank 1) runs another plan" in str(failed[0])
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmpq.dist.connect.START_TIMEOUT_S", 0.3)
+    meeting = Meeting(file=tmp_path / "meeting")
+    made, failed = meet([(me(0, 3), meeting), (me(1, 3), meeting)])
+    assert not made
+    assert all(isinstance(error, StageError) for error in failed.values())
+    assert "rank 2 did not start in time" in str(failed[0])
+    assert "rank 2 did not start in time" in str(failed[1])
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\0" * 64, b"\xff" * 4096, os.urandom(4096), b"llmpq-1\n"],
+)
+def test_garbage_is_hung_up_on_at_once_and_disturbs_nobody(tmp_path, garbage):
+    address = ("127.0.0.1", free_port())
+    meeting = Meeting(address=address, token_file=token_file(tmp_path))
+    said: dict[int, Ring] = {}
+    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), meeting)])[0]))
+    host.start()
+    with _connection(lambda: Place(address=address).connect(5)) as stranger:
+        if len(garbage) > 24:  # what is shorter is waited for, 5 s at most
+            start = time.monotonic()
+            stranger.sendall(garbage)
+            assert _reads_to_the_end(stranger) <= 16  # the challenge, never more
+            assert time.monotonic() - start < 1
+        made, failed = meet([(me(1, 2), meeting)])
+    host.join(timeout=20)
+    assert not failed
+    assert goes_round(said | made)
+
+
+def test_idle_connections_do_not_keep_ranks_out(tmp_path):
+    address = ("127.0.0.1", free_port())
+    meeting = Meeting(address=address, token_file=token_file(tmp_path))
+    said: dict[int, Ring] = {}
+    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), meeting)])[0]))
+    host.start()
+    with contextlib.ExitStack() as idle:
+        for _ in range(MAX_STRANGERS + 40):
+            idle.enter_context(_connection(lambda: Place(address=address).connect(5)))
+        made, failed = meet([(me(1, 2), meeting)])
+    host.join(timeout=20)
+    assert not failed
+    assert goes_round(said | made)
+
+
+def _connection(make: Callable[[], socket.socket], limit_s: float = 10.0) -> socket.socket:
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            return make()
+        except OSError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def _reads_to_the_end(sock: socket.socket) -> int:
+    count = 0
+    with contextlib.suppress(ConnectionError):
+        while data := sock.recv(4096):
+            count += len(data)
+    return count
