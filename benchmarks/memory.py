@@ -1,52 +1,174 @@
 #!/usr/bin/env python3
-"""Forecast and measured peak memory of CPU stages: families x bits x stages, as a Markdown table.
+"""Forecast and measured peak memory of CPU stages: families x bits x stages, one CSV row a stage.
 
-    benchmarks/memory.py --models DIR ... --bits 16 8 4 3 --stages 1 2 3
+    benchmarks/memory.py run --models DIR ... --bits 16 8 4 3 --stages 1 2 3 --output rows.csv
+    benchmarks/memory.py table rows.csv [--plot errors.png]
 
-Models come from scripts/make_tiny_model.py; several hundred megabytes a stage make per cents mean
-something.
+Rows already in the file are not measured again, so a run may be stopped at any time. ``table``
+prints Markdown with the forecast of today's cost model against the peaks in the file: it reads the
+models again, and measures nothing. Models come from scripts/make_tiny_model.py; several hundred
+megabytes a stage make per cents mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmpq.cli.profile_memory import even_plan
 from llmpq.profiler.memory import measure_memory
+from llmpq.spec.plan import Plan
+
+KEY = ("model", "bits", "kv_bits", "stages", "shape", "micro_batch", "seed")
+HELD = ("weights", "master", "kv", "buffers", "load_peak")
+FIELDS = (*KEY, "rank", "measured", *HELD)
+Row = dict[str, str]
 
 
-def main() -> int:
-    """Measure every combination; print a row a stage."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing, or print what is there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", type=Path, nargs="+", required=True)
-    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4, 3])
-    parser.add_argument("--stages", type=int, nargs="+", default=[1])
-    options = parser.parse_args()
-    print("| model | bits | stage | predicted MB | measured MB | error | exact parts |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for folder in options.models:
-        for bits in options.bits:
-            for stages in options.stages:
-                plan = even_plan(
-                    folder, bits=(bits,), stages=stages, shape=(8, 248, 8), micro_batch=(4, 8)
-                )
-                for stats in measure_memory(plan, folder.resolve()):
-                    memory = plan.estimate.stages[stats.rank].memory
-                    held = stats.held
-                    is_exact = held is not None and (
-                        (held.weights, held.kv, held.master)
-                        == (memory.weights, memory.kv, memory.master)
-                    )
-                    error = memory.total / stats.memory_bytes - 1
-                    print(
-                        f"| {folder.name} | {bits} | {stats.rank + 1}/{stages} "
-                        f"| {memory.total / 1e6:.0f} | {stats.memory_bytes / 1e6:.0f} "
-                        f"| {error:+.1%} | {'equal' if is_exact else 'DIFFER'} |",
-                        flush=True,
-                    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run")
+    run.add_argument("--models", type=Path, nargs="+", required=True)
+    run.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4, 3])
+    run.add_argument("--kv_bits", type=int)
+    run.add_argument("--stages", type=int, nargs="+", default=[1])
+    run.add_argument("--shape", type=int, nargs=3, default=[8, 248, 8])
+    run.add_argument("--micro_batch", type=int, nargs=2, default=[4, 8])
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--output", type=Path, required=True)
+    table = commands.add_parser("table")
+    table.add_argument("rows", type=Path)
+    table.add_argument("--plot", type=Path)
+    options = parser.parse_args(argv)
+    if options.command == "run":
+        _measure(options)
+        return 0
+    compared = [(row, *_compared(row)) for row in _read(options.rows)]
+    _print(compared)
+    if options.plot is not None:
+        _plot(compared, options.plot)
     return 0
+
+
+def _measure(options: argparse.Namespace) -> None:
+    known = {tuple(row[name] for name in KEY) for row in _read(options.output)}
+    for folder in options.models:
+        for stages in options.stages:
+            for bits in options.bits:
+                key = {
+                    "model": str(folder),
+                    "bits": bits,
+                    "kv_bits": options.kv_bits or "",
+                    "stages": stages,
+                    "shape": _joined(options.shape),
+                    "micro_batch": _joined(options.micro_batch),
+                    "seed": options.seed,
+                }
+                if tuple(str(key[name]) for name in KEY) not in known:
+                    _append(options.output, _rows({name: str(key[name]) for name in KEY}))
+
+
+def _rows(key: Row) -> list[dict[str, Any]]:
+    """Run one plan and return a row for each of its stages."""
+    found = []
+    stages = measure_memory(
+        _plan(key), Path(key["model"]).resolve(), seed=int(key["seed"]), step_timeout_s=200
+    )
+    for stats in stages:
+        assert stats.held is not None
+        held = {name: getattr(stats.held, name) for name in HELD}
+        found.append({**key, "rank": stats.rank, "measured": stats.memory_bytes, **held})
+    return found
+
+
+def _plan(row: Row) -> Plan:
+    return even_plan(
+        Path(row["model"]),
+        bits=(int(row["bits"]),),
+        stages=int(row["stages"]),
+        shape=_numbers(row["shape"]),
+        micro_batch=_numbers(row["micro_batch"]),
+        kv_bits=int(row["kv_bits"]) if row["kv_bits"] else None,
+    )
+
+
+def _compared(row: Row) -> tuple[float, float, bool]:
+    """Return predicted and measured bytes, and whether the exact parts are."""
+    memory = _plan(row).estimate.stages[int(row["rank"])].memory
+    names = ("weights", "master", "kv")
+    is_exact = all(getattr(memory, name) == int(row[name]) for name in names)
+    return memory.total, float(row["measured"]), is_exact
+
+
+def _print(compared: Iterable[tuple[Row, float, float, bool]]) -> None:
+    print(
+        "| model | bits | kv | stage | predicted MB | measured MB | error | load MB | exact parts |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    errors = []
+    for row, predicted, measured, is_exact in compared:
+        errors.append(predicted / measured - 1)
+        print(
+            f"| {Path(row['model']).name} | {row['bits']} | {row['kv_bits'] or 'dtype'} "
+            f"| {int(row['rank']) + 1}/{row['stages']} | {predicted / 1e6:.0f} "
+            f"| {measured / 1e6:.0f} | {errors[-1]:+.1%} | {int(row['load_peak']) / 1e6:.0f} "
+            f"| {'equal' if is_exact else 'DIFFER'} |"
+        )
+    if errors:
+        good = sum(-0.01 <= error <= 0.03 for error in errors)
+        print(
+            f"\n{len(errors)} stages: {min(errors):+.1%} to {max(errors):+.1%}, mean "
+            f"{sum(errors) / len(errors):+.1%}; {good} between -1 % and +3 %"
+        )
+
+
+def _plot(compared: Sequence[tuple[Row, float, float, bool]], path: Path) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415  only pictures need it
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    families: dict[str, list[tuple[float, float]]] = {}
+    for row, predicted, measured, _ in compared:
+        family = Path(row["model"]).name.partition("-")[0]
+        families.setdefault(family, []).append((measured / 1e6, 100 * (predicted / measured - 1)))
+    for marker, (family, points) in zip("osD^v<>P", families.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), marker, label=family, markersize=5, alpha=0.8)
+    axes.axhspan(-1, 3, color="0.92", zorder=0, label="aimed at")
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    axes.set_xlabel("measured peak resident memory of a stage, MB")
+    axes.set_ylabel("predicted, % above measured")
+    axes.legend(ncols=2, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _joined(numbers: Iterable[int]) -> str:
+    return " ".join(str(number) for number in numbers)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split())
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Every moment is a list of the tensors alive in one statement of transformers' decoder layers; the
 lists were read off the running layers (``tests/costmodel/test_cpu_memory.py`` does it again). What
-the process takes for them is more: tensors below 32 MiB share glibc's heap, which keeps the holes
-that differing sizes leave. ``HEAP_FACTOR`` is that share, measured (docs/memory.md).
+the process takes for them is more: tensors below 16 MiB share glibc's heap, which keeps the holes
+that differing sizes leave. ``HEAP_FACTOR`` is that share, measured (docs/memory.md). Loading has a
+peak of its own, which is here too: a stage needs the larger of both.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
 """
@@ -19,13 +20,19 @@ from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, default_precision
 from llmpq.spec.storage import needs_scratch
 from llmpq.units import MIB
 
-HEAP_FACTOR = 2.4
-"""Bytes the process takes for a byte of temporaries at their peak: 1.9 to 2.9 in 26 runs."""
-MAPPED_BYTES = 32 * MIB
-"""Tensors above it always lie apart: no hole is larger."""
-MESSAGES = 4
-"""Hidden states held beside a step's own on a ring: one just read, one arriving, two on their way.
-A pipeline of one stage holds its embedded tokens."""
+HEAP_FACTOR = 1.7
+"""Bytes the process takes for a byte of temporaries at their peak, beside ``FIRST_USE_BYTES``."""
+FIRST_USE_BYTES = 15_000_000
+"""What a first step leaves for good whatever its size: scratch of kernels, code of libraries."""
+MAPPED_BYTES = 16 * MIB
+"""Tensors above it lie apart (``dist.allocator``): no hole is larger."""
+MESSAGES = 3
+"""Hidden states held on a ring beside a step's own: the buffer they arrive in, two on their way
+out. A pipeline of one stage holds its embedded tokens."""
+MATRICES_UNDER_WAY = 3
+"""16-bit matrices a loader holds beside what it has placed (``quant.loader``)."""
+EXPERT_SHARE = 2.0
+"""Rows of the busiest expert, as a multiple of an even share."""
 EAGER_ATTENTION = ("bloom", "gemma2")
 """Families whose attention writes out its scores (alibi added, or scores capped)."""
 STEPWISE_ACTIVATION = ("bloom", "phi")
@@ -62,7 +69,7 @@ class Step:
 
 
 def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int:
-    """Return the most bytes a CPU worker takes for one of these steps.
+    """Return the most bytes a CPU worker takes for one of these steps, or for loading.
 
     Args:
         steps: the largest prefill and decode steps.
@@ -71,12 +78,27 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int
     """
     worst = 0
     for step in steps:
-        messages = [step.hidden] * (1 if is_alone else MESSAGES)
+        messages = step.hidden * (1 if is_alone else MESSAGES)
         moments = [m for layer in step.model.layer_types for m in _moments(step, layer)]
         if is_master:
             moments.append(_logits(step))
-        worst = max(worst, *(_resident([*messages, *moment]) for moment in moments))
-    return worst + _scratch_bytes(steps[0].model, steps[0].dtype) + read_buffer_bytes(steps)
+        worst = max(worst, messages + max(_resident(moment) for moment in moments))
+    kept = FIRST_USE_BYTES + _scratch_bytes(steps[0].model, steps[0].dtype)
+    return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
+
+
+def loading_bytes(model: ModelSpec) -> int:
+    """Return what loading takes beside what it has placed.
+
+    Slots are not written by then, so a stage with many of them peaks later than this counts on.
+    """
+    largest = max(
+        op.out_features * op.in_features
+        for layer in model.layer_types
+        for op in layer.linears
+        if op.quantizable
+    )
+    return MATRICES_UNDER_WAY * 2 * largest
 
 
 def read_buffer_bytes(steps: Sequence[Step]) -> int:
@@ -142,11 +164,15 @@ def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
 
 
 def _experts(step: Step, layer: LayerSpec) -> Moment:
-    """All chosen experts at once, as at 16 bits; quantized ones run one by one, on fewer rows."""
-    experts = [op for op in layer.linears if op.count > 1]
-    active, inner = experts[0].active, min(op.in_features for op in experts[-1:])
-    each = active * step.of(inner)
-    return [*[step.hidden] * (2 + active), 2 * each, each, each]
+    """One expert after the other, each on the rows that chose it; their sum besides."""
+    *_, down = [op for op in layer.linears if op.count > 1]
+    inner = math.ceil(step.of(down.in_features) * _share(down))
+    return [*[step.hidden] * 3, 2 * inner, inner, inner]
+
+
+def _share(op: LinearSpec) -> float:
+    """Return the part of a step's rows that one operator sees at once."""
+    return 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
 
 
 def _products(step: Step, layer: LayerSpec) -> list[Moment]:
@@ -155,16 +181,14 @@ def _products(step: Step, layer: LayerSpec) -> list[Moment]:
     for op in layer.linears:
         if not op.quantizable:
             continue
-        wide = 4 * step.rows * op.active * (op.in_features + op.out_features)
-        found.append(
-            [
-                *[step.hidden] * 2,
-                op.active * step.of(op.in_features),
-                op.active * step.of(op.out_features),
-                step.rows * op.active * op.in_features,
-                *([wide] if step.dtype == "float16" else []),
-            ]
-        )
+        operands = [
+            step.of(op.in_features),
+            step.of(op.out_features),
+            step.of(op.in_features, 1),
+            *([step.of(op.in_features + op.out_features, 4)] if step.dtype == "float16" else []),
+        ]
+        share = _share(op)
+        found.append([*[step.hidden] * 2, *(math.ceil(share * size) for size in operands)])
     return found
 
 

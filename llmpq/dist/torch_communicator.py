@@ -49,7 +49,8 @@ from llmpq.errors import SpecError, StageError
 
 FAREWELL_S = 1.0
 """How long a closing rank waits for a peer to take what was sent to it."""
-MAX_UNREAPED_SENDS = 16
+MAX_UNREAPED_SENDS = 4
+"""A frame is two sends, so as many hidden states as ``costmodel.cpu_memory`` counts are held."""
 _LAST_KINDS = (FrameKind.SHUTDOWN, FrameKind.ERROR)
 
 

@@ -50,6 +50,7 @@ def quantize_layer_(
     layer.to(dtype).requires_grad_(False).eval()
     if bits == 16:
         prepack_(layer)
+        _part_experts_(layer)
         return
     names = list(quantizable_names(layer))
     if not names:
@@ -77,6 +78,34 @@ def prepack_(module: nn.Module) -> None:
             module.set_submodule(name, DenseLinear(weight, linear.bias))
 
 
+def _part_experts_(layer: nn.Module) -> None:
+    """Let a CPU run stacked experts one by one, on views of their weights, where they are plain.
+
+    transformers gathers all chosen rows of all experts at once, which takes several times the
+    memory; which experts are chosen would then decide what a worker's peak is.
+    """
+    stacks = [
+        (name, module)
+        for name, module in layer.named_modules()
+        if _expert_layout(module) == (_EXPERT_WEIGHTS, [])
+    ]
+    for name, module in stacks:
+        weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
+        if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights.values()):
+            views = {key: [_view(one) for one in weight] for key, weight in weights.items()}
+            act_fn = module.get_submodule("act_fn")
+            experts = QuantExperts(views["gate_up_proj"], views["down_proj"], act_fn)
+            layer.set_submodule(name, experts)
+
+
+def _view(weight: Tensor) -> nn.Linear:
+    """Return an operator whose weight ``[N, K]`` is this very memory."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
 def quantizable_names(layer: nn.Module) -> Iterator[str]:
     """Yield the names of a layer's linear operators and stacked experts, in the layer's order.
 
@@ -93,17 +122,23 @@ def quantizable_names(layer: nn.Module) -> Iterator[str]:
 
 
 def _check_experts(name: str, experts: nn.Module) -> None:
+    held, odd = _expert_layout(experts)
+    if held != _EXPERT_WEIGHTS or odd:
+        raise SpecError(
+            f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
+            f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
+        )
+
+
+def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
+    """Return the names of stacked experts' parameters, and what about them is not plain."""
     held = {key for key, _ in experts.named_parameters(recurse=False)}
     odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
     # The decorator gives every class a gate function; one with its own does more than activate.
     gate = getattr(type(experts), "_apply_gate", None)
     if gate is not None and not gate.__module__.startswith("transformers.integrations"):
         odd.append("_apply_gate")
-    if held != _EXPERT_WEIGHTS or odd:
-        raise SpecError(
-            f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
-            f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
-        )
+    return held, odd
 
 
 def _replacement(

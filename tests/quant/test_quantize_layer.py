@@ -55,6 +55,21 @@ def test_experts_are_quantized_and_the_router_is_not(tiny_model, family):
     assert torch.equal(layer.mlp.gate.weight, router)
 
 
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_at_16_bits_run_one_by_one_on_the_weights_that_were_there(tiny_model, family):
+    layer = read_layer(tiny_model(family, shape=SHAPE))
+    experts = layer.mlp.experts
+    hidden = torch.randn(20, 64)
+    chosen, weights = torch.randint(0, 4, (20, 2)), torch.rand(20, 2)
+    with torch.inference_mode():
+        expected = experts(hidden, chosen, weights)
+        quantize_layer_(layer, 16, torch.float32)
+        assert isinstance(layer.mlp.experts, QuantExperts)
+        torch.testing.assert_close(layer.mlp.experts(hidden, chosen, weights), expected)
+    shared = layer.mlp.experts.down[1].weight.untyped_storage().data_ptr()
+    assert shared == experts.down_proj.untyped_storage().data_ptr()
+
+
 @pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
 def test_routers_that_are_linear_modules_are_left_alone(name):
     layer = nn.ModuleDict({name: nn.Linear(8, 4), "gate_proj": nn.Linear(8, 8)})
