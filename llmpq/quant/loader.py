@@ -1,10 +1,9 @@
 """On-the-fly loader: read, quantize and place a checkpoint one matrix at a time, all three at once.
 
 While a matrix is quantized the next ones are read and the last ones get their kernels' layout
-(``quant.pipeline``), and what is under way is bounded by one layer's 16-bit weights: with the
-temporaries of a kernel, a stage loads in the memory of its result and two such layers. What was
-quantized before comes from the store. This module refuses to decide bitwidths: they come from a
-plan.
+(``quant.pipeline``), and what is under way is bounded by three 16-bit matrices: with a quantizer's
+temporaries, a stage loads in little more than the memory of its result. What was quantized before
+comes from the store. This module refuses to decide bitwidths: they come from a plan.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, Master
+from llmpq.quant.assembly import matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint, is_gptq
 from llmpq.quant.gptq_source import GptqSource
 from llmpq.quant.layer import quantize_layer_
@@ -37,6 +37,9 @@ from llmpq.quant.store import EntryWriter, Store
 from llmpq.quant.transfer import Transfer, transfer_to
 from llmpq.spec.precision import default_precision
 
+MATRICES_UNDER_WAY = 3
+"""16-bit matrices that are held at once, as large as the layer's largest: one being read, one being
+quantized, one getting its kernel's layout. ``costmodel.cpu_memory`` counts on it."""
 Progress = Callable[[int, int, str], None]
 """Called after each layer with the layers done, the layers in all, and what was done."""
 
@@ -78,7 +81,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         gptq.check_bits(first_layer, bits)
         source = GptqSource(gptq)
     transfer = transfer_to(device)
-    budget = Budget(_sixteen_bit_bytes(checkpoint.empty_layer(first_layer)))
+    budget = Budget(_budget_bytes(checkpoint.empty_layer(first_layer)))
     reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
 
     def pieces() -> Iterator[Piece]:
@@ -227,8 +230,14 @@ def _check_range(
         default_precision(width)  # refuses an unknown one before any layer is read
 
 
-def _sixteen_bit_bytes(layer: nn.Module) -> int:
-    return sum(2 * tensor.numel() for tensor in layer.parameters())
+def _budget_bytes(layer: nn.Module) -> int:
+    """Return what may be under way: enough for all three threads, however large the layer is.
+
+    A layer of many experts is mostly small matrices: a bound of one layer would only buy memory.
+    """
+    largest = max(matrix.out_features * matrix.in_features for matrix in matrices_of(layer))
+    layer_bytes = sum(2 * tensor.numel() for tensor in layer.parameters())
+    return min(layer_bytes, MATRICES_UNDER_WAY * 2 * largest)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
