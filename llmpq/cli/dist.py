@@ -14,12 +14,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.run_plot import draw_run
 from llmpq.cli.store_options import add_store_options, store_directory, store_limit_bytes
 from llmpq.dist import Hosts, check_job, model_dir_of, run_job
-from llmpq.dist.job import Job, Meeting, Sampling
+from llmpq.dist.job import Job, Meeting, Sampling, Transport
 from llmpq.dist.launch import rank_environment
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import BarProgress, SilentProgress
@@ -49,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
         "--report", metavar="FILE.json", help="write the predicted-against-measured report too"
     )
     files.add_argument("--plot", metavar="FILE.png", help="draw it")
+    files.add_argument(
+        "--trace",
+        metavar="FILE.json",
+        help="write what every rank did when, to open in Perfetto or chrome://tracing",
+    )
     sampling = parser.add_argument_group("sampling (greedy by default)")
     sampling.add_argument("--temperature", type=float, default=0.0)
     sampling.add_argument("--top_k", type=int, default=0, help="0 is all tokens")
@@ -69,6 +75,18 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument("--node_rank", type=int, default=0, help="this host; 0 is the master's")
     hosts.add_argument("--master_addr", help="address of host 0 that rank 0 listens on")
     hosts.add_argument("--master_port", type=int, default=29500)
+    hosts.add_argument(
+        "--token_file",
+        metavar="FILE",
+        help="secret that all hosts share (mode 600); needed unless --master_addr is this host",
+    )
+    hosts.add_argument(
+        "--transport",
+        choices=get_args(Transport),
+        default="auto",
+        help="auto: unix sockets inside a host, TCP between hosts; gloo: torch's own, for "
+        "comparison, which authenticates nobody",
+    )
     hosts.add_argument(
         "--no_auto", action="store_true", help="be one rank, as torchrun's environment says"
     )
@@ -117,7 +135,12 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
             seed=options.seed,
         ),
         step_timeout_s=options.step_timeout,
-        meeting=Meeting(from_environment=True),
+        meeting=Meeting(
+            from_environment=True,
+            token_file=None if options.token_file is None else Path(options.token_file).resolve(),
+        ),
+        transport=options.transport,
+        trace=None if options.trace is None else Path(options.trace).resolve(),
         store=store_directory(options.store, os.environ),
         store_limit_bytes=store_limit_bytes(options.store_limit),
     )

@@ -88,7 +88,7 @@ class Job:
         step_timeout_s: how long a rank may give no sign of life.
         meeting: where the ranks find each other.
         transport: ``auto`` takes the fastest that each link allows; ``gloo`` is torch's own.
-        trace: whether ranks keep and send what they did when.
+        trace: where the master writes what every rank did when; ``None`` for nowhere.
         store: folder of quantized layers, ``None`` for none.
         store_limit_bytes: what it may hold.
         launcher_pid: the process that started the workers of this host; they end with it.
@@ -105,7 +105,7 @@ class Job:
     step_timeout_s: float = 10.0
     meeting: Meeting = Meeting(from_environment=True)
     transport: Transport = "auto"
-    trace: bool = False
+    trace: Path | None = None
     store: Path | None = None
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     launcher_pid: int = 0
@@ -156,7 +156,7 @@ def read_job(path: Path) -> Job:
         step_timeout_s=fields.number("step_timeout_s"),
         meeting=_meeting(fields.child("meeting")),
         transport=cast(Transport, fields.text("transport", choices=get_args(Transport))),
-        trace=fields.flag("trace"),
+        trace=_optional_path(fields, "trace"),
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
         launcher_pid=fields.integer("launcher_pid"),
@@ -185,7 +185,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
             "token_file": None if meeting.token_file is None else str(meeting.token_file),
         },
         "transport": job.transport,
-        "trace": job.trace,
+        "trace": None if job.trace is None else str(job.trace),
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,
         "launcher_pid": job.launcher_pid,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import time
 from collections import deque
 from typing import Final
@@ -32,6 +33,7 @@ from llmpq.dist.messages import (
 BUFFER_BYTES: Final = 8 << 20
 """Bytes on their way for which no thread must be woken: some micro-batches of decode."""
 _MS: Final = 1000.0
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class LinkClosedError(Exception):
@@ -123,13 +125,17 @@ class Inbox:
     Args:
         sock: connected stream; taken over.
         limits: of this run's frames.
+        timeout_s: the longest wait for a payload to go on.
 
     Attributes:
         heard_s: when something was last received, on the monotonic clock.
     """
 
-    def __init__(self, sock: socket.socket, limits: FrameLimits) -> None:
-        sock.setblocking(False)
+    def __init__(self, sock: socket.socket, limits: FrameLimits, timeout_s: float) -> None:
+        sock.setblocking(True)
+        whole_s = int(timeout_s)
+        limit = _TIMEVAL.pack(whole_s, int((timeout_s - whole_s) * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.heard_s = 0.0
         self._sock = sock
         self._limits = limits
@@ -144,15 +150,21 @@ class Inbox:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    def take(self) -> Frame | None:
+    def take(self, *, is_waiting: bool = False) -> Frame | None:
         """Return the next frame when all of it is here, ``None`` when more must come first.
+
+        Args:
+            is_waiting: whether to wait, once a header is here, for its payload too. The kernel
+                then gathers it; to be woken for each of its parts was measured to take longer
+                than the whole.
 
         Raises:
             LinkClosedError: the peer is gone.
             StageError: what came is not a frame of this run; the link is of no use any more.
         """
         while True:
-            if not self._fill():
+            is_gathering = is_waiting and self._header is not None
+            if not self._fill(socket.MSG_WAITALL if is_gathering else socket.MSG_DONTWAIT):
                 return None
             if self._header is None:
                 self._header = decode_header(
@@ -174,11 +186,11 @@ class Inbox:
         """Hang up."""
         self._sock.close()
 
-    def _fill(self) -> bool:
+    def _fill(self, flags: int) -> bool:
         """Receive into what is missing; tell whether nothing is."""
         while self._missing:
             try:
-                count = self._sock.recv_into(self._missing)
+                count = self._sock.recv_into(self._missing, 0, flags)
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError as error:

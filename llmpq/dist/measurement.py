@@ -67,6 +67,8 @@ class StageStats:
         memory_bytes: see ``llmpq.dist.stats.peak_memory_bytes``.
         held: parts of it, ``None`` where nothing was counted.
         work: its work by kind, the kinds that took longest first.
+        wait_s: waiting for micro-batches, from its first one on.
+        send_s: handing micro-batches to the next rank.
     """
 
     rank: int
@@ -77,6 +79,8 @@ class StageStats:
     memory_bytes: int
     held: HeldBytes | None = None
     work: tuple[WorkSample, ...] = ()
+    wait_s: float = 0.0
+    send_s: float = 0.0
 
     def busy_in(self, phase: Phase) -> float:
         """Return the seconds of all micro-batches of a phase, the master's own work included."""
@@ -104,6 +108,8 @@ def stats_from_fields(fields: Fields) -> StageStats:
         work=tuple(work_from_fields(one) for one in fields.children("work"))
         if fields.has("work")
         else (),
+        wait_s=fields.optional_number("wait_s") or 0.0,
+        send_s=fields.optional_number("send_s") or 0.0,
     )
     fields.done()
     return stats

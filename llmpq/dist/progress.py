@@ -12,7 +12,7 @@ from typing import IO, Literal, NoReturn, Protocol
 
 from tqdm import tqdm
 
-EventKind = Literal["load", "tokens", "alive"]
+EventKind = Literal["load", "tokens", "alive", "busy"]
 MAX_EVENT_BYTES = 200
 """Below PIPE_BUF, so that events of several ranks never mix on one pipe."""
 
@@ -24,7 +24,8 @@ class Event:
     Attributes:
         rank: who says so.
         kind: ``load`` counts layers loaded, ``tokens`` counts tokens made, ``alive`` counts
-            nothing: it says that the process is there.
+            nothing: it says that the process is there. ``busy`` counts milliseconds in which the
+            rank neither waited nor sent, of those since its first micro-batch.
         done: how much.
         total: of how much, as far as is known now.
     """
@@ -126,6 +127,7 @@ class BarProgress:
     ) -> None:
         self._loaded: dict[int, int] = {}
         self._left_s: dict[int, float] = {}
+        self._busy: dict[int, float] = {}
         self._clock = clock
         self._start_s = clock()
         self._num_layers = num_layers
@@ -145,6 +147,10 @@ class BarProgress:
             self._bar.set_postfix_str(f"rank {slowest}: {self._left_s[slowest]:.0f} s left")
         elif event.kind == "tokens":
             self._draw("tokens", event.done, event.total)
+        elif event.kind == "busy" and self._kind == "tokens" and self._bar is not None:
+            self._busy[event.rank] = event.done / max(1, event.total)
+            shares = " ".join(f"{self._busy[rank]:.0%}" for rank in sorted(self._busy))
+            self._bar.set_postfix_str(f"stages busy {shares}", refresh=False)
 
     def close(self) -> None:
         """Leave the last bar as it is."""

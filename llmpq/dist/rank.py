@@ -26,6 +26,7 @@ from llmpq.dist.measurement import HeldBytes, Measurement
 from llmpq.dist.messages import FrameLimits
 from llmpq.dist.progress import Event, Progress
 from llmpq.dist.prompts import Request
+from llmpq.dist.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.results import FinishReason
 from llmpq.dist.ring import error_frame, shut_down, wait_until_ready
 from llmpq.dist.sampler import Sampler
@@ -56,6 +57,7 @@ class RankContext:
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
         store: layers quantized by earlier runs.
+        recorder: keeps what this rank did when.
     """
 
     plan: Plan
@@ -65,6 +67,14 @@ class RankContext:
     progress: Progress
     keeps_all_tokens: bool = False
     store: Store | None = None
+    recorder: Recorder | None = None
+
+    def recorded(self, clock: StageClock) -> Communicator | None:
+        """Return the communicator, with its waits added up in ``clock``."""
+        if self.communicator is None:
+            return None
+        recorder = self.recorder or Recorder(self.rank, is_on=False)
+        return RecordingCommunicator(self.communicator, recorder, clock, self.progress)
 
     @property
     def name(self) -> str:
@@ -190,9 +200,9 @@ def run_stage(context: RankContext) -> None:
     Raises:
         LlmpqError: what went wrong here or before this rank; the ranks further on know it too.
     """
-    communicator = context.communicator
-    assert communicator is not None
     clock = StageClock(micro_batching=context.plan.micro_batching)
+    communicator = context.recorded(clock)
+    assert communicator is not None
     try:
         start = clock.now()
         runner = load_runner(context, use_device(context.plan, context.rank))
@@ -200,6 +210,7 @@ def run_stage(context: RankContext) -> None:
         clock.held = held_bytes(runner, None)
         keep_memory()
         _warm_up_layers(context, runner)
+        _watch(context, runner)
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
     except Exception as error:
         found = described(error, context.name)
@@ -207,6 +218,11 @@ def run_stage(context: RankContext) -> None:
         raise found from error
     finally:
         communicator.close()
+
+
+def _watch(context: RankContext, runner: StageRunner) -> None:
+    if context.recorder is not None and runner.layers is not None:
+        context.recorder.watch(runner.layers, "forward", "compute", runner.device)
 
 
 def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
@@ -263,8 +279,12 @@ class _Master:
         keep_memory()
         _warm_up_layers(context, runner)
         warm_up_master(plan, master, runner)
-        if context.communicator is not None:
-            wait_until_ready(context.communicator)
+        communicator = context.recorded(self._clock)
+        if communicator is not None:
+            wait_until_ready(communicator)
+        self._communicator = communicator
+        sampler = Sampler(sampling)
+        self._watch_master(master, runner, sampler)
         self._load_s = self._clock.now() - start
         policy = HybridPolicy(
             micro_batching=plan.micro_batching,
@@ -274,9 +294,9 @@ class _Master:
         self._engine = MasterEngine(
             master=master,
             runner=runner,
-            communicator=context.communicator,
+            communicator=communicator,
             policy=policy,
-            sampler=Sampler(sampling),
+            sampler=sampler,
             clock=self._clock,
             num_slots=plan.workload.batch,
         )
@@ -293,8 +313,8 @@ class _Master:
 
         made = self._engine.run(requests, finish, self._on_tokens)
         stages = [self._clock.stats(0, self._device)]
-        if self._context.communicator is not None:
-            stages += shut_down(self._context.communicator)
+        if self._communicator is not None:
+            stages += shut_down(self._communicator)
         return Measurement(
             requests=made.requests,
             generated_tokens=made.generated_tokens,
@@ -303,6 +323,15 @@ class _Master:
             stages=tuple(stages),
             prefill_s=made.prefill_s,
         )
+
+    def _watch_master(self, master: Master, runner: StageRunner, sampler: Sampler) -> None:
+        recorder = self._context.recorder
+        if recorder is None:
+            return
+        recorder.watch(master, "embed", "embed", self._device)
+        _watch(self._context, runner)
+        recorder.watch(master, "logits", "project", self._device)
+        recorder.watch(sampler, "sample", "sample", self._device)
 
     def _on_tokens(self, count: int) -> None:
         self._made += count

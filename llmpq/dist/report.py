@@ -53,7 +53,9 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
             f"{plan.workload.prompt_tokens} + {plan.workload.new_tokens} tokens)"
         )
     head = ("rank", "device", "memory", "measured", "prefill", "measured", "decode", "measured")
-    lines += _columns([(*head, "busy"), *(_table_row(stage) for stage in report["stages"])])
+    lines += _columns(
+        [(*head, "busy", "waiting"), *(_table_row(stage) for stage in report["stages"])]
+    )
     if "phases" in report:
         lines += ["", *_columns(_phase_rows(report))]
     return "\n".join(lines)
@@ -139,7 +141,19 @@ def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, 
         "prefill_s": {"predicted": played.prefill_s, "measured": stats.prefill_s},
         "decode_s": {"predicted": played.decode_s, "measured": stats.decode_s},
         **_busy(forecast, stats),
-        "busy_fraction": min(1.0, stats.busy_s / latency_s) if latency_s > 0 else 0.0,
+        **_fractions(stats, latency_s),
+    }
+
+
+def _fractions(stats: StageStats, latency_s: float) -> dict[str, float]:
+    """Return what of the run a stage computed, waited for input, handed on, and did not compute."""
+    share = 1.0 / latency_s if latency_s > 0 else 0.0
+    busy = min(1.0, stats.busy_s * share)
+    return {
+        "busy_fraction": busy,
+        "wait_fraction": min(1.0, stats.wait_s * share),
+        "send_fraction": min(1.0, stats.send_s * share),
+        "bubble_fraction": 1.0 - busy if share else 0.0,
     }
 
 
@@ -173,4 +187,4 @@ def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
     ):
         pair = stage[name]
         cells += ["-" if value is None else show(value) for value in pair.values()]
-    return (*cells, f"{stage['busy_fraction']:.0%}")
+    return (*cells, f"{stage['busy_fraction']:.0%}", f"{stage['wait_fraction']:.0%}")

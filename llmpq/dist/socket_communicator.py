@@ -55,7 +55,7 @@ class SocketCommunicator:
         self._next = (rank + 1) % len(names)
         self._previous = (rank - 1) % len(names)
         self._timeout_s = timeout_s
-        self._inbox = Inbox(incoming, limits)
+        self._inbox = Inbox(incoming, limits, timeout_s)
         self._arrived: Frame | None = None
         self._failure: StageError | None = None
         self._outbox = Outbox(outgoing, limits)
@@ -82,14 +82,12 @@ class SocketCommunicator:
 
     def has_frame(self) -> bool:
         """Tell whether ``recv`` would return or raise at once."""
-        if self._arrived is None and self._failure is None:
-            self._look()
-        return self._arrived is not None or self._failure is not None
+        return self._look()
 
     def recv(self) -> Frame:
         """Return the next frame, waiting for it; its tensor is valid until the next call."""
         start_s = time.monotonic()
-        while not self.has_frame():
+        while not self._look(is_waiting=True):
             asked_s = time.monotonic()
             left_s = max(start_s, self._inbox.heard_s) + self._timeout_s - asked_s
             if left_s <= 0:
@@ -118,17 +116,20 @@ class SocketCommunicator:
         self._outbox.close(FAREWELL_S)
         self._inbox.close()
 
-    def _look(self) -> None:
-        """Take in what is here; heartbeats are only signs of life."""
+    def _look(self, *, is_waiting: bool = False) -> bool:
+        """Take in what is here, heartbeats apart; tell whether there is something to say."""
+        if self._arrived is not None or self._failure is not None:
+            return True
         try:
-            frame = self._inbox.take()
+            frame = self._inbox.take(is_waiting=is_waiting)
             while frame is not None and frame.kind is FrameKind.HEARTBEAT:
-                frame = self._inbox.take()
+                frame = self._inbox.take(is_waiting=is_waiting)
             self._arrived = frame
         except LinkClosedError:
             self._failure = closed_peer(self.names[self._previous], self._previous)
         except StageError as error:
             self._failure = error
+        return self._arrived is not None or self._failure is not None
 
     def _put(self, frame: Frame | None) -> None:
         """Send a frame, or more of the rest; the lock is held."""

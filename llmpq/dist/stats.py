@@ -38,12 +38,16 @@ class StageClock:
         now: the clock, in seconds.
         load_s: filled in once the stage is loaded.
         held: likewise.
+        wait_s: waiting for micro-batches, from the first one on.
+        send_s: handing micro-batches to the next rank.
     """
 
     micro_batching: MicroBatching
     now: Callable[[], float] = time.perf_counter
     load_s: float = 0.0
     held: HeldBytes | None = None
+    wait_s: float = 0.0
+    send_s: float = 0.0
     _times: dict[Phase, list[tuple[int, float]]] = field(
         default_factory=lambda: {phase: [] for phase in Phase}
     )
@@ -80,6 +84,8 @@ class StageClock:
             decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
             memory_bytes=peak_memory_bytes(device),
             held=self.held,
+            wait_s=self.wait_s,
+            send_s=self.send_s,
             work=self._longest_work(),
         )
 

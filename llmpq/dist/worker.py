@@ -7,6 +7,7 @@ and leaves the error, or the master's measurement, as a file beside the job.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ from llmpq.dist.rank import (
     run_master,
     run_stage,
 )
+from llmpq.dist.recorder import Recorder
 from llmpq.dist.results import FinishReason, Result, ResultWriter
 from llmpq.dist.teacher import run_teacher
 from llmpq.errors import LlmpqError
@@ -97,7 +99,11 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
             )
 
         context = _context(job, plan, rank, progress)
-        return run_master(context, requests, job.sampling, finish)
+        measurement = run_master(context, requests, job.sampling, finish)
+    if job.trace is not None and context.recorder is not None:
+        names = [context.name] if context.communicator is None else context.communicator.names
+        write_text(job.trace, json.dumps(context.recorder.to_json(names)))
+    return measurement
 
 
 def _write_hidden(job: Job, plan: Plan, progress: Progress) -> Measurement:
@@ -137,7 +143,7 @@ def _requests(
 
 def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
     config = checked_config(plan, job.model_dir)
-    communicator = None
+    communicator, offset_s = None, 0.0
     if len(plan.stages) > 1:
         me = Me(
             rank=rank,
@@ -146,13 +152,15 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
             limits=frame_limits(plan, job.model_dir, config),
             timeout_s=job.step_timeout_s,
         )
-        communicator = connect(me, job.meeting, job.transport).communicator
+        ring = connect(me, job.meeting, job.transport)
+        communicator, offset_s = ring.communicator, ring.clock_offset_s
     return RankContext(
         plan=plan,
         rank=rank,
         model_dir=job.model_dir,
         communicator=communicator,
         progress=progress,
+        recorder=Recorder(rank, is_on=job.trace is not None, clock_offset_s=offset_s),
         keeps_all_tokens=job.task == "hidden",
         store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
     )

@@ -51,6 +51,9 @@ def test_report_is_the_promised_object():
                 "prefill_s": {"predicted": 1.0, "measured": 0.25},
                 "decode_s": {"predicted": 1.0, "measured": decode_s},
                 "busy_fraction": 0.25,
+                "wait_fraction": 0.0,
+                "send_fraction": 0.0,
+                "bubble_fraction": 0.75,
             }
             for rank, decode_s in ((0, 0.5), (1, None))
         ],

@@ -1,0 +1,125 @@
+"""What a run tells of itself: waits of every stage, spans of every rank in one clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmpq.dist.communicator import in_process_ring
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.progress import Event
+from llmpq.dist.recorder import Recorder, RecordingCommunicator
+from llmpq.dist.stats import StageClock
+from llmpq.errors import StageError
+from llmpq.spec.plan import MicroBatching
+
+LIMITS = FrameLimits(
+    digest=b"12345678",
+    num_slots=2,
+    max_context=8,
+    prefill_rows=1,
+    prefill_tokens=4,
+    decode_rows=2,
+    hidden_size=4,
+    dtype=torch.float32,
+)
+
+
+class Events:
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+
+    def report(self, event: Event) -> None:
+        self.seen.append(event)
+
+
+def decode(number: int) -> Frame:
+    rows = (Row(slot=1, first=3, length=4),)
+    return Frame(kind=FrameKind.DECODE, micro_batch=number, rows=rows, hidden=torch.zeros(1, 1, 4))
+
+
+class Layers:
+    """Something that computes."""
+
+    def forward(self, value: int) -> int:
+        return value + 1
+
+
+def ranks(*, is_on: bool, offset_s: float = 0.0):
+    made = []
+    for rank, inner in enumerate(in_process_ring(2, LIMITS)):
+        clock = StageClock(micro_batching=MicroBatching(prefill=1, decode=1))
+        recorder = Recorder(rank, is_on=is_on, clock_offset_s=rank * offset_s)
+        events = Events()
+        made.append(
+            (RecordingCommunicator(inner, recorder, clock, events), recorder, clock, events)
+        )
+    return made
+
+
+def run(made) -> None:
+    """Two micro-batches round the ring, then the end."""
+    (master, recorder, _, _), (stage, other, _, _) = made
+    layers = [Layers(), Layers()]
+    recorder.watch(layers[0], "forward", "compute", torch.device("cpu"))
+    other.watch(layers[1], "forward", "compute", torch.device("cpu"))
+    for number in (5, 6):
+        assert layers[0].forward(1) == 2
+        master.send(decode(number))
+        stage.send(stage.recv() if layers[1].forward(1) else decode(0))
+        assert master.recv().micro_batch == number
+    stage.send(Frame(kind=FrameKind.STATS, text=b"{}"))
+    assert master.recv().kind is FrameKind.STATS
+
+
+def test_every_ranks_spans_come_together_under_their_micro_batches():
+    made = ranks(is_on=True)
+    run(made)
+    events = made[0][1].to_json(["stage 0", "stage 1"])["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"stage 0", "stage 1"}
+    for rank in (0, 1):
+        own = [span for span in spans if span["pid"] == rank]
+        assert {span["name"] for span in own} == {"compute", "send", "wait"}
+        assert {span["args"].get("micro_batch") for span in own} == {5, 6}
+    assert min(span["ts"] for span in spans) == 0
+    assert all(span["dur"] >= 0 for span in spans)
+
+
+def test_spans_are_told_in_the_clock_of_rank_0():
+    made = ranks(is_on=True, offset_s=100.0)
+    run(made)
+    events = made[0][1].to_json(["a", "b"])["traceEvents"]
+    starts = {
+        rank: [event["ts"] for event in events if event["ph"] == "X" and event["pid"] == rank]
+        for rank in (0, 1)
+    }
+    assert min(starts[1]) - max(starts[0]) > 99e6
+
+
+def test_without_a_trace_only_waits_are_kept():
+    made = ranks(is_on=False)
+    run(made)
+    assert not made[1][1].frames()
+    assert made[0][2].wait_s > 0
+    assert made[1][2].send_s > 0
+    assert [event.kind for event in made[1][3].seen][:1] == ["busy"]
+    assert 0 <= made[1][3].seen[0].done <= made[1][3].seen[0].total
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[0]", b'[0, [["x"]]]', b'["a", []]', b"\xff"])
+def test_an_unreadable_trace_is_refused(text):
+    with pytest.raises(StageError, match="trace"):
+        Recorder(0, is_on=True).take(Frame(kind=FrameKind.TRACE, text=text))
+
+
+def test_a_long_trace_fits_its_frames():
+    recorder = Recorder(123, is_on=True)
+    for number in range(1200):
+        recorder.add("compute", 1e9, 2e9, number + 2**40)
+    other = Recorder(0, is_on=True)
+    for frame in recorder.frames():
+        assert len(frame.text) <= 64 * 1024
+        other.take(frame)
+    assert len(other.to_json([""] * 124)["traceEvents"]) == 1200 + 3 * 124
