@@ -175,6 +175,12 @@ def read_source(
     return tensor
 
 
+def will_need(descriptor: int, begin: int = 0, nbytes: int = 0) -> None:
+    """Ask the system to read bytes of a file, by default all, before anybody waits for them."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 def read_into(descriptor: int, begin: int, view: memoryview, where: str) -> None:
     """Fill ``view`` from an open file; the reading itself runs without Python's lock.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from llmpq.models.sources import (
     on_host,
     read_into,
     read_source,
+    will_need,
 )
 
 SINGLE_FILE = "model.safetensors"
@@ -138,23 +139,29 @@ class TensorFiles:
             state.update(hashlib.sha256(header.raw).digest())
         for source in sources:
             state.update(repr(source).encode())
-        for source in sources[:: -(-len(sources) // _MAX_SAMPLES) or 1]:
-            state.update(self._sample(source))
+        samples = [_sample(one) for one in sources[:: -(-len(sources) // _MAX_SAMPLES) or 1]]
+        for file in files:
+            state.update(self._read_parts(file, [part for part in samples if part.file == file]))
         return state.hexdigest()
 
     def _is_proven(self, file: str) -> bool:
         before = self._stamps[file]
         return before.settled and before == self._open(file, FileStamp.of)
 
-    def _sample(self, source: TensorSource) -> bytes:
-        """Return the bytes in the middle of a tensor."""
-        part = source.ranges[len(source.ranges) // 2]
-        count = min(_SAMPLE_BYTES, part.nbytes)
-        sample = bytearray(count)
-        begin = part.begin + (part.nbytes - count) // 2
-        where = str(self.directory / part.file)
-        self._open(part.file, lambda fd: read_into(fd, begin, memoryview(sample), where))
-        return bytes(sample)
+    def _read_parts(self, file: str, parts: Sequence[ByteRange]) -> bytes:
+        """Return some bytes of a file, all asked of the disk before the first is waited for."""
+        found = bytearray(sum(part.nbytes for part in parts))
+
+        def read(descriptor: int) -> None:
+            for part in parts:
+                will_need(descriptor, part.begin, part.nbytes)
+            rest = memoryview(found)
+            for part in parts:
+                read_into(descriptor, part.begin, rest[: part.nbytes], str(self.directory / file))
+                rest = rest[part.nbytes :]
+
+        self._open(file, read)
+        return bytes(found)
 
     def _open(self, file: str, use: Callable[[int], T]) -> T:
         path = self.directory / file
@@ -204,6 +211,13 @@ class TensorFiles:
                 "safetensors; pickles can run code and are never read: convert the checkpoint"
             )
         return f"{self.directory}: found no weights, expected {SINGLE_FILE} or {INDEX_FILE}"
+
+
+def _sample(source: TensorSource) -> ByteRange:
+    """Return the bytes in the middle of a tensor."""
+    part = source.ranges[len(source.ranges) // 2]
+    count = min(_SAMPLE_BYTES, part.nbytes)
+    return ByteRange(file=part.file, begin=part.begin + (part.nbytes - count) // 2, nbytes=count)
 
 
 def _checked(descriptor: int, path: Path) -> tuple[FileStamp, Header]:

@@ -166,7 +166,7 @@ class PlainSource:
                 matrix, job.precision, reader.dtype
             )
             reader.budget.take(held)
-            sent = reader.transfer.send(tensors.load(source, reader.transfer.allocate))
+            sent = reader.transfer.send(tensors.load(source, reader.transfer.borrow))
             where = tensors.where(source.name)
             yield Raw(job=job, matrix=matrix, sent=sent, where=where, held_bytes=held)
 
@@ -186,7 +186,7 @@ class PlainSource:
         layout = entry_layout(matrices, job.precision, reader.dtype)
         held = sum(_packed_bytes(matrix, job.precision, reader.dtype) for matrix in matrices)
         reader.budget.take(held)
-        tensors = self._store.read(key, layout)
+        tensors = self._store.read(key, layout, reader.transfer.borrow)
         if tensors is not None:
             return _Entry(tensors=tensors, held_bytes=held)
         reader.budget.give(held)

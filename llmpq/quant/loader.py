@@ -80,8 +80,8 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     if gptq is not None:
         gptq.check_bits(first_layer, bits)
         source = GptqSource(gptq)
-    transfer = transfer_to(device)
-    budget = Budget(_budget_bytes(checkpoint.empty_layer(first_layer)))
+    held_bytes = _budget_bytes(checkpoint.empty_layer(first_layer))
+    transfer, budget = transfer_to(device, reused_bytes=held_bytes), Budget(held_bytes)
     reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
 
     def pieces() -> Iterator[Piece]:

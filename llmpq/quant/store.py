@@ -18,6 +18,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +28,15 @@ from torch import Tensor
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.models.headers import DTYPE_BITS, read_header_from
-from llmpq.models.sources import TORCH_DTYPES, read_into
+from llmpq.models.sources import TORCH_DTYPES, Allocate, on_host, read_into, will_need
 
 _logger = get_logger(__name__)
 
 FORMAT = 1
 """Part of every key: raise it when entries change, or when any quantizer gives other codes."""
+
+CODES = ".codes"
+"""How the name of a tensor of codes ends."""
 
 _CHECKSUMS = "checksums"
 _ABANDONED_S = 24 * 3600.0
@@ -76,10 +80,13 @@ class Store:
             )
         return cls(directory=directory, limit_bytes=limit_bytes)
 
-    def read(self, key: str, layout: Layout) -> dict[str, Tensor] | None:
+    def read(
+        self, key: str, layout: Layout, allocate: Allocate = on_host
+    ) -> dict[str, Tensor] | None:
         """Return an entry's tensors; ``None`` when there is none that is whole.
 
-        A damaged entry is removed with a warning.
+        A damaged entry is removed with a warning. ``allocate`` makes the memory of the codes,
+        which most kernels copy into a layout of their own and drop; they may keep the rest.
         """
         path = self._path(key)
         try:
@@ -87,7 +94,7 @@ class Store:
         except OSError:
             return None
         try:
-            tensors = _read_entry(descriptor, layout, str(path))
+            tensors = _read_entry(descriptor, layout, str(path), allocate)
             os.utime(descriptor)  # used now: the last to be evicted
         except (SpecError, OSError) as error:
             _logger.warning("%s; removed, will be quantized again", error)
@@ -235,24 +242,30 @@ def _header(layout: Layout) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_entry(descriptor: int, layout: Layout, where: str) -> dict[str, Tensor]:
+def _read_entry(
+    descriptor: int, layout: Layout, where: str, allocate: Allocate
+) -> dict[str, Tensor]:
+    will_need(descriptor)
     with os.fdopen(descriptor, "rb", closefd=False) as stream:
         header = read_header_from(stream, file_bytes=os.fstat(descriptor).st_size, where=where)
     expected = _header(layout)
     if len(header.raw).to_bytes(8, "little") + header.raw != expected:
         raise SpecError(f"{where}: found another layout than the layer's")
-    found = [zlib.crc32(expected)]
     tensors: dict[str, Tensor] = {}
     position = header.data_begin
-    for name, (dtype, shape) in layout.items():
-        tensors[name] = torch.empty(shape, dtype=dtype)
-        view = _bytes_of(tensors[name])
-        read_into(descriptor, position, view, where)
-        found.append(zlib.crc32(view))
-        position += len(view)
+    # The sum of one tensor is taken while the next is read: both run without Python's lock.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-check") as checking:
+        found = [checking.submit(zlib.crc32, expected)]
+        for name, (dtype, shape) in layout.items():
+            make = allocate if name.endswith(CODES) else on_host
+            tensors[name] = make(shape, dtype)
+            view = _bytes_of(tensors[name])
+            read_into(descriptor, position, view, where)
+            found.append(checking.submit(zlib.crc32, view))
+            position += len(view)
     stored = bytearray(4 * len(found))
     read_into(descriptor, position, memoryview(stored), where)
-    if stored != _joined(found):
+    if stored != _joined([checksum.result() for checksum in found]):
         raise SpecError(f"{where}: found another checksum than was written")
     return tensors
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llmpq.models.sources import on_host
+from llmpq.quant.buffers import BufferPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +38,9 @@ class Transfer(Protocol):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return host memory to read into."""
 
+    def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return host memory for what is soon dropped again; for the reading thread alone."""
+
     def send(self, tensor: Tensor) -> Sent:
         """Start copying what was read; the caller drops ``tensor``."""
 
@@ -48,11 +52,22 @@ class Transfer(Protocol):
 
 
 class HostTransfer:
-    """The CPU: what was read is where it has to be."""
+    """The CPU: what was read is where it has to be.
+
+    Args:
+        reused_bytes: of memory that is read into again and again.
+    """
+
+    def __init__(self, reused_bytes: int) -> None:
+        self._pool = BufferPool(reused_bytes)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return plain memory."""
         return on_host(shape, dtype)
+
+    def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that was used before, where there is some."""
+        return self._pool.lend(shape, dtype)
 
     def send(self, tensor: Tensor) -> Sent:
         """Hand the tensor itself on."""
@@ -86,6 +101,10 @@ class CudaTransfer:
         """Return pinned memory: only from there does a copy run by itself."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return pinned memory as well, which torch reuses by itself."""
+        return self.allocate(shape, dtype)
+
     def send(self, tensor: Tensor) -> Sent:
         """Start the copy on the copying stream."""
         with torch.cuda.stream(self._copies):
@@ -109,7 +128,12 @@ class CudaTransfer:
             yield
 
 
-def transfer_to(device: torch.device | str) -> Transfer:
-    """Return the way to a device."""
+def transfer_to(device: torch.device | str, reused_bytes: int = 0) -> Transfer:
+    """Return the way to a device.
+
+    Args:
+        device: where tensors go.
+        reused_bytes: of host memory to read into again and again, where it is not pinned.
+    """
     device = torch.device(device)
-    return CudaTransfer(device) if device.type == "cuda" else HostTransfer()
+    return CudaTransfer(device) if device.type == "cuda" else HostTransfer(reused_bytes)
