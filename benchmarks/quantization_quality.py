@@ -6,18 +6,19 @@
 
 Each line is one model made by ``llmpq.calibration.quantize`` (or rounded by ``llmpq.quant``, as a
 plan's bare bitwidth is), dequantized and run by transformers in float32: what the weights have
-lost, without what any kernel adds.
+lost, without what any kernel adds. With ``--results FILE`` a run that was cut short goes on where
+it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -42,23 +43,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     windows = _windows(options)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     original = {name: value.clone() for name, value in model.state_dict().items()}
-    base = perplexity(model, windows)
-    _tell({"precision": "16 bits", "perplexity": base, "tokens": _scored(windows)})
+    lines = _Lines(options)
+    base = lines.perplexity("16 bits", lambda: perplexity(model, windows))
+    lines.tell(precision="16 bits", perplexity=base, tokens=_scored(windows))
+
+    def measure(precision: Precision) -> float:
+        weights = _weights(Path(options.model), precision, options)
+        model.load_state_dict(original | weights)
+        return perplexity(model, windows)
+
     for bits in options.bits:
         lost: dict[str, float] = {}
         for precision in _precisions(bits, options):
-            started = time.monotonic()
-            weights = _weights(Path(options.model), precision, options)
-            seconds = time.monotonic() - started
-            model.load_state_dict(original | weights)
-            found = perplexity(model, windows)
+            found = lines.perplexity(str(precision), lambda: measure(precision))  # noqa: B023
             lost[precision.method] = found / base - 1
             line = {"precision": str(precision), "perplexity": found, "lost": found / base - 1}
             if precision.method == "gptq":
                 line["of_rounding"] = lost["gptq"] / lost["rtn"]
-                line["quantize_s"] = seconds
-            _tell(line)
+            lines.tell(**line)
     return 0
+
+
+class _Lines:
+    """What was printed, and what an earlier run with the same text and settings has found.
+
+    Args:
+        options: of the command; ``results`` names the file that keeps the figures between runs.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._path: Path | None = options.results
+        paths = (Path(options.model) / "model.safetensors", options.calibration, options.text)
+        digests = [hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in paths]
+        self._run = [*digests, options.sequences, options.max_windows]
+        self._found: dict[str, float] = {}
+        if self._path is not None and self._path.exists():
+            records = [json.loads(line) for line in self._path.read_text().splitlines()]
+            self._found = {
+                r["precision"]: r["perplexity"] for r in records if r["run"] == self._run
+            }
+
+    def perplexity(self, precision: str, measure: Callable[[], float]) -> float:
+        """Return the perplexity at ``precision``, measured now if no earlier run did."""
+        if precision not in self._found:
+            self._found[precision] = measure()
+            if self._path is not None:
+                record = {"run": self._run, "precision": precision}
+                with self._path.open("a") as stream:
+                    stream.write(json.dumps(record | {"perplexity": self._found[precision]}) + "\n")
+        return self._found[precision]
+
+    def tell(self, **line: object) -> None:
+        """Print one line."""
+        print(json.dumps(line), flush=True)
 
 
 def perplexity(model: PreTrainedModel, windows: Sequence[Tensor]) -> float:
@@ -80,6 +117,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--group_size", type=int, nargs="+", default=[128, 64, -1])
     parser.add_argument("--sequences", type=int, default=128, help="to calibrate with, of 512")
     parser.add_argument("--max_windows", type=int, help="of the text, to score")
+    parser.add_argument("--results", type=Path, help="keeps each figure; a later run goes on here")
     return parser.parse_args(argv)
 
 
@@ -101,7 +139,7 @@ def _scored(windows: Sequence[Tensor]) -> int:
 def _precisions(bits: int, options: argparse.Namespace) -> Iterator[Precision]:
     default = default_precision(bits)
     groups = [None if size == -1 else size for size in options.group_size]
-    for group in groups if bits != 8 else [default.group_size]:
+    for group in groups:
         for method in ("rtn", "gptq"):
             yield Precision(bits=bits, method=method, group_size=group, symmetric=default.symmetric)
 
@@ -135,10 +173,6 @@ def _weights(
                 name = source.checkpoint.layer_prefix(index) + matrix.key
                 found[name] = packed.dequantize(torch.float32)
         return found
-
-
-def _tell(line: dict[str, object]) -> None:
-    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
