@@ -15,7 +15,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -33,7 +33,9 @@ from llmpq.spec.tables import LatencySample, LatencyTable
 DEVICES = ("a100_sxm", "l40s", "h100_sxm", "h200_sxm")
 MODELS = ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-13b-hf", "meta-llama/Meta-Llama-3-70B")
 LAWS = ("paper", "hinged")
-SEEDS = range(5)
+FIRST_SEED = 0
+SEEDS = 5
+"""Splits that figures are reported for; settings were chosen on seeds 100-104 instead."""
 CURVE = (12, 20, 36)
 MIN_OUTSIDE = 5
 """Shapes outside from which a ratio of error to claim means something."""
@@ -51,17 +53,19 @@ def main() -> int:
     parser.add_argument("--database", type=Path, help="folder of aiconfigurator_core")
     parser.add_argument("--data", type=Path, help="folder with helix/ and samullm/")
     parser.add_argument("--output", type=Path, default=Path("runs/fidelity.json"))
+    parser.add_argument("--first_seed", type=int, default=FIRST_SEED, help="of five splits")
     parser.add_argument("--pictures", type=Path, help="folder for PNG files (needs matplotlib)")
     options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + SEEDS)
     here = Path(__file__).resolve().parents[2] / "shared" / "data"
     data = options.data or Path(os.environ.get("LLMPQ_SHARED_DATA", here))
     figures: dict[str, dict[str, object]] = {}
     pooled: dict[str, dict[tuple[Phase, str], list[Point]]] = {}
     for group, name, table in tables(options.database, data):
-        points = held_out(table)
+        points = held_out(table, seeds)
         figures[name] = report(points) | {"group": group, "outside": outside(table)}
         if group == "one layer":
-            figures[name]["learning_curve"] = learning_curve(table)
+            figures[name]["learning_curve"] = learning_curve(table, seeds)
         for key, found in points.items():
             pooled.setdefault(group, {}).setdefault(key, []).extend(found)
         print(f"{name}: {words(points)}", flush=True)
@@ -142,10 +146,10 @@ def whole_model(file: Path) -> LatencyTable:
     return LatencyTable(samples=tuple(samples))
 
 
-def held_out(table: LatencyTable) -> dict[tuple[Phase, str], list[Point]]:
+def held_out(table: LatencyTable, seeds: Sequence[int]) -> dict[tuple[Phase, str], list[Point]]:
     """Return held-out samples with the forecast's signed relative error, by phase and law."""
     points: dict[tuple[Phase, str], list[Point]] = {}
-    for seed in SEEDS:
+    for seed in seeds:
         kept, held = split_shapes(table, seed)
         for law in LAWS:
             model = RegressionLatencyModel(kept, law)
@@ -196,14 +200,14 @@ def worse_than_paper(figures: dict[str, dict[str, object]]) -> list[str]:
     ]
 
 
-def learning_curve(table: LatencyTable) -> dict[str, dict[str, float]]:
+def learning_curve(table: LatencyTable, seeds: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return mean errors on 30 % unseen shapes after learning from a few of the others."""
     curve: dict[str, dict[str, float]] = {}
     for phase in Phase:
         samples = tuple(one for one in table.samples if one.phase is phase and one.bits == 16)
         for count in CURVE:
             errors: dict[str, list[float]] = {law: [] for law in LAWS}
-            for seed in SEEDS:
+            for seed in seeds:
                 kept, held = split_shapes(LatencyTable(samples=samples), seed)
                 order = np.random.default_rng(seed).permutation(len(kept.samples))[:count]
                 few = LatencyTable(samples=tuple(kept.samples[index] for index in order))

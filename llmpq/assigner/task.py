@@ -67,6 +67,7 @@ class PlanRequest:
         orders: which device orders to try.
         layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
         profile_dir: folder of measured tables.
+        cache_dir: where fits of measured tables are kept between runs.
         latency: measured points with interpolation, or the regression fitted to them.
         overrides: what a person decided.
     """
@@ -88,6 +89,7 @@ class PlanRequest:
     orders: OrderMode = "types"
     layer_group: int = 1
     profile_dir: Path | None = None
+    cache_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
 
@@ -277,6 +279,7 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
         dtype=request.dtype,
         kv_bits=request.kv_bits,
         profile_dir=request.profile_dir,
+        cache_dir=request.cache_dir,
         latency=request.latency,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from llmpq.cli.explanation import (
     explanation_record,
     explanation_text,
 )
+from llmpq.cli.fit_cache import fit_cache
 from llmpq.cli.report import plan_record, plan_table
 from llmpq.cli.trust import StageTrust, plan_trust, trust_record, trust_text
 from llmpq.costmodel import ClusterCosts, build_costs
@@ -110,6 +112,7 @@ def _check(plan: Plan, options: argparse.Namespace) -> _Verdict:
         kv_bits=plan.kv_bits,
         profile_dir=None if options.profile is None else Path(options.profile),
         latency="fit" if _is_fitted(plan) else "table",
+        cache_dir=fit_cache(os.environ),
     )
     omega = _omega(plan, model, options.omega_file)
     known = omega is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from llmpq.assigner.average import bits_at_average, quantizable_weights
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.programs.solvers import SOLVERS
 from llmpq.assigner.task import DEFAULT_GAP, omega_of
+from llmpq.cli.fit_cache import fit_cache
 from llmpq.cli.override_options import overrides_of
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
@@ -175,6 +177,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         orders=options.orders,
         layer_group=options.group,
         profile_dir=profile_dir,
+        cache_dir=fit_cache(os.environ),
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )

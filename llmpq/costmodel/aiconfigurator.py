@@ -7,20 +7,23 @@ kernel in the chosen engine may come from another engine of the same device, nam
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from llmpq.costmodel.operators import (
     AttentionTimes,
     ExpertShape,
     ExpertTimes,
     GemmTimes,
-    HeadShape,
     OperatorTimes,
 )
 from llmpq.errors import SpecError
@@ -127,27 +130,46 @@ def _gemms(base: Path, engine: str) -> tuple[dict[int, GemmTimes], dict[int, str
     folders += sorted(set(others) - set(folders))
     gemms: dict[int, GemmTimes] = {}
     kernels: dict[int, str] = {}
-    tables = [(folder, _gemm_points(folder / GEMM_FILE)) for folder in folders]
-    for bits, formats in KERNELS.items():
-        choices = ((name, folder, table) for name in formats for folder, table in tables)
-        for name, folder, table in choices:
-            if name in table:
-                gemms[bits] = GemmTimes(points=table[name])
-                kernels[bits] = f"{name} ({folder.parent.name} {folder.name})"
-                break
+    formats = {folder: _formats(folder / GEMM_FILE) for folder in folders}
+    for bits, names in KERNELS.items():
+        choices = ((name, folder) for name in names for folder in folders)
+        found = next((one for one in choices if one[0] in formats[one[1]]), None)
+        if found is not None:
+            name, folder = found
+            gemms[bits] = GemmTimes(points=_gemm_points(folder / GEMM_FILE, name))
+            kernels[bits] = f"{name} ({folder.parent.name} {folder.name})"
     return gemms, kernels
 
 
-def _gemm_points(file: Path) -> dict[str, GemmPoints]:
-    columns = _read_parquet(file, ("gemm_dtype", "m", "n", "k", "latency"))
-    found: dict[str, dict[tuple[int, int], dict[int, float]]] = {}
-    for name, rows, out, inner, milliseconds in zip(*columns, strict=True):
-        shapes = found.setdefault(name, {})
-        shapes.setdefault((out, inner), {})[rows] = milliseconds * _MS
+def _formats(file: Path) -> frozenset[str]:
+    return frozenset(_read_parquet(file, ("gemm_dtype",))[0])
+
+
+def _gemm_points(file: Path, name: str) -> GemmPoints:
+    columns = _read_parquet(file, ("n", "k", "m", "latency"), among={"gemm_dtype": (name,)})
     return {
-        name: {shape: tuple(sorted(points.items())) for shape, points in shapes.items()}
-        for name, shapes in found.items()
+        (int(out), int(inner)): tuple(sorted(points.items()))
+        for (out, inner), points in _grouped(columns[:2], columns[2], columns[3])
     }
+
+
+def _grouped(
+    keys: Sequence[Sequence[Any]], sizes: Sequence[Any], milliseconds: Sequence[float]
+) -> Iterator[tuple[tuple[Any, ...], dict[Any, float]]]:
+    """Yield the seconds by size of every key; of a size measured twice the last in the file.
+
+    The databases have some hundred thousand rows: they are sorted as arrays and cut.
+    """
+    columns = [np.asarray(one) for one in keys]
+    order = np.lexsort(columns[::-1])
+    columns = [one[order] for one in columns]
+    edges = np.flatnonzero(np.any([np.diff(one) != 0 for one in columns], axis=0)) + 1
+    seconds = (np.asarray(milliseconds, dtype=float)[order] * _MS).tolist()
+    ordered = [sizes[index] for index in order.tolist()]
+    bounds = [0, *edges.tolist(), len(order)] if len(order) else [0]
+    for first, end in pairwise(bounds):
+        key = tuple(one[first].item() for one in columns)
+        yield key, dict(zip(ordered[first:end], seconds[first:end], strict=True))
 
 
 def _experts(base: Path, engine: str, shape: ExpertShape) -> dict[int, ExpertTimes]:
@@ -177,26 +199,30 @@ def _expert_points(file: Path, shape: ExpertShape) -> dict[str, dict[int, float]
 
 
 def _attention(file: Path, phase: Phase) -> AttentionTimes:
-    names = ("batch_size", "isl", "step", "num_heads", "num_key_value_heads", "head_dim")
-    columns = _read_parquet(file, (*names, "attn_dtype", "kv_cache_dtype", "latency"))
-    windows = _read_parquet(file, ("window_size",), optional=True)[0]
-    points: dict[HeadShape, dict[tuple[int, int], float]] = {}
-    for index, row in enumerate(zip(*columns, strict=True)):
-        batch, tokens, step, heads, kv_heads, head_dim, dtype, kv_dtype, milliseconds = row
-        plain = dtype in KERNELS[16] and kv_dtype in KERNELS[16]
-        if not plain or (windows and windows[index]):
-            continue
-        shape = (int(heads), int(kv_heads), int(head_dim))
-        points.setdefault(shape, {})[int(batch), int(tokens + step)] = milliseconds * _MS
+    plain = {"attn_dtype": KERNELS[16], "kv_cache_dtype": KERNELS[16], "window_size": (0, None)}
+    heads = ("num_heads", "num_key_value_heads", "head_dim")
+    names = (*heads, "batch_size", "isl", "step", "latency")
+    *shape, batch, prompt, step, milliseconds = _read_parquet(file, names, among=plain)
+    sizes = [
+        (int(count), int(tokens + more))
+        for count, tokens, more in zip(batch, prompt, step, strict=True)
+    ]
+    points = {
+        (int(key[0]), int(key[1]), int(key[2])): found
+        for key, found in _grouped(shape, sizes, milliseconds)
+    }
     if not points:
         raise SpecError(f"{file}: found no attention in 16 bits")
     return AttentionTimes(phase=phase, points=points)
 
 
 def _read_parquet(
-    file: Path, names: Sequence[str], optional: bool = False
+    file: Path, names: Sequence[str], among: Mapping[str, Sequence[object]] | None = None
 ) -> tuple[list[Any], ...]:
-    """Return the named columns; an absent optional one is empty."""
+    """Return the named columns of the rows whose other columns are ``among`` the given values.
+
+    A column that only chooses rows may be absent. Asked for one column alone, its distinct values.
+    """
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError:
@@ -204,14 +230,38 @@ def _read_parquet(
             "import from aiconfigurator: pyarrow is not installed; pip install 'llmpq[profiles]'"
         ) from None
     try:
-        held = set(parquet.read_schema(file).names)
-        missing = [name for name in names if name not in held]
-        if missing and not optional:
-            raise SpecError(f"{file}: found no column '{missing[0]}', expected it there")
-        table = parquet.read_table(file, columns=[name for name in names if name in held])
+        # Not ``read_table``: it loads the machinery of many-file datasets first.
+        with parquet.ParquetFile(file) as opened:
+            held = set(opened.schema_arrow.names)
+            missing = [name for name in names if name not in held]
+            if missing:
+                raise SpecError(f"{file}: found no column '{missing[0]}', expected it there")
+            choosing = {name: one for name, one in (among or {}).items() if name in held}
+            table = opened.read(columns=[*names, *choosing])
     except OSError as error:
         raise SpecError(f"{file}: cannot be read: {error}") from None
-    return tuple(table[name].to_pylist() if name in held else [] for name in names)
+    kept = np.ones(len(table), dtype=bool)
+    for name, values in choosing.items():
+        codes, words = _encoded(table[name])
+        kept &= np.isin(codes, [code for code, word in enumerate(words) if word in values])
+    columns = []
+    for name in names:
+        codes, words = _encoded(table[name])
+        columns.append(words if len(names) == 1 else [words[code] for code in codes[kept].tolist()])
+    return tuple(columns)
+
+
+def _encoded(column: Any) -> tuple[npt.NDArray[np.int64], list[Any]]:
+    """Return a column as codes ``[P]`` and what they stand for.
+
+    Without pyarrow's sets, filters and ``to_numpy``: they load pandas where it is installed.
+    """
+    words: list[Any] = []
+    parts = []
+    for chunk in column.dictionary_encode(null_encoding="encode").chunks:
+        parts.append(np.from_dlpack(chunk.indices).astype(np.int64) + len(words))
+        words += chunk.dictionary.to_pylist()
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64), words
 
 
 def _newest(folder: Path, file: str) -> Path:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
+from llmpq.costmodel.cache import Cache
 from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.profiles import (
@@ -26,10 +27,14 @@ from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload
 
-LatencySource = Literal["table", "fit"]
-"""How a table speaks: its points and our regression between them, or the paper's fit alone."""
+LatencySource = Literal["table", "fit", "roofline"]
+"""How a table speaks: its points and our regression between them, or the paper's fit alone.
+
+``roofline`` asks no table at all, installed or named: the same answers on every machine.
+"""
 
 _ISA_HALF_RATES = {
     "sse4": {"bfloat16": 0.1, "float16": 0.1},
@@ -164,7 +169,7 @@ class ClusterCosts:
         return self.latency[device.group].source
 
 
-def build_costs(
+def build_costs(  # noqa: PLR0913  every one is a keyword of its own
     model: ModelSpec,
     cluster: Cluster,
     *,
@@ -172,6 +177,7 @@ def build_costs(
     kv_bits: int,
     profile_dir: Path | None = None,
     latency: LatencySource = "table",
+    cache_dir: Path | None = None,
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster: measured where there are tables, else roofline.
 
@@ -186,11 +192,13 @@ def build_costs(
         profile_dir: a folder of tables, searched for latency tables whose provenance matches a
             device and for link tables of this cluster's nodes.
         latency: how tables answer; devices without one are roofline either way.
+        cache_dir: where fits and assembled tables are kept between runs, ``None`` for nowhere.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
     """
     tables = read_folder(profile_dir)
+    cache = None if cache_dir is None else Cache(folder=cache_dir)
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
     stage: list[StageSeconds] = []
@@ -201,12 +209,11 @@ def build_costs(
         analytic = RooflineLatencyModel(
             model=model, device=spec, dtype=dtype, kv_bits=kv_bits, threads=device.threads or 1
         )
-        profile = find_profile(ProfileKey(model=model, dtype=dtype, device=device), tables)
-        if profile is None and (table := public_table(model, device.type, dtype)) is not None:
-            profile = Profile(table=table, file=public_source(device.type), layer=0)
+        key = ProfileKey(model=model, dtype=dtype, device=device)
+        profile = None if latency == "roofline" else _profile(key, tables, cache)
         specs.append(spec)
         stage.append(StageSeconds() if profile is None else profile.stage)
-        models.append(analytic if profile is None else _measured(profile, analytic, latency))
+        models.append(analytic if profile is None else _measured(profile, analytic, latency, cache))
     return ClusterCosts(
         model=model,
         cluster=cluster,
@@ -222,8 +229,24 @@ def build_costs(
     )
 
 
+def _profile(
+    key: ProfileKey, tables: dict[str, LatencyTable], cache: Cache | None
+) -> Profile | None:
+    """Return the table of a device: the cluster's, the folder's, else the public database's."""
+    found = find_profile(key, tables)
+    if found is not None:
+        return found
+    table = public_table(key.model, key.device.type, key.dtype, cache)
+    if table is None:
+        return None
+    return Profile(table=table, file=public_source(key.device.type), layer=0)
+
+
 def _measured(
-    profile: Profile, analytic: RooflineLatencyModel, latency: LatencySource
+    profile: Profile,
+    analytic: RooflineLatencyModel,
+    latency: LatencySource,
+    cache: Cache | None,
 ) -> TableLatencyModel:
     return TableLatencyModel(
         table=profile.table,
@@ -231,6 +254,7 @@ def _measured(
         profiled_kind=analytic.model.layer_kinds[profile.layer],
         file=profile.file,
         fitted_only=latency == "fit",
+        cache=cache,
     )
 
 

@@ -9,7 +9,7 @@ how sure it is. It refuses to answer for a phase or bitwidth without samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import hypot, inf, log
 from typing import Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from llmpq.costmodel.base import Estimate
 from llmpq.costmodel.bounds import measured_bounds
+from llmpq.costmodel.cache import Arrays, Cache, digest
 from llmpq.costmodel.clock import relative_noise
 from llmpq.costmodel.laws import Law, Samples, fit_paper, rows_of
 from llmpq.costmodel.nnls import Array
@@ -28,6 +29,7 @@ from llmpq.costmodel.selection import (
     choose_law,
     growth_outside,
 )
+from llmpq.costmodel.stored import restored, stored
 from llmpq.costmodel.surface import Surface
 from llmpq.errors import ProfileMissError
 from llmpq.spec.precision import Phase
@@ -43,18 +45,30 @@ _LEAST_DEVIATION = 0.003
 class Curve:
     """Seconds of one phase and bitwidth; positive, growing with batch and with tokens."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Samples, known: Arrays | None = None) -> None:
+        """Fit the samples, or take over what ``arrays`` told of an earlier fit of the same."""
         self._samples = samples
         self._phase = samples.phase
         rows = rows_of(samples.phase, samples.batch, samples.tokens)
         self._box = Box.around(rows, samples.tokens)
-        self._choice = choose_law(samples)
-        law = self._choice.fit(samples)
+        self._growth: tuple[float, float, float] | None = None
+        self._answers: dict[tuple[float, float], float] = {}
+        if known is None:
+            self._fit(samples, rows)
+        else:
+            self._choice, self._each, self._residual, self._surface, self._bounds = restored(known)
+
+    def arrays(self) -> Arrays:
+        """Return all that fitting found, for another process."""
+        parts = self._choice, self._each, self._residual, self._surface, self._bounds
+        return stored(*parts)
+
+    def _fit(self, samples: Samples, rows: Array) -> None:
+        self._choice, law = choose_law(samples)
         self._each = law.each
         # A law may give all its seconds to ``each``; a logarithm needs some left.
         self._least = _LEAST_SHARE * float(samples.seconds.min())
         self._residual = self._corrected(law, self._choice, rows)
-        self._growth: tuple[float, float, float] | None = None
 
         def log_seconds(rows: Array, tokens: Array) -> Array:
             values: Array = np.log(np.maximum(law.shared(rows, tokens), self._least))
@@ -64,7 +78,6 @@ class Curve:
 
         self._surface = Surface(rows, samples.tokens, log_seconds)
         self._bounds = measured_bounds(samples)
-        self._answers: dict[tuple[float, float], float] = {}
 
     def seconds(self, batch: float, tokens: float) -> float:
         """Return the seconds at a shape, ``batch`` and ``tokens`` at least 1."""
@@ -160,20 +173,16 @@ class PaperCurve:
         )
 
 
-_CURVES: Mapping[LawName, Callable[[Samples], Curve | PaperCurve]] = {
-    "hinged": Curve,
-    "paper": PaperCurve,
-}
-
-
 class RegressionLatencyModel:
     """Every phase and bitwidth of a table; each is fitted when it is first asked for.
 
     ``bits`` 0 is the master's own work.
     """
 
-    def __init__(self, table: LatencyTable, law: LawName = "hinged") -> None:
-        self._make = _CURVES[law]
+    def __init__(
+        self, table: LatencyTable, law: LawName = "hinged", cache: Cache | None = None
+    ) -> None:
+        self._law, self._cache = law, cache
         self._samples: dict[tuple[Phase, int], list[LatencySample]] = {}
         for one in table.samples:
             self._samples.setdefault((one.phase, one.bits), []).append(one)
@@ -206,8 +215,22 @@ class RegressionLatencyModel:
                     f"regression: found no {phase.value} samples at {bits} bits, "
                     f"only at {list(self.known_bits(phase))}"
                 )
-            self._curves[phase, bits] = self._make(gather(self._samples[phase, bits]))
+            self._curves[phase, bits] = self._made(gather(self._samples[phase, bits]))
         return self._curves[phase, bits]
+
+    def _made(self, samples: Samples) -> Curve | PaperCurve:
+        if self._law == "paper":
+            return PaperCurve(samples)
+        if self._cache is None or len(samples) < MIN_HINGED:
+            return Curve(samples)
+        columns = (samples.batch, samples.tokens, samples.seconds)
+        key = digest(samples.phase.value.encode(), *(one.tobytes() for one in columns))
+        known = self._cache.read(key)
+        if known is not None:
+            return Curve(samples, known)
+        curve = Curve(samples)
+        self._cache.write(key, curve.arrays())
+        return curve
 
 
 def gather(samples: Sequence[LatencySample]) -> Samples:
@@ -216,7 +239,7 @@ def gather(samples: Sequence[LatencySample]) -> Samples:
     for sample in samples:
         repeated.setdefault((sample.batch, sample.tokens), []).append(sample.seconds)
     shapes = sorted(repeated)
-    seconds = np.array([float(np.median(repeated[shape])) for shape in shapes])
+    seconds = np.array([_median(repeated[shape]) for shape in shapes])
     return Samples(
         phase=samples[0].phase,
         batch=np.array([float(batch) for batch, _ in shapes]),
@@ -224,3 +247,7 @@ def gather(samples: Sequence[LatencySample]) -> Samples:
         seconds=seconds,
         noise=relative_noise(seconds),
     )
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return seconds[0] if len(seconds) == 1 else float(np.median(seconds))

@@ -10,13 +10,14 @@ laws. All but the paper's are positive and monotone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.costmodel.nnls import Array, solve_nnls
+from llmpq.costmodel.nnls import Array, solve_gram, solve_nnls
 from llmpq.spec.precision import Phase
 
 TILES = (64, 128)
@@ -173,26 +174,82 @@ def fit_hinged(samples: Samples, hinges: int, power: float = 1.0) -> HingedLaw:
         power: errors are weighted by ``seconds^-power``. 1 is relative; less trusts the large
             ones more, as a clock with a coarse tick asks for.
     """
-    phase, tokens, seconds = samples.phase, samples.tokens, samples.seconds
-    rows = rows_of(phase, samples.batch, tokens)
-    knots = _knots(rows, hinges), _knots(rows * tokens, max(2, hinges // 2))
-    features = _hinged_features(rows, tokens, *knots)
-    if phase is Phase.PREFILL:
-        features = np.column_stack([features, samples.batch])
-    weights = samples.weights(power)
-    smooth = []
-    first = 2 + len(TILES) + len(STEPS)
-    for values, places in zip((rows, rows * tokens), knots, strict=True):
-        smooth.append(_smoothing(values, weights, places, features.shape[1], first))
-        first += len(places) + 1
-    matrix = np.vstack([features * weights[:, None], *smooth])
-    target = np.concatenate([seconds * weights, np.zeros(len(matrix) - len(samples))])
-    return HingedLaw(
-        phase=phase,
-        row_knots=knots[0],
-        work_knots=knots[1],
-        coefficients=solve_nnls(matrix, target),
-    )
+    return HingedProblem.of(samples, hinges, power).solved()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HingedProblem:
+    """The least squares behind ``fit_hinged``, kept so that leaving samples out is cheap.
+
+    Attributes:
+        samples: the measurements.
+        row_knots, work_knots: as in ``HingedLaw``.
+        weighted: features times weights ``[P, C]``.
+        target: seconds times weights ``[P]``.
+        smooth: rows that charge changes of slope ``[K, C]``.
+    """
+
+    samples: Samples
+    row_knots: Array
+    work_knots: Array
+    features: Array
+    weighted: Array
+    target: Array
+    smooth: Array
+
+    @classmethod
+    def of(cls, samples: Samples, hinges: int, power: float) -> HingedProblem:
+        """Set the problem up; arguments as of ``fit_hinged``."""
+        phase, tokens = samples.phase, samples.tokens
+        rows = rows_of(phase, samples.batch, tokens)
+        knots = _knots(rows, hinges), _knots(rows * tokens, max(2, hinges // 2))
+        features = _hinged_features(rows, tokens, *knots)
+        if phase is Phase.PREFILL:
+            features = np.column_stack([features, samples.batch])
+        weights = samples.weights(power)
+        smooth = []
+        first = 2 + len(TILES) + len(STEPS)
+        for values, places in zip((rows, rows * tokens), knots, strict=True):
+            smooth.append(_smoothing(values, weights, places, features.shape[1], first))
+            first += len(places) + 1
+        return cls(
+            samples=samples,
+            row_knots=knots[0],
+            work_knots=knots[1],
+            features=features,
+            weighted=features * weights[:, None],
+            target=samples.seconds * weights,
+            smooth=np.vstack(smooth),
+        )
+
+    def solved(self) -> HingedLaw:
+        """Return the law of all samples."""
+        return HingedLaw(
+            phase=self.samples.phase,
+            row_knots=self.row_knots,
+            work_knots=self.work_knots,
+            coefficients=solve_gram(self._gram(), self.weighted.T @ self.target),
+        )
+
+    def left_out(self, law: HingedLaw, folds: Sequence[npt.NDArray[np.bool_]]) -> list[Array]:
+        """Return the seconds of each fold ``[P] bool``, foretold from the samples outside it.
+
+        The knots stay those of all shapes; the seconds of a fold play no part. Every fold starts
+        from the columns of ``law``, which solves the whole, so a handful of steps is enough.
+        """
+        gram, pull = self._gram(), self.weighted.T @ self.target
+        found = []
+        for fold in folds:
+            held = self.weighted[fold]
+            left = float((~fold).sum()) / len(fold)
+            rest = gram - held.T @ held - (1.0 - left) * (self.smooth.T @ self.smooth)
+            coefficients = solve_gram(rest, pull - held.T @ self.target[fold], law.coefficients)
+            found.append(self.features[fold] @ coefficients)
+        return found
+
+    def _gram(self) -> Array:
+        result: Array = self.weighted.T @ self.weighted + self.smooth.T @ self.smooth
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from llmpq.costmodel.base import Estimate, LatencyModel
+from llmpq.costmodel.cache import Cache
 from llmpq.costmodel.fit import Array, fit_relative
 from llmpq.costmodel.latency import RegressionLatencyModel, gather
 from llmpq.costmodel.laws import Samples
@@ -32,12 +33,12 @@ Answer = Callable[[Phase, int, float, float], float]
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def fitted(table: LatencyTable) -> RegressionLatencyModel:
+def fitted(table: LatencyTable, cache: Cache | None = None) -> RegressionLatencyModel:
     """Return the regression of a table; equal tables share one, and what it has fitted so far.
 
     A planner builds its costs again for every question it is asked; fitting is its slowest part.
     """
-    return RegressionLatencyModel(table)
+    return RegressionLatencyModel(table, cache=cache)
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -57,6 +58,7 @@ class TableLatencyModel:
         profiled_kind: the kind of layer that was measured.
         file: the table's file, for messages.
         fitted_only: answer with the paper's regression everywhere, at measured points too.
+        cache: where fitted curves are kept between runs.
     """
 
     table: LatencyTable
@@ -64,11 +66,12 @@ class TableLatencyModel:
     profiled_kind: int = 0
     file: str = "in memory"
     fitted_only: bool = False
+    cache: Cache | None = None
     _regression: RegressionLatencyModel = field(init=False, repr=False, compare=False)
     _answer: Answer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        regression = fitted(self.table)
+        regression = fitted(self.table, self.cache)
         object.__setattr__(self, "_regression", regression)
         answer: Answer = regression.seconds
         if self.fitted_only:

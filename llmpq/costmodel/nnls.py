@@ -23,16 +23,34 @@ def solve_nnls(matrix: Array, target: Array) -> Array:
         matrix: ``[rows, columns]``, finite.
         target: ``[rows]``, finite.
     """
+    # Scaled first: squaring large and tiny columns would cost the tiny ones their digits.
     scale = np.sqrt(np.maximum((matrix**2).sum(axis=0), np.finfo(float).tiny))
     scaled = matrix / scale
-    gram = scaled.T @ scaled + _JITTER * np.eye(matrix.shape[1])
-    pull = scaled.T @ target
-    found = np.zeros(matrix.shape[1])
-    active = np.zeros(matrix.shape[1], dtype=bool)
-    for _ in range(3 * matrix.shape[1]):
-        gradient = np.where(active, -np.inf, pull - gram @ found)
-        entering = int(np.argmax(gradient))
-        if gradient[entering] <= _TOLERANCE * max(1.0, float(np.abs(pull).max())):
+    solution: Array = solve_gram(scaled.T @ scaled, scaled.T @ target) / scale
+    return solution
+
+
+def solve_gram(gram: Array, pull: Array, start: Array | None = None) -> Array:
+    """Return the ``x >= 0`` of the same problem from its normal equations.
+
+    Args:
+        gram: ``matrix' matrix``, ``[columns, columns]``.
+        pull: ``matrix' target``, ``[columns]``.
+        start: a feasible guess ``[columns]``, such as the answer to a neighbouring problem.
+    """
+    size = len(pull)
+    scale = np.sqrt(np.maximum(gram.diagonal(), np.finfo(float).tiny))
+    gram = gram / np.outer(scale, scale) + _JITTER * np.eye(size)
+    pull = pull / scale
+    found = np.zeros(size) if start is None else start * scale
+    active = found > 0.0
+    found, active = _settle(gram, pull, found, active)
+    least = _TOLERANCE * max(1.0, float(np.abs(pull).max()))
+    for _ in range(3 * size):
+        gradient = pull - gram @ found
+        gradient[active] = -np.inf
+        entering = int(gradient.argmax())
+        if gradient[entering] <= least:
             break
         active[entering] = True
         found, active = _settle(gram, pull, found, active)
@@ -44,12 +62,15 @@ def _settle(
     gram: Array, pull: Array, found: Array, active: npt.NDArray[np.bool_]
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
     """Move to the least-squares point of the active columns, dropping those that turn negative."""
-    while active.any():
+    while len(index := active.nonzero()[0]):
+        inner = np.linalg.solve(gram[index[:, None], index], pull[index])
+        if inner.min() > 0.0:
+            settled = np.zeros(len(pull))
+            settled[index] = inner
+            return settled, active
         wanted = np.zeros(len(pull))
-        wanted[active] = np.linalg.solve(gram[np.ix_(active, active)], pull[active])
+        wanted[index] = inner
         negative = active & (wanted <= 0.0)
-        if not negative.any():
-            return wanted, active
         steps = found[negative] / np.maximum(found[negative] - wanted[negative], _JITTER**2)
         found = found + float(steps.min()) * (wanted - found)
         active = active & (found > _TOLERANCE**1.5) & ~(negative & (found <= _TOLERANCE))

@@ -38,6 +38,11 @@ class GemmTimes:
     """
 
     points: Mapping[tuple[int, int], tuple[tuple[int, float], ...]]
+    _sizes: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        outs, inners = ({shape[axis] for shape in self.points} for axis in (0, 1))
+        object.__setattr__(self, "_sizes", (sorted(outs), sorted(inners)))
 
     @property
     def max_rows(self) -> int:
@@ -52,8 +57,9 @@ class GemmTimes:
         if (out_features, in_features) in self.points:
             return _along(self.points[out_features, in_features], rows)
         total = 0.0
-        for out, out_share in _bracket(sorted({shape[0] for shape in self.points}), out_features):
-            for inner, share in _bracket(sorted({shape[1] for shape in self.points}), in_features):
+        outs, inners = self._sizes
+        for out, out_share in _bracket(outs, out_features):
+            for inner, share in _bracket(inners, in_features):
                 total += out_share * share * self._corner(rows, out, inner)
         return total
 
@@ -145,14 +151,16 @@ def layer_samples(
         if shape is not None and experts is None:
             continue
         most = min(gemm.max_rows, experts.points[-1][0]) if experts else gemm.max_rows
+        multiplied: dict[int, float] = {}  # many contexts share their rows
         for phase, attention in times.attention.items():
             near, factor = attention.nearest(heads)
             for (batch, tokens), attention_s in sorted(attention.points[near].items()):
                 rows = batch * tokens if phase is Phase.PREFILL else batch
                 if rows > most:
                     continue
-                seconds = factor * attention_s
-                seconds += sum(gemm.seconds(rows, out, inner) for out, inner in products)
+                if rows not in multiplied:
+                    multiplied[rows] = sum(gemm.seconds(rows, *shape) for shape in products)
+                seconds = factor * attention_s + multiplied[rows]
                 seconds += experts.seconds(rows) if experts else 0.0
                 seconds += rows * small_values * value_bytes / times.stream_bytes_per_s
                 seconds += SMALL_KERNELS * times.launch_s

@@ -7,15 +7,24 @@ not know stays with the roofline.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from llmpq.costmodel.aiconfigurator import PACKAGE
+from llmpq.costmodel.cache import Cache, digest
 from llmpq.costmodel.imported import DEVICE_TYPES, ImportRequest, import_table
 from llmpq.errors import SpecError
+from llmpq.spec import catalog
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import BITS, Dtype
-from llmpq.spec.tables import LatencyTable
+from llmpq.spec.precision import BITS, Dtype, Phase
+from llmpq.spec.tables import LatencySample, LatencyTable
 
 HINT = "pip install 'llmpq[profiles]' to plan these devices with measured kernels"
 _NAMES = {ours: theirs for theirs, ours in DEVICE_TYPES.items()}
@@ -32,7 +41,9 @@ def is_installed() -> bool:
 
 
 @lru_cache(maxsize=32)
-def public_table(model: ModelSpec, device_type: str, dtype: Dtype) -> LatencyTable | None:
+def public_table(
+    model: ModelSpec, device_type: str, dtype: Dtype, cache: Cache | None = None
+) -> LatencyTable | None:
     """Return the table of a model's layer on a device, ``None`` where none can be assembled.
 
     Assembling takes a second or so, and a planner asks more than once: the last ones are kept.
@@ -46,11 +57,53 @@ def public_table(model: ModelSpec, device_type: str, dtype: Dtype) -> LatencyTab
         bits=BITS,
         dtype=dtype,
     )
+    key = digest(*(part.encode() for part in (repr(request), *_database(request.device))))
+    known = None if cache is None else cache.read(key)
+    if known is not None:
+        return _restored(known)
     try:
-        return import_table("aiconfigurator", request)
+        table = import_table("aiconfigurator", request)
     except SpecError:
         # Such as attention that nobody measured on this device: the roofline still answers.
         return None
+    if cache is not None:
+        cache.write(key, _stored(table))
+    return table
+
+
+def _database(device: str) -> Iterator[str]:
+    """Yield what a table of a device depends on beside the model: files and the catalogue."""
+    yield repr(catalog.device(DEVICE_TYPES[device]))
+    found = find_spec(PACKAGE)
+    for root in (found.submodule_search_locations or ()) if found else ():
+        for file in sorted((Path(root) / "systems" / "data" / device).glob("*/*/*/*.parquet")):
+            status = file.stat()
+            yield f"{file} {status.st_size} {status.st_mtime_ns}"
+
+
+def _stored(table: LatencyTable) -> dict[str, npt.NDArray[Any]]:
+    rows = [
+        (list(Phase).index(one.phase), one.bits, one.batch, one.tokens) for one in table.samples
+    ]
+    return {
+        "shapes": np.array(rows),
+        "seconds": np.array([one.seconds for one in table.samples]),
+        "provenance": np.frombuffer(json.dumps(table.provenance).encode(), dtype=np.uint8),
+    }
+
+
+def _restored(arrays: dict[str, npt.NDArray[Any]]) -> LatencyTable:
+    phases = tuple(Phase)
+    rows = zip(arrays["shapes"].tolist(), arrays["seconds"].tolist(), strict=True)
+    return LatencyTable(
+        samples=tuple(
+            LatencySample(
+                phase=phases[phase], bits=bits, batch=batch, tokens=tokens, seconds=seconds
+            )
+            for (phase, bits, batch, tokens), seconds in rows
+        ),
+        provenance=tuple((key, value) for key, value in json.loads(arrays["provenance"].tobytes())),
+    )
 
 
 def public_source(device_type: str) -> str:

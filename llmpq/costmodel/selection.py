@@ -1,14 +1,14 @@
 """Selection: which laws a set of samples supports, and how far their answers carry.
 
-Every candidate is cross-validated on the samples alone. The better ones are blended, the best
-counting most: with few or coarsely timed samples the winner is often luck, and a mean errs less.
+Every candidate, LLM-PQ's own regression among them, is cross-validated on the samples alone. The
+better ones are blended, the best counting most: with few or coarsely timed samples the winner is
+often luck, and a mean errs less. Where nothing beats the paper's regression clearly, it answers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import log2
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from llmpq.costmodel.laws import (
     BlendedLaw,
+    HingedProblem,
     Law,
     Samples,
     fit_hinged,
@@ -39,8 +40,35 @@ _MAX_HINGES = 24
 _SHARPNESS = 6.0
 """Power of (least error / its error) that is a law's share of the blend."""
 _LEAST_SHARE = 0.05
+_CLEARLY = 0.98
+"""Share of the paper's validated error that a blend must stay under to replace it."""
 _FLOOR = 0.5
 """A validated law answers at least this share of the least measured seconds, as a fit does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A law before it is fitted: a straight one, of the paper's features, or a hinged one."""
+
+    power: float
+    hinges: int | None = None
+
+    def fit(self, samples: Samples) -> Law:
+        """Fit it."""
+        if self.hinges is None:
+            return fit_straight(samples, self.power)
+        return fit_hinged(samples, self.hinges, self.power)
+
+    def validated(
+        self, samples: Samples, folds: Sequence[npt.NDArray[np.bool_]]
+    ) -> tuple[Law, list[Array]]:
+        """Return the law of all samples, and the seconds of each fold foretold from the rest."""
+        if self.hinges is None:
+            pairs = ((samples.take(fold), self.fit(samples.take(~fold))) for fold in folds)
+            return self.fit(samples), [law.seconds(one.batch, one.tokens) for one, law in pairs]
+        problem = HingedProblem.of(samples, self.hinges, self.power)
+        law = problem.solved()
+        return law, problem.left_out(law, folds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,62 +76,89 @@ class Choice:
     """What was chosen.
 
     Attributes:
-        fit: fits the blend to samples.
+        candidates: the members of the blend.
+        shares: their weights, adding up to 1.
         power: of the seconds that weighs errors in the best law; 1 is relative errors.
         deviation: relative error within which two thirds of the validated samples lay.
     """
 
-    fit: Fit
+    candidates: tuple[Candidate, ...]
+    shares: tuple[float, ...]
     power: float
     deviation: float
 
+    def fit(self, samples: Samples) -> Law:
+        """Fit the blend to other samples."""
+        return BlendedLaw(
+            laws=tuple(one.fit(samples) for one in self.candidates), shares=self.shares
+        )
 
-def choose_law(samples: Samples) -> Choice:
-    """Cross-validate the candidates and blend the better ones."""
+
+def choose_law(samples: Samples) -> tuple[Choice, Law]:
+    """Cross-validate the candidates and blend the better ones; return the blend, fitted, too."""
     if len(samples) < MIN_HINGED:
-        return Choice(fit=fit_straight, power=1.0, deviation=BLIND_GROWTH)
-    candidates: list[tuple[Fit, float]] = []
-    # Many samples need neither the coarsest hinges nor the trust in large ones alone.
-    powers, shares = (_POWERS, _SAMPLES_A_HINGE) if len(samples) < _FEW else (_POWERS[:2], _FINE)
-    for power in powers:
-        candidates.append((partial(fit_straight, power=power), power))
-        for share in shares:
-            hinges = min(max(2, len(samples) // share), _MAX_HINGES)
-            candidates.append((partial(fit_hinged, hinges=hinges, power=power), power))
-    ratios = np.stack([_validated(samples, fit) for fit, _ in candidates], axis=1)
-    errors = np.abs(ratios - 1.0).mean(axis=0)
-    best = int(np.argmin(errors))
-    weights = (errors[best] / errors) ** _SHARPNESS
-    weights = np.where(weights < _LEAST_SHARE, 0.0, weights)
-    weights /= weights.sum()
-    blended = np.abs(np.log(ratios @ weights))
-    kept = [index for index, weight in enumerate(weights) if weight]
-    return Choice(
-        fit=partial(
-            _blend,
-            fits=tuple(candidates[index][0] for index in kept),
-            shares=tuple(float(weights[index]) for index in kept),
-        ),
-        power=candidates[best][1],
-        deviation=float(np.quantile(blended, 0.68)),
-    )
-
-
-def _blend(samples: Samples, fits: Sequence[Fit], shares: tuple[float, ...]) -> Law:
-    return BlendedLaw(laws=tuple(fit(samples) for fit in fits), shares=shares)
-
-
-def _validated(samples: Samples, fit: Fit) -> Array:
-    """Return predicted over measured of every sample, each time from the others ``[R x P]``."""
-    ratios = []
+        choice = Choice(
+            candidates=(Candidate(power=1.0),), shares=(1.0,), power=1.0, deviation=BLIND_GROWTH
+        )
+        return choice, choice.fit(samples)
+    candidates, folds = _candidates(len(samples)), _folds(len(samples))
+    held = np.concatenate([samples.seconds[fold] for fold in folds])
     floor = _FLOOR * float(samples.seconds.min())
-    for seed in range(_ROUNDS if len(samples) < _FEW else 1):
-        fold = np.random.default_rng(seed).permutation(len(samples)) % _FOLDS
-        for index in range(_FOLDS):
-            held = samples.take(fold == index)
-            predicted = fit(samples.take(fold != index)).seconds(held.batch, held.tokens)
-            ratios.append(np.maximum(predicted, floor) / held.seconds)
-    return np.concatenate(ratios)
+    laws, columns = [], []
+    for one in candidates:
+        law, found = one.validated(samples, folds)
+        laws.append(law)
+        columns.append(np.maximum(np.concatenate(found), floor) / held)
+    ratios = np.stack(columns, axis=1)
+    errors = np.abs(ratios - 1.0).mean(axis=0)
+    shares = _shares(ratios, errors)
+    kept = np.flatnonzero(shares)
+    choice = Choice(
+        candidates=tuple(candidates[index] for index in kept),
+        shares=tuple(shares[kept].tolist()),
+        power=candidates[int(kept[np.argmin(errors[kept])])].power,
+        deviation=float(np.quantile(np.abs(np.log(ratios @ shares)), 0.68)),
+    )
+    return choice, BlendedLaw(laws=tuple(laws[index] for index in kept), shares=choice.shares)
+
+
+def _candidates(count: int) -> tuple[Candidate, ...]:
+    """Return the candidates, the paper's first.
+
+    Many samples need neither the coarsest hinges nor the trust in large ones alone.
+    """
+    powers, densities = (_POWERS, _SAMPLES_A_HINGE) if count < _FEW else (_POWERS[:2], _FINE)
+    found = [Candidate(power=0.0)]
+    for power in powers:
+        found += [Candidate(power=power)] if power else []
+        hinges = (min(max(2, count // density), _MAX_HINGES) for density in densities)
+        found += [Candidate(power=power, hinges=one) for one in hinges]
+    return tuple(found)
+
+
+def _shares(ratios: Array, errors: Array) -> Array:
+    """Return the weights of the candidates ``[C]``, the paper's being the first.
+
+    Args:
+        ratios: foretold over measured ``[R, C]``.
+        errors: their mean errors ``[C]``.
+    """
+    weights = (errors.min() / errors) ** _SHARPNESS
+    weights = np.where(weights < _LEAST_SHARE, 0.0, weights)
+    weights = weights / weights.sum()
+    alone = np.zeros(len(errors))
+    alone[0] = 1.0
+    blended = float(np.abs(ratios @ weights - 1.0).mean())
+    return weights if blended < _CLEARLY * errors[0] else alone
+
+
+def _folds(count: int) -> list[npt.NDArray[np.bool_]]:
+    """Return masks ``[count]``; every sample is in one of each round."""
+    folds = []
+    for seed in range(_ROUNDS if count < _FEW else 1):
+        fold = np.random.default_rng(seed).permutation(count) % _FOLDS
+        folds += [fold == index for index in range(_FOLDS)]
+    return folds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ lie along one of its axes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, log, log2
 
 import numpy as np
@@ -33,11 +33,30 @@ class Surface:
 
     def __init__(self, rows: Array, tokens: Array, log_seconds: LogSeconds) -> None:
         """Lay ``log_seconds`` out over a grid around the samples' rows and tokens ``[P]``."""
-        self._rows = _nodes(rows, TILES, STEPS)
-        self._lengths = _nodes(tokens)
-        mesh = np.meshgrid(np.array(self._rows), np.array(self._lengths), indexing="ij")
+        grid = np.array(_nodes(rows, TILES, STEPS)), np.array(_nodes(tokens))
+        mesh = np.meshgrid(*grid, indexing="ij")
         values = log_seconds(mesh[0].ravel(), mesh[1].ravel())
-        self._nodes: list[list[float]] = _monotone(values.reshape(mesh[0].shape)).tolist()
+        self._lay(*grid, _monotone(values.reshape(mesh[0].shape)))
+
+    @classmethod
+    def restored(cls, arrays: Mapping[str, Array]) -> Surface:
+        """Return the surface that ``arrays`` describes."""
+        found = cls.__new__(cls)
+        found._lay(arrays["rows"], arrays["lengths"], arrays["nodes"])
+        return found
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the surface as arrays: its grid's rows, lengths and logarithms."""
+        return {
+            "rows": np.array(self._rows),
+            "lengths": np.array(self._lengths),
+            "nodes": np.array(self._nodes),
+        }
+
+    def _lay(self, rows: Array, lengths: Array, nodes: Array) -> None:
+        self._rows: list[float] = rows.tolist()
+        self._lengths: list[float] = lengths.tolist()
+        self._nodes: list[list[float]] = nodes.tolist()
 
     def seconds(self, rows: float, tokens: float) -> float:
         """Return the seconds, ``rows`` and ``tokens`` at least 1."""

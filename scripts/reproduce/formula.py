@@ -89,6 +89,7 @@ def _prices(plan: Plan) -> Record:
         plan.cluster,
         dtype=plan.dtype,
         kv_bits=plan.kv_bits,
+        latency="roofline",
     )
     omega = default_omega(costs.model, BITS)
     formulas: tuple[Formula, ...] = ("paper", "steady")

@@ -163,9 +163,12 @@ def write_rows(file, header, rows):
         csv.writer(out).writerows([header, *rows])
 
 
-def read_columns(file, names, optional=False):
+def read_columns(file, names, among=None):
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
+    for name, wanted in (among or {}).items():
+        texts = {str(one) for one in wanted}
+        rows = [row for row in rows if row[name] in texts]
 
     def value(text):
         return (

@@ -146,6 +146,7 @@ def _costs(request: PlanRequest) -> ClusterCosts:
         dtype=request.dtype,
         kv_bits=request.kv_bits,
         profile_dir=request.profile_dir,
+        cache_dir=request.cache_dir,
         latency=request.latency,
     )
 
