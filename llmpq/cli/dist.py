@@ -143,6 +143,7 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         trace=None if options.trace is None else Path(options.trace).resolve(),
         store=store_directory(options.store, os.environ),
         store_limit_bytes=store_limit_bytes(options.store_limit),
+        kernel=options.kernel,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.store_options import add_kernel_option
 from llmpq.dist import model_dir_of
 from llmpq.dist.environment import cpu_environment
 from llmpq.errors import SpecError, bad_field
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--max_tokens", type=int, help="tokens of the text to use (default all)")
     how.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
     how.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    add_kernel_option(how)
     how.add_argument(
         "--step_timeout",
         type=float,
@@ -81,6 +83,7 @@ class _Task:
     kv_bits: int | None
     plan: Plan | None = None
     quantized: Path | None = None
+    kernel: str | None = None
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -117,6 +120,7 @@ def _task(options: argparse.Namespace) -> _Task:
             dtype=options.dtype,
             kv_bits=kv_bits,
             quantized=quantized,
+            kernel=options.kernel,
         )
     _check_against(plan, options)
     bits = tuple(width for stage in plan.stages for width in stage.bits)
@@ -126,6 +130,7 @@ def _task(options: argparse.Namespace) -> _Task:
         dtype=plan.dtype if options.dtype == "auto" else options.dtype,
         kv_bits=8 if 8 in (plan.kv_bits, options.kv_bits) else None,
         plan=plan,
+        kernel=options.kernel,
     )
 
 
@@ -193,7 +198,9 @@ def _of_checkpoint(runs: _Runs, folder: Path, reference: list[Tensor]) -> Qualit
     from llmpq.quant.loader import load_master
 
     checkpoint = GptqCheckpoint(folder)
-    layers = GptqLayers(checkpoint=checkpoint, dtype=runs.dtype, device=runs.device)
+    layers = GptqLayers(
+        checkpoint=checkpoint, dtype=runs.dtype, device=runs.device, backend=runs.task.kernel
+    )
     if layers.num_layers != len(runs.task.bits):
         raise SpecError(
             f"{folder}: found {layers.num_layers} layers, expected the {len(runs.task.bits)} of "
@@ -224,7 +231,11 @@ class _Runs:
         from llmpq.evals import LayerSource
 
         return LayerSource(
-            model_dir=self.task.model_dir, bits=bits, dtype=self.dtype, device=self.device
+            model_dir=self.task.model_dir,
+            bits=bits,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.task.kernel,
         )
 
     def stream(self, layers: Layers, kv_bits: int | None, label: str) -> list[Tensor]:
@@ -259,6 +270,7 @@ class _Runs:
                 self.windows,
                 step_timeout_s=step_timeout_s,
                 progress=progress,
+                kernel=self.task.kernel,
             )
         finally:
             progress.close()

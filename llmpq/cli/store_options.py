@@ -1,4 +1,4 @@
-"""The options that say where quantized layers are kept between runs; only commands read them."""
+"""The options of loading: where quantized layers are kept, and which kernel runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIABLE = "LLMPQ_STORE"
 
 
 def add_store_options(group: argparse._ArgumentGroup) -> None:
-    """Add ``--store`` and ``--store_limit``."""
+    """Add ``--store``, ``--store_limit`` and ``--kernel``."""
     group.add_argument(
         "--store",
         metavar="DIR|off",
@@ -28,6 +28,17 @@ def add_store_options(group: argparse._ArgumentGroup) -> None:
         default=DEFAULT_STORE_LIMIT_BYTES / GIB,
         metavar="GIB",
         help="size of the store; what was unused for longest goes first (default %(default)g)",
+    )
+    add_kernel_option(group)
+
+
+def add_kernel_option(group: argparse._ArgumentGroup) -> None:
+    """Add ``--kernel``."""
+    group.add_argument(
+        "--kernel",
+        metavar="NAME",
+        help="multiply by this kernel wherever it can run, such as bnb_int8_cpu "
+        "(default: the fastest; docs/quantization.md lists them)",
     )
 
 

@@ -91,6 +91,7 @@ class Job:
         trace: where the master writes what every rank did when; ``None`` for nowhere.
         store: folder of quantized layers, ``None`` for none.
         store_limit_bytes: what it may hold.
+        kernel: backend that multiplies wherever it can run; ``None`` leaves it to the registry.
         launcher_pid: the process that started the workers of this host; they end with it.
             0 when something else (torchrun) did.
     """
@@ -108,6 +109,7 @@ class Job:
     trace: Path | None = None
     store: Path | None = None
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
+    kernel: str | None = None
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:
@@ -159,6 +161,7 @@ def read_job(path: Path) -> Job:
         trace=_optional_path(fields, "trace"),
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
+        kernel=fields.optional_text("kernel"),
         launcher_pid=fields.integer("launcher_pid"),
     )
     fields.done()
@@ -188,6 +191,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "trace": None if job.trace is None else str(job.trace),
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,
+        "kernel": job.kernel,
         "launcher_pid": job.launcher_pid,
     }
 

@@ -57,6 +57,7 @@ class RankContext:
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
         store: layers quantized by earlier runs.
+        kernel: backend to prefer; ``None`` leaves it to the registry.
         recorder: keeps what this rank did when.
     """
 
@@ -67,6 +68,7 @@ class RankContext:
     progress: Progress
     keeps_all_tokens: bool = False
     store: Store | None = None
+    kernel: str | None = None
     recorder: Recorder | None = None
 
     def recorded(self, clock: StageClock) -> Communicator | None:
@@ -161,6 +163,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         dtype=DTYPES[plan.dtype],
         device=device,
         progress=report,
+        backend=context.kernel,
         store=context.store,
     )
     cache = KVCache(

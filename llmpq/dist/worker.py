@@ -163,6 +163,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         recorder=Recorder(rank, is_on=job.trace is not None, clock_offset_s=offset_s),
         keeps_all_tokens=job.task == "hidden",
         store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
+        kernel=job.kernel,
     )
 
 

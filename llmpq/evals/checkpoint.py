@@ -19,11 +19,13 @@ class GptqLayers:
         checkpoint: the files.
         dtype: of the run.
         device: where it runs.
+        backend: kernel to prefer; ``None`` leaves it to the registry.
     """
 
     checkpoint: GptqCheckpoint
     dtype: torch.dtype
     device: torch.device
+    backend: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -33,5 +35,7 @@ class GptqLayers:
     def each(self) -> Iterator[DecoderStage]:
         """Load one layer after the other."""
         for index in range(self.num_layers):
-            layer = gptq_layer(self.checkpoint, index, dtype=self.dtype, device=self.device)
+            layer = gptq_layer(
+                self.checkpoint, index, dtype=self.dtype, device=self.device, backend=self.backend
+            )
             yield DecoderStage(self.checkpoint.config, [layer], index).to(self.device)

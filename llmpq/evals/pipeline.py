@@ -33,6 +33,7 @@ def pipeline_hidden(
     *,
     step_timeout_s: float = 10.0,
     progress: Progress | None = None,
+    kernel: str | None = None,
 ) -> list[Tensor]:
     """Run all windows through the ranks of ``plan``.
 
@@ -42,6 +43,7 @@ def pipeline_hidden(
         windows: the text.
         step_timeout_s: how long a rank may give no sign of life.
         progress: takes the ranks' events: layers loaded, then tokens done.
+        kernel: kernel to prefer; ``None`` leaves it to the registry.
 
     Returns:
         Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
@@ -60,6 +62,7 @@ def pipeline_hidden(
             output=folder / "hidden.safetensors",
             task="hidden",
             step_timeout_s=step_timeout_s,
+            kernel=kernel,
         )
         write_plan(job.strategy, evaluation_plan(plan, windows))
         write_prompts(job.prompts, list(_prompts(windows)))

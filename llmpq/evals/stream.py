@@ -52,12 +52,14 @@ class LayerSource:
         bits: of every layer; 16 is not quantized.
         dtype: of the run.
         device: where it runs.
+        backend: kernel to prefer; ``None`` leaves it to the registry.
     """
 
     model_dir: Path
     bits: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    backend: str | None = None
 
     @property
     def num_layers(self) -> int:
@@ -73,6 +75,7 @@ class LayerSource:
             self.bits[first_layer:end_layer],
             dtype=self.dtype,
             device=self.device,
+            backend=self.backend,
         )
 
     def each(self) -> Iterator[DecoderStage]:
