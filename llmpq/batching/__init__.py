@@ -18,6 +18,7 @@ from llmpq.batching.factory import PipelineShape, make_policy
 from llmpq.batching.hybrid import HybridPolicy
 from llmpq.batching.iteration import IterationPolicy
 from llmpq.batching.multibin import MultiBinFormer
+from llmpq.batching.record import RequestRecord, percentile, summarise
 from llmpq.batching.rra import RraPolicy
 from llmpq.batching.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.waa import WaaPolicy
@@ -36,6 +37,7 @@ __all__ = [
     "Prefill",
     "ReadySequence",
     "RequestBook",
+    "RequestRecord",
     "RraPolicy",
     "SchedulerView",
     "SlotPool",
@@ -46,4 +48,6 @@ __all__ = [
     "WaitingRequest",
     "check_decision",
     "make_policy",
+    "percentile",
+    "summarise",
 ]

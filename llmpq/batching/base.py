@@ -126,7 +126,13 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a micro-batch comes back or a request arrives."""
+    """Do nothing until a micro-batch comes back or a request arrives.
+
+    Attributes:
+        until_s: or until this time, when the policy would decide otherwise.
+    """
+
+    until_s: float | None = None
 
 
 Decision = Prefill | Decode | Wait
@@ -158,7 +164,8 @@ def check_decision(view: SchedulerView, decision: Decision) -> None:
             for nothing.
     """
     if isinstance(decision, Wait):
-        if not view.flights and view.is_closed and (view.waiting or view.ready):
+        is_for_nothing = not view.flights and view.is_closed and decision.until_s is None
+        if is_for_nothing and (view.waiting or view.ready):
             raise LlmpqError("batching policy: waits although nothing is in flight")
         return
     phase = Phase.PREFILL if isinstance(decision, Prefill) else Phase.DECODE

@@ -11,12 +11,44 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from llmpq.batching.base import WaitingRequest
 from llmpq.errors import LlmpqError, SpecError
 
 LengthPredictor = Callable[[WaitingRequest], float]
 """Returns the predicted tokens of an answer, at least 0."""
+
+PredictorName = Literal["oracle", "noisy", "regression", "empirical"]
+PREDICTOR_NAMES: tuple[str, ...] = get_args(PredictorName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What is known of answer lengths before they are made.
+
+    Attributes:
+        predictor: the name of a predictor.
+        error: of ``noisy``: standard deviation of the logarithm.
+        seed: of its chance.
+    """
+
+    predictor: PredictorName = "oracle"
+    error: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.predictor not in PREDICTOR_NAMES:
+            raise SpecError(
+                f"prediction: field 'predictor': found '{self.predictor}', "
+                f"expected one of {', '.join(PREDICTOR_NAMES)}"
+            )
+        if not 0 <= self.error < math.inf:
+            raise SpecError(f"prediction: field 'error': found {self.error}, expected at least 0")
+
+
+ORACLE = Prediction()
 
 
 class OraclePredictor:
@@ -153,6 +185,26 @@ class RegressionPredictor:
     def __call__(self, request: WaitingRequest) -> float:
         """Return the line's answer, at least one token."""
         return max(1.0, self.intercept + self.slope * request.prompt_tokens)
+
+
+def make_predictor(
+    prediction: Prediction, prompt_tokens: Sequence[int], new_tokens: Sequence[int]
+) -> LengthPredictor | None:
+    """Return a predictor for requests whose true lengths are given, by their numbers.
+
+    Returns:
+        ``None`` when there are no requests.
+    """
+    if not new_tokens:
+        return None
+    if prediction.predictor == "empirical":
+        return EmpiricalPredictor(new_tokens)
+    if prediction.predictor == "regression":
+        return RegressionPredictor(prompt_tokens, new_tokens)
+    oracle = OraclePredictor(new_tokens)
+    if prediction.predictor == "noisy":
+        return NoisyPredictor(oracle, sigma=prediction.error, seed=prediction.seed)
+    return oracle
 
 
 def _chance(seed: int, request: WaitingRequest) -> random.Random:

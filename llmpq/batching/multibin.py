@@ -44,7 +44,7 @@ class MultiBinFormer:
         self._batch = batch
         self._boundaries = tuple(boundaries)
         self._predictor = predictor
-        self._max_wait_s = max_wait_s
+        self.max_wait_s = max_wait_s
         self._bins: dict[int, int] = {}  # request -> bin; a prediction is made once
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class MultiBinFormer:
             members.append(item.request)
             if len(members) == self._batch:
                 return self._leave(members)
-        if not must_flush(view, self._max_wait_s):
+        if not must_flush(view, self.max_wait_s):
             return ()
         oldest = next(iter(view.waiting))
         return self._leave(bins[self._bin_of(oldest)])

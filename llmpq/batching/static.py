@@ -8,16 +8,26 @@ predicted length in ``llmpq.batching.multibin``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from itertools import islice
+from typing import Protocol
 
 from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 
-BatchFormer = Callable[[SchedulerView], tuple[int, ...]]
-"""Chooses the requests of the next batch; none when it is better to wait for more to arrive."""
+
+class BatchFormer(Protocol):
+    """Chooses the requests of the next batch."""
+
+    @property
+    def max_wait_s(self) -> float | None:
+        """How long a request may wait for its batch to be full; ``None`` is without end."""
+        ...
+
+    def __call__(self, view: SchedulerView) -> tuple[int, ...]:
+        """Return the next batch; none when it is better to wait for more to arrive."""
+        ...
 
 
 class StaticPolicy:
@@ -52,6 +62,8 @@ class StaticPolicy:
         if self._to_prefill:
             size = min(self._sizes.prefill, len(self._to_prefill))
             return Prefill(requests=tuple(self._to_prefill.popleft() for _ in range(size)))
+        if not view.ready and not view.flights:
+            return Wait(until_s=_flush_s(view, self._former.max_wait_s))
         self._form_groups(view)
         return self._next_group(view)
 
@@ -84,19 +96,25 @@ class FirstComeFormer:
         if batch < 1:
             raise SpecError(f"static batching: found a batch of {batch}, expected at least 1")
         self._batch = batch
-        self._max_wait_s = max_wait_s
+        self.max_wait_s = max_wait_s
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
         """Return the next batch."""
         chosen = list(islice(view.waiting, self._batch))
-        if len(chosen) < self._batch and not must_flush(view, self._max_wait_s):
+        if len(chosen) < self._batch and not must_flush(view, self.max_wait_s):
             return ()
         return tuple(item.request for item in chosen)
 
 
 def must_flush(view: SchedulerView, max_wait_s: float | None) -> bool:
     """Whether an incomplete batch must be served: nobody will join it, or it waited too long."""
-    if not view.waiting:
-        return False
-    waited = view.now_s - next(iter(view.waiting)).arrival_s
-    return view.is_closed or (max_wait_s is not None and waited >= max_wait_s)
+    flush_s = _flush_s(view, max_wait_s)
+    is_late = flush_s is not None and view.now_s >= flush_s
+    return bool(view.waiting) and (view.is_closed or is_late)
+
+
+def _flush_s(view: SchedulerView, max_wait_s: float | None) -> float | None:
+    """Return when the oldest request will have waited long enough; ``None`` is never."""
+    if max_wait_s is None or not view.waiting:
+        return None
+    return next(iter(view.waiting)).arrival_s + max_wait_s

@@ -14,25 +14,32 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
 
+from llmpq.cli import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
+from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
 from llmpq.cli.run_plot import draw_run
 from llmpq.cli.store_options import add_store_options, store_directory, store_limit_bytes
-from llmpq.dist import Hosts, check_job, model_dir_of, run_job
-from llmpq.dist.job import Job, Meeting, Sampling, Transport
+from llmpq.dist import check_job, model_dir_of, run_job
+from llmpq.dist.job import Job, Sampling
 from llmpq.dist.launch import rank_environment
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import BarProgress, SilentProgress
+from llmpq.dist.prompts import read_prompts
 from llmpq.dist.report import build_report, format_report
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
+from llmpq.spec.schedule import Schedule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["doctor"]:
+        return dist_doctor.main(words[1:])
     return run_command(_parser(), _run, argv)
 
 
@@ -61,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top_p", type=float, default=1.0)
     sampling.add_argument("--seed", type=int, default=0)
     run = parser.add_argument_group("running")
-    run.add_argument("--policy", choices=["hybrid"], default="hybrid", help="batching policy")
     run.add_argument(
         "--step_timeout",
         type=float,
@@ -69,24 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="a rank that gives no sign of life for so long has failed (default 10)",
     )
+    add_policy_options(parser)
     add_store_options(parser.add_argument_group("loading"))
-    hosts = parser.add_argument_group("several hosts (each runs this command)")
-    hosts.add_argument("--nnodes", type=int, default=1, help="number of hosts")
-    hosts.add_argument("--node_rank", type=int, default=0, help="this host; 0 is the master's")
-    hosts.add_argument("--master_addr", help="address of host 0 that rank 0 listens on")
-    hosts.add_argument("--master_port", type=int, default=29500)
-    hosts.add_argument(
-        "--token_file",
-        metavar="FILE",
-        help="secret that all hosts share (mode 600); needed unless --master_addr is this host",
-    )
-    hosts.add_argument(
-        "--transport",
-        choices=get_args(Transport),
-        default="auto",
-        help="auto: unix sockets inside a host, TCP between hosts; gloo: torch's own, for "
-        "comparison, which authenticates nobody",
-    )
+    hosts = add_host_options(parser)
     hosts.add_argument(
         "--no_auto", action="store_true", help="be one rank, as torchrun's environment says"
     )
@@ -103,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
         progress = _bar(plan.model.num_layers)
         with _terminated_as_if_interrupted():
             try:
-                measurement = run_job(job, hosts=_hosts(options), progress=progress)
+                measurement = run_job(job, hosts=hosts_of(options), progress=progress)
             finally:
                 progress.close()
     if measurement is not None:
@@ -135,10 +126,9 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
             seed=options.seed,
         ),
         step_timeout_s=options.step_timeout,
-        meeting=Meeting(
-            from_environment=True,
-            token_file=None if options.token_file is None else Path(options.token_file).resolve(),
-        ),
+        schedule=_schedule(options, plan),
+        prediction=prediction_of(options),
+        meeting=meeting_of(options),
         transport=options.transport,
         trace=None if options.trace is None else Path(options.trace).resolve(),
         store=store_directory(options.store, os.environ),
@@ -147,16 +137,11 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
     )
 
 
-def _hosts(options: argparse.Namespace) -> Hosts:
-    if options.nnodes == 1:
-        return Hosts()
-    if options.master_addr is None:
-        raise SpecError("--nnodes: found more than one host, expected --master_addr too")
-    return Hosts(
-        num_nodes=options.nnodes,
-        node_rank=options.node_rank,
-        address=(options.master_addr, options.master_port),
-    )
+def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
+    """Return what to obey; bins are made for the most tokens that each prompt asks for."""
+    prompts = read_prompts(options.prompts)
+    wanted = [prompt.max_new_tokens or plan.workload.new_tokens for prompt in prompts]
+    return schedule_of(options, plan, wanted)
 
 
 def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:

@@ -5,21 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
 
-from llmpq.batching.length import (
-    EmpiricalPredictor,
-    LengthPredictor,
-    NoisyPredictor,
-    OraclePredictor,
-    RegressionPredictor,
-)
+from llmpq.batching.length import PREDICTOR_NAMES, Prediction
 from llmpq.batching.multibin import quantile_boundaries
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
-
-PREDICTORS = ("oracle", "noisy", "regression", "empirical")
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +29,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--predictor",
-        choices=PREDICTORS,
+        choices=PREDICTOR_NAMES,
         default="oracle",
         help="multibin: what is known of an answer's length (default oracle)",
     )
@@ -78,15 +69,6 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
     return schedule
 
 
-def predictor_of(
-    options: argparse.Namespace, prompt_tokens: Sequence[int], new_tokens: Sequence[int]
-) -> LengthPredictor:
-    """Return what a policy is told of answer lengths, ``new_tokens`` being the truth."""
-    if options.predictor == "empirical":
-        return EmpiricalPredictor([max(1, round(fmean(new_tokens)))])
-    if options.predictor == "regression":
-        return RegressionPredictor(prompt_tokens, new_tokens)
-    oracle = OraclePredictor(new_tokens)
-    if options.predictor == "noisy":
-        return NoisyPredictor(oracle, sigma=options.predictor_error)
-    return oracle
+def prediction_of(options: argparse.Namespace) -> Prediction:
+    """Return what a policy is told of answer lengths."""
+    return Prediction(predictor=options.predictor, error=options.predictor_error)

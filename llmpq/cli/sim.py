@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.batching import PipelineShape, make_policy
+from llmpq.batching.length import make_predictor
 from llmpq.cli.common import make_parser, print_json, run_command
-from llmpq.cli.policy_options import add_policy_options, predictor_of, schedule_of
+from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate
@@ -76,7 +77,8 @@ def _run(options: argparse.Namespace) -> int:
         num_slots=plan.workload.batch,
         num_stages=len(plan.stages),
     )
-    predictor = predictor_of(options, [item.prompt_tokens for item in trace], answers)
+    prompts = [item.prompt_tokens for item in trace]
+    predictor = make_predictor(prediction_of(options), prompts, answers)
     report = simulate(
         _costs(plan, options.profile),
         make_policy(schedule, shape, predictor),

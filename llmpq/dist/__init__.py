@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmpq.dist.janitor import watched
 from llmpq.dist.job import Job, Meeting, Sampling, check_plan
 from llmpq.dist.launch import launch, ranks_of_node
 from llmpq.dist.measurement import Measurement
+from llmpq.dist.policy import schedule_of
 from llmpq.dist.progress import Progress, SilentProgress
 from llmpq.dist.prompts import Prompt, make_request, read_prompts, request_limits, write_prompts
 from llmpq.dist.results import Result, finished_ids, read_results
@@ -124,7 +126,8 @@ def run_job(
                 address=hosts.address, folder=folder, token_file=job.meeting.token_file
             )
         told = replace(job, meeting=meeting, launcher_pid=os.getpid())
-        return launch(told, plan, ranks, folder, progress or SilentProgress())
+        with watched(folder):
+            return launch(told, plan, ranks, folder, progress or SilentProgress())
 
 
 def check_job(job: Job) -> Plan:
@@ -136,6 +139,7 @@ def check_job(job: Job) -> Plan:
     plan = read_plan(job.strategy)
     model = load_model_dir(job.model_dir)
     check_plan(plan, job.model_dir, model.num_layers)
+    schedule_of(plan, job.schedule)
     limits = request_limits(plan, model, ())
     for prompt in read_prompts(job.prompts):
         if prompt.token_ids is not None:

@@ -10,7 +10,7 @@ Shapes: R rows, T tokens a row, H hidden size.
 
 from __future__ import annotations
 
-import time
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from llmpq.batching import BatchingPolicy, RequestBook, Step, WaitingRequest
+from llmpq.batching import BatchingPolicy, RequestBook, RequestRecord, Step, Wait, WaitingRequest
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.messages import Frame, FrameKind, Row
+from llmpq.dist.policy import in_order
 from llmpq.dist.prompts import Request
 from llmpq.dist.results import FinishReason
 from llmpq.dist.ring import error_of
@@ -36,6 +37,8 @@ OnTokens = Callable[[int], None]
 
 MAX_NAP_S = 0.5
 """Longest sleep while no request is there: whoever watches the master sees it alive."""
+GLANCE_S = 2e-4
+"""Sleep between two looks for an answer while something else may come first."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class _Answer:
     """A request that was admitted, and its tokens so far."""
 
     request: Request
+    start_s: float
+    first_token_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -72,12 +77,14 @@ class EngineStats:
         generated_tokens: new tokens of all of them.
         elapsed_s: from the first micro-batch sent off to the last token.
         prefill_s: of these, until the last prompt's first token.
+        records: when each request came, began and ended, by number.
     """
 
     requests: int
     generated_tokens: int
     elapsed_s: float
     prefill_s: float
+    records: tuple[RequestRecord, ...]
 
 
 class MasterEngine:
@@ -119,6 +126,8 @@ class MasterEngine:
         self._answers: dict[int, _Answer] = {}  # of requests that hold a slot, by number
         self._sent: deque[_Sent] = deque()
         self._landed: deque[Tensor] = deque()  # answers of a pipeline that is this process alone
+        self._records: list[RequestRecord] = []
+        self._wake_s = math.inf  # when the policy would decide otherwise than to wait
         self._tokens = 0
         self._start_s = 0.0
         self._prefill_s = 0.0
@@ -136,7 +145,7 @@ class MasterEngine:
         Raises:
             StageError: a stage failed, hangs, or answers something else than it was asked.
         """
-        self._requests = sorted(requests, key=lambda request: request.arrival_s)
+        self._requests = in_order(requests)
         self._start_s = self._clock.now()
         self._take_arrivals()
         while not self._book.is_done:
@@ -148,6 +157,7 @@ class MasterEngine:
             generated_tokens=self._tokens,
             elapsed_s=self._now_s(),
             prefill_s=self._prefill_s,
+            records=tuple(sorted(self._records, key=lambda record: record.request)),
         )
 
     def _now_s(self) -> float:
@@ -173,28 +183,38 @@ class MasterEngine:
         self._book.close()
 
     def _advance(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
-        """Take in an answer, or when none is on its way, sleep until a request arrives."""
-        if self._sent:
+        """Take in an answer, or sleep until one is there, a request arrives or the policy wakes."""
+        wake_s = min(self._wake_s, self._next_arrival_s())
+        if self._sent and (wake_s == math.inf or self._must_land()):
             before = self._tokens
             self._land(on_finish)
             if on_tokens is not None:
                 on_tokens(self._tokens - before)
-        elif self._arrived < len(self._requests):
-            wait_s = self._requests[self._arrived].arrival_s - self._now_s()
-            time.sleep(min(max(wait_s, 0.0), MAX_NAP_S))
+        else:
+            longest_s = GLANCE_S if self._sent else MAX_NAP_S
+            self._clock.sleep(min(max(wake_s - self._now_s(), 0.0), longest_s))
+
+    def _next_arrival_s(self) -> float:
+        if self._arrived == len(self._requests):
+            return math.inf
+        return self._requests[self._arrived].arrival_s
 
     def _must_land(self) -> bool:
         """Whether to take in an answer before asking the policy."""
-        if len(self._sent) >= self._max_in_flight:
+        if not self._sent:
+            return False
+        if len(self._sent) >= self._max_in_flight or self._communicator is None:
             return True
-        has_frame = self._communicator is not None and self._communicator.has_frame()
-        return bool(self._sent) and has_frame
+        return self._communicator.has_frame()
 
     def _launch_next(self) -> bool:
         """Send off what the policy decides; tell whether that was anything."""
-        _, step = self._book.decide(self._now_s())
+        decision, step = self._book.decide(self._now_s())
         if step is None:
+            until_s = decision.until_s if isinstance(decision, Wait) else None
+            self._wake_s = math.inf if until_s is None else until_s
             return False
+        self._wake_s = math.inf
         if step.flight.phase is Phase.PREFILL:
             self._launch_prefill(step)
         else:
@@ -202,8 +222,9 @@ class MasterEngine:
         return True
 
     def _launch_prefill(self, step: Step) -> None:
+        start_s = self._now_s()
         for number in step.flight.requests:
-            self._answers[number] = _Answer(request=self._requests[number])
+            self._answers[number] = _Answer(request=self._requests[number], start_s=start_s)
         prompts = [self._requests[number].prompt_token_ids for number in step.flight.requests]
         width = max(len(prompt) for prompt in prompts)
         # Padding holds token 0, a valid one; no row ever attends to it.
@@ -261,8 +282,11 @@ class MasterEngine:
         longest = max(row.length for row in sent.rows)
         phase = PHASES[sent.kind]
         self._clock.record(phase, len(sent.rows), spent_s, longest, master_s)
+        now_s = self._now_s()
         if phase is Phase.PREFILL:
-            self._prefill_s = self._now_s()
+            self._prefill_s = now_s
+            for answer in answers:
+                answer.first_token_s = now_s
         # A finished sequence that its batch holds is computed like any other and thrown away.
         going_on = [not item.is_finished for item in sent.step.sequences]
         for answer, token, is_new in zip(answers, tokens, going_on, strict=True):
@@ -273,6 +297,7 @@ class MasterEngine:
         for number in self._book.land(sent.step.flight.number, is_complete):
             answer = self._answers[number]
             assert answer.finish_reason is not None
+            self._records.append(_record(number, answer, now_s))
             on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
             if not self._holds_finished:
                 del self._answers[number]
@@ -290,3 +315,15 @@ class MasterEngine:
                 f"({frame.kind.name}), expected {sent.step.flight.number} ({sent.kind.name})"
             )
         return frame.hidden
+
+
+def _record(number: int, answer: _Answer, end_s: float) -> RequestRecord:
+    return RequestRecord(
+        request=number,
+        prompt_tokens=len(answer.request.prompt_token_ids),
+        new_tokens=len(answer.token_ids),
+        arrival_s=answer.request.arrival_s,
+        start_s=answer.start_s,
+        first_token_s=answer.first_token_s,
+        end_s=end_s,
+    )

@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from llmpq.batching.length import ORACLE, Prediction, PredictorName
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.schedule import Schedule, schedule_from_fields, schedule_to_json
 from llmpq.units import GIB
 
 Task = Literal["generate", "hidden", "doctor"]
@@ -89,6 +91,8 @@ class Job:
         meeting: where the ranks find each other.
         transport: ``auto`` takes the fastest that each link allows; ``gloo`` is torch's own.
         trace: where the master writes what every rank did when; ``None`` for nowhere.
+        schedule: the batching policy to obey; ``None`` is the strategy's own.
+        prediction: what policies are told of answer lengths.
         store: folder of quantized layers, ``None`` for none.
         store_limit_bytes: what it may hold.
         kernel: backend that multiplies wherever it can run; ``None`` leaves it to the registry.
@@ -107,6 +111,8 @@ class Job:
     meeting: Meeting = Meeting(from_environment=True)
     transport: Transport = "auto"
     trace: Path | None = None
+    schedule: Schedule | None = None
+    prediction: Prediction = ORACLE
     store: Path | None = None
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     kernel: str | None = None
@@ -159,6 +165,8 @@ def read_job(path: Path) -> Job:
         meeting=_meeting(fields.child("meeting")),
         transport=cast(Transport, fields.text("transport", choices=get_args(Transport))),
         trace=_optional_path(fields, "trace"),
+        schedule=schedule_from_fields(fields.child("schedule")) if fields.has("schedule") else None,
+        prediction=_prediction(fields.child("prediction")),
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
         kernel=fields.optional_text("kernel"),
@@ -189,6 +197,8 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         },
         "transport": job.transport,
         "trace": None if job.trace is None else str(job.trace),
+        **({} if job.schedule is None else {"schedule": schedule_to_json(job.schedule)}),
+        "prediction": asdict(job.prediction),
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,
         "kernel": job.kernel,
@@ -210,6 +220,16 @@ def _sampling(fields: Fields) -> Sampling:
     )
     fields.done()
     return sampling
+
+
+def _prediction(fields: Fields) -> Prediction:
+    prediction = Prediction(
+        predictor=cast(PredictorName, fields.text("predictor")),
+        error=fields.number("error"),
+        seed=fields.integer("seed"),
+    )
+    fields.done()
+    return prediction
 
 
 def _meeting(fields: Fields) -> Meeting:

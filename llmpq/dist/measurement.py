@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmpq.batching import RequestRecord
 from llmpq.spec.fields import Fields
 from llmpq.spec.precision import Phase
 
@@ -158,6 +159,8 @@ class Measurement:
         stages: what every rank measured of itself, in order.
         prefill_s: of ``latency_s``, until the last prompt's first token; ``None`` where nobody
             looked.
+        policy: the batching policy that was obeyed.
+        records: when each request came, began and ended.
     """
 
     requests: int
@@ -166,6 +169,8 @@ class Measurement:
     load_s: float
     stages: tuple[StageStats, ...]
     prefill_s: float | None = None
+    policy: str = "hybrid"
+    records: tuple[RequestRecord, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object."""
@@ -175,7 +180,9 @@ class Measurement:
             "latency_s": self.latency_s,
             "load_s": self.load_s,
             "prefill_s": self.prefill_s,
+            "policy": self.policy,
             "stages": [stage.to_json() for stage in self.stages],
+            "records": [asdict(record) for record in self.records],
         }
 
 
@@ -188,6 +195,22 @@ def measurement_from_fields(fields: Fields) -> Measurement:
         load_s=fields.number("load_s"),
         stages=tuple(stats_from_fields(stage) for stage in fields.children("stages", minimum=1)),
         prefill_s=fields.optional_number("prefill_s"),
+        policy=fields.text("policy"),
+        records=tuple(_record(record) for record in fields.children("records")),
     )
     fields.done()
     return measurement
+
+
+def _record(fields: Fields) -> RequestRecord:
+    record = RequestRecord(
+        request=fields.integer("request"),
+        prompt_tokens=fields.integer("prompt_tokens", minimum=1),
+        new_tokens=fields.integer("new_tokens", minimum=1),
+        arrival_s=fields.number("arrival_s"),
+        start_s=fields.number("start_s"),
+        first_token_s=fields.number("first_token_s"),
+        end_s=fields.number("end_s"),
+    )
+    fields.done()
+    return record

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from llmpq.batching import HybridPolicy
+from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.allocator import keep_memory
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.engine import MasterEngine, OnFinish
@@ -24,6 +24,7 @@ from llmpq.dist.job import Sampling, check_plan
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.measurement import HeldBytes, Measurement
 from llmpq.dist.messages import FrameLimits
+from llmpq.dist.policy import policy_of, schedule_of
 from llmpq.dist.progress import Event, Progress
 from llmpq.dist.prompts import Request
 from llmpq.dist.recorder import Recorder, RecordingCommunicator
@@ -41,6 +42,7 @@ from llmpq.quant.store import Store
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import plan_text
+from llmpq.spec.schedule import Schedule
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -59,6 +61,8 @@ class RankContext:
         store: layers quantized by earlier runs.
         kernel: backend to prefer; ``None`` leaves it to the registry.
         recorder: keeps what this rank did when.
+        schedule: the batching policy to obey; ``None`` is the plan's own.
+        prediction: what policies are told of answer lengths.
     """
 
     plan: Plan
@@ -70,6 +74,8 @@ class RankContext:
     store: Store | None = None
     kernel: str | None = None
     recorder: Recorder | None = None
+    schedule: Schedule | None = None
+    prediction: Prediction = ORACLE
 
     def recorded(self, clock: StageClock) -> Communicator | None:
         """Return the communicator, with its waits added up in ``clock``."""
@@ -255,7 +261,7 @@ def run_master(
         LlmpqError: what went wrong here or on any other rank.
     """
     try:
-        return _Master(context, sampling).run(requests, on_finish)
+        return _Master(context, sampling, requests).run(on_finish)
     except Exception as error:
         found = described(error, context.name)
         if context.communicator is not None:
@@ -269,9 +275,14 @@ def run_master(
 class _Master:
     """The master's parts, and its progress in tokens."""
 
-    def __init__(self, context: RankContext, sampling: Sampling) -> None:
+    def __init__(
+        self, context: RankContext, sampling: Sampling, requests: Sequence[Request]
+    ) -> None:
         plan = context.plan
         self._context = context
+        self._requests = requests
+        self._schedule = schedule_of(plan, context.schedule)
+        policy = policy_of(plan, self._schedule, context.prediction, requests)
         self._clock = StageClock(micro_batching=plan.micro_batching)
         self._device = use_device(plan, 0)
         start = self._clock.now()
@@ -289,11 +300,6 @@ class _Master:
         sampler = Sampler(sampling)
         self._watch_master(master, runner, sampler)
         self._load_s = self._clock.now() - start
-        policy = HybridPolicy(
-            micro_batching=plan.micro_batching,
-            num_slots=plan.workload.batch,
-            num_stages=len(plan.stages),
-        )
         self._engine = MasterEngine(
             master=master,
             runner=runner,
@@ -306,15 +312,15 @@ class _Master:
         self._made = 0
         self._expected = 0
 
-    def run(self, requests: Sequence[Request], on_finish: OnFinish) -> Measurement:
+    def run(self, on_finish: OnFinish) -> Measurement:
         """Answer the requests and gather what every stage measured."""
-        self._expected = sum(request.max_new_tokens for request in requests)
+        self._expected = sum(request.max_new_tokens for request in self._requests)
 
         def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
             self._expected -= request.max_new_tokens - len(token_ids)
             on_finish(request, token_ids, reason)
 
-        made = self._engine.run(requests, finish, self._on_tokens)
+        made = self._engine.run(self._requests, finish, self._on_tokens)
         stages = [self._clock.stats(0, self._device)]
         if self._communicator is not None:
             stages += shut_down(self._communicator)
@@ -325,6 +331,8 @@ class _Master:
             load_s=self._load_s,
             stages=tuple(stages),
             prefill_s=made.prefill_s,
+            policy=self._schedule.policy,
+            records=made.records,
         )
 
     def _watch_master(self, master: Master, runner: StageRunner, sampler: Sampler) -> None:

@@ -5,7 +5,9 @@ says what that includes). ``prefill_s`` and ``decode_s`` are seconds of one full
 stage, ``*_busy_s`` those of all micro-batches of a phase. Latency runs from the first micro-batch
 sent off to the last token, loading apart, and prefill until the last prompt's first token; the
 prediction is for a whole batch of full-length prompts, so other prompts explain a gap. Predicted is
-the plan's forecast where it carries one, else its formula. ``work`` is what every rank measured by
+the plan's forecast where it carries one, else its formula. ``per_request`` holds mean and
+percentiles over the requests: latency from arrival, service from the start of the prompt, time to
+the first token and between tokens. ``work`` is what every rank measured by
 kind of step: ``llmpq-profile recalibrate`` corrects tables by it.
 """
 
@@ -13,10 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmpq.batching import summarise
 from llmpq.dist.measurement import Measurement, StageStats, work_to_json
 from llmpq.spec.plan import Plan, PlanForecast
 from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes, format_seconds
+
+_TOLD = ("latency_s", "time_to_first_token_s")
 
 
 def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
@@ -30,6 +35,8 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "elapsed_s": latency_s,
         "load_s": measurement.load_s,
         "throughput_tokens_per_s": tokens / latency_s if latency_s > 0 else 0.0,
+        "policy": measurement.policy,
+        "per_request": summarise(measurement.records),
         "latency_s": {"predicted": plan.estimate.predicted_s, "measured": latency_s},
         **_phases(plan, measurement),
         "stages": [_stage_report(plan, stats, latency_s) for stats in measurement.stages],
@@ -47,6 +54,13 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
         f"latency: predicted {format_seconds(latency['predicted'])}, "
         f"measured {format_seconds(latency['measured'])}",
     ]
+    if report["per_request"]:
+        latency, first = (report["per_request"][name] for name in _TOLD)
+        lines.append(
+            f"policy {report['policy']}: a request took {format_seconds(latency['mean'])} "
+            f"(99 %: {format_seconds(latency['p99'])}), "
+            f"its first token {format_seconds(first['mean'])}"
+        )
     if report["requests"] != plan.workload.batch:
         lines.append(
             f"(the prediction is for {plan.workload.batch} requests of "

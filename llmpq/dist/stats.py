@@ -36,6 +36,7 @@ class StageClock:
     Attributes:
         micro_batching: what counts as a full micro-batch.
         now: the clock, in seconds.
+        sleep: lets so many of its seconds pass.
         load_s: filled in once the stage is loaded.
         held: likewise.
         wait_s: waiting for micro-batches, from the first one on.
@@ -44,6 +45,7 @@ class StageClock:
 
     micro_batching: MicroBatching
     now: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
     load_s: float = 0.0
     held: HeldBytes | None = None
     wait_s: float = 0.0

@@ -16,16 +16,18 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.dist.allocator import give_memory_back
 from llmpq.dist.connect import Me, connect
+from llmpq.dist.doctor import examine, gather, report, time_link
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
 from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch import measurement_file
-from llmpq.dist.measurement import Measurement
+from llmpq.dist.measurement import Measurement, StageStats
 from llmpq.dist.model_files import eos_token_ids, load_tokenizer
 from llmpq.dist.progress import PipeProgress, Progress, Pulse
 from llmpq.dist.prompts import Request, Tokenizer, make_request, read_prompts, request_limits
@@ -83,6 +85,8 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
     """
     give_memory_back()
     plan = read_plan(job.strategy)
+    if job.task == "doctor":
+        return _examine(job, plan, rank)
     if rank > 0:
         run_stage(_context(job, plan, rank, progress))
         return None
@@ -104,6 +108,27 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
         names = [context.name] if context.communicator is None else context.communicator.names
         write_text(job.trace, json.dumps(context.recorder.to_json(names)))
     return measurement
+
+
+def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
+    """Look at this rank's host and links; rank 0 writes everybody's findings."""
+    facts = examine(plan, rank, job.model_dir) | {"clock_offset_s": 0.0}
+    everyone: list[dict[str, Any]] | None = [facts]
+    if len(plan.stages) > 1:
+        me = _me(job, plan, rank)
+        ring = connect(me, job.meeting, job.transport)
+        try:
+            facts |= {"clock_offset_s": ring.clock_offset_s, "link": time_link(ring, me.limits)}
+            everyone = gather(ring, facts)
+        finally:
+            ring.communicator.close()
+    if everyone is None:
+        return None
+    write_text(job.output, dump_json(report(plan, everyone)))
+    nothing = StageStats(
+        rank=0, load_s=0.0, busy_s=0.0, prefill_s=None, decode_s=None, memory_bytes=0
+    )
+    return Measurement(requests=0, generated_tokens=0, latency_s=0.0, load_s=0.0, stages=(nothing,))
 
 
 def _write_hidden(job: Job, plan: Plan, progress: Progress) -> Measurement:
@@ -142,17 +167,10 @@ def _requests(
 
 
 def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
-    config = checked_config(plan, job.model_dir)
+    checked_config(plan, job.model_dir)
     communicator, offset_s = None, 0.0
     if len(plan.stages) > 1:
-        me = Me(
-            rank=rank,
-            world_size=len(plan.stages),
-            name=stage_name(plan, rank, socket.gethostname()),
-            limits=frame_limits(plan, job.model_dir, config),
-            timeout_s=job.step_timeout_s,
-        )
-        ring = connect(me, job.meeting, job.transport)
+        ring = connect(_me(job, plan, rank), job.meeting, job.transport)
         communicator, offset_s = ring.communicator, ring.clock_offset_s
     return RankContext(
         plan=plan,
@@ -162,8 +180,20 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         progress=progress,
         recorder=Recorder(rank, is_on=job.trace is not None, clock_offset_s=offset_s),
         keeps_all_tokens=job.task == "hidden",
+        schedule=job.schedule,
+        prediction=job.prediction,
         store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
         kernel=job.kernel,
+    )
+
+
+def _me(job: Job, plan: Plan, rank: int) -> Me:
+    return Me(
+        rank=rank,
+        world_size=len(plan.stages),
+        name=stage_name(plan, rank, socket.gethostname()),
+        limits=frame_limits(plan, job.model_dir, checked_config(plan, job.model_dir)),
+        timeout_s=job.step_timeout_s,
     )
 
 

@@ -2,13 +2,12 @@
 
 from llmpq.sim.costs import Hop, Layout, Shape, StepCosts, straight
 from llmpq.sim.pipeline import simulate
-from llmpq.sim.report import Activity, RequestRecord, SimReport
+from llmpq.sim.report import Activity, SimReport
 
 __all__ = [
     "Activity",
     "Hop",
     "Layout",
-    "RequestRecord",
     "Shape",
     "SimReport",
     "StepCosts",

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from llmpq.batching import BatchingPolicy, RequestBook, Step, WaitingRequest
+from llmpq.batching import BatchingPolicy, RequestBook, RequestRecord, Step, Wait, WaitingRequest
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import Hop, Shape, StepCosts, mean_shape
-from llmpq.sim.report import Activity, RequestRecord, SimReport
+from llmpq.sim.report import Activity, SimReport
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import TraceRequest
 
@@ -103,8 +103,10 @@ class _Simulation:
         self._arrived = 0
         self._micro_batches = 0
         self._is_waiting = False  # the policy has nothing to send until something changes
+        self._wake_s: float | None = None  # when it would decide otherwise anyway
         self._messages: list[tuple[float, int, int, _Message]] = []
         self._tie = count()
+        self._delivered_s: dict[tuple[int, int], float] = {}  # by link, the newest message
         self._lives = [_Life() for _ in trace]
         self._work_s = [dict.fromkeys(Phase, 0.0) for _ in self._workers]
         self._activities: list[Activity] | None = [] if with_activities else None
@@ -160,11 +162,15 @@ class _Simulation:
         open_phases = self._open_phases()
         if self._is_waiting or not open_phases or self._book.is_done:
             return
-        _, step = self._book.decide(self._now_s, open_phases)
+        decision, step = self._book.decide(self._now_s, open_phases)
         if step is None:
             self._is_waiting = True
+            self._wake_s = decision.until_s if isinstance(decision, Wait) else None
             return
         self._micro_batches += 1
+        if step.flight.phase is Phase.PREFILL:
+            for number in step.flight.requests:
+                self._lives[number].start_s = self._now_s
         shape = mean_shape(step.flight.phase, [item.context_tokens for item in step.sequences])
         master.waiting.append(_Message(step=step, shape=shape))
         self._begin(master)
@@ -202,19 +208,11 @@ class _Simulation:
     def _advance(self) -> None:
         """Go on to the next moment at which a task ends, or a message or request arrives."""
         rates = self._rates()
-        moments = [
-            self._now_s + worker.left_s / rates[worker.rank]
-            for worker in self._workers
-            if worker.message is not None
-        ]
-        if self._messages:
-            moments.append(self._messages[0][0])
-        if self._arrived < len(self._trace):
-            moments.append(max(self._now_s, self._trace[self._arrived].arrival_s))
-        if not moments:
-            raise LlmpqError("batching policy: waits although nothing is in flight")
-        passed_s = min(moments) - self._now_s
-        self._now_s = min(moments)
+        moment_s = self._next_moment_s(rates)
+        passed_s = moment_s - self._now_s
+        self._now_s = moment_s
+        if self._wake_s is not None and self._now_s >= self._wake_s:
+            self._is_waiting, self._wake_s = False, None
         for worker in self._workers:
             if worker.message is not None:
                 worker.left_s -= passed_s * rates[worker.rank]
@@ -226,6 +224,22 @@ class _Simulation:
         for worker in self._workers[1:]:
             if worker.message is None and worker.waiting:
                 self._begin(worker)
+
+    def _next_moment_s(self, rates: Sequence[float]) -> float:
+        moments = [
+            self._now_s + worker.left_s / rates[worker.rank]
+            for worker in self._workers
+            if worker.message is not None
+        ]
+        if self._messages:
+            moments.append(self._messages[0][0])
+        if self._arrived < len(self._trace):
+            moments.append(max(self._now_s, self._trace[self._arrived].arrival_s))
+        if self._is_waiting and self._wake_s is not None:
+            moments.append(max(self._now_s, self._wake_s))
+        if not moments:
+            raise LlmpqError("batching policy: waits although nothing is in flight")
+        return min(moments)
 
     def _rates(self) -> list[float]:
         """Return the share of its speed that each worker has while those now at work are."""
@@ -261,7 +275,11 @@ class _Simulation:
         if is_back and message.shape.phase is Phase.PREFILL:
             delay_s += self._costs.handover_s(message.shape)
         message.received_s = hop.end_s
-        entry = (self._now_s + delay_s, next(self._tie), target, message)
+        # A small message does not overtake a large one on the same link.
+        link = worker.rank, target
+        at_s = max(self._now_s + delay_s, self._delivered_s.get(link, 0.0))
+        self._delivered_s[link] = at_s
+        entry = (at_s, next(self._tie), target, message)
         heapq.heappush(self._messages, entry)
 
     def _land(self, message: _Message) -> None:
@@ -295,6 +313,7 @@ class _Life:
     """What happened to a request so far."""
 
     made: int = 0
+    start_s: float = 0.0
     first_token_s: float = 0.0
     end_s: float = 0.0
 
@@ -309,6 +328,7 @@ class _Life:
             prompt_tokens=item.prompt_tokens,
             new_tokens=item.new_tokens,
             arrival_s=item.arrival_s,
+            start_s=self.start_s,
             first_token_s=self.first_token_s,
             end_s=self.end_s,
         )

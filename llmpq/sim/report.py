@@ -2,47 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmpq.batching import RequestRecord, percentile, summarise
 from llmpq.spec.precision import Phase
-
-PERCENTILES = (50, 90, 95, 99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
-    """One request's life, in seconds of the simulated clock.
-
-    Attributes:
-        request: its number.
-        prompt_tokens, new_tokens: its lengths.
-        arrival_s: when it came.
-        first_token_s, end_s: when its first and its last token were known.
-    """
-
-    request: int
-    prompt_tokens: int
-    new_tokens: int
-    arrival_s: float
-    first_token_s: float
-    end_s: float
-
-    @property
-    def latency_s(self) -> float:
-        """From arrival to the last token."""
-        return self.end_s - self.arrival_s
-
-    @property
-    def time_to_first_token_s(self) -> float:
-        """From arrival to the first token."""
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def time_per_token_s(self) -> float:
-        """Mean seconds between two tokens after the first; 0 for an answer of one."""
-        return (self.end_s - self.first_token_s) / max(1, self.new_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +87,7 @@ class SimReport:
             "micro_batches": self.micro_batches,
             "throughput_tokens_per_s": self.throughput_tokens_per_s,
             "throughput_requests_per_s": self.throughput_requests_per_s,
-            "latency_s": _summary([record.latency_s for record in self.requests]),
-            "time_to_first_token_s": _summary(
-                [record.time_to_first_token_s for record in self.requests]
-            ),
-            "time_per_token_s": _summary([record.time_per_token_s for record in self.requests]),
+            **summarise(self.requests),
             "stages": [
                 {
                     "rank": rank,
@@ -140,15 +100,3 @@ class SimReport:
                 )
             ],
         }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` percent do not exceed."""
-    ordered = sorted(values)
-    rank = -(-len(ordered) * percent // 100)
-    return ordered[max(0, int(rank) - 1)]
-
-
-def _summary(values: Sequence[float]) -> dict[str, float]:
-    found = {"mean": sum(values) / len(values)}
-    return found | {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llmpq.batching.length import Prediction
 from llmpq.dist.job import Job, Meeting, Sampling, read_job, write_job
 from llmpq.errors import SpecError
+from llmpq.spec.schedule import Schedule
 
 
 def _job(**options: object) -> Job:
@@ -26,6 +29,11 @@ def _job(**options: object) -> Job:
 def test_round_trip(tmp_path, meeting):
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3)
     job = _job(resume=True, sampling=sampling, step_timeout_s=3.0, meeting=meeting, launcher_pid=12)
+    job = replace(
+        job,
+        schedule=Schedule(policy="multibin", decode_batch=4, boundaries=(3.0, 9.5)),
+        prediction=Prediction(predictor="noisy", error=0.5, seed=3),
+    )
     write_job(tmp_path / "job.json", job)
     assert read_job(tmp_path / "job.json") == job
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers.ranks import make_plan
 
+from llmpq.batching import RequestRecord
 from llmpq.cli.run_plot import draw_run, run_groups
 from llmpq.dist.measurement import Measurement, StageStats, WorkSample, measurement_from_fields
 from llmpq.dist.report import build_report, format_report
@@ -30,6 +31,18 @@ MEASUREMENT = Measurement(
     latency_s=4.0,
     load_s=2.5,
     stages=(_stats(0, 0.5), _stats(1, None)),
+    policy="rra",
+    records=(
+        RequestRecord(
+            request=0,
+            prompt_tokens=3,
+            new_tokens=4,
+            arrival_s=1.0,
+            start_s=1.5,
+            first_token_s=2.0,
+            end_s=3.5,
+        ),
+    ),
 )
 
 
@@ -42,6 +55,16 @@ def test_report_is_the_promised_object():
         "elapsed_s": 4.0,
         "load_s": 2.5,
         "throughput_tokens_per_s": 3.0,
+        "policy": "rra",
+        "per_request": {
+            name: dict.fromkeys(("mean", "p50", "p90", "p95", "p99"), seconds)
+            for name, seconds in (
+                ("latency_s", 2.5),
+                ("service_s", 2.0),
+                ("time_to_first_token_s", 1.0),
+                ("time_per_token_s", 0.5),
+            )
+        },
         "latency_s": {"predicted": 1.0, "measured": 4.0},
         "stages": [
             {

@@ -1,0 +1,84 @@
+"""Whatever the policy, the tokens are those of transformers, and nobody is lost or served twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.ranks import make_plan, run_threads
+from helpers.tiny_models import load_reference, save_tiny_model
+
+from llmpq.dist.prompts import Request
+from llmpq.errors import SpecError
+from llmpq.spec.schedule import Schedule, default_schedule
+
+torch.set_num_threads(1)
+
+SLOTS = 3
+SCHEDULES = {
+    "hybrid": default_schedule("hybrid", SLOTS),
+    "iteration": default_schedule("iteration", SLOTS),
+    "static": default_schedule("static", SLOTS),
+    "static, ended leave": replace(default_schedule("static", SLOTS), holds_finished=False),
+    "rra": Schedule(policy="rra", encode_batch=2, decode_batch=3, decode_iterations=3),
+    "multibin": Schedule(policy="multibin", decode_batch=2, boundaries=(3.0, 6.0), max_wait_s=0.02),
+}
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9, 10, 11, 50], [61], [33, 34, 35, 36], [90, 3], [15, 16, 17]]
+NEW_TOKENS = [8, 3, 8, 5, 1, 2, 7]
+CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_tiny_model("llama", tmp_path_factory.mktemp("policies") / "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir):
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt, count in zip(PROMPTS, NEW_TOKENS, strict=True):
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count
+        )
+        answers.append(made[0, len(prompt) :].tolist())
+    return answers
+
+
+def _requests(gap_s: float) -> list[Request]:
+    return [
+        Request(
+            id=number,
+            prompt_token_ids=tuple(prompt),
+            max_new_tokens=count,
+            arrival_s=gap_s * number,
+        )
+        for number, (prompt, count) in enumerate(zip(PROMPTS, NEW_TOKENS, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", CUTS)
+@pytest.mark.parametrize("gap_s", [0.0, 0.015], ids=["at once", "one by one"])
+def test_tokens_are_the_same_under_every_policy(name, stages, gap_s, model_dir, expected):
+    plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=SLOTS)
+    plan = replace(plan, schedule=SCHEDULES[name])
+    answers, measurement = run_threads(plan, model_dir, _requests(gap_s))
+    assert {number: list(tokens) for number, (tokens, _) in answers.items()} == dict(
+        enumerate(expected)
+    )
+    assert measurement.policy == SCHEDULES[name].policy
+    assert [record.new_tokens for record in measurement.records] == NEW_TOKENS
+    for number, record in enumerate(measurement.records):
+        assert record.request == number
+        assert record.arrival_s == pytest.approx(gap_s * number)
+        assert record.arrival_s <= record.start_s < record.first_token_s <= record.end_s
+
+
+def test_waa_is_refused_in_a_sentence(model_dir):
+    plan = replace(make_plan(CUTS[2], batch=8), schedule=default_schedule("waa", 8))
+    with pytest.raises(SpecError, match="llmpq-dist does not run"):
+        run_threads(plan, model_dir, _requests(0.0))

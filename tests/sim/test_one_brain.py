@@ -1,0 +1,291 @@
+"""The runtime's engine and the simulator, on one trace and one clock, decide the same.
+
+The engine runs as it is, with stages, ends and clock replaced: a ring of stages that only take
+time, ``Master`` and ``StageRunner`` that advance the clock, and tokens that nobody reads. Costs are
+multiples of a power of two, so that sums of them are exact in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.batching import (
+    BatchingPolicy,
+    Decision,
+    PipelineShape,
+    SchedulerView,
+    Wait,
+    make_policy,
+)
+from llmpq.batching.length import Prediction, make_predictor
+from llmpq.batching.multibin import quantile_boundaries
+from llmpq.dist import engine as engine_module
+from llmpq.dist.engine import MasterEngine
+from llmpq.dist.messages import Frame, FrameKind
+from llmpq.dist.prompts import Request
+from llmpq.dist.stats import StageClock
+from llmpq.sim import Hop, Layout, Shape, simulate, straight
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
+from llmpq.spec.trace import TraceRequest
+
+TICK_S = 1 / 64
+HIDDEN, VOCABULARY = 1, 2
+ENGINE_POLICIES = [name for name in POLICY_NAMES if name != "waa"]
+
+
+@dataclass
+class Costs:
+    """Seconds that grow with rows and tokens, in ticks."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    embed: int
+    project: int
+    link: int
+
+    @property
+    def layout(self) -> Layout:
+        return straight(len(self.prefill))
+
+    def stage_s(self, stage: int, shape: Shape) -> float:
+        if shape.phase is Phase.PREFILL:
+            return TICK_S * self.prefill[stage] * shape.rows * shape.longest
+        return TICK_S * (self.decode[stage] * 4 + shape.rows + shape.longest // 8)
+
+    def embed_s(self, shape: Shape) -> float:
+        return TICK_S * self.embed * shape.rows
+
+    def project_s(self, shape: Shape) -> float:
+        return TICK_S * self.project * shape.rows
+
+    def hop(self, stage: int, shape: Shape) -> Hop:
+        return Hop(0.0, TICK_S * self.link * (1 + stage) * shape.rows)
+
+    def handover_s(self, _: Shape) -> float:
+        return 0.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _unending_glance():
+    """The engine naps between two looks for an answer; here a nap ends when one is there."""
+    before, engine_module.GLANCE_S = engine_module.GLANCE_S, math.inf
+    yield
+    engine_module.GLANCE_S = before
+
+
+@dataclass
+class Clock:
+    now_s: float = 0.0
+    back: deque = field(default_factory=deque)  # time and frame of answers on their way
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0, "the engine spins"
+        self.now_s += seconds
+        if self.back:
+            self.now_s = min(self.now_s, self.back[0][0])
+
+
+def shape_of(kind: FrameKind, rows) -> Shape:
+    lengths = [row.length for row in rows]
+    phase = Phase.PREFILL if kind is FrameKind.PREFILL else Phase.DECODE
+    return Shape(phase=phase, rows=len(rows), longest=max(lengths), total=sum(lengths))
+
+
+@dataclass
+class TimedRing:
+    """The stages after the master's, each one micro-batch at a time, in order."""
+
+    costs: Costs
+    clock: Clock
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        self.names = [f"stage {rank}" for rank in range(len(self.costs.prefill))]
+        self.free_s = [0.0] * len(self.names)
+        self.delivered_s = [0.0] * len(self.names)
+
+    def _deliver(self, stage: int, at_s: float) -> float:
+        """Links keep the order of their messages."""
+        self.delivered_s[stage] = max(at_s, self.delivered_s[stage])
+        return self.delivered_s[stage]
+
+    def send(self, frame: Frame) -> None:
+        shape = shape_of(frame.kind, frame.rows)
+        at_s = self._deliver(0, self.clock.now_s + self.costs.hop(0, shape).delay_s)
+        for stage in range(1, len(self.names)):
+            at_s = max(at_s, self.free_s[stage]) + self.costs.stage_s(stage, shape)
+            self.free_s[stage] = at_s
+            at_s = self._deliver(stage, at_s + self.costs.hop(stage, shape).delay_s)
+        self.clock.back.append((at_s, frame))
+
+    def has_frame(self) -> bool:
+        back = self.clock.back
+        return bool(back) and back[0][0] <= self.clock.now_s
+
+    def recv(self) -> Frame:
+        at_s, frame = self.clock.back.popleft()
+        self.clock.now_s = max(self.clock.now_s, at_s)
+        return frame
+
+    def close(self) -> None:
+        return
+
+
+@dataclass
+class TimedEnds:
+    """Master, first stage's runner and sampler in one: nothing but the passing of time."""
+
+    costs: Costs
+    clock: Clock
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  a value
+    landing: Shape | None = None
+
+    def embed(self, token_ids, positions):  # noqa: ARG002
+        return torch.zeros(*token_ids.shape, HIDDEN)
+
+    def run(self, hidden, rows):
+        kind = FrameKind.PREFILL if rows[0].first == 0 else FrameKind.DECODE
+        shape = shape_of(kind, rows)
+        self.clock.now_s += self.costs.embed_s(shape) + self.costs.stage_s(0, shape)
+        return hidden[:, -1:]
+
+    def logits(self, hidden):
+        rows = hidden.shape[0]
+        shape = Shape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
+        self.clock.now_s += self.costs.project_s(shape)
+        return torch.zeros(rows, VOCABULARY)
+
+    def sample(self, logits, keys):  # noqa: ARG002
+        return [0] * len(keys)
+
+
+@dataclass
+class Recorder:
+    """A policy that remembers what it decided, and when; what it waited for does not count."""
+
+    policy: BatchingPolicy
+    decided: list[tuple[float, Decision]] = field(default_factory=list)
+
+    @property
+    def holds_finished(self) -> bool:
+        return self.policy.holds_finished
+
+    def decide(self, view: SchedulerView) -> Decision:
+        decision = self.policy.decide(view)
+        slots = [slot for flight in view.flights for slot in flight.slots]
+        slots += [sequence.slot for sequence in view.ready]
+        assert len(slots) == len(set(slots)), "a slot with two owners"
+        if not isinstance(decision, Wait):
+            self.decided.append((view.now_s, decision))
+        return decision
+
+
+@st.composite
+def traces(draw) -> list[TraceRequest]:
+    count = draw(st.integers(1, 14))
+    gaps = draw(st.lists(st.integers(0, 200), min_size=count, max_size=count))
+    gaps = [0] * count if draw(st.booleans()) else gaps
+    prompts = draw(st.lists(st.integers(1, 6), min_size=count, max_size=count))
+    answers = draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    now, trace = 0, []
+    for gap, prompt, answer in zip(gaps, prompts, answers, strict=True):
+        now += gap
+        item = TraceRequest(arrival_s=now * TICK_S, prompt_tokens=prompt, new_tokens=answer)
+        trace.append(item)
+    return trace
+
+
+@st.composite
+def all_costs(draw) -> Costs:
+    stages = draw(st.integers(1, 4))
+    numbers = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
+    small = st.integers(1, 5)
+    return Costs(
+        prefill=tuple(draw(numbers)),
+        decode=tuple(draw(numbers)),
+        embed=draw(small),
+        project=draw(small),
+        link=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def schedules(draw, policy: str, slots: int, trace: list[TraceRequest]) -> Schedule:
+    schedule = default_schedule(policy, slots)
+    if policy in ("static", "multibin"):
+        schedule = replace(
+            schedule,
+            decode_batch=draw(st.integers(1, slots)),
+            max_wait_s=draw(st.none() | st.integers(1, 400).map(lambda ticks: ticks * TICK_S)),
+            holds_finished=draw(st.booleans()),
+        )
+    if policy == "multibin":
+        bins = quantile_boundaries([item.new_tokens for item in trace], draw(st.integers(1, 4)))
+        schedule = replace(schedule, boundaries=bins)
+    if policy == "rra":
+        batch = draw(st.integers(1, slots))
+        schedule = replace(
+            schedule,
+            decode_batch=batch,
+            encode_batch=draw(st.integers(1, batch)),
+            decode_iterations=draw(st.integers(1, 6)),
+        )
+    return schedule
+
+
+@pytest.mark.parametrize("policy", ENGINE_POLICIES)
+@given(data=st.data(), trace=traces(), costs=all_costs(), slots=st.integers(1, 7))
+@settings(max_examples=60, deadline=None)
+def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, costs, slots):
+    schedule = data.draw(schedules(policy, slots, trace))
+    sizes = MicroBatching(
+        prefill=data.draw(st.integers(1, slots)), decode=data.draw(st.integers(1, slots))
+    )
+    shape = PipelineShape(micro_batching=sizes, num_slots=slots, num_stages=len(costs.prefill))
+    answers = [item.new_tokens for item in trace]
+
+    def fresh() -> Recorder:
+        prediction = Prediction(predictor="noisy", error=0.3)
+        predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
+        return Recorder(make_policy(schedule, shape, predictor))
+
+    played = fresh()
+    report = simulate(costs, played, trace, num_slots=slots)
+    obeyed = fresh()
+    clock = Clock()
+    ends = TimedEnds(costs, clock)
+    engine = MasterEngine(
+        master=ends,
+        runner=ends,
+        communicator=TimedRing(costs, clock) if len(costs.prefill) > 1 else None,
+        policy=obeyed,
+        sampler=ends,
+        clock=StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep),
+        num_slots=slots,
+    )
+    requests = [
+        Request(
+            id=number,
+            prompt_token_ids=(1,) * item.prompt_tokens,
+            max_new_tokens=item.new_tokens,
+            arrival_s=item.arrival_s,
+        )
+        for number, item in enumerate(trace)
+    ]
+    finished: list[int] = []
+    made = engine.run(requests, lambda request, *_: finished.append(request.id))
+    assert sorted(finished) == list(range(len(trace))), "a request lost or answered twice"
+    assert obeyed.decided == played.decided
+    assert made.records == report.requests
