@@ -17,6 +17,7 @@ from torch import Tensor
 
 from llmpq.dist.kv_store import Int8Store, PlainStore, ReadBuffer, Rows, Store
 from llmpq.errors import CapacityError, SpecError, StageError
+from llmpq.kernels.slot_attention import SlotCall, can_attend
 from llmpq.models import KVShape, MicroBatch
 
 
@@ -63,6 +64,7 @@ class KVCache:
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self.device = torch.device(device)
+        self._dtype = dtype
         size = (num_slots, max_tokens)
         self._buffer: ReadBuffer | None = None
         self._layers: list[Store]
@@ -94,6 +96,25 @@ class KVCache:
             CapacityError: a row is longer than ``max_tokens``.
             StageError: a slot that does not exist or is named twice, for two rows would mix.
         """
+        self._check(batch)
+        return SlotView(self, Rows.of(batch, self.device))
+
+    def attending_view(self, batch: MicroBatch) -> SlotAttention | None:
+        """Open the slots of a decode micro-batch for attention where they lie.
+
+        ``None`` where that has no kernel: not on a CPU, no compiler, heads of an odd size.
+
+        Raises:
+            CapacityError: a row is longer than ``max_tokens``.
+            StageError: a slot that does not exist or is named twice.
+        """
+        stored, dtype = self._layers[0].slot_heads.keys, self._dtype
+        if self.device.type != "cpu" or not can_attend(dtype, stored.dtype, stored.shape[-1]):
+            return None
+        self._check(batch)
+        return SlotAttention(self, SlotCall(batch.slots, batch.lengths))
+
+    def _check(self, batch: MicroBatch) -> None:
         slots = batch.slots.tolist()
         if min(slots) < 0 or max(slots) >= self.num_slots or len(set(slots)) != len(slots):
             raise StageError(
@@ -103,7 +124,6 @@ class KVCache:
             raise CapacityError(
                 f"KV cache: a row has {batch.longest} tokens, a slot holds {self.max_tokens}"
             )
-        return SlotView(self, Rows.of(batch, self.device))
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the slots.
@@ -117,6 +137,10 @@ class KVCache:
     def _update(
         self, layer_idx: int, key: Tensor, value: Tensor, rows: Rows
     ) -> tuple[Tensor, Tensor]:
+        return self._layer(layer_idx, key, value).update(rows, key, value)
+
+    def _layer(self, layer_idx: int, key: Tensor, value: Tensor) -> Store:
+        """Return the store of a layer that made ``[R, h, T, d]``."""
         layer = layer_idx - self.first_layer
         if not 0 <= layer < len(self._layers):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
@@ -128,7 +152,7 @@ class KVCache:
                     f"KV cache: layer {layer_idx} makes {new.shape[1]} heads of {new.shape[3]}, "
                     f"its configuration says {heads} of {head_dim}"
                 )
-        return self._layers[layer].update(rows, key, value)
+        return self._layers[layer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,3 +167,32 @@ class SlotView:
     ) -> tuple[Tensor, Tensor]:
         """Store ``[R, h, T, d]`` of one layer and return its rows so far, ``[R, h, S, d]``."""
         return self.cache._update(layer_idx, key, value, self.rows)
+
+
+class SlotAttention:
+    """One decode micro-batch's attention on a cache: what ``update`` is given waits for ``attend``.
+
+    Args:
+        cache: holds the keys and values.
+        call: the rows.
+    """
+
+    def __init__(self, cache: KVCache, call: SlotCall) -> None:
+        self._cache = cache
+        self._call = call
+        self._pending: tuple[Store, Tensor, Tensor] | None = None
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take ``[R, h, 1, d]`` of one layer, and give it back."""
+        self._pending = (self._cache._layer(layer_idx, key, value), key, value)
+        return key, value
+
+    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Keep what ``update`` was given last; return ``[R, 1, H, d]`` for its layer."""
+        assert self._pending is not None, "a layer attends to what it has put into the cache"
+        layer, key, value = self._pending
+        self._pending = None
+        new, heads = (key, value), layer.slot_heads
+        return self._call.attend(query, new, heads, scaling=scaling, window=window)

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmpq.kernels.slot_attention import SlotHeads
 from llmpq.models import KVShape, MicroBatch
 
 STEPS = 127
@@ -102,6 +103,11 @@ class Store(Protocol):
         """
         ...
 
+    @property
+    def slot_heads(self) -> SlotHeads:
+        """The layer's keys and values where they lie."""
+        ...
+
     def clear(self, slots: list[int]) -> None:
         """Zero the slots."""
         ...
@@ -125,6 +131,7 @@ class PlainStore:
         whole = (slots, shape.heads, tokens, shape.head_dim)
         self._keys = torch.zeros(whole, dtype=dtype, device=device)
         self._values = torch.zeros(whole, dtype=dtype, device=device)
+        self.slot_heads = SlotHeads(keys=self._keys, values=self._values)
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +199,13 @@ class Int8Store:
         self._codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
         self._scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
         self._buffer = buffer
+        codes, scales, heads = self._codes, self._scales, shape.heads
+        self.slot_heads = SlotHeads(
+            keys=codes[:, :heads],
+            values=codes[:, heads:],
+            key_scales=scales[:, :heads],
+            value_scales=scales[:, heads:],
+        )
 
     @property
     def nbytes(self) -> int:

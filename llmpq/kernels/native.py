@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 1
+ABI = 2
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -61,6 +61,21 @@ class Product(Structure):
         *((name, c_void_p) for name in ("weight", "x", "bias", "y")),
         ("count", c_int64),
         ("threads", c_int32),
+    )
+
+
+class Attention(Structure):
+    """One call of attention on slots (``csrc/attention.c``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "out", "new_key", "new_value", "keys", "values")),
+        *((name, c_void_p) for name in ("key_scales", "value_scales", "slots", "lengths")),
+        *((name, c_int64) for name in ("rows", "kv_heads", "group", "dim")),
+        *((name, c_int64) for name in ("query_row", "query_head", "key_row", "key_head")),
+        *((name, c_int64) for name in ("value_row", "value_head", "slot_stride", "head_stride")),
+        ("window", c_int64),
+        ("scaling", c_float),
+        *((name, c_int32) for name in ("type", "stored", "threads")),
     )
 
 
@@ -131,6 +146,8 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_pack.restype = None
     loaded.kernels_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product),)
+    loaded.kernels_attend.restype = None
+    loaded.kernels_attend.argtypes = (POINTER(Attention),)
     if name == "avx512_bf16":
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)

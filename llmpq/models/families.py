@@ -39,6 +39,7 @@ class Family:
         embedding_multiplier: configuration field that scales embeddings.
         logits_multiplier: configuration field that scales logits.
         logits_divisor: configuration field that divides logits.
+        attends_once: whether a layer hands to its attention function what it put into the cache.
         stored_head: name of the head in checkpoints, when it is not the library's.
     """
 
@@ -53,6 +54,7 @@ class Family:
     embedding_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
+    attends_once: bool = True
     stored_head: str | None = None
 
 
@@ -94,6 +96,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere": Family(logits_multiplier="logit_scale"),
     "cohere2": Family(logits_multiplier="logit_scale"),
+    "diffllama": Family(attends_once=False),  # the halves of its heads attend apart
     "gpt_neox": Family(
         embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"
     ),

@@ -26,10 +26,12 @@ from llmpq.models.attention import (
     visible_keys,
 )
 from llmpq.models.config import kv_shapes, layer_window
-from llmpq.models.families import family_of
+from llmpq.models.families import CHECKED, family_of
 from llmpq.models.rotary import RotaryTables
+from llmpq.models.slot_attention import AttendingStore, AttendingView, SlotMask, install
 
-LayerArgument = Tensor | KVView | tuple[Tensor, Tensor] | None
+Mask = Tensor | SlotMask | None
+LayerArgument = Mask | KVView | tuple[Tensor, Tensor]
 
 
 class DecoderStage(nn.Module):
@@ -53,6 +55,12 @@ class DecoderStage(nn.Module):
         self._has_alibi = family_of(config.model_type).alibi
         (shape,) = kv_shapes(config, 0, 1)
         self._has_groups = shape.heads < config.num_attention_heads
+        # Every layer, or none: a view is of one kind.
+        is_known = family_of(config.model_type).attends_once and config.model_type in CHECKED
+        self._may_attend = config._attn_implementation == "sdpa" and all(
+            [install(layer) for layer in layers]
+        )
+        self._may_attend &= is_known
         self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
         self._cache_arguments = [
@@ -90,9 +98,12 @@ class DecoderStage(nn.Module):
             )
         if cache is None and bool(batch.positions[:, 0].any()):
             raise SpecError("micro-batch: without a cache, expected rows that begin at position 0")
-        view = None if cache is None else cache.view(batch)
+        attending = self._attending(cache, batch)
+        view: KVView | None = attending
+        if attending is None and cache is not None:
+            view = cache.view(batch)
         shared = self._shared_arguments(hidden, batch)
-        masks = self._masks(hidden, batch)
+        masks = self._masks(hidden, batch, attending)
         tables = None if self.rotary is None else self.rotary(hidden, batch)
         for index, layer in enumerate(self.layers):
             arguments = dict(shared)
@@ -112,11 +123,22 @@ class DecoderStage(nn.Module):
             shared["alibi"] = alibi_bias(batch.rows, heads, batch.longest, hidden)
         return shared
 
-    def _masks(self, hidden: Tensor, batch: MicroBatch) -> dict[int | None, Tensor | None]:
+    def _attending(self, cache: KVStore | None, batch: MicroBatch) -> AttendingView | None:
+        """Open the cache as one that attends by itself, where it can."""
+        if batch.width == 1 and self._may_attend and isinstance(cache, AttendingStore):
+            return cache.attending_view(batch)
+        return None
+
+    def _masks(
+        self, hidden: Tensor, batch: MicroBatch, attending: AttendingView | None
+    ) -> dict[int | None, Mask]:
         """One mask for each kind of window among the layers."""
+        if attending is not None:
+            kinds = set(self._windows)
+            return {window: SlotMask(view=attending, window=window) for window in kinds}
         is_sdpa = self.config._attn_implementation == "sdpa"
         masks_decode = is_sdpa and self._has_groups and hidden.device.type == "cpu"
-        masks: dict[int | None, Tensor | None] = {}
+        masks: dict[int | None, Mask] = {}
         for window in set(self._windows):
             if needs_no_mask(batch, window, implied_causal=is_sdpa, masks_decode=masks_decode):
                 masks[window] = None
