@@ -50,7 +50,8 @@ MODEL = Path("models/demo")
 WIDTHS = (16, 8, 4, 3)
 AVERAGES = (4.0, 5.0, 6.0)
 SEEDS = range(20)
-PIECE_TOKENS = 4096
+# A piece of text begins every so many tokens; of each, the first so many are used.
+PIECE_STEP, TRUTH_TOKENS, PLAN_TOKENS = 4096, 4096, 1024
 KINDS = ("divergence", "variance", "hessian")
 # Layers of every kind of sensitivity, for the exhaustive search.
 FEW_LAYERS, FEW_AVERAGE, FEW_WIDTHS = (0, 1, 4, 8, 10), 5.2, (8, 4, 3)
@@ -71,6 +72,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=32, help="of 512 tokens, for cost")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1, help="of cost")
+    parser.add_argument("--memory", action="store_true", help="of cost: peaks, not seconds")
     parser.add_argument("--trial", nargs=2, metavar=("METHOD", "DIR"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -112,7 +114,7 @@ def measure_truth(options: argparse.Namespace) -> None:
         for width in WIDTHS
         if width != 16
     }
-    _through_text(options.folder / "truth.json", layers, changed, options)
+    _through_text(options.folder / "truth.json", layers, changed, TRUTH_TOKENS, options)
 
 
 def measure_plans(options: argparse.Namespace) -> None:
@@ -125,7 +127,7 @@ def measure_plans(options: argparse.Namespace) -> None:
     layers = _Layers()
     wanted = {_text(tuple(bits)) for bits in _all_bits(found)}
     changed = {text: layers.whole(_bits(text)) for text in sorted(wanted)}
-    _through_text(path, layers, changed, options)
+    _through_text(path, layers, changed, PLAN_TOKENS, options)
 
 
 class _Layers:
@@ -155,12 +157,13 @@ def _through_text(
     path: Path,
     layers: _Layers,
     changed: Mapping[str, DecoderStage],
+    piece_tokens: int,
     options: argparse.Namespace,
 ) -> None:
     """Score all changes on piece after piece of the held-out text; every second piece first."""
     tokens = read_windows(MODEL, MODEL / "heldout.txt").token_ids
     known = json.loads(path.read_text()) if path.exists() else {**_provenance(), "pieces": {}}
-    starts = list(range(0, len(tokens) - 512, PIECE_TOKENS))
+    starts = list(range(0, len(tokens) - 512, PIECE_STEP))
     begun = time.monotonic()
     for start in (starts[::2] + starts[1::2])[: options.pieces]:
         if str(start) in known["pieces"]:
@@ -168,7 +171,7 @@ def _through_text(
         if time.monotonic() - begun > options.seconds:
             break
         started = time.monotonic()
-        piece = Windows.cut(tokens[start : start + PIECE_TOKENS].tolist(), rows=4)
+        piece = Windows.cut(tokens[start : start + piece_tokens].tolist(), rows=4)
         sweep = sweep_layers(layers.base, changed, layers.master, piece)
         known["pieces"][str(start)] = {
             "tokens": sweep.base.tokens,
@@ -354,7 +357,12 @@ def measure_cost(options: argparse.Namespace) -> None:
             for method in ("forward", *KINDS):
                 command = [sys.executable, __file__, "trial", "--trial", method, folder]
                 command += [f"--sequences={options.sequences}", f"--threads={options.threads}"]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                environment = dict(os.environ)
+                if options.memory:  # what is freed leaves the process at once, which takes time
+                    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
+                done = subprocess.run(
+                    command, check=True, capture_output=True, text=True, env=environment
+                )
                 print(f"round {number} {method}: {done.stdout.strip()}", flush=True)
 
 
@@ -391,6 +399,7 @@ def _trial(method: str, folder: str, sequences: int) -> dict[str, float]:
         assert of.calibration is not None
         for layer in LayerWalk(model_dir, of.calibration, batch_tokens=of.batch_tokens):
             layer.advance()
+            del layer  # before the walk loads the next
 
     run(warm)  # what is imported, compiled and cached on the way is not what is measured
     before = _memory("VmRSS")

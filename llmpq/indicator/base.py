@@ -26,9 +26,9 @@ Scores = Mapping[int, tuple[float, ...]]
 UNIT_BITS = 4
 """Every layer at this many bits is the unit of degradation: it is always scored."""
 
-BATCH_TOKENS = 1024
-"""Tokens of one forward pass. Large enough for a processor; what is inside a layer stays small
-beside its weights."""
+BATCH_TOKENS = 512
+"""Tokens of one forward pass: enough for a processor to be busy, and so few that what is inside a
+layer stays small beside its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

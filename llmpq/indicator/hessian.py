@@ -58,20 +58,23 @@ class HessianEigenvalue:
         row = dict.fromkeys(subject.bits, 0.0)
         groups = list(self._groups(layer))
         for number, names in enumerate(groups, start=1):
-            seen = layer.collect(
-                partial(SecondMoments, device=subject.device),
-                names,
-                advance=number == len(groups),
-            )
-            eigenvalues: dict[int, float] = {}  # by collector: q, k and v share one
-            for name, moments in seen.items():
-                if id(moments) not in eigenvalues:
-                    eigenvalues[id(moments)] = 2 * self._eigenvalue(moments.matrix)
+            eigenvalues = self._eigenvalues(layer, subject, names, advance=number == len(groups))
+            for name, eigenvalue in eigenvalues.items():
                 weight = layer.operators[name].weight
                 for width in row:
-                    error = squared_error(weight, width, subject.dtype)
-                    row[width] += eigenvalues[id(moments)] * error
+                    row[width] += eigenvalue * squared_error(weight, width, subject.dtype)
         return row
+
+    def _eigenvalues(
+        self, layer: WalkedLayer, subject: Subject, names: list[str], *, advance: bool
+    ) -> dict[str, float]:
+        """Return ``lambda_max(2 X X^T)`` of every operator; the matrices are gone afterwards."""
+        seen = layer.collect(partial(SecondMoments, device=subject.device), names, advance=advance)
+        known: dict[int, float] = {}  # by collector: q, k and v share one
+        for moments in seen.values():
+            if id(moments) not in known:
+                known[id(moments)] = 2 * self._eigenvalue(moments.matrix)
+        return {name: known[id(moments)] for name, moments in seen.items()}
 
     def _eigenvalue(self, matrix: Tensor) -> float:
         return top_eigenvalue(matrix, iterations=self.iterations, tolerance=self.tolerance)
