@@ -1,13 +1,14 @@
 """Forecasts against measurements on this machine: one layer at unseen shapes, and whole plans.
 
-    python benchmarks/forecast.py FOLDER model table held links plans report
+    python benchmarks/forecast.py FOLDER model table held links plans
+    python benchmarks/forecast.py FOLDER report --picture docs/images/forecast_this_machine.png
 
-Every step writes into FOLDER and is short; ``plans`` goes on where it was stopped (``--seconds``
-bounds a part). A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4 heads, vocabulary
-32,000) is profiled on the planned grid at 3, 4, 8 and 16 bits. Held out: batches 3, 5 and 7 and
-lengths that are not on the grid, in a process of their own. Then random plans (1 to 3 stages, mixed
-bits, unlike micro-batches) are forecast and run. Workers have one thread; three share two cores,
-which the cluster says (``cores``).
+Every step writes into FOLDER; ``plans`` goes on where it was stopped (``--seconds`` bounds a part).
+The first line takes 11 minutes. A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4
+heads, vocabulary 32,000) is profiled on the planned grid at 3, 4, 8 and 16 bits, alone and beside a
+companion. Held out: batches 3, 5 and 7 and lengths that are not on the grid, in a process of their
+own. Then random plans (1 to 3 stages, mixed bits, unlike micro-batches) are forecast and run.
+Workers have one thread; three share two cores, which the cluster says (``cores``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from llmpq.assigner.decode import reprice
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import default_omega
 from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.costmodel.lookup import MASTER_BITS
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
@@ -54,7 +56,10 @@ HELD = {
     "prompt_tokens": (20, 56, 104, 168, 240),
     "context_tokens": (28, 80, 150, 220, 330),
 }
-NUM_PLANS = 30
+HELD_SHARE = 0.7
+"""Of the table's seconds: fewer shapes."""
+STAGES = 3
+NUM_PLANS = 24
 LEFT_S = 14.0
 """A run is not begun with less time left."""
 
@@ -72,8 +77,8 @@ def main() -> int:
         "report": report,
     }
     parser.add_argument("steps", nargs="+", choices=steps)
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds of a profile")
-    parser.add_argument("--seconds", type=float, default=140.0, help="of a part of the plans")
+    parser.add_argument("--budget", type=float, default=130.0, help="seconds of the table")
+    parser.add_argument("--seconds", type=float, default=360.0, help="of a part of the plans")
     parser.add_argument("--picture", type=Path, help="scatter of predicted against measured")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -93,13 +98,16 @@ def make_model(options: argparse.Namespace) -> None:
 
 def profile(options: argparse.Namespace, what: str) -> None:
     """Time one layer on the planned grid, or on the held-out shapes."""
+    budget_s = options.budget if what == "table" else HELD_SHARE * options.budget
     if what == "table":
         grid = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
+        cores = len(os.sched_getaffinity(0))
+        grid += ["--companions", str(min(cores - 1, STAGES - 1))]
     else:
         grid = [word for name, sizes in HELD.items() for word in (f"--{name}", *map(str, sizes))]
     command([
         "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0", *grid,
-        "--budget", str(options.budget), "--output", str(options.folder / f"{what}.csv"),
+        "--budget", str(budget_s), "--output", str(options.folder / f"{what}.csv"),
         "--resume",
     ])  # fmt: skip
 
@@ -112,7 +120,7 @@ def measure_links(options: argparse.Namespace) -> None:
 
 def costs_of(folder: Path) -> ClusterCosts:
     """Return the costs of three workers on two cores, from the measured tables."""
-    group = {"type": "cpu", "count": 3, "threads": 1, "profile": "table.csv"}
+    group = {"type": "cpu", "count": STAGES, "threads": 1, "profile": "table.csv"}
     cores = len(os.sched_getaffinity(0))
     cluster = {
         "schema": 1,
@@ -134,7 +142,7 @@ def costs_of(folder: Path) -> ClusterCosts:
 def random_plan(number: int, base: Plan, costs: ClusterCosts) -> Plan:
     """Return the plan of a seed: 1 to 3 stages in turn, mixed bits, unlike micro-batches."""
     chance = random.Random(1000 + number)
-    stages = 1 + number % 3
+    stages = 1 + number % STAGES
     layers = base.model.num_layers
     cuts = [0, *sorted(chance.sample(range(1, layers), stages - 1)), layers]
     bits: list[int] = []
@@ -162,7 +170,7 @@ def random_plan(number: int, base: Plan, costs: ClusterCosts) -> Plan:
             )
             for rank, (first, end) in enumerate(pairwise(cuts))
         ),
-        dropped_devices=tuple(range(stages, 3)),
+        dropped_devices=tuple(range(stages, STAGES)),
         estimate=replace(base.estimate, stages=base.estimate.stages[:1] * stages, forecast=None),
     )
     return priced(plan, costs)
@@ -231,18 +239,21 @@ def report(options: argparse.Namespace) -> None:
     costs = costs_of(folder)
     held = read_latency_table(folder / "held.csv")
     table = read_latency_table(folder / "table.csv")
-    print(f"table: {dict(table.provenance)['rounds']}, noise {dict(table.provenance)['noise']}")
-    print(f"held out: {dict(held.provenance)['rounds']}, noise {dict(held.provenance)['noise']}")
-    rows = [(one, predicted(costs, one)) for one in held.samples if one.bits]
+    for name, one in (("table", table), ("held out", held)):
+        for key in ("rounds", "noise", "thrown away", "company", "companions"):
+            print(f"{name}: {key}: {dict(one.provenance).get(key)}")
+    rows = [(one, predicted(costs, one)) for one in held.samples]
     print("| phase | bits | shapes | mean | p95 | most |\n| --- | --- | --- | --- | --- | --- |")
     for phase in ("prefill", "decode"):
-        for bits in (*BITS, None):
+        for bits in (*BITS, None, MASTER_BITS):
+            wanted = BITS if bits is None else (bits,)
             chosen = [
                 abs(guess / one.seconds - 1)
                 for one, guess in rows
-                if one.phase == phase and bits in (one.bits, None)
+                if one.phase == phase and one.bits in wanted
             ]
-            print(f"| {phase} | {bits or 'all'} | {len(chosen)} | {line_of(chosen)} |")
+            name = {None: "all", MASTER_BITS: "master"}.get(bits, bits)
+            print(f"| {phase} | {name} | {len(chosen)} | {line_of(chosen)} |")
     runs = measured_runs(folder, costs)
     print("| plan | stages | micro-batches | predicted | measured | error |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -251,7 +262,7 @@ def report(options: argparse.Namespace) -> None:
             f"| {one['name']} | {one['stages']} | {one['sizes']} | {one['predicted']:.3f} | "
             f"{one['measured']:.3f} | {one['predicted'] / one['measured'] - 1:+.1%} |"
         )
-    for stages in (1, 2, 3, None):
+    for stages in (*range(1, STAGES + 1), None):
         errors = [
             abs(one["predicted"] / one["measured"] - 1)
             for one in runs
@@ -272,6 +283,8 @@ def line_of(errors: list[float]) -> str:
 def predicted(costs: ClusterCosts, one: LatencySample) -> float:
     """Return what a plan is priced with at a shape."""
     device = costs.cluster.devices[0]
+    if one.bits == MASTER_BITS:
+        return costs.master_s(device, one.phase, one.batch, one.tokens)
     return costs.layer_s(device, one.phase, one.bits, one.batch, one.tokens, 0)
 
 

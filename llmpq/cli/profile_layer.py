@@ -45,6 +45,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     _add_grid(layer)
     layer.add_argument("--layers", type=int, default=6, help="layers timed in a row (default 6)")
     layer.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
+    layer.add_argument(
+        "--companions", type=int, default=0, metavar="N",
+        help="also measure how much longer everything takes while N other workers keep cores busy",
+    )  # fmt: skip
     layer.add_argument("--seed", type=int, default=0)
     layer.add_argument(
         "--resume", action="store_true", help="take up the timings of an interrupted run"
@@ -98,6 +102,12 @@ def _check(options: argparse.Namespace) -> None:
         raise SpecError(
             f"--cpu_isa: found {options.cpu_isa}, expected one of what this processor has: "
             f"{', '.join(cpu_isas()) or 'none known'}"
+        )
+    free = len(available_cores()) - options.threads
+    if not 0 <= options.companions <= max(0, free):
+        raise SpecError(
+            f"--companions: found {options.companions}, expected 0 to {max(0, free)}: cores that "
+            "the measured worker leaves free"
         )
     if options.core is not None and options.core not in available_cores():
         raise SpecError(f"--core: found {options.core}, expected one of {list(available_cores())}")
@@ -162,14 +172,19 @@ def _measure(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LatencyT
 
 
 def _job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
+    """Return what to measure, in a process that from now on keeps to its own cores."""
+    job = _unpinned_job(options, shapes)
+    if options.core is not None or options.companions:
+        os.sched_setaffinity(0, _own_cores(options))
+    return job
+
+
+def _unpinned_job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
     import torch
 
     from llmpq.models import Checkpoint
     from llmpq.profiler.bench import LayerJob
 
-    if options.core is not None:
-        cores = [core for core in available_cores() if core >= options.core]
-        os.sched_setaffinity(0, cores[: options.threads])
     torch.set_num_threads(options.threads)
     dtype = options.dtype
     return LayerJob(
@@ -181,7 +196,20 @@ def _job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
         layers=options.layers,
         budget_s=options.budget,
         seed=options.seed,
+        companions=_companion_cores(options),
     )
+
+
+def _companion_cores(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return a core for each companion, none of which is the measured worker's."""
+    own = _own_cores(options)
+    return tuple(core for core in available_cores() if core not in own)[: options.companions]
+
+
+def _own_cores(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the cores of the measured worker."""
+    first = 0 if options.core is None else options.core
+    return tuple(core for core in available_cores() if core >= first)[: options.threads]
 
 
 def _who(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:

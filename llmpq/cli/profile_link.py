@@ -42,6 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     hosts.add_argument("--node_rank", type=int, choices=(0, 1), help="0 is the first of --between")
     hosts.add_argument("--master_addr", help="address of host 0")
     hosts.add_argument("--master_port", type=int, default=29500)
+    hosts.add_argument("--token_file", type=Path, help="the same secret on both hosts")
     link.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
     # Set in the two processes that a local measurement starts.
     link.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
@@ -94,8 +95,8 @@ def _start_both(arguments: list[str]) -> int:
 def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | None:
     from tqdm import tqdm
 
+    from llmpq.dist.connect import Me, connect
     from llmpq.dist.job import Meeting
-    from llmpq.dist.torch_communicator import TorchCommunicator
     from llmpq.profiler.link import DEFAULT_SIZES, LinkJob, measure_link
 
     job = LinkJob(
@@ -105,16 +106,17 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
         seed=options.seed,
     )
     address = (options.master_addr, options.master_port)
-    communicator = TorchCommunicator(
+    me = Me(
         rank=options.node_rank,
         world_size=2,
         name=job.between[options.node_rank],
         limits=job.limits,
-        meeting=Meeting(address=address)
-        if options.meeting is None
-        else Meeting(file=options.meeting),
         timeout_s=options.step_timeout,
     )
+    meeting = Meeting(address=address, token_file=options.token_file)
+    if options.meeting is not None:
+        meeting = Meeting(file=options.meeting)
+    communicator = connect(me, meeting).communicator
     with tqdm(total=1.0, leave=False, disable=options.node_rank or None, file=sys.stderr) as bar:
 
         def progress(share: float) -> None:

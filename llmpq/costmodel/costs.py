@@ -12,11 +12,11 @@ from llmpq.costmodel.cache import Cache
 from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.profiles import (
+    Company,
     Profile,
     ProfileKey,
     StageSeconds,
     find_profile,
-    read_busy_s,
     read_folder,
     read_links,
 )
@@ -70,7 +70,8 @@ class ClusterCosts:
         comm: the links.
         stage: seconds that a stage takes for a micro-batch apart from its layers (positions,
             masks, a message unpacked), in prefill and in decode, by ``Device.group``.
-        busy_s: what a message takes of a CPU worker that was computing when it came.
+        company: how much longer a device computes while other workers of its host do, by
+            ``Device.group``.
     """
 
     model: ModelSpec
@@ -81,7 +82,7 @@ class ClusterCosts:
     latency: tuple[LatencyModel, ...]
     comm: CommModel
     stage: tuple[StageSeconds, ...] = ()
-    busy_s: float = 0.0
+    company: tuple[Company, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
         """Return the memory the owner gives: the cluster's figure, or the catalogue's."""
@@ -110,6 +111,13 @@ class ClusterCosts:
     def stage_s(self, device: Device, phase: Phase) -> float:
         """Return what a stage takes for a micro-batch apart from its layers and the master."""
         return self.stage[device.group].seconds(phase) if self.stage else 0.0
+
+    def company_factor(self, device: Device, phase: Phase) -> float:
+        """Return how much longer a device takes while others of its host compute, at least 1.
+
+        They have cores of their own: what is meant is memory, caches and clock; see ``crowding``.
+        """
+        return self.company[device.group].factor(phase) if self.company else 1.0
 
     def crowding(self, device: Device) -> float:
         """Return how much slower a device computes while all workers of its host do, at least 1.
@@ -202,6 +210,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
     stage: list[StageSeconds] = []
+    company: list[Company] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -213,6 +222,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         profile = None if latency == "roofline" else _profile(key, tables, cache)
         specs.append(spec)
         stage.append(StageSeconds() if profile is None else profile.stage)
+        company.append(Company() if profile is None else profile.company)
         models.append(analytic if profile is None else _measured(profile, analytic, latency, cache))
     return ClusterCosts(
         model=model,
@@ -225,7 +235,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
             cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
         ),
         stage=tuple(stage),
-        busy_s=read_busy_s(profile_dir, cluster),
+        company=tuple(company),
     )
 
 

@@ -26,9 +26,10 @@ from llmpq.spec.tables import (
 
 STAGE_KEY = "stage_s"
 """Provenance line of a latency table: what a stage takes apart from its layers."""
-BUSY_KEY = "busy_s"
-"""Provenance line of a link table: what a message takes of an end that always computes."""
+COMPANY_KEY = "company"
+"""Provenance line: how much longer a layer takes while other workers keep the host's cores busy."""
 MAX_S = 3600.0
+MAX_COMPANY = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +50,54 @@ class StageSeconds:
         Raises:
             SpecError: the line says something else.
         """
-        text = provenance.get(STAGE_KEY)
-        if text is None:
-            return cls()
-        try:
-            first, prefill, second, decode = text.split()
-            found = cls(prefill=float(prefill), decode=float(decode))
-        except ValueError:
-            first, second, found = "", "", cls()
-        sane = min(found.prefill, found.decode) >= 0 and max(found.prefill, found.decode) < MAX_S
-        if (first, second) != ("prefill", "decode") or not sane:
-            raise SpecError(
-                f"{file}: provenance '{STAGE_KEY}': found '{text}', "
-                "expected 'prefill SECONDS decode SECONDS'"
-            )
-        return found
+        found = _by_phase(file, provenance, STAGE_KEY, (0.0, MAX_S))
+        return cls() if found is None else cls(prefill=found[0], decode=found[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Company:
+    """How much longer layers take while other workers of the host compute, by phase, at least 1.
+
+    Workers with a core each still share memory bandwidth, the last cache and the clock.
+    """
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def factor(self, phase: Phase) -> float:
+        """Return the factor in a phase."""
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+    @classmethod
+    def of(cls, file: str, provenance: dict[str, str]) -> Company:
+        """Read ``company: prefill 1.03 decode 1.12``; without the line both are 1.
+
+        Raises:
+            SpecError: the line says something else.
+        """
+        found = _by_phase(file, provenance, COMPANY_KEY, (1.0, MAX_COMPANY))
+        return cls() if found is None else cls(prefill=found[0], decode=found[1])
+
+
+def _by_phase(
+    file: str, provenance: dict[str, str], key: str, limits: tuple[float, float]
+) -> tuple[float, float] | None:
+    """Return the figures of a line ``KEY: prefill X decode Y``, ``None`` without the line."""
+    text = provenance.get(key)
+    if text is None:
+        return None
+    low, high = limits
+    try:
+        first, prefill, second, decode = text.split()
+        found = float(prefill), float(decode)
+    except ValueError:
+        first, second, found = "", "", limits
+    if (first, second) != ("prefill", "decode") or not all(low <= x < high for x in found):
+        raise SpecError(
+            f"{file}: provenance '{key}': found '{text}', expected 'prefill X decode Y', "
+            f"both at least {low:g} and below {high:g}"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +109,14 @@ class Profile:
         file: where they come from.
         layer: index of the decoder layer that was measured.
         stage: what a stage takes apart from its layers.
+        company: how much longer everything takes beside other workers.
     """
 
     table: LatencyTable
     file: str
     layer: int
     stage: StageSeconds = StageSeconds()
+    company: Company = Company()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +161,7 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
             file=path,
             layer=_layer(path, table, key.model),
             stage=StageSeconds.of(path, dict(table.provenance)),
+            company=Company.of(path, dict(table.provenance)),
         )
     matching = {
         file: table
@@ -141,11 +178,13 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
         )
     samples = tuple(sample for table in matching.values() for sample in table.samples)
     stages = [StageSeconds.of(file, dict(table.provenance)) for file, table in matching.items()]
+    company = [Company.of(file, dict(table.provenance)) for file, table in matching.items()]
     return Profile(
         table=LatencyTable(samples=samples),
         file=", ".join(matching),
         layer=layers.pop(),
         stage=next((one for one in stages if one != StageSeconds()), StageSeconds()),
+        company=next((one for one in company if one != Company()), Company()),
     )
 
 
@@ -178,29 +217,6 @@ def read_links(folder: Path | None, cluster: Cluster) -> tuple[LinkSpec, ...]:
         if dict(table.provenance).get("cluster", cluster.name) == cluster.name:
             samples += [one for one in table.samples if {one.source, one.target} <= names]
     return fit_links(samples)
-
-
-def read_busy_s(folder: Path | None, cluster: Cluster) -> float:
-    """Return what a message takes of a CPU worker that always computes, 0 where nobody measured.
-
-    Raises:
-        SpecError: a link table's ``busy_s`` is no number of seconds.
-    """
-    found = [0.0]
-    for file in [] if folder is None else _tables(folder, ",".join(COMM_HEADER)):
-        origin = dict(read_comm_table(file).provenance)
-        if origin.get("cluster", cluster.name) != cluster.name or BUSY_KEY not in origin:
-            continue
-        try:
-            seconds = float(origin[BUSY_KEY])
-        except ValueError:
-            seconds = -1.0
-        if not 0 <= seconds < MAX_S:
-            raise SpecError(
-                f"{file}: provenance '{BUSY_KEY}': found '{origin[BUSY_KEY]}', expected seconds"
-            )
-        found.append(seconds)
-    return max(found)
 
 
 def _tables(folder: Path, header: str) -> list[Path]:

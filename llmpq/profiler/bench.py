@@ -37,6 +37,8 @@ MASTER_BITS = 0
 """Marks the master's own work in a table: embedding, final norm, head and the choice of a token."""
 MASTER_STEPS = 3
 """Decode steps that are timed after every prefill of the master."""
+REFERENCE_SIZE = 2048
+"""Rows and columns of the reference's matrix: 16 MiB, more than a core's own cache."""
 FEW_ROWS = 256
 """Rows up to which a prefill is timed with more layers too: beyond, a stage's own time is lost in
 the noise of one layer."""
@@ -78,6 +80,7 @@ class LayerJob:
         layers: decoder layers timed in a row, at most; a third of them is timed too.
         budget_s: seconds to spend on timing; every point is timed at least three times.
         seed: order of the points.
+        companions: cores that processes keep busy while company's effect is measured.
     """
 
     model_dir: Path
@@ -88,6 +91,7 @@ class LayerJob:
     layers: int = 6
     budget_s: float = 60.0
     seed: int = 0
+    companions: tuple[int, ...] = ()
 
     @property
     def max_batch(self) -> int:
@@ -135,6 +139,7 @@ class Bench:
         )  # fmt: skip
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
         self._hidden = self._master.embed(tokens, tokens)[:, :1]  # [1, 1, H]
+        self._reference = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE, device=job.device)
 
     def trials(self) -> list[list[Trial]]:
         """Return what is to be timed, one list a bitwidth; the master's is the last."""
@@ -154,6 +159,15 @@ class Bench:
         if shape.phase is Phase.PREFILL and shape.batch * shape.tokens > FEW_ROWS:
             return [few]
         return [few, Trial(shape=shape, bits=bits, layers=self.depth)]
+
+    @torch.inference_mode()
+    def reference_s(self) -> float:
+        """Time one fixed product of a matrix and a vector: how fast the machine is just now."""
+        synchronize(self.job.device)
+        start = time.perf_counter()
+        torch.mv(self._reference, self._reference[0])
+        synchronize(self.job.device)
+        return time.perf_counter() - start
 
     @torch.inference_mode()
     def run(self, trial: Trial) -> list[Timing]:

@@ -2,8 +2,15 @@
 
 The trials of all bitwidths are dealt in turn in a seeded random order and repeated in rounds: a
 slow minute of a shared machine spoils no single point, and no stage finds its own weights in the
-cache because it ran just before. A point is settled once the error of its median is small; from
-then on the time left goes to the others. The table keeps medians and tells the noise.
+cache because it ran just before. A fixed reference is timed before and after each; a timing beside
+which it ran slow says more of the neighbours than of the layer, and is thrown away. A point is
+settled once the error of its median is small; from then on the time left goes to the others. The
+table keeps medians and tells the noise: a run sums up thousands of steps, so its latency follows
+their mean, and without the disturbed ones the median is its steadiest estimate. A minimum would be
+steadier still, and too low.
+
+How much longer everything takes beside other workers (``company`` in the provenance) is measured
+in pairs, with and without them.
 """
 
 from __future__ import annotations
@@ -11,14 +18,16 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 
 import torch
 
 from llmpq import __version__
-from llmpq.profiler.bench import MASTER_BITS, Bench, LayerJob, Timing, Trial
+from llmpq.profiler.bench import FEW_ROWS, MASTER_BITS, Bench, LayerJob, Timing, Trial
+from llmpq.profiler.company import Company
 from llmpq.profiler.journal import Journal
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -27,6 +36,17 @@ MIN_ROUNDS = 3
 SETTLED_ROUNDS = 7
 SETTLED_ERROR = 0.004
 """A median whose standard error is below this share needs no further timing."""
+SLOW_REFERENCE = 1.12
+"""A timing is thrown away when the reference beside it takes this many times its median."""
+MAX_REFERENCES = 200
+"""The latest of them say what is usual: a clock may change for good."""
+REPEATS = 3
+"""Times that a short trial is dealt in each round: it is noisier, and costs little."""
+COMPANY_SHAPES = 5
+COMPANY_SHARE = 0.25
+"""Of the budget, for the pairs with and without companions."""
+COMPANY_PAUSE_S = 0.004
+"""How long companions that were just let go or stopped take to make a difference."""
 _LEAST_SHARE = 0.1
 
 Progress = Callable[[float], None]
@@ -48,10 +68,16 @@ def profile_layer(
         SpecError: the grid does not fit the model's positions.
     """
     bench = Bench(job)
-    times = _Rounds(bench, progress, journal).run()
+    rounds = _Rounds(bench, progress, journal)
+    times = rounds.run()
     stage_s = {phase: _stage_s(times, phase) for phase in Phase}
     return LatencyTable(
-        samples=_samples(times, stage_s), provenance=_provenance(times, job, bench.depth, stage_s)
+        samples=_samples(times, stage_s),
+        provenance=(
+            *_provenance(times, job, bench.depth, stage_s),
+            ("thrown away", f"{rounds.dropped.total()} timings beside a slow reference"),
+            *_company(bench, times),
+        ),
     )
 
 
@@ -74,6 +100,8 @@ class _Rounds:
         self.progress = progress
         self.journal = journal
         self.told = 0.0
+        self.dropped: Counter[Trial] = Counter()
+        self.references: list[float] = []
         self.times: dict[Trial, list[float]] = {}
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
@@ -85,9 +113,10 @@ class _Rounds:
         for trial in chain.from_iterable(self.groups):
             self.bench.run(trial)  # first calls allocate, compile and choose kernels
         shuffle = random.Random(self.bench.job.seed + sum(map(len, self.times.values())))
+        self.references = [self.bench.reference_s() for _ in range(SETTLED_ROUNDS)]
         start = time.perf_counter()
         while left := self._left(time.perf_counter() - start):
-            order = _dealt(left, shuffle)
+            order = _dealt([_weighted(group) for group in left], shuffle)
             for number, trial in enumerate(order, start=1):
                 self._time(trial)
                 self._tell(time.perf_counter() - start, number / len(order))
@@ -112,7 +141,15 @@ class _Rounds:
         return _spread(values) / math.sqrt(len(values)) < SETTLED_ERROR
 
     def _time(self, trial: Trial) -> None:
+        before_s = self.bench.reference_s()
         timings: list[Timing] = self.bench.run(trial)
+        slowest_s = max(before_s, self.bench.reference_s())
+        is_slow = slowest_s > SLOW_REFERENCE * median(self.references)
+        self.references = [*self.references[-MAX_REFERENCES:], slowest_s]
+        # Never many more than are kept: a machine may be slow for good.
+        if is_slow and self.dropped[trial] <= len(self.times.get(trial, ())):
+            self.dropped[trial] += 1
+            return
         for timing in timings:
             self.times.setdefault(timing.trial, []).append(timing.seconds)
         if self.journal is not None:
@@ -133,6 +170,62 @@ def _dealt(groups: Sequence[Sequence[Trial]], shuffle: random.Random) -> list[Tr
     decks = [shuffle.sample(group, len(group)) for group in groups]
     shuffle.shuffle(decks)
     return [trial for hand in zip_longest(*decks) for trial in hand if trial is not None]
+
+
+def _weighted(group: Sequence[Trial]) -> list[Trial]:
+    """Return the trials of a bitwidth as often as they are dealt in one round."""
+    return [trial for trial in group for _ in range(REPEATS if _is_short(trial) else 1)]
+
+
+def _is_short(trial: Trial) -> bool:
+    shape = trial.shape
+    return trial.bits != MASTER_BITS and (
+        shape.phase is Phase.DECODE or shape.batch * shape.tokens <= FEW_ROWS
+    )
+
+
+def _company(bench: Bench, times: Times) -> tuple[tuple[str, str], ...]:
+    """Return how much longer trials take with companions than without, as provenance."""
+    job = bench.job
+    if not job.companions:
+        return ()
+    trials = {phase: _spread_out(times, phase) for phase in Phase}
+    ratios: dict[Trial, list[float]] = {}
+    company = Company(job, job.companions)
+    try:
+        start = time.perf_counter()
+        while not ratios or time.perf_counter() - start < COMPANY_SHARE * job.budget_s:
+            for trial in chain(*trials.values()):
+                alone_s = _timed(bench, trial)
+                with company:
+                    beside_s = _timed(bench, trial)
+                again_s = _timed(bench, trial)
+                ratios.setdefault(trial, []).append(2.0 * beside_s / (alone_s + again_s))
+    finally:
+        company.close()
+    found = {phase: max(1.0, mean(median(ratios[t]) for t in trials[phase])) for phase in Phase}
+    pairs = len(next(iter(ratios.values())))
+    return (
+        ("company", " ".join(f"{phase.value} {found[phase]:.4f}" for phase in Phase)),
+        ("companions", f"{len(job.companions)}, {pairs} pairs of {len(ratios)} trials"),
+    )
+
+
+def _timed(bench: Bench, trial: Trial) -> float:
+    time.sleep(COMPANY_PAUSE_S)
+    return bench.run(trial)[0].seconds
+
+
+def _spread_out(times: Times, phase: Phase) -> list[Trial]:
+    """Return a few trials of every bitwidth, from the shortest to the longest."""
+    found: list[Trial] = []
+    for bits in sorted({trial.bits for trial in times} - {MASTER_BITS}):
+        own = [trial for trial in times if (trial.shape.phase, trial.bits) == (phase, bits)]
+        own.sort(key=lambda trial: median(times[trial]))
+        last = len(own) - 1
+        places = {round(last * step / COMPANY_SHAPES) for step in range(1, COMPANY_SHAPES)}
+        found += [own[place] for place in sorted(places)]
+    return found
 
 
 def _stage_s(times: Times, phase: Phase) -> float:

@@ -4,11 +4,6 @@ Two clocks of two hosts cannot be compared, so what is timed is there and back: 
 goes out and one of another size returns. Large out and small back tells the bandwidth of one
 direction, small out and large back that of the other; the smallest both ways is twice the latency,
 which is taken to be the same in both directions, as nobody can tell it apart.
-
-A worker that computes all the time pays more for a message than an idle one waits for it: the
-communicator's threads must get at its core. So two ends that compute a known time for every
-message, with two messages always on their way, are timed too (``busy_s`` in the provenance; the
-overhead of LogP, where the rest is its latency and gap).
 """
 
 from __future__ import annotations
@@ -31,9 +26,6 @@ UNIT_BYTES = 512
 """Sizes are whole multiples of this: a frame of one row of tokens of 256 bfloat16 values."""
 DEFAULT_SIZES = (UNIT_BYTES, 4096, 32_768, 262_144, 1_048_576, 4_194_304)
 MIN_ROUNDS = 5
-BUSY_FRAMES = 120
-BUSY_COMPUTE_S = 0.004
-IN_FLIGHT = 2
 _LEAST_S = 1e-9
 _DTYPE = torch.bfloat16
 
@@ -101,11 +93,9 @@ def measure_link(
         _answer(communicator, job, frames)
         return None
     times = _exchange_all(communicator, job, frames, progress)
-    busy_s = _busy_s(communicator, job, frames[min(job.sizes)])
     communicator.send(Frame(kind=FrameKind.SHUTDOWN))
     communicator.recv()
-    provenance = (("busy_s", f"{busy_s:.6f}"), *_provenance(job, times))
-    return CommTable(samples=_samples(job, times), provenance=provenance)
+    return CommTable(samples=_samples(job, times), provenance=_provenance(job, times))
 
 
 def _hidden(size: int) -> torch.Tensor:
@@ -118,17 +108,12 @@ def _frame(kind_of: int, hidden: torch.Tensor) -> Frame:
 
 
 def _answer(communicator: Communicator, job: LinkJob, frames: dict[int, torch.Tensor]) -> None:
-    rounds = _calibrated()
     while True:
         frame = communicator.recv()
         if frame.kind is FrameKind.SHUTDOWN:
             communicator.send(frame)
             return
-        if frame.micro_batch == len(job.exchanges):
-            _compute(rounds)
-            communicator.send(_frame(frame.micro_batch, frames[min(job.sizes)]))
-            continue
-        if frame.micro_batch > len(job.exchanges):
+        if frame.micro_batch >= len(job.exchanges):
             raise StageError(f"link: found exchange {frame.micro_batch}, expected another job")
         _, back = job.exchanges[frame.micro_batch]
         communicator.send(_frame(frame.micro_batch, frames[back]))
@@ -153,40 +138,6 @@ def _exchange_all(
             share = min((time.perf_counter() - start) / job.budget_s, len(times[0]) / MIN_ROUNDS)
             progress(min(1.0, share))
     return [values[1:] for values in times]
-
-
-def _busy_s(communicator: Communicator, job: LinkJob, hidden: torch.Tensor) -> float:
-    """Return what a message takes of an end that always computes, received and sent on."""
-    kind, rounds = len(job.exchanges), _calibrated()
-    compute_s = median(_timed(rounds) for _ in range(15))
-    for _ in range(IN_FLIGHT):
-        communicator.send(_frame(kind, hidden))
-    start = time.perf_counter()
-    for left in range(BUSY_FRAMES, 0, -1):
-        communicator.recv()
-        _compute(rounds)
-        if left > IN_FLIGHT:
-            communicator.send(_frame(kind, hidden))
-    return max(0.0, (time.perf_counter() - start) / BUSY_FRAMES - compute_s)
-
-
-def _calibrated() -> int:
-    """Return how many small products take about as long as a step of a stage."""
-    _timed(20)
-    return max(1, round(100 * BUSY_COMPUTE_S / median(_timed(100) for _ in range(5))))
-
-
-def _timed(rounds: int) -> float:
-    start = time.perf_counter()
-    _compute(rounds)
-    return time.perf_counter() - start
-
-
-def _compute(rounds: int) -> None:
-    """Compute as a stage does: many operations, each of which lets go of the interpreter."""
-    matrix = torch.ones(64, 64)
-    for _ in range(rounds):
-        matrix = (matrix @ matrix).tanh()
 
 
 def _exchange(communicator: Communicator, kind: int, hidden: torch.Tensor) -> float:

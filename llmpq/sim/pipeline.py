@@ -243,19 +243,18 @@ class _Simulation:
 
     def _rates(self) -> list[float]:
         """Return the share of its speed that each worker has while those now at work are."""
-        cores = self._layout.cores
-        if not cores:
-            return [1.0] * len(self._workers)
-        threads = dict.fromkeys(cores, 0)
-        for worker in self._workers:
-            if worker.message is not None and worker.host in threads:
-                threads[worker.host] += worker.threads
-        return [
-            min(1.0, cores[worker.host] / max(1, threads[worker.host]))
-            if worker.host in cores
-            else 1.0
-            for worker in self._workers
-        ]
+        layout = self._layout
+        busy = [worker for worker in self._workers if worker.message is not None]
+        rates = [1.0] * len(self._workers)
+        for worker in busy:
+            beside = [other for other in busy if other.host == worker.host]
+            if len(beside) > 1:
+                assert worker.message is not None
+                rates[worker.rank] /= layout.slowdown(worker.rank, worker.message.shape.phase)
+            if worker.host in layout.cores:
+                threads = sum(other.threads for other in beside)
+                rates[worker.rank] *= min(1.0, layout.cores[worker.host] / max(1, threads))
+        return rates
 
     def _end(self, worker: _Worker) -> None:
         """Pass on what a worker has done."""

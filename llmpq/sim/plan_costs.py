@@ -3,7 +3,8 @@
 - On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
   between workers of one host half of a send occupies each end. Other links only delay.
 - A micro-batch's attention works on its longest context, to which all its rows are padded.
-- Workers that share cores (``cores`` of a node) share them evenly while they compute.
+- Workers that share cores (``cores`` of a node) share them evenly while they compute, and with a
+  core each still slow each other down (``company`` of a table).
 """
 
 from __future__ import annotations
@@ -53,6 +54,13 @@ class PlanCosts:
             threads=tuple(device.threads or 1 for device in own),
             hosts=tuple(device.node for device in own),
             cores={name: count for name, count in cores.items() if count is not None},
+            company=tuple(
+                (
+                    costs.company_factor(device, Phase.PREFILL),
+                    costs.company_factor(device, Phase.DECODE),
+                )
+                for device in own
+            ),
         )
         self._stage: dict[tuple[int, Phase, int, int], float] = {}
         self._project: dict[tuple[Phase, int, int], float] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
 
-from llmpq.costmodel.profiles import StageSeconds
+from llmpq.costmodel.profiles import Company, StageSeconds
 from llmpq.errors import SpecError
 from llmpq.profiler import layer as layer_module
 from llmpq.profiler.bench import MASTER_BITS, Bench, LayerJob, Timing, Trial
@@ -94,9 +94,67 @@ def test_a_settled_point_is_not_timed_again(job, monkeypatch):
         return [Timing(trial=trial, seconds=1.0)]
 
     monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(Bench, "reference_s", lambda _: 1.0)
     profile_layer(replace(job, budget_s=30.0))  # ends at once: nothing varies
     most = max(calls.count(trial) for trial in calls)
-    assert most == layer_module.SETTLED_ROUNDS + 1  # and one to warm up
+    # One to warm up; and the round that settles a short trial deals it to the end.
+    assert layer_module.SETTLED_ROUNDS < most <= layer_module.SETTLED_ROUNDS + layer_module.REPEATS
+
+
+def test_timings_beside_a_slow_reference_are_thrown_away(job, monkeypatch):
+    machine = {"calls": 0, "slow": False}
+
+    def reference_s(_):
+        machine["calls"] += 1
+        machine["slow"] = machine["calls"] % 16 in (0, 1)
+        return 3.0 if machine["slow"] else 1.0
+
+    def run(_, trial):
+        return [Timing(trial=trial, seconds=9.0 if machine["slow"] else 1.0)]
+
+    monkeypatch.setattr(Bench, "reference_s", reference_s)
+    monkeypatch.setattr(Bench, "run", run)
+    table = profile_layer(replace(job, layers=1, budget_s=0.2))
+    assert {sample.seconds for sample in table.samples} == {1.0}
+    thrown = dict(table.provenance)["thrown away"]
+    assert int(thrown.split()[0]) > 0
+
+
+def test_a_machine_that_is_slow_for_good_does_not_stop_the_profiler(job, monkeypatch):
+    calls = count(1)
+    monkeypatch.setattr(Bench, "reference_s", lambda _: 1.1 ** next(calls))
+    monkeypatch.setattr(Bench, "run", always(1.0))
+    table = profile_layer(replace(job, budget_s=0.01))
+    assert int(dict(table.provenance)["rounds"].split()[0]) >= layer_module.MIN_ROUNDS
+
+
+def test_company_is_the_ratio_of_pairs_by_phase(job, monkeypatch):
+    class Companions:
+        are_working = False
+
+        def __init__(self, _, cores):
+            assert cores == (1,)
+
+        def __enter__(self):
+            Companions.are_working = True
+
+        def __exit__(self, *_):
+            Companions.are_working = False
+
+        def close(self):
+            assert not Companions.are_working
+
+    def run(_, trial):
+        slower = {Phase.PREFILL: 0.9, Phase.DECODE: 1.25}[trial.shape.phase]
+        return [Timing(trial=trial, seconds=slower if Companions.are_working else 1.0)]
+
+    monkeypatch.setattr(layer_module, "Company", Companions)
+    monkeypatch.setattr(layer_module, "COMPANY_PAUSE_S", 0.0)
+    monkeypatch.setattr(Bench, "run", run)
+    provenance = dict(profile_layer(replace(job, companions=(1,))).provenance)
+    # Nobody is faster in company: that is noise.
+    assert Company.of("table", provenance) == Company(prefill=1.0, decode=1.25)
+    assert "company" not in dict(profile_layer(job).provenance)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(job, tmp_path, monkeypatch):
