@@ -1,0 +1,126 @@
+"""What a run leaves open to others: no socket beyond this user, no file, no word of a prompt."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.ranks import make_plan
+
+import llmpq
+from llmpq.dist.janitor import watched
+from llmpq.dist.prompts import Prompt, make_request, request_limits
+from llmpq.errors import SpecError
+from llmpq.spec.families import load_model_dir
+
+SOURCE = Path(llmpq.__file__).parent
+FORBIDDEN_CALLS = {"eval", "exec", "compile"}
+FORBIDDEN_NAMES = {
+    "pickle", "marshal", "shelve", "dill", "cloudpickle", "send_object_list", "recv_object_list",
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list",
+}  # fmt: skip
+FORBIDDEN_ATTRIBUTES = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("yaml", "load"),
+    ("distributed", "rpc"),
+}
+
+
+def findings(tree: ast.AST) -> list[str]:
+    """Return what a module does that could run a stranger's code."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+                found.append(node.func.id)
+            for word in node.keywords:
+                is_true = isinstance(word.value, ast.Constant) and word.value.value is True
+                if word.arg in ("shell", "trust_remote_code") and is_true:
+                    found.append(f"{word.arg}=True")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = {alias.name.partition(".")[0] for alias in node.names}
+            names.add((getattr(node, "module", None) or "").partition(".")[0])
+            found += sorted(names & FORBIDDEN_NAMES)
+        elif isinstance(node, ast.Attribute):
+            if (
+                isinstance(node.value, ast.Name)
+                and (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES
+            ):
+                found.append(f"{node.value.id}.{node.attr}")
+            elif node.attr in FORBIDDEN_NAMES:
+                found.append(node.attr)
+    return found
+
+
+def test_nothing_in_the_package_could_run_a_strangers_code():
+    bad = {
+        str(path.relative_to(SOURCE)): found
+        for path in SOURCE.rglob("*.py")
+        if (found := findings(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert not bad
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle", "from marshal import loads", "eval('1')", "exec('x = 1')",
+        "torch.load('x')", "run('ls', shell=True)", "f(trust_remote_code=True)",
+        "dist.broadcast_object_list([])",
+    ],
+)  # fmt: skip
+def test_the_search_would_find_it(text):
+    assert findings(ast.parse(text))
+
+
+def test_a_refused_prompt_is_not_quoted(caplog, tiny_model):
+    model = load_model_dir(tiny_model("llama", seed=1))
+    limits = request_limits(make_plan((0, 3)), model, ())
+    canary = "a canary that nobody may read"
+    prompt = Prompt(id="p", where="prompts.jsonl line 1", text=canary, max_new_tokens=10**9)
+    with caplog.at_level(logging.DEBUG), pytest.raises(SpecError) as caught:
+        make_request(prompt, limits, None)
+    assert canary not in str(caught.value) + caplog.text
+
+
+def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
+    folder = tmp_path / "private"
+    folder.mkdir(mode=0o700)
+    (folder / "job.json").write_text("{}")
+    code = (
+        "import sys, time; from pathlib import Path; from llmpq.dist.janitor import watched\n"
+        "with watched(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
+    )
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"ready\n"
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    _wait_until_gone(folder)
+
+
+def test_the_janitor_of_a_run_that_ended_well_touches_nothing(tmp_path):
+    with watched(tmp_path):
+        (tmp_path / "kept").touch()
+    assert (tmp_path / "kept").exists()
+    assert stat.S_ISREG((tmp_path / "kept").stat().st_mode)
+
+
+def _wait_until_gone(folder: Path) -> None:
+    end = time.monotonic() + 5
+    while folder.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
