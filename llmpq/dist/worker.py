@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one rank to its end and return its exit status."""
     job_file, rank, descriptor = Path(argv[0]), int(argv[1]), int(argv[2])
     job = read_job(job_file)
+    os.umask(0o077)  # what a run writes is for whoever asked for it alone
     die_with(job.launcher_pid)
     configure_logging(rank=rank)
     progress = PipeProgress(descriptor)

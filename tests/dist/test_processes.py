@@ -120,7 +120,7 @@ def test_two_processes_say_what_one_does_and_listen_on_loopback_only(tiny_model)
     assert [result.id for result in results] == [prompt.id for prompt in PROMPTS]
     assert {result.id: result.token_ids for result in results} == expected
     assert sorted(seen) == [0, 1]
-    assert listening <= {"0100007F"}
+    assert not listening
     assert not any(is_running(pid) for pid in seen.values())
 
 
@@ -205,8 +205,7 @@ def test_no_rank_outlives_its_launcher(tiny_model, tmp_path, end):
         launcher.kill()
         launcher.wait()
     wait_for(lambda: [p for p in workers.values() if is_running(p)], lambda left: not left)
-    is_tidy = not any((tmp_path / "private").iterdir())
-    assert is_tidy == (end is signal.SIGTERM)
+    wait_for(lambda: list((tmp_path / "private").iterdir()), lambda left: not left, limit_s=5)
 
 
 @pytest.mark.slow
