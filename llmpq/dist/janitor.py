@@ -1,8 +1,9 @@
-"""Janitor: removes a run's private folder when the process that made it was killed.
+"""Janitor: tidies up after a launcher that was killed.
 
-Ranks end with their launcher, but a launcher that is killed cannot tidy up. So a small process, in
-a session of its own, waits for the end of a pipe that only the launcher holds open; ended in any
-way, the launcher lets go of it, and the folder is removed if it is still there.
+A killed launcher cannot end its ranks, which ask the kernel to end with it only once their
+libraries are loaded, nor remove its private folder. So a small process, in a session of its own,
+waits for the end of a pipe that only the launcher holds open: it then ends every process that was
+started with a file of that folder, and removes the folder.
 
 ``python -I -S janitor.py FOLDER``, standard input being the pipe. Needs the standard library only.
 """
@@ -10,7 +11,9 @@ way, the launcher lets go of it, and the folder is removed if it is still there.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,11 +44,21 @@ def watched(folder: Path) -> Iterator[None]:
 def main(folder: Path) -> None:
     """Wait for the end of standard input, then remove the folder."""
     sys.stdin.buffer.read()
+    end_ranks(folder)
     deadline = time.monotonic() + GRACE_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(GRACE_S / 10)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_ranks(folder: Path) -> None:
+    """Kill the processes whose command names the folder's job."""
+    job = str(folder / "job.json").encode()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended by itself
+            if job in command.read_bytes().split(b"\0"):
+                os.kill(int(command.parent.name), signal.SIGKILL)
 
 
 if __name__ == "__main__":

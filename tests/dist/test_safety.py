@@ -95,6 +95,10 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     folder = tmp_path / "private"
     folder.mkdir(mode=0o700)
     (folder / "job.json").write_text("{}")
+    # A rank that still imports its libraries and has not yet asked to end with its launcher.
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)", str(folder / "job.json")]
+    )
     code = (
         "import sys, time; from pathlib import Path; from llmpq.dist.janitor import watched\n"
         "with watched(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
@@ -109,6 +113,7 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
+    assert rank.wait(timeout=5) == -9
     _wait_until_gone(folder)
 
 
