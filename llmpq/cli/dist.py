@@ -69,6 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, default=0)
     run = parser.add_argument_group("running")
     run.add_argument(
+        "--no_pin",
+        action="store_true",
+        help="let the kernel move CPU workers, though there is a core for every thread",
+    )
+    run.add_argument(
         "--step_timeout",
         type=float,
         default=10.0,
@@ -134,6 +139,7 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         store=store_directory(options.store, os.environ),
         store_limit_bytes=store_limit_bytes(options.store_limit),
         kernel=options.kernel,
+        pins_workers=not options.no_pin,
     )
 
 

@@ -96,6 +96,7 @@ class Job:
         store: folder of quantized layers, ``None`` for none.
         store_limit_bytes: what it may hold.
         kernel: backend that multiplies wherever it can run; ``None`` leaves it to the registry.
+        pins_workers: whether CPU workers keep to cores of their own where there are enough.
         launcher_pid: the process that started the workers of this host; they end with it.
             0 when something else (torchrun) did.
     """
@@ -116,6 +117,7 @@ class Job:
     store: Path | None = None
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     kernel: str | None = None
+    pins_workers: bool = True
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:
@@ -170,6 +172,7 @@ def read_job(path: Path) -> Job:
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
         kernel=fields.optional_text("kernel"),
+        pins_workers=fields.flag("pins_workers"),
         launcher_pid=fields.integer("launcher_pid"),
     )
     fields.done()
@@ -202,6 +205,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,
         "kernel": job.kernel,
+        "pins_workers": job.pins_workers,
         "launcher_pid": job.launcher_pid,
     }
 

@@ -33,6 +33,7 @@ def test_round_trip(tmp_path, meeting):
         job,
         schedule=Schedule(policy="multibin", decode_batch=4, boundaries=(3.0, 9.5)),
         prediction=Prediction(predictor="noisy", error=0.5, seed=3),
+        pins_workers=False,
     )
     write_job(tmp_path / "job.json", job)
     assert read_job(tmp_path / "job.json") == job

@@ -11,7 +11,8 @@ import pytest
 from helpers.ranks import make_plan
 
 from llmpq.dist.failures import ErrorNote, write_note
-from llmpq.dist.launch import _cause, _cores, rank_environment, ranks_of_node
+from llmpq.dist.job import Job, Meeting
+from llmpq.dist.launch import _cause, _cores, _start, rank_environment, ranks_of_node
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
@@ -70,6 +71,23 @@ def test_cores_are_shared_out_only_when_they_suffice():
         ),
     )
     assert _cores(many, 0, [0]) == set()
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_workers_are_pinned_unless_asked_not_to_be(pins, tmp_path, monkeypatch):
+    class Started:
+        pid = 4321
+
+        def __init__(self, *_, **__):
+            pass
+
+    pinned: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *found: pinned.append(found))
+    paths = {name: tmp_path / name for name in ("strategy", "model_dir", "prompts", "output")}
+    job = Job(**paths, meeting=Meeting(file=tmp_path / "meeting"), pins_workers=pins)
+    _start(job, make_plan((0, 3)), 0, [0], tmp_path, 1)
+    assert pinned == ([(4321, {min(os.sched_getaffinity(0))})] if pins else [])
 
 
 def _ended(*codes: str) -> dict[int, subprocess.Popen[bytes]]:
