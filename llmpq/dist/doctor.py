@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,9 @@ from llmpq.models import Checkpoint
 from llmpq.spec.plan import Plan
 from llmpq.units import KIB, format_bytes
 
-SMALL_FRAMES, LARGE_FRAMES = 9, 4
+SMALL_FRAMES = 9
+MIN_FRAMES, MAX_FRAMES, LARGE_BYTES = 4, 2000, 8 << 20
+"""Prefill micro-batches that tell the bandwidth: so many bytes, in at least and at most so many."""
 MAX_CLOCK_SKEW_S = 5.0
 SLOW_LINK = 0.5
 """A link with less than this share of the cluster file's bandwidth is worth a word."""
@@ -110,18 +111,19 @@ def time_link(ring: Ring, limits: FrameLimits) -> dict[str, Any]:
     hidden = torch.zeros(
         limits.prefill_rows, limits.prefill_tokens, limits.hidden_size, dtype=limits.dtype
     )
-    for number in range(LARGE_FRAMES):
+    count = min(MAX_FRAMES, max(MIN_FRAMES, 1 + LARGE_BYTES // hidden.nbytes))
+    for number in range(count):
         door.send(Frame(kind=FrameKind.PREFILL, micro_batch=number, rows=rows, hidden=hidden))
     arrivals = []
-    for _ in range(LARGE_FRAMES):
+    for _ in range(count):
         _next(ring)
         arrivals.append(time.perf_counter())
-    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+    elapsed_s = max(arrivals[-1] - arrivals[0], 1e-9)
     return {
         "transport_to_next": ring.transport,
         "latency_s": max(0.0, statistics.median(delays) / 1e6),
         "latency_error_s": ring.clock_error_s,
-        "bytes_per_s": hidden.nbytes / max(statistics.median(gaps), 1e-9),
+        "bytes_per_s": (count - 1) * hidden.nbytes / elapsed_s,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 import socket
 import struct
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from llmpq.dist.failures import PeerLostError
+from llmpq.dist.links import Inbox, LinkClosedError
 from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, encode_header
 from llmpq.dist.socket_communicator import SocketCommunicator
 from llmpq.errors import StageError
@@ -212,6 +214,53 @@ def test_a_frame_that_is_not_the_next_one_of_this_run_is_refused(ends, data, nam
     ends.forth[0].sendall(data[:50_000])  # what the kernel takes without a reader
     with pytest.raises(StageError, match=names):
         _receive(second, 2)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_damaged_streams_end_in_typed_errors_or_in_what_was_sent(count):
+    """Three frames with bits flipped, bytes lost, doubled or swapped, over a live socket."""
+    rng = random.Random(count)
+    sent = [decode(0), Frame(kind=FrameKind.STATS, text=b"[1, 2]"), prefill(2, rows=1, tokens=2)]
+    parts = [wire(frame, number) for number, frame in enumerate(sent)]
+    for _ in range(count):
+        data = _damaged(rng, parts)
+        into, out = socket.socketpair()
+        inbox = Inbox(out, LIMITS, timeout_s=1.0)
+        into.sendall(data)
+        into.close()
+        try:
+            for expected in sent:
+                got = inbox.take(is_waiting=True)
+                assert got is not None
+                assert (got.kind, got.micro_batch, got.rows) == (
+                    expected.kind,
+                    expected.micro_batch,
+                    expected.rows,
+                )
+        except (StageError, LinkClosedError):
+            pass
+        finally:
+            inbox.close()
+
+
+def _damaged(rng: random.Random, parts: list[bytes]) -> bytes:
+    header = LIMITS.header_bytes
+    kind = rng.randrange(5)
+    if kind == 0:  # bits of a header
+        raw = [bytearray(part) for part in parts]
+        chosen = rng.choice(raw)
+        chosen[rng.randrange(header)] ^= 1 << rng.randrange(8)
+        return b"".join(raw)
+    if kind == 1:  # an order that is not the order
+        return b"".join(rng.sample(parts, len(parts)))
+    if kind == 2:  # one of them twice
+        at = rng.randrange(len(parts))
+        return b"".join(parts[: at + 1] + parts[at:])
+    whole = b"".join(parts)
+    at = rng.randrange(len(whole))
+    if kind == 3:  # the end is missing
+        return whole[:at]
+    return whole[:at] + rng.randbytes(rng.randint(1, 64)) + whole[at:]
 
 
 def test_a_claimed_size_costs_no_memory(ends):
