@@ -314,16 +314,20 @@ def report(options: argparse.Namespace) -> None:
         print(f"  {name:<12}" + " ".join(f"{value:7.3f}" for value in correlations(omega, truth)))
     base, found, tokens = pooled(json.loads((options.folder / "plans.json").read_text()))
     choices = json.loads((options.folder / "choices.json").read_text())
-    print(f"perplexity on {tokens} tokens, 16 bits {math.exp(base):.3f}")
+    print(f"perplexity (divergence) on {tokens} tokens, 16 bits {math.exp(base):.3f}")
     for kind in ("average", "latency"):
         for at, rows in choices[kind].items():
-            losses = {
-                name: math.exp(found[_text(row["bits"] if kind == "latency" else row)][0])
+            lost = {
+                name: found[_text(row["bits"] if kind == "latency" else row)]
                 for name, row in rows.items()
             }
-            drawn = [value for name, value in losses.items() if name.startswith("random")]
-            text = ", ".join(f"{name} {losses[name]:.3f}" for name in KINDS)
-            print(f"  {kind} {at}: {text}, random {fmean(drawn):.3f} +- {stdev(drawn):.3f}")
+            drawn = [math.exp(lost[f"random {seed}"][0]) for seed in SEEDS]
+            nats = fmean(lost[f"random {seed}"][1] for seed in SEEDS)
+            text = ", ".join(
+                f"{name} {math.exp(lost[name][0]):.3f} ({lost[name][1]:.5f})" for name in KINDS
+            )
+            spread = f"{fmean(drawn):.3f} +- {stdev(drawn):.3f} ({nats:.5f})"
+            print(f"  {kind} {at}: {text}, random {spread}")
     few = choices["few_layers"]
     ranked = sorted(few["all"], key=lambda bits: found[_text(bits)][1])
     print(f"layers {few['layers']} at {few['average']} bits: {len(ranked)} choices, divergences")
