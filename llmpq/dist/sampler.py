@@ -35,13 +35,14 @@ class Sampler:
         Raises:
             StageError: a score is not a number.
         """
-        if bool(logits.isnan().any()):
+        best = logits.argmax(dim=-1)  # [R]; where there is one that is not a number, it is that
+        if bool(logits.gather(-1, best[:, None]).isnan().any()):
             raise StageError(
                 "the model's scores are not numbers (NaN): found an overflow in the layers, "
                 "expected finite values; try --dtype bfloat16 or float32 when planning"
             )
         if self._sampling.temperature == 0:
-            return [int(token) for token in logits.argmax(dim=-1).tolist()]
+            return [int(token) for token in best.tolist()]
         kept = self._truncate(logits.float() / self._sampling.temperature)
         weights = torch.softmax(kept, dim=-1).cpu()  # [R, V]
         return [

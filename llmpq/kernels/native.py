@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 2
+ABI = 3
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -76,6 +76,17 @@ class Attention(Structure):
         ("window", c_int64),
         ("scaling", c_float),
         *((name, c_int32) for name in ("type", "stored", "threads")),
+    )
+
+
+class Norm(Structure):
+    """One call of a norm (``csrc/norm.c``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "y")),
+        *((name, c_int64) for name in ("rows", "columns")),
+        ("epsilon", c_float),
+        *((name, c_int32) for name in ("type", "threads")),
     )
 
 
@@ -146,6 +157,8 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_pack.restype = None
     loaded.kernels_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product),)
+    loaded.kernels_norm.restype = None
+    loaded.kernels_norm.argtypes = (POINTER(Norm),)
     loaded.kernels_attend.restype = None
     loaded.kernels_attend.argtypes = (POINTER(Attention),)
     if name == "avx512_bf16":

@@ -20,7 +20,7 @@ from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.assembly import matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint, is_gptq
 from llmpq.quant.gptq_source import GptqSource
-from llmpq.quant.layer import quantize_layer_
+from llmpq.quant.layer import prepack_, quantize_layer_
 from llmpq.quant.layer_source import (
     LayerEnd,
     LayerJob,
@@ -32,6 +32,7 @@ from llmpq.quant.layer_source import (
     Ready,
 )
 from llmpq.quant.methods import quantize
+from llmpq.quant.norms import fuse_norms_
 from llmpq.quant.pipeline import Budget, run_pipeline
 from llmpq.quant.store import EntryWriter, Store
 from llmpq.quant.transfer import Transfer, transfer_to
@@ -93,6 +94,8 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         run_pipeline(pieces(), bench.work, bench.place, budget=budget, scope=transfer.scope)
     finally:
         bench.abandon()
+    for layer in bench.layers:
+        fuse_norms_(layer)
     return DecoderStage(checkpoint.config, bench.layers, first_layer).to(device)
 
 
@@ -114,6 +117,8 @@ def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.devi
     left = [name for name, buffer in master.named_buffers() if buffer.is_meta]
     if left:
         raise SpecError(f"{type(master).__name__}: buffer '{left[0]}' is neither stored nor known")
+    fuse_norms_(master)
+    prepack_(master)
     return master.to(device)
 
 
