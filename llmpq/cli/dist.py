@@ -27,6 +27,7 @@ from llmpq.dist.launch import rank_environment
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import BarProgress, SilentProgress
 from llmpq.dist.prompts import read_prompts
+from llmpq.dist.quantizer import quantizer_of
 from llmpq.dist.report import build_report, format_report
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
@@ -191,6 +192,7 @@ def _variable(name: str) -> int:
 def _report(plan: Plan, measurement: Measurement, options: argparse.Namespace) -> None:
     """Print what was predicted against what was measured; write and draw it where asked."""
     report = build_report(plan, measurement)
+    report["quantizer"] = quantizer_of(model_dir_of(plan, options.model))
     if options.report is not None:
         write_text(options.report, dump_json(report))
     if options.plot is not None:
@@ -199,6 +201,8 @@ def _report(plan: Plan, measurement: Measurement, options: argparse.Namespace) -
         print_json(report)
     else:
         print(format_report(plan, report))
+        if any(width != 16 for width in plan.bits):
+            print(f"weights quantized by {report['quantizer']}")
 
 
 if __name__ == "__main__":
