@@ -22,6 +22,8 @@ from llmpq.units import MIB
 
 HEAP_FACTOR = 1.7
 """Bytes the process takes for a byte of temporaries at their peak, beside ``FIRST_USE_BYTES``."""
+RAGGED_FACTOR = 3.4
+"""Likewise where experts take turns: hardly a tensor has the size of the one before."""
 FIRST_USE_BYTES = 15_000_000
 """What a first step leaves for good whatever its size: scratch of kernels, code of libraries."""
 MAPPED_BYTES = 16 * MIB
@@ -79,10 +81,10 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int
     worst = 0
     for step in steps:
         messages = step.hidden * (1 if is_alone else MESSAGES)
-        moments = [m for layer in step.model.layer_types for m in _moments(step, layer)]
+        found = [_layer_bytes(step, layer) for layer in step.model.layer_types]
         if is_master:
-            moments.append(_logits(step))
-        worst = max(worst, messages + max(_resident(moment) for moment in moments))
+            found.append(_resident(_logits(step)))
+        worst = max(worst, messages + max(found))
     kept = FIRST_USE_BYTES + _scratch_bytes(steps[0].model, steps[0].dtype)
     return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
 
@@ -111,20 +113,22 @@ def read_buffer_bytes(steps: Sequence[Step]) -> int:
     return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
 
 
-def _resident(moment: Moment) -> int:
+def _resident(moment: Moment, factor: float = HEAP_FACTOR) -> int:
     """Return the bytes taken for tensors: their own, and holes no larger than the heap takes."""
     holes = sum(min(size, MAPPED_BYTES) for size in moment)
-    return sum(moment) + math.ceil((HEAP_FACTOR - 1) * holes)
+    return sum(moment) + math.ceil((factor - 1) * holes)
 
 
-def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
-    experts = any(op.count > 1 for op in layer.linears if op.quantizable)
-    return [
+def _layer_bytes(step: Step, layer: LayerSpec) -> int:
+    """Return the bytes taken at the worst moment of a layer."""
+    moments = [
         [step.hidden, *[step.of(step.model.hidden_size, 4)] * 2],  # a norm in float32
         _attention(step, layer),
-        _experts(step, layer) if experts else _feed_forward(step, layer),
         *_products(step, layer),
     ]
+    if any(op.count > 1 for op in layer.linears if op.quantizable):
+        return max(*map(_resident, moments), _resident(_experts(step, layer), RAGGED_FACTOR))
+    return max(map(_resident, [*moments, _feed_forward(step, layer)]))
 
 
 def _attention(step: Step, layer: LayerSpec) -> Moment:
