@@ -75,6 +75,7 @@ def profile_layer(
         samples=_samples(times, stage_s),
         provenance=(
             *_provenance(times, job, bench.depth, stage_s),
+            ("reference_s", f"{median(rounds.usual or rounds.references):.6f}"),
             ("thrown away", f"{rounds.dropped.total()} timings beside a slow reference"),
             *_company(bench, times),
         ),
@@ -102,6 +103,7 @@ class _Rounds:
         self.told = 0.0
         self.dropped: Counter[Trial] = Counter()
         self.references: list[float] = []
+        self.usual: list[float] = []  # those beside the timings that were kept
         self.times: dict[Trial, list[float]] = {}
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
@@ -150,6 +152,7 @@ class _Rounds:
         if is_slow and self.dropped[trial] <= len(self.times.get(trial, ())):
             self.dropped[trial] += 1
             return
+        self.usual.append(slowest_s)
         for timing in timings:
             self.times.setdefault(timing.trial, []).append(timing.seconds)
         if self.journal is not None:

@@ -61,6 +61,7 @@ def test_profile_layer_times_every_point_at_every_bitwidth_and_the_master(job):
 def test_profile_layer_tells_dtype_noise_rounds_and_what_a_stage_takes(job):
     provenance = dict(profile_layer(job).provenance)
     assert provenance["dtype"] == "float32"
+    assert 0 < float(provenance["reference_s"]) < 10
     assert int(provenance["rounds"].split()[0]) >= 3
     assert provenance["noise"].endswith("median interquartile range over median")
     assert StageSeconds.of("table", provenance).decode >= 0
