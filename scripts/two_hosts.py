@@ -88,19 +88,20 @@ def prepare(folder: Path, layers: int) -> list[str]:
     from helpers.ranks import make_plan  # noqa: PLC0415
     from helpers.tiny_models import save_tiny_model  # noqa: PLC0415
 
-    from llmpq.spec.cluster import Cluster, DeviceGroup, Node  # noqa: PLC0415
+    from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node  # noqa: PLC0415
     from llmpq.spec.plan_io import write_plan  # noqa: PLC0415
 
     model = save_tiny_model("llama", folder / "model", seed=1, num_hidden_layers=layers)
     group = DeviceGroup(type="cpu", count=1, threads=1)
     nodes = tuple(Node(name=name, devices=(group,)) for name in ("a", "b"))
+    link = LinkSpec(between=("a", "b"), bytes_per_s=125e6, latency_s=1e-3)
     plan = make_plan(
         (0, layers // 2, layers),
         prefill=2,
         decode=2,
         batch=8,
         new_tokens=32,
-        cluster=Cluster(name="two", nodes=nodes),
+        cluster=Cluster(name="two", nodes=nodes, links=(link,)),
     )
     write_plan(folder / "strategy.json", plan)
     lines = [
