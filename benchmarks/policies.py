@@ -31,10 +31,11 @@ from llmpq.dist import Prompt, generate_offline
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
+from llmpq.spec.fields import Fields
 from llmpq.spec.lengths import truncated_normal
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.plan_io import read_plan, write_plan
-from llmpq.spec.schedule import Schedule, default_schedule
+from llmpq.spec.schedule import Schedule, default_schedule, schedule_from_fields, schedule_to_json
 from llmpq.spec.trace import TraceRequest, draw_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ SLOTS, STAGES, PROMPT, NEW = 16, 2, 32, 160
 MOST = MicroBatching(prefill=8, decode=8)
 TASKS = {"S": (256, 252, 512, 32, 13, 80), "T": (128, 81, 256, 128, 68, 320),
          "C1": (256, 115, 512, 64, 30, 160)}  # fmt: skip
-REQUESTS = {"S": 96, "T": 40, "C1": 64}
+REQUESTS = {"S": 64, "T": 32, "C1": 48}
 BOUND_BATCHES = (8, 12)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
 MARGIN = 0.95
@@ -130,8 +131,8 @@ class Bench:
     def __init__(self, folder: Path, task: str, count: int) -> None:
         self.plan = replace(read_plan(folder / "plan.json"), micro_batching=MOST)
         self.trace = trace_of(task, count)
-        self._folder = folder / "runs" / task
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder / "runs" / task
+        self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = resolve_model(str(folder / "model"))
         costs = build_costs(
             model, self.plan.cluster, dtype="bfloat16", kv_bits=16, profile_dir=folder / "links"
@@ -152,7 +153,7 @@ class Bench:
         self, name: str, schedule: Schedule, bound_s: float | None = None, error: float = 0.0
     ) -> dict[str, Any]:
         """Run a schedule, unless that was done; return what both say of it."""
-        file = self._folder / f"{name}.json"
+        file = self.folder / f"{name}.json"
         if not file.exists():
             prediction = Prediction(predictor="noisy", error=error)
             played = self.simulate(schedule, prediction).to_json()
@@ -167,8 +168,8 @@ class Bench:
         return dict(json.loads(file.read_text()))
 
     def _run(self, name: str, schedule: Schedule, error: float) -> dict[str, Any]:
-        strategy, answers = self._folder / f"plan-{name}", self._folder / "answers.jsonl"
-        prompts = self._folder / "prompts.jsonl"
+        strategy, answers = self.folder / f"plan-{name}", self.folder / "answers.jsonl"
+        prompts = self.folder / "prompts.jsonl"
         answers.unlink(missing_ok=True)
         plan = replace(self.plan, schedule=schedule, micro_batching=micro_batches(schedule))
         write_plan(strategy, plan)
@@ -182,10 +183,13 @@ class Bench:
 
 
 def run_task(folder: Path, task: str) -> None:
-    """Run every policy without a bound, then static batches and RRA at each bound."""
+    """Run every policy without a bound, then static batches and RRA at each bound.
+
+    A part that is stopped goes on with the run that it was stopped in.
+    """
     bench = Bench(folder, task, REQUESTS[task])
     bench.measure("static", static(SLOTS))
-    bench.measure("rra", best_rra(bench, None))
+    bench.measure("rra", chosen(bench, "rra", None))
     for name in ("hybrid", "iteration"):
         bench.measure(name, Schedule(policy=name))
     lengths = [item.new_tokens for item in bench.trace]
@@ -196,12 +200,20 @@ def run_task(folder: Path, task: str) -> None:
     for batch in BOUND_BATCHES:
         found = bench.measure(f"static{batch}", static(batch))
         bound_s = max(found["measured"]["service_p99_s"], found["simulated"]["service_p99_s"])
-        bench.measure(f"rra{batch}", best_rra(bench, bound_s), bound_s)
+        bench.measure(f"rra{batch}", chosen(bench, f"rra{batch}", bound_s), bound_s)
 
 
 def static(batch: int) -> Schedule:
     """Return FasterTransformer's way: ended sequences stay until the batch is done."""
     return Schedule(policy="static", decode_batch=batch)
+
+
+def chosen(bench: Bench, name: str, bound_s: float | None) -> Schedule:
+    """Return the best schedule, searched once: the search takes seconds of a quiet machine."""
+    file = bench.folder / f"{name}.schedule"
+    if not file.exists():
+        file.write_text(json.dumps(schedule_to_json(best_rra(bench, bound_s))))
+    return schedule_from_fields(Fields(json.loads(file.read_text()), str(file)))
 
 
 def best_rra(bench: Bench, bound_s: float | None) -> Schedule:
