@@ -27,6 +27,7 @@ from llmpq.cli.plan_options import (
     request_of,
 )
 from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
+from llmpq.cli.schedule_options import add_schedule_options, schedule_text, scheduled
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add_quality_options(parser)
     add_search_options(parser)
     add_override_options(parser)
+    add_schedule_options(parser)
     report = parser.add_argument_group("result")
     report.add_argument(
         "--output",
@@ -91,6 +93,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
         "candidates",
         lambda told: make_plan(request, options.method, command=command, progress=told),
     )
+    plan = scheduled(options, request, plan)
     path = _write(plan, _output(options, request, options.method))
     found = _explained(options, request, plan)
     trust = plan_trust(plan, costs_of(request, plan.cluster))
@@ -98,7 +101,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
         record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
         print_json({**record, "trust": trust_record(trust)})
     else:
-        _print_plan(plan, found, [*trust_text(plan, trust), f"written        {path}"])
+        more = [*schedule_text(plan), *trust_text(plan, trust), f"written        {path}"]
+        _print_plan(plan, found, more)
     if options.plot is not None:
         from llmpq.cli.plots import draw_plan
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
+from llmpq.spec.schedule import schedule_to_json
 from llmpq.units import GIB, MIB, format_seconds
 
 BAR_WIDTH = 12
@@ -32,6 +33,7 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "pairs_pruned": search.pairs_pruned,
         "prefill_micro_batch": plan.micro_batching.prefill,
         "decode_micro_batch": plan.micro_batching.decode,
+        "schedule": None if plan.schedule is None else schedule_to_json(plan.schedule),
         "dropped_devices": [devices[index].label for index in plan.dropped_devices],
         "stages": [
             _stage_record(plan, stage, estimate)

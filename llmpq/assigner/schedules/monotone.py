@@ -1,8 +1,9 @@
 """Branch and bound on two variables in which throughput and latency both rise (ExeGPT, Alg. 1).
 
 A block of the grid is worth looking into when its lower corner meets the latency bound and its
-upper corner's throughput, which bounds the whole block, can beat the best found. Tolerances let
-the search survive places where the functions are not quite monotone.
+corners' throughput, which bounds the whole block, can beat the best found. Tolerances, a few points
+all over the grid and a climb at the end let the search survive places where the functions are not
+quite monotone: padding makes large encode batches dearer, whole micro-batches make steps.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ class Value(NamedTuple):
     throughput: float
     latency_s: float
 
+    def meets(self, bound_s: float) -> bool:
+        """Whether the point can be, and keeps the bound."""
+        return self.latency_s <= bound_s and not math.isinf(self.latency_s)
+
 
 Point = tuple[int, int]
 
 _STRIDES = (-4, -2, -1, 0, 1, 2, 4)
+_SEEDS = 7
+_FEW_POINTS = 2000
 Evaluate = Callable[[Point], Value]
 
 
@@ -75,7 +82,7 @@ class _Memory:
     def __call__(self, point: Point) -> Value:
         if point not in self.known:
             value = self.known[point] = self._evaluate(point)
-            if value.latency_s <= self._bound_s and value.throughput > self.best_throughput:
+            if value.meets(self._bound_s) and value.throughput > self.best_throughput:
                 self.best = point
         return self.known[point]
 
@@ -112,6 +119,8 @@ def search(
     ties = count()
     whole = _Block(low=(0, 0), high=(shape[0] - 1, shape[1] - 1))
     look(whole.low)
+    if shape[0] * shape[1] > _FEW_POINTS:
+        _seed(look, shape)
     queue: list[tuple[float, int, _Block]] = [(-_upper(look, whole), next(ties), whole)]
     while queue:
         bound, _, block = heapq.heappop(queue)
@@ -120,7 +129,7 @@ def search(
         if block.is_point:
             continue
         for part in block.split(_axis(look, block, latency_bound_s)):
-            if look(part.low).latency_s <= latency_bound_s * (1 + latency_tolerance):
+            if look(part.low).meets(latency_bound_s * (1 + latency_tolerance)):
                 heapq.heappush(queue, (-_upper(look, part), next(ties), part))
     _climb(look, shape)
     return Found(
@@ -150,7 +159,7 @@ def exhaustive(evaluate: Evaluate, shape: tuple[int, int], latency_bound_s: floa
     best: Point | None = None
     values = {point: evaluate(point) for point in product(range(shape[0]), range(shape[1]))}
     for point, value in values.items():
-        if value.latency_s <= latency_bound_s and (
+        if value.meets(latency_bound_s) and (
             best is None or value.throughput > values[best].throughput
         ):
             best = point
@@ -196,7 +205,21 @@ def _steps(shape: tuple[int, int], axis: int) -> Iterator[tuple[Point, Point]]:
 
 
 def _upper(look: _Memory, block: _Block) -> float:
-    return look(block.high).throughput
+    """Return the best throughput of a block's corners: of the upper one, were it monotone."""
+    (low_i, low_j), (high_i, high_j) = block.low, block.high
+    corners = ((i, j) for i in (low_i, high_i) for j in (low_j, high_j))
+    return max(look(corner).throughput for corner in corners)
+
+
+def _seed(look: _Memory, shape: tuple[int, int]) -> None:
+    """Look at a few points all over the grid, closer together where the indices are small."""
+    for point in product(_spread(shape[0]), _spread(shape[1])):
+        look(point)
+
+
+def _spread(size: int) -> list[int]:
+    steps = min(_SEEDS, size)
+    return sorted({round(size ** (step / max(1, steps - 1))) - 1 for step in range(steps)})
 
 
 def _axis(look: _Memory, block: _Block, bound_s: float) -> int:
@@ -206,7 +229,7 @@ def _axis(look: _Memory, block: _Block, bound_s: float) -> int:
         return 0 if sides[0] else 1
     corners = ((block.low[0], block.high[1]), (block.high[0], block.low[1]))
     values = [look(corner) for corner in corners]
-    rates = [value.throughput if value.latency_s <= bound_s else -1.0 for value in values]
+    rates = [value.throughput if value.meets(bound_s) else -1.0 for value in values]
     if max(rates) < 0:
         return 0 if sides[0] >= sides[1] else 1
     return 0 if rates[0] > rates[1] else 1

@@ -1,0 +1,106 @@
+"""The options by which llmpq-algo searches a schedule, and the plan that carries it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+
+from llmpq.assigner import PlanRequest
+from llmpq.assigner.schedules.plan import ScheduleRequest, best_of_policies, with_schedule
+from llmpq.assigner.task import costs_of
+from llmpq.errors import SpecError
+from llmpq.spec.lengths import constant, load_lengths
+from llmpq.spec.plan import Plan
+from llmpq.spec.schedule import default_schedule
+from llmpq.units import format_seconds
+
+POLICIES = ("hybrid", "static", "iteration", "rra", "auto")
+
+
+def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    """Add policy, latency bound and length distributions."""
+    group = parser.add_argument_group("schedule (ExeGPT)")
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help="batching policy written into the strategy (default: hybrid micro-batches); rra is "
+        "searched, auto is whichever answers most requests a second in simulation",
+    )
+    group.add_argument(
+        "--latency_bound",
+        type=float,
+        metavar="SECONDS",
+        help="rra, auto: largest latency of a request, from the start of its prefill",
+    )
+    group.add_argument(
+        "--sla",
+        choices=("length", "queries"),
+        default="length",
+        help="the bound is for an answer of the 99th percentile's length (default), or for 99 %% "
+        "of all requests, proven in simulation",
+    )
+    group.add_argument("--lengths", metavar="FILE.json", help="law of answer lengths")
+    group.add_argument(
+        "--prompt_lengths",
+        metavar="FILE.json",
+        help="law of prompt lengths (default: all as long as --s)",
+    )
+
+
+def scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan with the schedule asked for.
+
+    Raises:
+        SpecError: options that do not go together.
+        InfeasibleError: no schedule meets the bound.
+    """
+    if options.policy not in ("rra", "auto"):
+        if options.latency_bound is not None or options.lengths or options.prompt_lengths:
+            raise SpecError(
+                "--latency_bound, --lengths, --prompt_lengths: expected together with --policy rra "
+                "or auto"
+            )
+        if options.policy in (None, "hybrid"):
+            return plan
+        return replace(plan, schedule=default_schedule(options.policy, plan.workload.batch))
+    if options.lengths is None:
+        raise SpecError(f"--policy {options.policy}: expected --lengths, the law of answer lengths")
+    bound_s = math.inf if options.latency_bound is None else options.latency_bound
+    if not bound_s > 0:
+        raise SpecError(f"--latency_bound: found {bound_s:g}, expected more than 0 seconds")
+    prompts = (
+        load_lengths(options.prompt_lengths)
+        if options.prompt_lengths
+        else constant(request.workload.prompt_tokens)
+    )
+    wanted = ScheduleRequest(
+        prompt_tokens=prompts,
+        new_tokens=load_lengths(options.lengths),
+        latency_bound_s=bound_s,
+        sla=options.sla,
+    )
+    search = with_schedule if options.policy == "rra" else best_of_policies
+    return search(plan, costs_of(request, plan.cluster), wanted)
+
+
+def schedule_text(plan: Plan) -> list[str]:
+    """Return what people are told of a plan's schedule."""
+    schedule = plan.schedule
+    if schedule is None:
+        return []
+    sizes = plan.micro_batching
+    lines = [f"policy         {schedule.policy}"]
+    if schedule.policy == "rra":
+        lines[0] += (
+            f": encode {schedule.encode_batch} in micro-batches of {sizes.prefill}, then decode "
+            f"about {schedule.decode_batch} for {schedule.decode_iterations} iterations"
+        )
+    found = schedule.estimate
+    if found is not None:
+        bound = "" if found.latency_bound_s is None else f" of {found.latency_bound_s:g} s allowed"
+        lines.append(
+            f"expected       {found.requests_per_s:.3g} requests/s; {found.new_tokens} tokens take "
+            f"{format_seconds(found.latency_s)}{bound}"
+        )
+    return lines

@@ -1,0 +1,115 @@
+"""llmpq-algo --policy: a schedule under a latency bound, written down and simulated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.cli.algo import main as algo
+from llmpq.cli.sim import main as sim
+from llmpq.spec.plan_io import read_plan
+
+COMMAND = [
+    *["--model", "facebook/opt-13b", "--device_names", "T4-16G", "V100-32G"],
+    *["--device_numbers", "1", "2", "--global_bz", "64", "--s", "256", "--n", "80", "--no_explain"],
+]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    path.write_text('{"schema": 1, "truncated_normal": {"mean": 32, "std": 13, "longest": 80}}')
+    return path
+
+
+def _plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: object) -> dict:
+    path = tmp_path / "plan.json"
+    capsys.readouterr()
+    assert algo([*COMMAND, *map(str, options), "--output", str(path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_schedule_is_searched_written_and_simulated(tmp_path, lengths, capsys):
+    free = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)
+    estimate = free["schedule"]["estimate"]
+    bound_s = 0.8 * estimate["latency_s"]
+    tight = _plan(
+        tmp_path, capsys, "--policy", "rra", "--lengths", lengths, "--latency_bound", bound_s
+    )["schedule"]["estimate"]
+    assert tight["latency_s"] <= bound_s
+    assert tight["requests_per_s"] <= estimate["requests_per_s"] * 1.001
+    assert tight["new_tokens"] == 62  # the 99th percentile of the law
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.schedule is not None
+    assert plan.schedule.policy == "rra"
+    options = ["--strategy", tmp_path / "plan.json", "--lengths", lengths, "--requests", 1500]
+    assert sim([*map(str, options), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["policy"] == "rra"
+    # A finite run has a ramp and stragglers, so it stays below the steady state.
+    assert found["throughput_requests_per_s"] == pytest.approx(tight["requests_per_s"], rel=0.15)
+
+
+def test_a_bound_for_all_queries_is_kept_in_simulation(tmp_path, lengths, capsys):
+    free = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)
+    bound_s = 0.9 * free["schedule"]["estimate"]["latency_s"]
+    _plan(
+        tmp_path, capsys, "--policy", "rra", "--lengths", lengths,
+        "--latency_bound", bound_s, "--sla", "queries",
+    )  # fmt: skip
+    options = ["--strategy", tmp_path / "plan.json", "--lengths", lengths, "--requests", 2000]
+    assert sim([*map(str, options), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["service_s"]["p99"] <= bound_s
+
+
+def test_auto_is_at_least_as_fast_as_rra(tmp_path, lengths, capsys):
+    rates = {}
+    for policy in ("rra", "auto"):
+        _plan(tmp_path, capsys, "--policy", policy, "--lengths", lengths)
+        options = ["--strategy", tmp_path / "plan.json", "--lengths", lengths, "--requests", 2000]
+        assert sim([*map(str, options), "--json"]) == 0
+        rates[policy] = json.loads(capsys.readouterr().out)["throughput_requests_per_s"]
+    assert rates["auto"] >= rates["rra"] * 0.999
+
+
+def test_people_are_told_the_schedule(tmp_path, lengths, capsys):
+    options = ["--policy", "rra", "--lengths", str(lengths), "--output", str(tmp_path / "p.json")]
+    assert algo([*COMMAND, *options]) == 0
+    text = capsys.readouterr().out
+    assert "policy         rra: encode" in text
+    assert "requests/s; 62 tokens take" in text
+
+
+def test_what_cannot_be_kept_is_infeasible(tmp_path, lengths, capsys):
+    output = ["--output", str(tmp_path / "p.json")]
+    options = ["--policy", "rra", "--lengths", str(lengths), "--latency_bound", "0.001"]
+    assert algo([*COMMAND, *options, *output]) == 3
+    assert "no RRA schedule answers 62 tokens within 0.001 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "rra"], "expected --lengths"),
+        (["--latency_bound", "3"], "expected together with --policy rra or auto"),
+        (
+            ["--policy", "rra", "--lengths", "LENGTHS", "--latency_bound", "0"],
+            "more than 0 seconds",
+        ),
+        (["--policy", "rra", "--lengths", "missing.json"], "no such file"),
+    ],
+)
+def test_mistakes_exit_with_2(lengths, options, message, tmp_path, capsys):
+    options = [str(lengths) if option == "LENGTHS" else option for option in options]
+    assert algo([*COMMAND, *options, "--output", str(tmp_path / "p.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lengths_beyond_the_workload_are_refused(tmp_path, capsys):
+    path = tmp_path / "long.json"
+    path.write_text('{"schema": 1, "observed": [10, 500]}')
+    options = ["--policy", "rra", "--lengths", str(path), "--output", str(tmp_path / "p.json")]
+    assert algo([*COMMAND, *options]) == 2
+    assert "answers of up to 500 tokens" in capsys.readouterr().err
