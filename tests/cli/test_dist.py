@@ -12,6 +12,7 @@ from helpers.ranks import make_plan
 
 from llmpq.cli.dist import main
 from llmpq.spec.plan_io import write_plan
+from llmpq.spec.schedule import Schedule
 
 
 @pytest.fixture
@@ -109,12 +110,36 @@ def test_results_that_exist_already(files, capsys):
         (["--top_k", "-1"], "top_k"),
         (["--step_timeout", "0"], "step_timeout"),
         (["--nnodes", "2"], "--master_addr"),
+        (["--bins", "2"], "--bins"),
+        (["--policy", "waa"], "'waa', which llmpq-sim plays but llmpq-dist does not run"),
         (["--nnodes", "2", "--master_addr", "127.0.0.1"], "nnodes"),
     ],
 )
 def test_a_senseless_option(files, capsys, options, names):
     assert _run(files, *options) == 2
     assert names in _error(capsys)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [([], "rra"), (["--policy", "multibin", "--bins", "2", "--predictor", "noisy"], "multibin")],
+    ids=["the strategy's own", "another"],
+)
+def test_a_run_obeys_a_schedule_and_tells_latencies(files, capsys, options, policy):
+    schedule = Schedule(policy="rra", encode_batch=1, decode_batch=2, decode_iterations=2)
+    write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
+    lines = [
+        {"id": number, "prompt_token_ids": [1, 2], "max_new_tokens": 1 + number % 3}
+        for number in range(6)
+    ]
+    files["--prompts"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _run(files, "--json", *options) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["policy"]) == (6, policy)
+    found = report["per_request"]
+    assert 0 < found["time_to_first_token_s"]["mean"] <= found["latency_s"]["mean"]
+    assert found["latency_s"]["p99"] <= report["elapsed_s"]
 
 
 def test_no_auto_needs_torchruns_environment(files, capsys, monkeypatch):
