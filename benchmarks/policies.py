@@ -6,7 +6,8 @@ Every step writes into FOLDER, is short, and goes on where it was stopped. A ran
 layers, hidden 768, 16 bits) runs on two workers of one thread each with 16 slots. Lengths are those
 of ExeGPT's tasks S, T and C1 (Table 3, truncated normal), prompts divided by 16 and answers by 2,
 so that a run takes seconds and prefill stays the smaller part of it. All requests are there from
-the start; a bound is for the time from the start of a request's prefill to its last token. Schedules under a bound are chosen by the simulator alone.
+the start; a bound is for the time from the start of a request's prefill to its last token.
+Schedules under a bound are chosen by the simulator alone.
 """
 
 from __future__ import annotations
