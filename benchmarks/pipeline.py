@@ -1,9 +1,13 @@
 """Time whole runs of a random model: our pipeline against transformers' own generate.
 
-    python benchmarks/pipeline.py [--rounds 5] [--json FILE]
+    python benchmarks/pipeline.py --folder DIR --prepare        # models, plans: nothing is timed
+    python benchmarks/pipeline.py --folder DIR --case batch16   # one round; again for more
+    python benchmarks/pipeline.py --folder DIR --case decode    # 594 M parameters, batches 1 and 8
+    python benchmarks/pipeline.py --folder DIR --table
 
 Everything runs on the same cores in turn (A B C A B C ...), each run in a process of its own, and
-loading is not counted. The table gives medians, and ratios to transformers in bf16 on all cores.
+loading is not counted. A round is kept run by run, so an interrupted one goes on where it was. The
+tables give medians over rounds, and ratios to transformers in bf16 on all cores, pair by pair.
 """
 
 from __future__ import annotations
@@ -14,147 +18,188 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmpq.dist.job import Sampling
+from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.messages import Row
+from llmpq.dist.sampler import Sampler
+from llmpq.dist.stage import StageRunner
+from llmpq.models import kv_shapes, load_config
+from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.store import Store
+
 ROOT = Path(__file__).resolve().parents[1]
-SHAPE = {
-    "layers": 12,
-    "hidden": 768,
-    "intermediate": 2048,
-    "heads": 12,
-    "kv_heads": 4,
-    "vocab": 32000,
-    "max_positions": 1024,
+SHAPES = {
+    "batch16": (12, 768, 2048, 12, 4),
+    "decode": (20, 1536, 4096, 16, 4),
 }
+"""Layers, hidden size, feed-forward, heads and KV heads of each case's model."""
+VOCABULARY, MAX_POSITIONS = 32000, 1024
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 128, 64
-BITS = (16, 8, 4)
-Run = Callable[[], dict[str, float]]
+DECODE_PROMPT, DECODE_TOKENS = 32, 32
+RIVAL = "transformers"
+RUNS = {
+    "batch16": (RIVAL, "1-16", "1-8", "1-4", "1-mixed", "2-16", "2-8", "2-mixed"),
+    "decode": tuple(
+        f"{name} x{batch}" for batch in (1, 8) for name in (RIVAL, "16", "8", "4", "3")
+    ),
+}
+"""Contenders: stages and bits of a run, or bits and rows of a decode."""
+QUALITY_BUDGET = "0.25"
 
 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--generate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--case", choices=sorted(RUNS))
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.generate is not None:
-        print(json.dumps(run_transformers(options.generate)))
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder), options.rounds)
-    print(table(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    folder = options.folder.absolute()
+    if options.one:
+        print(json.dumps(run_here(folder, *options.one)))
+    if options.prepare:
+        prepare(folder)
+    if options.case:
+        measure(folder, options.case)
+    if options.table:
+        print("\n\n".join(table(folder, case) for case in RUNS))
     return 0
 
 
-def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Return one row a contender, the rival first."""
-    model = folder / "model"
-    sizes = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
-    call(["scripts/make_tiny_model.py", "--family", "llama", *sizes, "--dtype", "bfloat16"], model)
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text(prompt_lines())
-    profile = folder / "cpu.csv"
-    command([
-        "llmpq-profile", "layer", "--model", str(model), "--bits", *map(str, BITS),
-        "--core", "0", "--batches", "1", "4", "8", "16", "--prompt_tokens", "32", "128",
-        "--context_tokens", "128", "192", "--budget", "20", "--output", str(profile),
-    ])  # fmt: skip
+def prepare(folder: Path) -> None:
+    """Make models, prompts and plans."""
+    folder.mkdir(exist_ok=True, parents=True)
+    names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
+    for case, shape in SHAPES.items():
+        sizes = [
+            word
+            for name, size in zip(names, shape, strict=True)
+            for word in (f"--{name}", str(size))
+        ]
+        sizes += ["--vocab", str(VOCABULARY), "--max_positions", str(MAX_POSITIONS)]
+        if not (folder / case).is_dir():
+            call(["scripts/make_tiny_model.py", "--family", "llama", *sizes, "--dtype", "bfloat16",
+                  "--output", str(folder / case)])  # fmt: skip
+    (folder / "prompts.jsonl").write_text(prompt_lines())
     cores = len(os.sched_getaffinity(0))
-    contenders: dict[str, Run] = {"transformers generate": lambda: rival(model)}
-    for devices in (1, 2):
-        cluster = folder / f"cluster{devices}.json"
-        cluster.write_text(cluster_text(devices, max(1, cores // devices), profile))
-        for bits in BITS:
-            strategy = folder / f"plan-{devices}-{bits}.json"
-            plan(model, cluster, bits, strategy)
-            contenders[f"{devices} stage(s), {bits} bits"] = pipeline(strategy, prompts, folder)
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            times[name].append(run())
-    return [row(name, found, times["transformers generate"]) for name, found in times.items()]
+    for stages in (1, 2):
+        cluster = folder / f"cluster{stages}.json"
+        cluster.write_text(cluster_text(stages, max(1, cores // stages)))
+        for bits in ("16", "8", "4", "mixed"):
+            plan(folder, cluster, bits, folder / f"plan-{stages}-{bits}.json")
 
 
-def row(name: str, found: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
-    """Return a contender's medians and its ratio to the rival, pair by pair."""
-    ratios = [rival["measured"] / own["measured"] for own, rival in zip(found, base, strict=True)]
-    seconds = [own["measured"] for own in found]
-    return {
-        "name": name,
-        "seconds": statistics.median(seconds),
-        "spread": [min(seconds), max(seconds)],
-        "predicted": found[0].get("predicted"),
-        "tokens_per_s": BATCH * NEW_TOKENS / statistics.median(seconds),
-        "ratio": statistics.median(ratios),
-    }
+def measure(folder: Path, case: str) -> None:
+    """Time what the current round lacks, one run at a time."""
+    kept = folder / f"{case}.jsonl"
+    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    for name in RUNS[case][len(lines) % len(RUNS[case]) :]:
+        found = run(folder, case, name)
+        with kept.open("a") as file:
+            file.write(json.dumps({"name": name, **found}) + "\n")
 
 
-def rival(model: Path) -> dict[str, float]:
-    """Time transformers in a fresh process."""
-    text = call([str(Path(__file__)), "--generate", str(model)])
+def run(folder: Path, case: str, name: str) -> dict[str, float]:
+    """Time one contender in a fresh process."""
+    if case == "batch16" and name != RIVAL:
+        output = folder / "answers.jsonl"
+        output.unlink(missing_ok=True)
+        text = command([
+            "llmpq-dist", "--strat_file_name", str(folder / f"plan-{name}.json"), "--prompts",
+            str(folder / "prompts.jsonl"), "--output", str(output), "--json",
+        ])  # fmt: skip
+        return {"seconds": json.loads(text)["latency_s"]["measured"]}
+    text = call([str(Path(__file__)), "--folder", str(folder), "--one", case, name])
     return dict(json.loads(text.splitlines()[-1]))
 
 
-def run_transformers(model_dir: Path) -> dict[str, float]:
-    """Generate greedily for the whole batch; the second call counts."""
+def run_here(folder: Path, case: str, name: str) -> dict[str, float]:
+    """Time transformers, or the decode steps of our layers, in this process."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    if case == "batch16":
+        lines = [json.loads(line) for line in prompt_lines().splitlines()]
+        ids = torch.tensor([line["prompt_token_ids"] for line in lines])
+        return {"seconds": min(generate(folder / case, ids, NEW_TOKENS, rounds=2))}
+    bits, _, rows = name.partition(" x")
+    ids = torch.arange(int(rows) * DECODE_PROMPT).view(int(rows), -1) % VOCABULARY
+    if bits == RIVAL:
+        # The time of a step is that of the steps after the first, whose time a run of one tells.
+        first = min(generate(folder / case, ids, 1, rounds=3))
+        return {"seconds": min(generate(folder / case, ids, DECODE_TOKENS, rounds=2)) - first}
+    return {"seconds": decode_seconds(folder / case, int(bits), ids)}
+
+
+def generate(model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[float]:
+    """Generate greedily with transformers; the first call only warms up."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
-    lines = [json.loads(line) for line in prompt_lines().splitlines()]
-    ids = torch.tensor([line["prompt_token_ids"] for line in lines])
-    seconds = 0.0
-    for _ in range(2):
+    seconds = []
+    for _ in range(rounds):
         start = time.perf_counter()
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
             pad_token_id=0,
         )
-        seconds = time.perf_counter() - start
-    return {"measured": seconds}
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
 
 
-def pipeline(strategy: Path, prompts: Path, folder: Path) -> Run:
-    """Return a timer of our runtime."""
+def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
+    """Decode greedily with one stage of ours: embedding, layers, head and choice of every step."""
+    config = load_config(model_dir)
+    layers, rows = config.num_hidden_layers, len(ids)
+    store = Store.opened(model_dir.parent / "store", 4 << 30)
+    stage = load_stage(
+        model_dir, 0, layers, [bits] * layers, dtype=torch.bfloat16, device="cpu", store=store
+    )
+    master = load_master(model_dir, dtype=torch.bfloat16, device="cpu")
+    cache = KVCache(kv_shapes(config, 0, layers), 0, num_slots=rows, max_tokens=MAX_POSITIONS,
+                    dtype=torch.bfloat16)  # fmt: skip
+    runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
+    sampler = Sampler(Sampling())
 
-    def run() -> dict[str, float]:
-        output = folder / "answers.jsonl"
-        output.unlink(missing_ok=True)
-        text = command([
-            "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
-            "--output", str(output), "--json",
-        ])  # fmt: skip
-        return dict(json.loads(text)["latency_s"])
+    def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
+        width = tokens.shape[1]
+        positions = torch.arange(first, first + width).expand(rows, -1)
+        where = [Row(slot=slot, first=first, length=first + width) for slot in range(rows)]
+        hidden = runner.run(master.embed(tokens, positions), where)
+        return torch.tensor(sampler.sample(master.logits(hidden[:, 0]), [("", 0)] * rows))[:, None]
 
-    return run
+    seconds = []
+    for _ in range(2):
+        newest = step(ids, 0)
+        start = time.perf_counter()
+        for first in range(DECODE_PROMPT, DECODE_PROMPT + DECODE_TOKENS - 1):
+            newest = step(newest, first)
+        seconds.append(time.perf_counter() - start)
+    return seconds[-1]
 
 
-def plan(model: Path, cluster: Path, bits: int, strategy: Path) -> None:
-    """Plan with one bitwidth, for latency alone."""
+def plan(folder: Path, cluster: Path, bits: str, strategy: Path) -> None:
+    """Plan for latency alone: one bitwidth, or any under the quality budget."""
+    words = ["--quality_budget", QUALITY_BUDGET] if bits == "mixed" else ["--bits", bits]
     command([
-        "llmpq-algo", "--model", str(model), "--cluster", str(cluster), "--bits", str(bits),
+        "llmpq-algo", "--model", str(folder / "batch16"), "--cluster", str(cluster), *words,
         "--global_bz", str(BATCH), "--s", str(PROMPT_TOKENS), "--n", str(NEW_TOKENS),
-        "--theta", "0", "--output", str(strategy),
+        "--theta", "0", "--output", str(strategy), "--no_explain",
     ])  # fmt: skip
 
 
-def cluster_text(devices: int, threads: int, profile: Path) -> str:
-    """Return a cluster of equal CPU workers; only single-threaded ones were measured."""
-    group: dict[str, Any] = {"type": "cpu", "count": devices, "threads": threads}
-    if threads == 1:
-        group["profile"] = str(profile)
+def cluster_text(devices: int, threads: int) -> str:
+    """Return a cluster of equal CPU workers, priced from the catalogue."""
+    group = {"type": "cpu", "count": devices, "threads": threads}
     nodes = [{"name": "here", "devices": [group]}]
     return json.dumps({"schema": 1, "name": f"cpu{devices}", "nodes": nodes, "links": []})
 
@@ -166,7 +211,7 @@ def prompt_lines() -> str:
             {
                 "id": number,
                 "prompt_token_ids": [
-                    (number * 997 + place * 31) % SHAPE["vocab"] for place in range(PROMPT_TOKENS)
+                    (number * 997 + place * 31) % VOCABULARY for place in range(PROMPT_TOKENS)
                 ],
                 "max_new_tokens": NEW_TOKENS,
                 "ignore_eos": True,
@@ -177,10 +222,9 @@ def prompt_lines() -> str:
     )
 
 
-def call(arguments: list[str], output: Path | None = None) -> str:
+def call(arguments: list[str]) -> str:
     """Run one of our Python files; return what it prints."""
-    words = [*arguments, "--output", str(output)] if output is not None else arguments
-    return _run([sys.executable, *words])
+    return _run([sys.executable, *arguments])
 
 
 def command(words: list[str]) -> str:
@@ -196,18 +240,29 @@ def _run(words: list[str]) -> str:
     return done.stdout
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return a Markdown table."""
-    lines = ["| run | seconds (min-max) | predicted | tokens/s | times transformers |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for one in rows:
-        low, high = one["spread"]
-        predicted = "" if one["predicted"] is None else f"{one['predicted']:.2f}"
-        lines.append(
-            f"| {one['name']} | {one['seconds']:.2f} ({low:.2f}-{high:.2f}) | {predicted} "
-            f"| {one['tokens_per_s']:.0f} | {one['ratio']:.2f} |"
+def table(folder: Path, case: str) -> str:
+    """Return a Markdown table of the whole rounds."""
+    kept = folder / f"{case}.jsonl"
+    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    times: dict[str, list[float]] = defaultdict(list)
+    for line in lines[: len(lines) // len(RUNS[case]) * len(RUNS[case])]:
+        times[line["name"]].append(line["seconds"])
+    made = [f"{case}: {len(next(iter(times.values()), []))} rounds", ""]
+    made += [
+        "| run | seconds (min-max) | tokens/s | times transformers |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, seconds in times.items():
+        _, _, rows = name.partition(" x")
+        base = times[f"{RIVAL} x{rows}" if rows else RIVAL]
+        ratio = statistics.median(rival / own for rival, own in zip(base, seconds, strict=True))
+        tokens = int(rows) * (DECODE_TOKENS - 1) if rows else BATCH * NEW_TOKENS
+        middle = statistics.median(seconds)
+        made.append(
+            f"| {name} | {middle:.2f} ({min(seconds):.2f}-{max(seconds):.2f}) "
+            f"| {tokens / middle:.0f} | {ratio:.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join(made)
 
 
 if __name__ == "__main__":
