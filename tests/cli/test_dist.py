@@ -153,8 +153,9 @@ def test_no_auto_needs_torchruns_environment(files, capsys, monkeypatch):
     assert "WORLD_SIZE 3" in _error(capsys)
 
 
-def test_keys_and_values_of_fewer_bits_are_refused_by_name(files, capsys):
-    plan = replace(make_plan((0, 1, 3)), kv_bits=8)
-    write_plan(files["--strat_file_name"], plan)
+def test_keys_and_values_of_other_bits_are_refused_by_name(files, capsys):
+    plan = make_plan((0, 1, 3))
+    assert plan.dtype == "float32"
+    write_plan(files["--strat_file_name"], replace(plan, kv_bits=16))
     assert _run(files) == 2
     assert "kv_bits" in _error(capsys)
