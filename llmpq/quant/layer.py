@@ -89,7 +89,7 @@ def _part_experts_(layer: nn.Module) -> None:
     stacks = [
         (name, module)
         for name, module in layer.named_modules()
-        if _expert_layout(module) == (_EXPERT_WEIGHTS, [])
+        if _has_plain_experts(module)
     ]
     for name, module in stacks:
         weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
@@ -132,6 +132,11 @@ def _check_experts(name: str, experts: nn.Module) -> None:
             f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
             f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
         )
+
+
+def _has_plain_experts(module: nn.Module) -> bool:
+    held, odd = _expert_layout(module)
+    return held == _EXPERT_WEIGHTS and not odd
 
 
 def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
