@@ -87,9 +87,7 @@ def _part_experts_(layer: nn.Module) -> None:
     memory; which experts are chosen would then decide what a worker's peak is.
     """
     stacks = [
-        (name, module)
-        for name, module in layer.named_modules()
-        if _has_plain_experts(module)
+        (name, module) for name, module in layer.named_modules() if _has_plain_experts(module)
     ]
     for name, module in stacks:
         weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
