@@ -2,7 +2,7 @@
 """Run a notebook from top to bottom and keep what it prints and draws, without Jupyter.
 
     scripts/run_notebook.py notebooks/indicators.ipynb            # writes its outputs into it
-    scripts/run_notebook.py notebooks/indicators.ipynb --small --output /tmp/out.ipynb
+    scripts/run_notebook.py notebooks/indicators.ipynb --small --output out.ipynb
 
 Cells run in one namespace, in the notebook's folder. Standard output and every figure of matplotlib
 become the cell's outputs, and nothing else: no magics, no last expression. ``--small`` sets
