@@ -341,7 +341,7 @@ def draw(
         chosen = [one for one in runs if one["stages"] == stages]
         right.scatter(
             [one["measured"] for one in chosen], [one["predicted"] for one in chosen],
-            s=28, marker=marker, label=f"{stages} stage(s)",
+            s=28, marker=marker, label=f"{stages} stage{'s' if stages > 1 else ''}",
         )  # fmt: skip
     for axes, unit, title in (
         (left, "ms", "One layer, shapes not in the table"),
