@@ -2,7 +2,8 @@
 
 - On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
   between workers of one host half of a send occupies each end. Other links only delay.
-- A micro-batch's attention works on its longest context, to which all its rows are padded.
+- A micro-batch's attention is charged for its longest context. Where a kernel takes each row at its
+  own length, as the compiled one on a CPU does, that is too much for rows of unlike lengths.
 - Workers that share cores (``cores`` of a node) share them evenly while they compute, and with a
   core each still slow each other down (``company`` of a table).
 """

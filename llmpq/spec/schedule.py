@@ -6,7 +6,7 @@ runs hybrid micro-batches (LLM-PQ).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args
 
 from llmpq.errors import SpecError
@@ -151,11 +151,6 @@ def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
             "latency_bound_s": schedule.estimate.latency_bound_s,
         }
     return value
-
-
-def without_estimate(schedule: Schedule) -> Schedule:
-    """Return what is obeyed, without what is expected of it."""
-    return replace(schedule, estimate=None)
 
 
 def _boundaries(fields_: Fields) -> tuple[float, ...] | None:

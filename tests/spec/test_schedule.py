@@ -18,7 +18,6 @@ from llmpq.spec.schedule import (
     default_schedule,
     schedule_from_fields,
     schedule_to_json,
-    without_estimate,
 )
 
 SHAPE = PipelineShape(micro_batching=MicroBatching(prefill=2, decode=4), num_slots=16, num_stages=2)
@@ -36,14 +35,13 @@ def test_every_policy_has_a_schedule_without_a_search(policy, slots):
     assert make_policy(schedule, shape).holds_finished == (policy in ("static", "multibin"))
 
 
-def test_estimates_travel_and_can_be_left_out():
+def test_estimates_travel():
     estimate = ScheduleEstimate(requests_per_s=2.5, latency_s=3.0, new_tokens=63)
     schedule = Schedule(
         policy="rra", encode_batch=2, decode_batch=8, decode_iterations=4, estimate=estimate
     )
     again = schedule_from_fields(Fields(schedule_to_json(schedule), "file"))
     assert again == schedule
-    assert without_estimate(again).estimate is None
 
 
 @pytest.mark.parametrize(
