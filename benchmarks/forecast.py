@@ -1,14 +1,16 @@
 """Forecasts against measurements on this machine: one layer at unseen shapes, and whole plans.
 
-    python benchmarks/forecast.py FOLDER model table held links plans
+    python benchmarks/forecast.py FOLDER model layers links plans
     python benchmarks/forecast.py FOLDER report --picture docs/images/forecast_this_machine.png
 
 Every step writes into FOLDER; ``plans`` goes on where it was stopped (``--seconds`` bounds a part).
-The first line takes 11 minutes. A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4
-heads, vocabulary 32,000) is profiled on the planned grid at 3, 4, 8 and 16 bits, alone and beside a
-companion. Held out: batches 3, 5 and 7 and lengths that are not on the grid, in a process of their
-own. Then random plans (1 to 3 stages, mixed bits, unlike micro-batches) are forecast and run.
-Workers have one thread; three share two cores, which the cluster says (``cores``).
+A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4 heads, vocabulary 32,000) is profiled
+on the planned grid at 3, 4, 8 and 16 bits, alone and beside a companion. Held out are batches 3, 5
+and 7 and lengths that are not on the grid: timed in turn with the grid's, since the memory of a
+shared machine is faster in one minute than in the next, and kept out of the table. Then random
+plans (1 to 3 stages, mixed bits, unlike micro-batches) are forecast and run, each ``--runs`` times,
+all plans once before any a second time; the median counts. Workers have one thread; three share
+two cores, which the cluster says (``cores``).
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.decode import reprice
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import default_omega
+from llmpq.cli.profile_layer import POINTS
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.costmodel.lookup import MASTER_BITS
 from llmpq.spec.catalog import resolve_model
@@ -37,7 +40,7 @@ from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.precision import BITS
-from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table
+from llmpq.spec.tables import LatencySample, read_latency_table, write_latency_table
 from llmpq.spec.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,8 +59,6 @@ HELD = {
     "prompt_tokens": (20, 56, 104, 168, 240),
     "context_tokens": (28, 80, 150, 220, 330),
 }
-HELD_SHARE = 0.7
-"""Of the table's seconds: fewer shapes."""
 STAGES = 3
 NUM_PLANS = 24
 LEFT_S = 14.0
@@ -70,15 +71,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     steps: dict[str, Callable[[argparse.Namespace], None]] = {
         "model": make_model,
-        "table": lambda options: profile(options, "table"),
-        "held": lambda options: profile(options, "held"),
+        "layers": time_layers,
         "links": measure_links,
         "plans": run_plans,
         "report": report,
     }
     parser.add_argument("steps", nargs="+", choices=steps)
-    parser.add_argument("--budget", type=float, default=130.0, help="seconds of the table")
+    parser.add_argument("--budget", type=float, default=220.0, help="seconds of the layers")
     parser.add_argument("--seconds", type=float, default=360.0, help="of a part of the plans")
+    parser.add_argument("--runs", type=int, default=3, help="of every plan")
     parser.add_argument("--picture", type=Path, help="scatter of predicted against measured")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -96,20 +97,27 @@ def make_model(options: argparse.Namespace) -> None:
           "--output", output])  # fmt: skip
 
 
-def profile(options: argparse.Namespace, what: str) -> None:
-    """Time one layer on the planned grid, or on the held-out shapes."""
-    budget_s = options.budget if what == "table" else HELD_SHARE * options.budget
-    if what == "table":
-        grid = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
-        cores = len(os.sched_getaffinity(0))
-        grid += ["--companions", str(min(cores - 1, STAGES - 1))]
-    else:
-        grid = [word for name, sizes in HELD.items() for word in (f"--{name}", *map(str, sizes))]
+def time_layers(options: argparse.Namespace) -> None:
+    """Time one layer on the planned grid and, in turn with it, on the held-out shapes."""
+    cores = len(os.sched_getaffinity(0))
+    sizes = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
+    for name, values in HELD.items():
+        sizes += [f"--{name}", *map(str, values)]
+    both = options.folder / "layers.csv"
     command([
-        "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0", *grid,
-        "--budget", str(budget_s), "--output", str(options.folder / f"{what}.csv"),
-        "--resume",
+        "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0", *sizes,
+        "--points", str(POINTS), "--companions", str(min(cores - 1, STAGES - 1)),
+        "--budget", str(options.budget), "--output", str(both), "--resume",
     ])  # fmt: skip
+    table = read_latency_table(both)
+    for name, is_held in (("table", False), ("held", True)):
+        samples = tuple(one for one in table.samples if held_out(one) == is_held)
+        write_latency_table(options.folder / f"{name}.csv", replace(table, samples=samples))
+
+
+def held_out(one: LatencySample) -> bool:
+    """Say whether a sample is of a held-out shape; all batches of the master's own work are."""
+    return one.batch in HELD["batches"]
 
 
 def measure_links(options: argparse.Namespace) -> None:
@@ -195,8 +203,8 @@ def run_plans(options: argparse.Namespace) -> None:
             str(folder / "cluster.json"), "--global_bz", "8", "--s", "64", "--n", "32",
             "--theta", "0", "--output", str(base),
         ])  # fmt: skip
-    for number in range(NUM_PLANS):
-        done = runs / f"{number:02}.json"
+    for turn, number in product(range(options.runs), range(NUM_PLANS)):
+        done = runs / f"{number:02}-{turn}.json"
         if done.exists():
             continue
         if time.perf_counter() - start > options.seconds - LEFT_S:
@@ -238,23 +246,18 @@ def report(options: argparse.Namespace) -> None:
     folder = options.folder
     costs = costs_of(folder)
     held = read_latency_table(folder / "held.csv")
-    table = read_latency_table(folder / "table.csv")
-    for name, one in (("table", table), ("held out", held)):
-        for key in ("rounds", "noise", "reference_s", "thrown away", "company", "companions"):
-            print(f"{name}: {key}: {dict(one.provenance).get(key)}")
+    for key in ("rounds", "noise", "reference_s", "thrown away", "company", "companions"):
+        print(f"{key}: {dict(held.provenance).get(key)}")
     rows = [(one, predicted(costs, one)) for one in held.samples]
     print_layers(rows)
-    # The same, had the machine been as fast in both processes as its reference says.
-    ratio = reference_s(table) / reference_s(held)
-    print(f"reference of the table over that of the held-out shapes: {ratio:.3f}; by it:")
-    print_layers([(replace(one, seconds=ratio * one.seconds), guess) for one, guess in rows])
     runs = measured_runs(folder, costs)
-    print("| plan | stages | micro-batches | predicted | measured | error |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| plan | stages | micro-batches | predicted | measured | spread | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     for one in runs:
+        error = one["predicted"] / one["measured"] - 1
         print(
             f"| {one['name']} | {one['stages']} | {one['sizes']} | {one['predicted']:.3f} | "
-            f"{one['measured']:.3f} | {one['predicted'] / one['measured'] - 1:+.1%} |"
+            f"{one['measured']:.3f} | {one['spread']:.0%} | {error:+.1%} |"
         )
     for stages in (*range(1, STAGES + 1), None):
         errors = [
@@ -283,11 +286,6 @@ def print_layers(rows: list[tuple[LatencySample, float]]) -> None:
             print(f"| {phase} | {name} | {len(chosen)} | {line_of(chosen)} |")
 
 
-def reference_s(table: LatencyTable) -> float:
-    """Return how long the profiler's fixed product took beside a table's timings."""
-    return float(dict(table.provenance).get("reference_s", 1.0))
-
-
 def line_of(errors: list[float]) -> str:
     """Return mean, 95th percentile and maximum."""
     p95 = statistics.quantiles(errors, n=20, method="inclusive")[-1] if errors[1:] else errors[0]
@@ -305,16 +303,25 @@ def predicted(costs: ClusterCosts, one: LatencySample) -> float:
 def measured_runs(folder: Path, costs: ClusterCosts) -> list[dict[str, Any]]:
     """Return what was measured of every plan, beside today's forecast of it."""
     found = []
-    for file in sorted((folder / "runs").glob("[0-9][0-9].json")):
-        plan = priced(read_plan(file.with_name(f"plan-{file.name}")), costs)
+    for file in sorted((folder / "runs").glob("plan-*.json")):
+        number = file.stem.removeprefix("plan-")
+        plan = priced(read_plan(file), costs)
         sizes = plan.micro_batching
+        seconds = [
+            json.loads(one.read_text())["latency_s"]["measured"]
+            for one in file.parent.glob(f"{number}-[0-9].json")
+        ]
+        if not seconds:
+            continue
+        middle = statistics.median(seconds)
         found.append(
             {
-                "name": file.stem,
+                "name": number,
                 "stages": len(plan.stages),
                 "sizes": f"{plan.workload.batch}: {sizes.prefill}, {sizes.decode}",
                 "predicted": plan.estimate.predicted_s,
-                "measured": json.loads(file.read_text())["latency_s"]["measured"],
+                "measured": middle,
+                "spread": (max(seconds) - min(seconds)) / middle,
             }
         )
     return found
@@ -338,9 +345,9 @@ def draw(
                 s=16, marker=marker, label=f"{phase}, {bits} bits", alpha=0.8,
             )  # fmt: skip
     for stages, marker in ((1, "o"), (2, "s"), (3, "^")):
-        chosen = [one for one in runs if one["stages"] == stages]
+        ran = [one for one in runs if one["stages"] == stages]
         right.scatter(
-            [one["measured"] for one in chosen], [one["predicted"] for one in chosen],
+            [one["measured"] for one in ran], [one["predicted"] for one in ran],
             s=28, marker=marker, label=f"{stages} stage{'s' if stages > 1 else ''}",
         )  # fmt: skip
     for axes, unit, title in (

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "llmpq-profile"
 _LISTS = ("batches", "prompt_tokens", "context_tokens")
+POINTS = 24
+"""Of the planned grid, a phase."""
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -62,12 +64,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _add_grid(layer: argparse.ArgumentParser) -> None:
     planned = layer.add_argument_group("the planned grid: few points over everything up to")
     limits = GridLimits()
-    planned.add_argument("--points", type=int, default=24, help="a phase (default 24)")
+    planned.add_argument(
+        "--points", type=int, help=f"a phase (default {POINTS}; beside own sizes: none)"
+    )
     planned.add_argument("--max_batch", type=int, default=limits.batch)
     planned.add_argument("--max_prompt", type=int, default=limits.prompt_tokens)
     planned.add_argument("--max_context", type=int, help="default 1024, or the model's positions")
     planned.add_argument("--max_prefill", type=int, default=limits.prefill_tokens)
-    own = layer.add_argument_group("or every combination of")
+    own = layer.add_argument_group("or every combination of (with --points: and)")
     own.add_argument("--batches", type=int, nargs="+")
     own.add_argument("--prompt_tokens", type=int, nargs="+")
     own.add_argument("--context_tokens", type=int, nargs="+")
@@ -76,7 +80,7 @@ def _add_grid(layer: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Measure in a process that was started with its threads and extensions set."""
     _check(options)
-    shapes = _shapes(options)
+    shapes = shapes_of(options)
     if not options.in_worker:
         return _in_prepared_process(options, argv)
     table = _measure(options, shapes)
@@ -113,26 +117,34 @@ def _check(options: argparse.Namespace) -> None:
         raise SpecError(f"--core: found {options.core}, expected one of {list(available_cores())}")
 
 
-def _shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
-    """Return the planned grid, or the product of the lists where one is given."""
+def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
+    """Return the planned grid, the product of the lists, or both where both are asked for."""
+    own = _own_shapes(options)
+    if own and options.points is None:
+        return own
     model, _ = resolve_model(options.model)
-    lists = [getattr(options, name) for name in _LISTS]
-    if any(lists):
-        usual = ((1, 2, 4, 8, 16, 32), (16, 64, 128, 256, 512), (32, 128, 512, 1024))
-        batches, prompts, contexts = (
-            tuple(dict.fromkeys(own or default)) for own, default in zip(lists, usual, strict=True)
-        )
-        return product_grid(batches, prompts, contexts)
     longest = model.max_positions or GridLimits().context_tokens
-    return planned_grid(
+    planned = planned_grid(
         GridLimits(
             batch=options.max_batch,
             prompt_tokens=min(options.max_prompt, longest),
             context_tokens=options.max_context or min(GridLimits().context_tokens, longest),
             prefill_tokens=options.max_prefill,
         ),
-        options.points,
+        POINTS if options.points is None else options.points,
     )
+    return tuple(dict.fromkeys((*planned, *own)))
+
+
+def _own_shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
+    lists = [getattr(options, name) for name in _LISTS]
+    if not any(lists):
+        return ()
+    usual = ((1, 2, 4, 8, 16, 32), (16, 64, 128, 256, 512), (32, 128, 512, 1024))
+    batches, prompts, contexts = (
+        tuple(dict.fromkeys(own or default)) for own, default in zip(lists, usual, strict=True)
+    )
+    return product_grid(batches, prompts, contexts)
 
 
 def _in_prepared_process(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
