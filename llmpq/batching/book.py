@@ -127,6 +127,17 @@ class RequestBook:
         """Say that no further request will arrive."""
         self._is_closed = True
 
+    def drain(self) -> tuple[int, ...]:
+        """Let go of the requests that still wait, for whoever holds a slot to finish alone.
+
+        Returns:
+            the requests let go, in the order of the queue.
+        """
+        dropped = tuple(item.request for item in self._waiting)
+        self._waiting.clear()
+        self._is_closed = True
+        return dropped
+
     def num_flights(self, phase: Phase | None = None) -> int:
         """Return how many micro-batches are on their way, in one phase or in both."""
         return sum(phase in (None, flight.phase) for flight in self._flights.values())

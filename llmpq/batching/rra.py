@@ -42,6 +42,8 @@ class RraPolicy:
 
     def decide(self, view: SchedulerView) -> Decision:
         """Go on with the cycle, or begin the next one."""
+        if not view.waiting:
+            self._to_prefill.clear()  # what was chosen was let go (the run drains)
         if not self._to_prefill and self._is_cycle_over(view):
             chosen = self._admission.choose(view)
             if view.flights and view.waiting and len(chosen) < self._admission.encode_batch:

@@ -56,6 +56,8 @@ class StaticPolicy:
 
     def decide(self, view: SchedulerView) -> Decision:
         """Prefill the batch to its end, then let its micro-batches circulate unchanged."""
+        if not view.waiting:
+            self._to_prefill.clear()  # what was chosen was let go (the run drains)
         if not (self._to_prefill or view.ready or view.flights):
             self._to_prefill.extend(self._former(view))
             self._groups.clear()

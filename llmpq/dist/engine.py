@@ -34,6 +34,8 @@ from llmpq.spec.precision import Phase
 
 OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
 OnTokens = Callable[[int], None]
+Leave = Callable[[], bool]
+"""Asked at every step: whether to finish what has begun and to begin nothing else."""
 
 MAX_NAP_S = 0.5
 """Longest sleep while no request is there: whoever watches the master sees it alive."""
@@ -133,14 +135,19 @@ class MasterEngine:
         self._prefill_s = 0.0
 
     def run(
-        self, requests: Sequence[Request], on_finish: OnFinish, on_tokens: OnTokens | None = None
+        self,
+        requests: Sequence[Request],
+        on_finish: OnFinish,
+        on_tokens: OnTokens | None = None,
+        leave: Leave | None = None,
     ) -> EngineStats:
-        """Answer every request.
+        """Answer every request, or those that have begun when it is time to leave.
 
         Args:
             requests: all of them; each enters the queue when its time has come.
             on_finish: called once for each, when its last token is known.
             on_tokens: called with the number of new tokens of every step.
+            leave: asked at every step; once it says so, no further request begins.
 
         Raises:
             StageError: a stage failed, hangs, or answers something else than it was asked.
@@ -148,12 +155,12 @@ class MasterEngine:
         self._requests = in_order(requests)
         self._start_s = self._clock.now()
         self._take_arrivals()
-        while not self._book.is_done:
+        while not self._is_over(leave):
             if self._must_land() or not self._launch_next():
                 self._advance(on_finish, on_tokens)
             self._take_arrivals()
         return EngineStats(
-            requests=len(requests),
+            requests=len(self._records),
             generated_tokens=self._tokens,
             elapsed_s=self._now_s(),
             prefill_s=self._prefill_s,
@@ -162,6 +169,12 @@ class MasterEngine:
 
     def _now_s(self) -> float:
         return self._clock.now() - self._start_s
+
+    def _is_over(self, leave: Leave | None) -> bool:
+        if leave is not None and leave():
+            self._arrived = len(self._requests)
+            self._book.drain()
+        return self._book.is_done
 
     def _take_arrivals(self) -> None:
         """Put requests into the book whose time has come."""

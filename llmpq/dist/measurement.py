@@ -148,6 +148,21 @@ def _held(fields: Fields) -> HeldBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A start of all ranks after one of them was lost.
+
+    Attributes:
+        cause: why, in the words of the error.
+        lost_s: how long the ranks that ended had run.
+        finished: requests that they had answered.
+    """
+
+    cause: str
+    lost_s: float
+    finished: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """What a run made and took.
 
@@ -161,6 +176,9 @@ class Measurement:
             looked.
         policy: the batching policy that was obeyed.
         records: when each request came, began and ended.
+        not_served: requests that had not begun when the run was told to end.
+        refused: prompts that could not be served, each with where it stands and why.
+        restarts: what befell the run before the ranks that measured this were started.
     """
 
     requests: int
@@ -171,9 +189,12 @@ class Measurement:
     prefill_s: float | None = None
     policy: str = "hybrid"
     records: tuple[RequestRecord, ...] = ()
+    not_served: int = 0
+    refused: tuple[str, ...] = ()
+    restarts: tuple[Restart, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
+        """Return the JSON object; of restarts only the launcher knows."""
         return {
             "requests": self.requests,
             "generated_tokens": self.generated_tokens,
@@ -183,6 +204,8 @@ class Measurement:
             "policy": self.policy,
             "stages": [stage.to_json() for stage in self.stages],
             "records": [asdict(record) for record in self.records],
+            "not_served": self.not_served,
+            "refused": list(self.refused),
         }
 
 
@@ -197,6 +220,8 @@ def measurement_from_fields(fields: Fields) -> Measurement:
         prefill_s=fields.optional_number("prefill_s"),
         policy=fields.text("policy"),
         records=tuple(_record(record) for record in fields.children("records")),
+        not_served=fields.integer("not_served"),
+        refused=tuple(str(text) for text in fields.items("refused")),
     )
     fields.done()
     return measurement

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.allocator import keep_memory
 from llmpq.dist.communicator import Communicator
-from llmpq.dist.engine import MasterEngine, OnFinish
+from llmpq.dist.engine import Leave, MasterEngine, OnFinish
 from llmpq.dist.failures import stage_name
 from llmpq.dist.job import Sampling, check_plan
 from llmpq.dist.kv_cache import KVCache
@@ -63,6 +63,7 @@ class RankContext:
         recorder: keeps what this rank did when.
         schedule: the batching policy to obey; ``None`` is the plan's own.
         prediction: what policies are told of answer lengths.
+        leave: asked at every step whether to begin no further request.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class RankContext:
     recorder: Recorder | None = None
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
+    leave: Leave | None = None
 
     def recorded(self, clock: StageClock) -> Communicator | None:
         """Return the communicator, with its waits added up in ``clock``."""
@@ -320,7 +322,8 @@ class _Master:
             self._expected -= request.max_new_tokens - len(token_ids)
             on_finish(request, token_ids, reason)
 
-        made = self._engine.run(self._requests, finish, self._on_tokens)
+        self._on_tokens(0)  # says that serving begins
+        made = self._engine.run(self._requests, finish, self._on_tokens, self._context.leave)
         stages = [self._clock.stats(0, self._device)]
         if self._communicator is not None:
             stages += shut_down(self._communicator)
@@ -333,6 +336,7 @@ class _Master:
             prefill_s=made.prefill_s,
             policy=self._schedule.policy,
             records=made.records,
+            not_served=len(self._requests) - made.requests,
         )
 
     def _watch_master(self, master: Master, runner: StageRunner, sampler: Sampler) -> None:
