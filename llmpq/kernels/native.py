@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 3
+ABI = 4
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -87,6 +87,16 @@ class Norm(Structure):
         *((name, c_int64) for name in ("rows", "columns")),
         ("epsilon", c_float),
         *((name, c_int32) for name in ("type", "threads")),
+    )
+
+
+class Rounding(Structure):
+    """One matrix to be rounded (``csrc/round.c``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "codes", "scales", "zeros")),
+        *((name, c_int64) for name in ("rows", "columns", "group")),
+        *((name, c_int32) for name in ("bits", "type", "scale_type", "threads")),
     )
 
 
@@ -157,6 +167,7 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_pack.restype = None
     loaded.kernels_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product),)
+    loaded.kernels_round.argtypes = (POINTER(Rounding),)
     loaded.kernels_norm.restype = None
     loaded.kernels_norm.argtypes = (POINTER(Norm),)
     loaded.kernels_attend.restype = None
