@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -51,11 +52,14 @@ class WalkedLayer:
         operators: its linear operators by name, in the layer's own order.
     """
 
-    def __init__(self, stage: DecoderStage, hidden: list[Tensor]) -> None:
+    def __init__(
+        self, stage: DecoderStage, hidden: list[Tensor], read: Callable[[], dict[str, Tensor]]
+    ) -> None:
         self.index = stage.first_layer
         self.module = stage.layers[0]
         self._stage = stage
         self._hidden = hidden
+        self._read = read
         self._is_passed = False
         self._steps: list[tuple[str, ...]] | None = None
         self._readers: dict[str, str] = {}
@@ -120,6 +124,25 @@ class WalkedLayer:
     def replace(self, name: str, operator: nn.Module) -> None:
         """Put ``operator`` in the place of a linear operator, for every pass from now on."""
         self.module.set_submodule(name, operator)
+
+    def may_put_away(self, names: Sequence[str]) -> bool:
+        """Return whether ``put_away`` takes these: all of one input, and no experts."""
+        return len({self.reader(name) for name in names}) == 1 and not any(map(_expert_of, names))
+
+    @contextmanager
+    def put_away(self, names: Sequence[str]) -> Iterator[None]:
+        """Free the weights of ``names`` while their own inputs are collected.
+
+        A pass that does not advance ends in front of them, so it can do without. They are read from
+        the checkpoint again afterwards.
+        """
+        weights = {name: self.operators[name].weight for name in names}
+        for weight in weights.values():
+            weight.data = weight.new_empty(0)
+        yield
+        state = self._read()
+        for name, weight in weights.items():
+            weight.data = state[f"{name}.weight"].to(weight, copy=True)
 
     def _run(self, observers: Mapping[str, Callable[[Tensor], None]], *, keep: bool) -> None:
         assert not self._is_passed, "the inputs of this layer are gone"
@@ -254,7 +277,8 @@ class LayerWalk:
         self.hidden = self._embed()
         count = self.config.num_hidden_layers
         for index in range(count):
-            layer = WalkedLayer(self._load(index), self.hidden)
+            read = partial(self.checkpoint.layer_state_dict, index)
+            layer = WalkedLayer(self._load(index), self.hidden, read)
             yield layer
             if index + 1 < count or self._finish:
                 layer.advance()

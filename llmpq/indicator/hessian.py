@@ -2,24 +2,24 @@
 
 HAWQ as LLM-PQ, Sec. 4.2, quotes it: ``omega = lambda_max(H) ||Q(W) - W||^2``, with ``H = 2 X X^T``
 the Hessian of ``||W X - Q(W) X||^2`` by a row of ``W``. The published code takes the eigenvalue of
-another matrix. Every distinct input has a matrix as large as a weight; those of a layer are
-collected in as many passes as it takes to hold less of them at once than the layer itself weighs.
+another matrix. Every distinct input has a matrix as large as a weight: half of it is held
+(``gram.py``), and those of a layer are collected in as many passes as it takes to hold few at once.
 
 Shape legend: K input features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from llmpq.calibration import Hessian as SecondMoments
 from llmpq.calibration import LayerWalk, WalkedLayer
 from llmpq.indicator.base import Progress, Scores, Subject
+from llmpq.indicator.gram import UpperGram
 from llmpq.indicator.rounding import squared_error
 
 
@@ -30,13 +30,14 @@ class HessianEigenvalue:
     Attributes:
         iterations: of the power method, at most.
         tolerance: relative change of the eigenvalue at which it stops.
-        memory_share: bytes of matrices held at once, as a share of the layer's weights; a single
-            matrix may be larger.
+        memory_share: bytes of matrices held at once, as a share of the layer's weights: what
+            runs inside a layer needs room too. A single matrix may be larger; it is collected while
+            the weights that it belongs to are away.
     """
 
     iterations: int = 100
     tolerance: float = 1e-6
-    memory_share: float = 0.75
+    memory_share: float = 1 / 3
 
     def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
         """Sum over the operators of every layer."""
@@ -56,47 +57,77 @@ class HessianEigenvalue:
 
     def _layer(self, layer: WalkedLayer, subject: Subject) -> dict[int, float]:
         row = dict.fromkeys(subject.bits, 0.0)
-        groups = list(self._groups(layer))
-        for number, names in enumerate(groups, start=1):
-            eigenvalues = self._eigenvalues(layer, subject, names, advance=number == len(groups))
-            for name, eigenvalue in eigenvalues.items():
-                weight = layer.operators[name].weight
-                for width in row:
-                    row[width] += eigenvalue * squared_error(weight, width, subject.dtype)
+        weights = sum(operator.weight.nbytes for operator in layer.operators.values())
+        budget = int(self.memory_share * weights)
+        groups = list(_groups(layer, budget))
+        alone = [
+            names
+            for names in groups
+            if _bytes_of(layer, names) > budget and layer.may_put_away(names)
+        ]
+        others = [names for names in groups if names not in alone]
+        for names in alone:
+            errors = _errors(layer, names, subject)
+            with layer.put_away(names):
+                eigenvalues = self._eigenvalues(layer, subject, names, advance=False)
+            _add(row, eigenvalues, errors)
+        for names in others:
+            is_last = names is others[-1]
+            eigenvalues = self._eigenvalues(layer, subject, names, advance=is_last)
+            _add(row, eigenvalues, _errors(layer, names, subject))
         return row
 
     def _eigenvalues(
         self, layer: WalkedLayer, subject: Subject, names: list[str], *, advance: bool
     ) -> dict[str, float]:
         """Return ``lambda_max(2 X X^T)`` of every operator; the matrices are gone afterwards."""
-        seen = layer.collect(partial(SecondMoments, device=subject.device), names, advance=advance)
+        seen = layer.collect(partial(UpperGram, device=subject.device), names, advance=advance)
         known: dict[int, float] = {}  # by collector: q, k and v share one
-        for moments in seen.values():
-            if id(moments) not in known:
-                known[id(moments)] = 2 * self._eigenvalue(moments.matrix)
-        return {name: known[id(moments)] for name, moments in seen.items()}
-
-    def _eigenvalue(self, matrix: Tensor) -> float:
-        return top_eigenvalue(matrix, iterations=self.iterations, tolerance=self.tolerance)
-
-    def _groups(self, layer: WalkedLayer) -> Iterator[list[str]]:
-        """Cut the operators, in order of running, into groups whose matrices fit the memory."""
-        weights = sum(operator.weight.nbytes for operator in layer.operators.values())
-        budget = self.memory_share * weights
-        group: list[str] = []
-        held: dict[str, int] = {}  # bytes by the first reader of an input
-        for name in (name for step in layer.steps for name in step):
-            size = 4 * layer.operators[name].in_features ** 2  # float32
-            extra = 0 if layer.reader(name) in held else size
-            if group and sum(held.values()) + extra > budget:
-                yield group
-                group, held = [], {}
-            held[layer.reader(name)] = size
-            group.append(name)
-        yield group
+        for gram in seen.values():
+            if id(gram) not in known:
+                known[id(gram)] = 2 * top_eigenvalue(
+                    gram, iterations=self.iterations, tolerance=self.tolerance
+                )
+        return {name: known[id(gram)] for name, gram in seen.items()}
 
 
-def top_eigenvalue(matrix: Tensor, *, iterations: int = 100, tolerance: float = 1e-6) -> float:
+Errors = dict[tuple[str, int], float]
+"""``||Q(W) - W||^2`` by operator and bitwidth."""
+
+
+def _errors(layer: WalkedLayer, names: Sequence[str], subject: Subject) -> Errors:
+    return {
+        (name, width): squared_error(layer.operators[name].weight, width, subject.dtype)
+        for name in names
+        for width in subject.bits
+    }
+
+
+def _add(row: dict[int, float], eigenvalues: dict[str, float], errors: Errors) -> None:
+    for (name, width), error in errors.items():
+        row[width] += eigenvalues[name] * error
+
+
+def _groups(layer: WalkedLayer, budget: int) -> Iterator[list[str]]:
+    """Cut the operators, in order of running, into groups whose matrices fit ``budget`` bytes."""
+    group: list[str] = []
+    for name in (name for step in layer.steps for name in step):
+        if group and _bytes_of(layer, [*group, name]) > max(budget, _bytes_of(layer, group)):
+            yield group
+            group = []
+        group.append(name)
+    yield group
+
+
+def _bytes_of(layer: WalkedLayer, names: Sequence[str]) -> int:
+    """Return the bytes of the matrices of all distinct inputs."""
+    widths = {layer.reader(name): layer.operators[name].in_features for name in names}
+    return sum(map(UpperGram.bytes_for, widths.values()))
+
+
+def top_eigenvalue(
+    matrix: Tensor | UpperGram, *, iterations: int = 100, tolerance: float = 1e-6
+) -> float:
     """Return the largest eigenvalue of a positive semidefinite matrix by the power method.
 
     Args:
@@ -109,7 +140,8 @@ def top_eigenvalue(matrix: Tensor, *, iterations: int = 100, tolerance: float = 
     """
     # A vector of ones would be blind to eigenvectors whose entries sum to zero.
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(len(matrix), generator=generator).to(matrix)  # [K]
+    vector = torch.randn(len(matrix), generator=generator)  # [K]
+    vector = vector.to(device=matrix.device, dtype=matrix.dtype)
     value = 0.0
     for _ in range(iterations):
         vector = vector / vector.norm()

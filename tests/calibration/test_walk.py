@@ -140,6 +140,27 @@ def test_a_pass_ends_where_the_last_operator_of_interest_has_run(tiny_model):
     assert ran
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_weights_may_be_away_while_their_own_inputs_are_collected(tiny_model, family):
+    layer = next(iter(LayerWalk(tiny_model(family, seed=1), calibration())))
+    names = list(layer.steps[-1])
+    before = [layer.operators[name].weight.clone() for name in names]
+    seen = layer.collect(Hessian, names)[names[0]].matrix
+    assert layer.may_put_away(names)
+    with layer.put_away(names):
+        assert [layer.operators[name].weight.numel() for name in names] == [0]
+        assert torch.equal(layer.collect(Hessian, names)[names[0]].matrix, seen)
+    after = [layer.operators[name].weight for name in names]
+    assert all(map(torch.equal, before, after))
+    layer.advance()
+
+
+def test_weights_of_several_inputs_and_of_experts_stay(tiny_model):
+    layer = next(iter(LayerWalk(tiny_model("mixtral", seed=1), calibration())))
+    assert not layer.may_put_away([layer.steps[0][0], layer.steps[1][0]])
+    assert not layer.may_put_away(layer.steps[-1][:1])
+
+
 def test_no_layer_outlives_its_turn(tiny_model):
     passed = []
     for layer in LayerWalk(tiny_model("mixtral", seed=1), calibration()):

@@ -8,6 +8,7 @@ from helpers.tiny_models import load_reference
 from safetensors.torch import load_file, save_file
 
 from llmpq.calibration import CalibrationSet, Moments, synthetic_calibration
+from llmpq.calibration import Hessian as SecondMoments
 from llmpq.errors import SpecError
 from llmpq.indicator import (
     INDICATORS,
@@ -21,7 +22,9 @@ from llmpq.indicator import (
     top_eigenvalue,
 )
 from llmpq.indicator import divergence as divergence_module
+from llmpq.indicator import gram as gram_module
 from llmpq.indicator.divergence import cut_probe
+from llmpq.indicator.gram import UpperGram
 from llmpq.indicator.rounding import mean_squared_step, squared_error
 from llmpq.indicator.variance import spread
 from llmpq.models import Checkpoint
@@ -102,10 +105,12 @@ def test_hessian_is_the_eigenvalue_times_the_error_of_the_weights(tiny_model):
             assert found[bits][layer] == pytest.approx(expected, rel=1e-3)
 
 
-def test_hessian_is_the_same_in_however_many_passes(tiny_model):
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_hessian_is_the_same_in_however_many_passes(tiny_model, family):
+    """A share of nothing has every matrix collected alone, its weights away where that can be."""
     whole, parts = (
-        HessianEigenvalue(memory_share=share).score(subject(tiny_model("llama", seed=1)))
-        for share in (100.0, 0.01)
+        HessianEigenvalue(memory_share=share).score(subject(tiny_model(family, seed=1)))
+        for share in (100.0, 0.0)
     )
     for bits in BITS:
         assert parts[bits] == pytest.approx(whole[bits], rel=1e-4)
@@ -253,6 +258,26 @@ def test_top_eigenvalue_is_that_of_the_exact_solver():
     x = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     expected = float(torch.linalg.eigvalsh(x.T @ x)[-1])
     assert top_eigenvalue(x.T @ x, iterations=500, tolerance=1e-9) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("features", [1, 12, gram_module.PANEL_ROWS, 300, 700])
+def test_half_a_gram_matrix_multiplies_like_the_whole(features):
+    generator = torch.Generator().manual_seed(3)
+    half, whole = UpperGram(features), SecondMoments(features)
+    for rows in (5, 40):
+        inputs = torch.randn(rows, features, generator=generator)
+        half.add(inputs)
+        whole.add(inputs)
+    vector = torch.randn(features, generator=generator)
+    torch.testing.assert_close(half @ vector, whole.matrix @ vector, rtol=1e-4, atol=1e-3)
+    assert half.tokens == 45
+    assert len(half) == features
+    assert sum(panel.nbytes for panel in half.panels) == UpperGram.bytes_for(features)
+    assert top_eigenvalue(half) == pytest.approx(top_eigenvalue(whole.matrix), rel=1e-4)
+
+
+def test_half_a_gram_matrix_takes_little_more_than_half_the_memory():
+    assert UpperGram.bytes_for(4096) < 0.54 * 4 * 4096**2
 
 
 @pytest.mark.parametrize("bits", BITS)
