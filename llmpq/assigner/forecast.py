@@ -72,7 +72,8 @@ def _stage(
         (Phase.DECODE, plan.micro_batching.decode, plan.workload.mean_context_tokens),
     ):
         shape = Shape(phase=phase, rows=rows, longest=round(tokens), total=round(rows * tokens))
-        seconds[phase] = costs.layers_s(rank, phase, rows, tokens) if costs.has_layers(rank) else 0
+        does = costs.has_layers(rank, phase)
+        seconds[phase] = costs.layers_s(rank, phase, rows, tokens) if does else 0.0
         seconds[phase] += costs.project_s(shape) if rank == 0 else 0.0
     return StageForecast(
         prefill_s=seconds[Phase.PREFILL],
@@ -101,7 +102,7 @@ class _ThinnedCosts(PlanCosts):
 
     def stage_s(self, rank: int, shape: Shape) -> float:
         """Return the seconds of a stage's layers at the context a played round stands for."""
-        if shape.phase is Phase.PREFILL or not self.has_layers(rank):
+        if shape.phase is Phase.PREFILL or not self.has_layers(rank, shape.phase):
             return super().stage_s(rank, shape)
         made = shape.longest - self._prompt_tokens
         context = self._prompt_tokens + 0.5 + (made - 0.5) * self.stretch

@@ -22,6 +22,7 @@ from llmpq.batching.record import RequestRecord, percentile, summarise
 from llmpq.batching.rra import RraPolicy
 from llmpq.batching.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.waa import WaaPolicy
+from llmpq.batching.ways import Ways, straight_ways
 
 __all__ = [
     "Admission",
@@ -46,8 +47,10 @@ __all__ = [
     "WaaPolicy",
     "Wait",
     "WaitingRequest",
+    "Ways",
     "check_decision",
     "make_policy",
     "percentile",
+    "straight_ways",
     "summarise",
 ]

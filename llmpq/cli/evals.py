@@ -123,7 +123,7 @@ def _task(options: argparse.Namespace) -> _Task:
             kernel=options.kernel,
         )
     _check_against(plan, options)
-    bits = tuple(width for stage in plan.stages for width in stage.bits)
+    bits = plan.bits
     return _Task(
         model_dir=model_dir_of(plan, options.model),
         bits=bits,

@@ -19,6 +19,7 @@ from llmpq.dist.policy import schedule_of
 from llmpq.dist.progress import Progress, SilentProgress
 from llmpq.dist.prompts import Prompt, make_request, read_prompts, request_limits, write_prompts
 from llmpq.dist.results import Result, finished_ids, read_results
+from llmpq.dist.wiring import check_transport, wiring_of
 from llmpq.errors import SpecError
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -140,6 +141,7 @@ def check_job(job: Job) -> Plan:
     model = load_model_dir(job.model_dir)
     check_plan(plan, job.model_dir, model.num_layers)
     schedule_of(plan, job.schedule)
+    check_transport(job.transport, wiring_of(plan))
     limits = request_limits(plan, model, ())
     for prompt in read_prompts(job.prompts):
         if prompt.token_ids is not None:

@@ -22,11 +22,13 @@ class Communicator(Protocol):
 
     Attributes:
         rank: of this process or thread.
-        names: what to call each rank in a message; its length is the number of ranks.
+        names: what to call each rank of the run in a message.
+        ranks: those of this ring, in the order of sending, the master first.
     """
 
     rank: int
     names: Sequence[str]
+    ranks: Sequence[int]
 
     def send(self, frame: Frame) -> None:
         """Start sending to the next rank; the frame's tensor must not change any more.
@@ -69,6 +71,7 @@ class InProcessCommunicator:
     ) -> None:
         self.rank = rank
         self.names = names
+        self.ranks: Sequence[int] = range(len(names))
         self._inbox = links[rank]
         self._outbox = links[(rank + 1) % len(links)]
         self._limits = limits

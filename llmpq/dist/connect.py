@@ -26,10 +26,12 @@ from torch.distributed.rendezvous import rendezvous
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.doors import Arrivals, Place, is_loopback, reach
 from llmpq.dist.job import START_TIMEOUT_S, Meeting, Transport
+from llmpq.dist.junction import make_junction
+from llmpq.dist.kv_transfer import KVInlet, KVOutlet
 from llmpq.dist.meeting import Announcement, Met, guest_of_meeting, host_of_meeting
 from llmpq.dist.messages import FrameLimits
-from llmpq.dist.socket_communicator import SocketCommunicator
 from llmpq.dist.torch_communicator import TorchCommunicator
+from llmpq.dist.wiring import Link, Wiring, check_transport, one_ring
 from llmpq.errors import SpecError, StageError
 
 MIN_TOKEN_BYTES = 16
@@ -65,22 +67,35 @@ class Ring:
         transports: what its link to the next rank goes over: ``unix``, ``tcp`` or ``gloo``.
         clock_offset_s: what to add to this rank's ``time.perf_counter`` to get rank 0's.
         clock_error_s: by how much that may be wrong.
+        outlets, inlets: its ends of the links for keys and values (WAA).
     """
 
     communicator: Communicator
     transport: str
     clock_offset_s: float = 0.0
     clock_error_s: float = 0.0
+    outlets: tuple[KVOutlet, ...] = ()
+    inlets: tuple[KVInlet, ...] = ()
 
 
-def connect(me: Me, meeting: Meeting, transport: Transport = "auto") -> Ring:
-    """Meet the others and take this rank's place in the ring.
+def connect(
+    me: Me, meeting: Meeting, transport: Transport = "auto", wiring: Wiring | None = None
+) -> Ring:
+    """Meet the others and take this rank's place among them.
+
+    Args:
+        me: this rank.
+        meeting: where the ranks find each other.
+        transport: what links go over.
+        wiring: which links there are; by default all ranks follow each other.
 
     Raises:
         StageError: not all ranks came, or a link could not be made.
         SpecError: the ranks were started for different plans or models, or hold unlike tokens.
     """
+    wiring = wiring or one_ring(me.world_size)
     if transport == "gloo":
+        check_transport(transport, wiring)
         communicator = TorchCommunicator(
             rank=me.rank,
             world_size=me.world_size,
@@ -111,29 +126,49 @@ def connect(me: Me, meeting: Meeting, transport: Transport = "auto") -> Ring:
 
         met, token = _meet(me, meeting, announce)
         _check_plans(me, met)
-        return _take_place(me, met, token, listeners)
+        sockets = _make_links(me, met, token, listeners, wiring)
+        return _take_place(me, met, wiring, sockets)
 
 
-def _take_place(me: Me, met: Met, token: bytes, listeners: Sequence[socket.socket]) -> Ring:
-    """Connect to the next rank while the one before connects here."""
-    following = (me.rank + 1) % me.world_size
-    place = met.ranks[following].place_for(met.ranks[me.rank])
-    arrivals = Arrivals(listeners, token, f"link {met.session} {me.rank}".encode())
-    purpose = f"link {met.session} {following}".encode()
-    outgoing = reach(lambda: place, token, purpose, time.monotonic() + LINK_TIMEOUT_S)
-    communicator = SocketCommunicator(
-        rank=me.rank,
-        names=[one.name for one in met.ranks],
-        limits=me.limits,
-        outgoing=outgoing,
-        incoming=arrivals.take(LINK_TIMEOUT_S),
-        timeout_s=me.timeout_s,
+def _make_links(
+    me: Me, met: Met, token: bytes, listeners: Sequence[socket.socket], wiring: Wiring
+) -> dict[Link, socket.socket]:
+    """Connect to whoever this rank sends to, while the others connect here."""
+    own = [link for link in wiring.links if me.rank in (link.source, link.target)]
+    purposes = {
+        link: f"{link.name} {met.session} {link.source} {link.target}".encode() for link in own
+    }
+    incoming = [link for link in own if link.target == me.rank]
+    arrivals = Arrivals(listeners, token, [purposes[link] for link in incoming])
+    sockets = {}
+    for link in own:
+        if link.source == me.rank:
+            place = met.ranks[link.target].place_for(met.ranks[me.rank])
+            deadline_s = time.monotonic() + LINK_TIMEOUT_S
+            sockets[link] = reach(_at(place), token, purposes[link], deadline_s)
+    taken = {link: arrivals.take(purposes[link], LINK_TIMEOUT_S) for link in incoming}
+    return sockets | taken
+
+
+def _at(place: Place) -> Callable[[], Place]:
+    return lambda: place
+
+
+def _take_place(me: Me, met: Met, wiring: Wiring, sockets: dict[Link, socket.socket]) -> Ring:
+    """Make this rank's doors of its sockets."""
+    names = [one.name for one in met.ranks]
+    made = make_junction(me.rank, names, me.limits, wiring, sockets, me.timeout_s)
+    following = next(
+        link.target for link in sockets if link.handover is None and link.source == me.rank
     )
+    place = met.ranks[following].place_for(met.ranks[me.rank])
     return Ring(
-        communicator=communicator,
+        communicator=made.communicator,
         transport="unix" if place.address is None else "tcp",
         clock_offset_s=met.clock_offset_s,
         clock_error_s=met.clock_error_s,
+        outlets=made.outlets,
+        inlets=made.inlets,
     )
 
 

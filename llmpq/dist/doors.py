@@ -130,29 +130,36 @@ def reach(
 
 
 class Arrivals:
-    """Lets in the rank that proves the token, and hangs up on everyone else.
+    """Lets in the ranks that prove the token, and hangs up on everyone else.
 
     Args:
-        listeners: where it may come.
+        listeners: where they may come.
         token: the shared secret.
-        purpose: what it must come for.
+        purposes: what they may come for.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], token: bytes, purpose: bytes) -> None:
-        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    def __init__(
+        self, listeners: Sequence[socket.socket], token: bytes, purposes: Sequence[bytes]
+    ) -> None:
+        self._arrived: queue.SimpleQueue[tuple[socket.socket, bytes]] = queue.SimpleQueue()
+        self._waiting: dict[bytes, socket.socket] = {}
         for listener in listeners:
-            Porter(listener, token, purpose, self._arrived.put)
+            Porter(listener, token, purposes, lambda *found: self._arrived.put(found))
 
-    def take(self, limit_s: float) -> socket.socket:
-        """Return the connection.
+    def take(self, purpose: bytes, limit_s: float) -> socket.socket:
+        """Return the connection of who came for a purpose.
 
         Raises:
             StageError: nobody came in time.
         """
-        try:
-            sock = self._arrived.get(timeout=limit_s)
-        except queue.Empty:
-            raise StageError("the rank before this one did not connect") from None
+        deadline_s = time.monotonic() + limit_s
+        while purpose not in self._waiting:
+            try:
+                found, what = self._arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                raise StageError("the rank before this one did not connect") from None
+            self._waiting[what] = found
+        sock = self._waiting.pop(purpose)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
@@ -165,12 +172,12 @@ class Porter:
         self,
         listener: socket.socket,
         token: bytes,
-        purpose: bytes,
-        on_arrival: Callable[[socket.socket], None],
+        purposes: Sequence[bytes],
+        on_arrival: Callable[[socket.socket, bytes], None],
     ) -> None:
         self._listener = listener
         self._token = token
-        self._purpose = purpose
+        self._purposes = purposes
         self._on_arrival = on_arrival
         self._room = threading.BoundedSemaphore(MAX_STRANGERS)
         threading.Thread(target=self._accept, daemon=True, name="porter").start()
@@ -188,8 +195,8 @@ class Porter:
 
     def _prove(self, sock: socket.socket) -> None:
         try:
-            answer(sock, self._token, self._purpose, time.monotonic() + HANDSHAKE_S)
-            self._on_arrival(sock)
+            purpose = answer(sock, self._token, self._purposes, time.monotonic() + HANDSHAKE_S)
+            self._on_arrival(sock, purpose)
         except (OSError, StageError, ValueError):
             sock.close()
         finally:

@@ -3,6 +3,8 @@
 The master embeds, runs the first stage's layers, sends the hidden states round the ring, projects
 what comes back and samples. It keeps a few micro-batches in flight so that every stage has work,
 and takes in what has arrived before it sends more: nothing can pile up, so nothing can deadlock.
+Where prefill and decode have stages of their own (WAA), its layers only decode, and micro-batches
+come back over two rings, each in order.
 Stages know nothing of requests; slots and lengths in a frame are all they need.
 
 Shapes: R rows, T tokens a row, H hidden size.
@@ -13,13 +15,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmpq.batching import BatchingPolicy, RequestBook, RequestRecord, Step, Wait, WaitingRequest
+from llmpq.batching import (
+    BatchingPolicy,
+    RequestBook,
+    RequestRecord,
+    Step,
+    Wait,
+    WaitingRequest,
+    straight_ways,
+)
 from llmpq.dist.communicator import Communicator
+from llmpq.dist.flights import Answer, Sent, Split, record_of
 from llmpq.dist.messages import Frame, FrameKind, Row
 from llmpq.dist.policy import in_order
 from llmpq.dist.prompts import Request
@@ -41,33 +52,6 @@ MAX_NAP_S = 0.5
 """Longest sleep while no request is there: whoever watches the master sees it alive."""
 GLANCE_S = 2e-4
 """Sleep between two looks for an answer while something else may come first."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Answer:
-    """A request that was admitted, and its tokens so far."""
-
-    request: Request
-    start_s: float
-    first_token_s: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        if self.token_ids[-1] in self.request.stop_token_ids:
-            return "stop"
-        return "length" if len(self.token_ids) == self.request.max_new_tokens else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
-    """A micro-batch on its way, and what the master spent on sending it off."""
-
-    step: Step
-    kind: FrameKind
-    rows: tuple[Row, ...]
-    spent_s: float
-    embed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +79,12 @@ class MasterEngine:
     Args:
         master: the two ends of the model.
         runner: the first stage's own layers.
-        communicator: the ring; ``None`` when there is only one stage.
+        communicator: the ring, or both; ``None`` when there is only one stage.
         policy: decides what is sent off next.
         sampler: chooses tokens.
         clock: collects the master's busy times.
         num_slots: KV slots of every stage.
+        split: for prefill and decode stages of their own; ``None`` where they do both.
     """
 
     def __init__(  # noqa: PLR0913  the parts a pipeline's head is made of
@@ -112,22 +97,27 @@ class MasterEngine:
         sampler: Sampler,
         clock: StageClock,
         num_slots: int,
+        split: Split | None = None,
     ) -> None:
         self._master = master
-        self._runner = runner
+        self._runners = dict.fromkeys(Phase, runner)
+        self._device = runner.device
         self._communicator = communicator
         self._sampler = sampler
         self._clock = clock
         self._book = RequestBook(policy=policy, num_slots=num_slots)
         self._holds_finished = policy.holds_finished
-        num_stages = 1 if communicator is None else len(communicator.names)
-        # One micro-batch in every stage and one on its way: more would only wait in queues.
-        self._max_in_flight = 1 if communicator is None else num_stages + 1
+        self._ways = straight_ways(1 if communicator is None else len(communicator.names))
+        way: deque[Sent] = deque()
+        self._sent = dict.fromkeys(Phase, way)  # by phase, in order; one way unless they differ
+        if split is not None:
+            self._ways = split.ways
+            self._runners[Phase.PREFILL] = split.prefill_runner
+            self._sent[Phase.PREFILL] = deque()
         self._requests: Sequence[Request] = ()
         self._arrived = 0
-        self._answers: dict[int, _Answer] = {}  # of requests that hold a slot, by number
-        self._sent: deque[_Sent] = deque()
-        self._landed: deque[Tensor] = deque()  # answers of a pipeline that is this process alone
+        self._answers: dict[int, Answer] = {}  # of requests that hold a slot, by number
+        self._landed: deque[Tensor] = deque()  # answers of a way that is this process alone
         self._records: list[RequestRecord] = []
         self._wake_s = math.inf  # when the policy would decide otherwise than to wait
         self._tokens = 0
@@ -198,13 +188,13 @@ class MasterEngine:
     def _advance(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
         """Take in an answer, or sleep until one is there, a request arrives or the policy wakes."""
         wake_s = min(self._wake_s, self._next_arrival_s())
-        if self._sent and (wake_s == math.inf or self._must_land()):
+        if not self._book.is_idle and (wake_s == math.inf or self._must_land()):
             before = self._tokens
             self._land(on_finish)
             if on_tokens is not None:
                 on_tokens(self._tokens - before)
         else:
-            longest_s = GLANCE_S if self._sent else MAX_NAP_S
+            longest_s = MAX_NAP_S if self._book.is_idle else GLANCE_S
             self._clock.sleep(min(max(wake_s - self._now_s(), 0.0), longest_s))
 
     def _next_arrival_s(self) -> float:
@@ -214,15 +204,15 @@ class MasterEngine:
 
     def _must_land(self) -> bool:
         """Whether to take in an answer before asking the policy."""
-        if not self._sent:
+        if self._book.is_idle:
             return False
-        if len(self._sent) >= self._max_in_flight or self._communicator is None:
+        if self._landed or not self._ways.open_phases(self._book):
             return True
-        return self._communicator.has_frame()
+        return self._communicator is not None and self._communicator.has_frame()
 
     def _launch_next(self) -> bool:
         """Send off what the policy decides; tell whether that was anything."""
-        decision, step = self._book.decide(self._now_s())
+        decision, step = self._book.decide(self._now_s(), self._ways.open_phases(self._book))
         if step is None:
             until_s = decision.until_s if isinstance(decision, Wait) else None
             self._wake_s = math.inf if until_s is None else until_s
@@ -237,13 +227,15 @@ class MasterEngine:
     def _launch_prefill(self, step: Step) -> None:
         start_s = self._now_s()
         for number in step.flight.requests:
-            self._answers[number] = _Answer(request=self._requests[number], start_s=start_s)
+            self._answers[number] = Answer(
+                request=self._requests[number], start_s=start_s, origin=step.flight.number
+            )
         prompts = [self._requests[number].prompt_token_ids for number in step.flight.requests]
         width = max(len(prompt) for prompt in prompts)
         # Padding holds token 0, a valid one; no row ever attends to it.
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         rows = [
-            Row(slot=slot, first=0, length=len(prompt))
+            Row(slot=slot, first=0, length=len(prompt), origin=step.flight.number)
             for slot, prompt in zip(step.flight.slots, prompts, strict=True)
         ]
         self._launch(step, FrameKind.PREFILL, rows, torch.tensor(padded))
@@ -251,42 +243,52 @@ class MasterEngine:
     def _launch_decode(self, step: Step) -> None:
         # The newest token is not in the cache yet: its position is one less than the context.
         rows = [
-            Row(slot=item.slot, first=item.context_tokens - 1, length=item.context_tokens)
+            Row(
+                slot=item.slot,
+                first=item.context_tokens - 1,
+                length=item.context_tokens,
+                origin=self._answers[item.request].origin,
+            )
             for item in step.sequences
         ]
         newest = [[self._answers[item.request].token_ids[-1]] for item in step.sequences]
         self._launch(step, FrameKind.DECODE, rows, torch.tensor(newest))
 
     def _launch(self, step: Step, kind: FrameKind, rows: list[Row], token_ids: Tensor) -> None:
+        phase = step.flight.phase
+        runner = self._runners[phase]
+        waiting_s = self._clock.now()
+        here = runner.enter(rows)
         start = self._clock.now()
+        self._clock.wait_s += start - waiting_s
         first = torch.tensor([row.first for row in rows])
         positions = first[:, None] + torch.arange(token_ids.shape[1])  # [R, T]
-        hidden = self._master.embed(token_ids.to(self._runner.device), positions)
+        hidden = self._master.embed(token_ids.to(self._device), positions)
         embed_s = self._clock.now() - start
-        hidden = self._runner.run(hidden, rows)  # [R, T, H]
-        synchronize(self._runner.device)
-        sent = _Sent(
+        hidden = runner.run(hidden, here)  # [R, T, H]
+        synchronize(self._device)
+        runner.leave(rows)
+        sent = Sent(
             step=step,
             kind=kind,
             rows=tuple(rows),
             spent_s=self._clock.now() - start,
             embed_s=embed_s,
         )
-        if self._communicator is None:
+        if self._ways.is_local(phase):
             self._landed.append(hidden)
         else:
+            assert self._communicator is not None
             self._communicator.send(
                 Frame(kind=kind, micro_batch=step.flight.number, rows=sent.rows, hidden=hidden)
             )
-        self._sent.append(sent)
+        self._sent[phase].append(sent)
 
     def _land(self, on_finish: OnFinish) -> None:
-        """Take in the oldest micro-batch: one new token for each of its sequences."""
-        sent = self._sent[0]
-        hidden = self._landed.popleft() if self._communicator is None else self._receive(sent)
-        self._sent.popleft()
+        """Take in a micro-batch, the oldest of its way: one new token for each of its sequences."""
+        sent, hidden = self._next_answer()
         start = self._clock.now()
-        logits = self._master.logits(hidden[:, 0].to(self._runner.device))  # [R, V]
+        logits = self._master.logits(hidden[:, 0].to(self._device))  # [R, V]
         answers = [self._answers[number] for number in sent.step.flight.requests]
         keys = [(str(answer.request.id), len(answer.token_ids)) for answer in answers]
         tokens = self._sampler.sample(logits, keys)
@@ -310,33 +312,37 @@ class MasterEngine:
         for number in self._book.land(sent.step.flight.number, is_complete):
             answer = self._answers[number]
             assert answer.finish_reason is not None
-            self._records.append(_record(number, answer, now_s))
+            self._records.append(record_of(number, answer, now_s))
             on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
             if not self._holds_finished:
                 del self._answers[number]
 
-    def _receive(self, sent: _Sent) -> Tensor:
+    def _next_answer(self) -> tuple[Sent, Tensor]:
+        """Return what has come back, waiting for it; what this process alone has done is first."""
+        if self._landed:
+            phase = next(phase for phase in Phase if self._ways.is_local(phase))
+            return self._sent[phase].popleft(), self._landed.popleft()
         assert self._communicator is not None
         frame = self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
             raise error_of(frame)
+        ways = [PHASES.get(frame.kind, Phase.DECODE), *Phase]
+        # What nobody waits for is refused against the oldest that somebody does wait for.
+        way = next(self._sent[phase] for phase in ways if self._sent[phase])
+        sent = way[0]
+        hidden = self._checked(frame, sent)
+        way.popleft()
+        return sent, hidden
+
+    def _checked(self, frame: Frame, sent: Sent) -> Tensor:
+        """Return the hidden states of a frame that answers what was sent."""
         slots = tuple(row.slot for row in frame.rows)
         expected = (sent.kind, sent.step.flight.number, sent.step.flight.slots)
         if (frame.kind, frame.micro_batch, slots) != expected or frame.hidden is None:
+            assert self._communicator is not None
+            name = self._communicator.names[self._communicator.ranks[-1]]
             raise StageError(
-                f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "
+                f"{name}: found micro-batch {frame.micro_batch} "
                 f"({frame.kind.name}), expected {sent.step.flight.number} ({sent.kind.name})"
             )
         return frame.hidden
-
-
-def _record(number: int, answer: _Answer, end_s: float) -> RequestRecord:
-    return RequestRecord(
-        request=number,
-        prompt_tokens=len(answer.request.prompt_token_ids),
-        new_tokens=len(answer.token_ids),
-        arrival_s=answer.request.arrival_s,
-        start_s=answer.start_s,
-        first_token_s=answer.first_token_s,
-        end_s=end_s,
-    )

@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from llmpq.errors import StageError
@@ -56,8 +57,13 @@ def greet(sock: socket.socket, token: bytes, purpose: bytes, deadline_s: float) 
         raise StageError("found a listener without the token, expected a rank of this run")
 
 
-def answer(sock: socket.socket, token: bytes, purpose: bytes, deadline_s: float) -> None:
+def answer(
+    sock: socket.socket, token: bytes, purposes: Sequence[bytes], deadline_s: float
+) -> bytes:
     """Prove the token as the end that listens; the other end proves it first.
+
+    Returns:
+        which of the purposes the other end came for.
 
     Raises:
         OSError: the connection broke or took too long.
@@ -69,9 +75,11 @@ def answer(sock: socket.socket, token: bytes, purpose: bytes, deadline_s: float)
     nonces = hello[len(MAGIC) :] + (own := os.urandom(NONCE_BYTES))
     send_all(sock, own, deadline_s)
     proof = receive(sock, PROOF_BYTES, deadline_s)
-    if not hmac.compare_digest(proof, _proof(token, b"connect", purpose, nonces)):
-        raise StageError("found a connection without the token, expected a rank of this run")
-    send_all(sock, _proof(token, b"listen", purpose, nonces), deadline_s)
+    for purpose in purposes:
+        if hmac.compare_digest(proof, _proof(token, b"connect", purpose, nonces)):
+            send_all(sock, _proof(token, b"listen", purpose, nonces), deadline_s)
+            return purpose
+    raise StageError("found a connection without the token, expected a rank of this run")
 
 
 def send_json(sock: socket.socket, value: object, deadline_s: float) -> None:

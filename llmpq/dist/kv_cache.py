@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv_store import Int8Store, PlainStore, ReadBuffer, Rows, Store
+from llmpq.dist.kv_store import Int8Store, Places, PlainStore, ReadBuffer, Rows, Store
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.slot_attention import SlotCall, can_attend
 from llmpq.models import KVShape, MicroBatch
@@ -124,6 +124,18 @@ class KVCache:
             raise CapacityError(
                 f"KV cache: a row has {batch.longest} tokens, a slot holds {self.max_tokens}"
             )
+
+    def pack(self, layer_idx: int, places: Places) -> Tensor:
+        """Return what a layer keeps of some tokens, as bytes: uint8 ``[N, B]``.
+
+        For the cache of the same layer on another rank (:meth:`unpack`), which then reads the very
+        values that this one does, 8-bit ones included.
+        """
+        return self._layers[layer_idx - self.first_layer].pack(places)
+
+    def unpack(self, layer_idx: int, places: Places, data: Tensor) -> None:
+        """Keep what another cache has packed. Who reads those tokens must wait for it."""
+        self._layers[layer_idx - self.first_layer].unpack(places, data)
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the slots.

@@ -12,6 +12,7 @@ Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,29 @@ class Rows:
         return store[:, :, : self.longest].index_select(0, self.slots)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Places:
+    """The tokens of whole prompts in every layer's tensors.
+
+    Attributes:
+        slot: slot, and
+        position: position of each token, ``[N]``, row after row.
+    """
+
+    slot: Tensor
+    position: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Places:
+        """Name the first ``lengths[i]`` tokens of ``slots[i]``, for every i."""
+        counts = torch.tensor(lengths)
+        positions = [torch.arange(length) for length in lengths]
+        return cls(
+            slot=torch.tensor(slots).repeat_interleave(counts).to(device),
+            position=torch.cat(positions).to(device),
+        )
+
+
 class Store(Protocol):
     """Keys and values of one layer and every slot."""
 
@@ -101,6 +125,14 @@ class Store(Protocol):
 
         In the dtype of what came, whatever the store's; valid until the next update.
         """
+        ...
+
+    def pack(self, places: Places) -> Tensor:
+        """Return the bytes of the places' keys and values, as they are stored: uint8 ``[N, B]``."""
+        ...
+
+    def unpack(self, places: Places, data: Tensor) -> None:
+        """Put there what another store of this kind has packed."""
         ...
 
     @property
@@ -143,6 +175,21 @@ class PlainStore:
         rows.write(self._keys, key)
         rows.write(self._values, value)
         return rows.read(self._keys).to(key.dtype), rows.read(self._values).to(value.dtype)
+
+    def pack(self, places: Places) -> Tensor:
+        """Return keys, then values, of each token: ``B = 2 h d`` values."""
+        parts = [
+            stored[places.slot, :, places.position] for stored in (self._keys, self._values)
+        ]  # [N, h, d]
+        return torch.cat(parts, dim=1).flatten(1).view(torch.uint8)
+
+    def unpack(self, places: Places, data: Tensor) -> None:
+        """Put keys and values there."""
+        heads = self.shape.heads
+        new = data.view(self._keys.dtype).reshape(len(data), 2 * heads, self.shape.head_dim)
+        new = new.to(self._keys.device)
+        self._keys[places.slot, :, places.position] = new[:, :heads]
+        self._values[places.slot, :, places.position] = new[:, heads:]
 
     def clear(self, slots: list[int]) -> None:
         """Zero the slots."""
@@ -223,10 +270,32 @@ class Int8Store:
         read.copy_(kept).mul_(rows.read(self._scales).unsqueeze(-1))
         return read[:, : self.shape.heads], read[:, self.shape.heads :]
 
+    def pack(self, places: Places) -> Tensor:
+        """Return codes, then scales, of each token: ``B = 2 h (d + 2)``."""
+        codes = self._codes[places.slot, :, places.position]  # [N, 2h, d]
+        scales = self._scales[places.slot, :, places.position]  # [N, 2h]
+        return torch.cat((codes.flatten(1).view(torch.uint8), scales.view(torch.uint8)), dim=1)
+
+    def unpack(self, places: Places, data: Tensor) -> None:
+        """Put codes and scales there."""
+        heads, width = 2 * self.shape.heads, self.shape.head_dim
+        codes = data[:, : heads * width].view(torch.int8).reshape(len(data), heads, width)
+        scales = data[:, heads * width :].contiguous().view(SCALE_DTYPE)
+        self._codes[places.slot, :, places.position] = codes.to(self._codes.device)
+        self._scales[places.slot, :, places.position] = scales.to(self._scales.device)
+
     def clear(self, slots: list[int]) -> None:
         """Zero the slots."""
         self._codes[slots] = 0
         self._scales[slots] = 0
+
+
+def token_bytes(shape: KVShape, dtype: torch.dtype, kv_bits: int | None) -> int:
+    """Return the bytes of one token's keys and values in a layer, as a store packs them."""
+    heads = 2 * shape.heads
+    if kv_bits == 8:
+        return heads * (shape.head_dim + SCALE_DTYPE.itemsize)
+    return heads * shape.head_dim * dtype.itemsize
 
 
 def quantize_tokens(new: Tensor) -> tuple[Tensor, Tensor]:

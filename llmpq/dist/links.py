@@ -96,6 +96,19 @@ class Outbox:
             poll.register(self._sock, select.POLLOUT)
         poll.poll(None if timeout_s is None else timeout_s * _MS)
 
+    def drain(self, silence_s: float) -> bool:
+        """Send all that is left; tell whether the peer took it, never silent for so long.
+
+        Raises:
+            LinkClosedError: the peer is gone.
+        """
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while not self.flush():
+            if not poll.poll(silence_s * _MS):
+                return False
+        return True
+
     def close(self, timeout_s: float) -> None:
         """Give the peer ``timeout_s`` seconds to take the rest, and hang up."""
         deadline = time.monotonic() + timeout_s
@@ -147,8 +160,6 @@ class Inbox:
         )
         self._header: Header | None = None
         self._missing = memoryview(self._header_bytes)
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
 
     def take(self, *, is_waiting: bool = False) -> Frame | None:
         """Return the next frame when all of it is here, ``None`` when more must come first.
@@ -178,9 +189,9 @@ class Inbox:
             size = header.payload_bytes
             return assemble(header, self._payload[:size] if size else None, self._limits)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until something came or the peer hung up."""
-        self._poll.poll(timeout_s * _MS)
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for whoever waits for several links."""
+        return self._sock.fileno()
 
     def close(self) -> None:
         """Hang up."""

@@ -144,7 +144,7 @@ class _Guests:
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._connections: list[socket.socket] = []
         self._arrived: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        Porter(listener, token, b"meeting", self._welcome)
+        Porter(listener, token, [b"meeting"], self._welcome)
 
     def gather(
         self, own: Announcement, world_size: int, deadline_s: float
@@ -173,7 +173,7 @@ class _Guests:
             with sock, contextlib.suppress(OSError):
                 send_json(sock, value, time.monotonic() + HANDSHAKE_S)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _welcome(self, sock: socket.socket, _purpose: bytes) -> None:
         deadline_s = time.monotonic() + HANDSHAKE_S
         for _ in range(CLOCK_ROUNDS):
             receive(sock, 1, deadline_s)

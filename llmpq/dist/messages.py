@@ -10,10 +10,13 @@ transport has its own, and hashing them would cost more than sending them.
 Header, little-endian, then one row of the table for each of ``max_rows`` sequences::
 
     4s magic | B version | B kind | B dtype | B zero | 8s plan digest | Q sequence | Q micro_batch
-    | I rows | I tokens | I hidden | I zero | Q payload bytes
-    | table: rows x (I slot, I first, I length), zeros | I crc32 of everything before
+    | I rows | I tokens | I hidden | I layer | Q payload bytes
+    | table: rows x (I slot, I first, I length, Q origin), zeros | I crc32 of everything before
 
-Shapes: R rows (sequences), T tokens a row, H hidden size.
+A frame of keys and values (``KV``) has in ``tokens`` those of all its rows, in ``hidden`` the bytes
+of one of them, and names its layer, 0 in every other kind.
+
+Shapes: R rows (sequences), T tokens a row, H hidden size, N tokens of all rows, B bytes of a token.
 """
 
 from __future__ import annotations
@@ -29,12 +32,12 @@ from torch import Tensor
 from llmpq.errors import StageError
 
 MAGIC = b"LPQ1"
-VERSION = 1
+VERSION = 2
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text a control frame may carry."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
-_ROW = struct.Struct("<III")
+_ROW = struct.Struct("<IIIQ")
 _CHECKSUM = struct.Struct("<I")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -50,6 +53,7 @@ class FrameKind(IntEnum):
     ERROR = 6
     HEARTBEAT = 7
     TRACE = 8
+    KV = 9
 
 
 _TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE)
@@ -67,6 +71,8 @@ class FrameLimits:
         decode_rows: largest decode micro-batch.
         hidden_size: ``H``.
         dtype: of the hidden states.
+        kv_token_bytes: of every layer of the model, the bytes of one token's keys and values;
+            empty where none travel.
     """
 
     digest: bytes
@@ -77,6 +83,7 @@ class FrameLimits:
     decode_rows: int
     hidden_size: int
     dtype: torch.dtype
+    kv_token_bytes: tuple[int, ...] = ()
 
     @property
     def max_rows(self) -> int:
@@ -90,9 +97,10 @@ class FrameLimits:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Size of the largest micro-batch's hidden states."""
-        tokens = max(self.prefill_rows * self.prefill_tokens, self.decode_rows)
-        return tokens * self.hidden_size * self.dtype.itemsize
+        """Size of the largest payload apart from texts: hidden states, or a layer's slots."""
+        prefill_tokens = self.prefill_rows * self.prefill_tokens
+        hidden = max(prefill_tokens, self.decode_rows) * self.hidden_size * self.dtype.itemsize
+        return max(hidden, prefill_tokens * max(self.kv_token_bytes, default=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +111,14 @@ class Row:
         slot: the KV slot it owns.
         first: absolute position of its first token in this step.
         length: tokens in its slot once the step is done, padding apart.
+        origin: number of the prefill micro-batch that filled the slot; tells one owner's keys and
+            values from the next one's where they travel.
     """
 
     slot: int
     first: int
     length: int
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -120,6 +131,9 @@ class Frame:
         rows: the sequences of a micro-batch.
         hidden: their hidden states ``[R, T, H]``; ``None`` in every other kind.
         text: bytes of a control frame (UTF-8 JSON).
+        layer: of keys and values.
+        cached: keys and values of the rows' tokens, one after the other, as the cache stores them:
+            uint8 ``[N, B]``.
     """
 
     kind: FrameKind
@@ -127,6 +141,8 @@ class Frame:
     rows: tuple[Row, ...] = ()
     hidden: Tensor | None = None
     text: bytes = b""
+    layer: int = 0
+    cached: Tensor | None = None
 
     @property
     def payload(self) -> Tensor | None:
@@ -134,6 +150,8 @@ class Frame:
         if self.hidden is not None:
             # Gloo moves host memory; a CUDA stage's states are copied here.
             return self.hidden.detach().to("cpu").contiguous().view(torch.uint8).reshape(-1)
+        if self.cached is not None:
+            return self.cached.to("cpu").contiguous().reshape(-1)
         if self.text:
             return torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
         return None
@@ -148,18 +166,22 @@ class Header:
     rows: tuple[Row, ...]
     shape: tuple[int, int, int]
     payload_bytes: int
+    layer: int = 0
 
 
 def encode_header(frame: Frame, limits: FrameLimits, sequence: int) -> bytes:
     """Return the header of ``frame`` as the ``sequence``-th frame of its link."""
-    rows, tokens, hidden = (0, 0, 0) if frame.hidden is None else frame.hidden.shape
-    dtype = 0 if frame.hidden is None else _DTYPES.index(frame.hidden.dtype) + 1
-    size = len(frame.text) if frame.hidden is None else frame.hidden.nbytes
+    rows, tokens, hidden, dtype, size = 0, 0, 0, 0, len(frame.text)
+    if frame.hidden is not None:
+        rows, tokens, hidden = frame.hidden.shape
+        dtype, size = _DTYPES.index(frame.hidden.dtype) + 1, frame.hidden.nbytes
+    elif frame.cached is not None:
+        rows, (tokens, hidden), size = len(frame.rows), frame.cached.shape, frame.cached.nbytes
     fixed = _FIXED.pack(
         MAGIC, VERSION, frame.kind, dtype, 0, limits.digest, sequence, frame.micro_batch,
-        rows, tokens, hidden, 0, size,
+        rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
-    table = b"".join(_ROW.pack(row.slot, row.first, row.length) for row in frame.rows)
+    table = b"".join(_ROW.pack(row.slot, row.first, row.length, row.origin) for row in frame.rows)
     body = (fixed + table).ljust(limits.header_bytes - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
@@ -180,13 +202,13 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int) -> Header:
     _expect("checksum", _CHECKSUM.unpack(checksum)[0], zlib.crc32(body))
     (
         magic, version, kind, dtype, zero, digest, number, micro_batch,
-        rows, tokens, hidden, other_zero, size,
+        rows, tokens, hidden, layer, size,
     ) = _FIXED.unpack_from(body)  # fmt: skip
     _expect("magic", magic, MAGIC)
     _expect("version", version, VERSION)
     _expect("plan digest", digest, limits.digest)
     _expect("sequence number", number, sequence)
-    _expect("reserved bytes", (zero, other_zero), (0, 0))
+    _expect("reserved byte", zero, 0)
     if kind not in FrameKind._value2member_map_:
         raise _refused("kind", kind, f"one of {[int(known) for known in FrameKind]}")
     header = Header(
@@ -195,7 +217,12 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int) -> Header:
         rows=_read_table(body, rows, limits),
         shape=(rows, tokens, hidden),
         payload_bytes=size,
+        layer=layer,
     )
+    if header.kind is FrameKind.KV:
+        _check_cached(header, dtype, limits)
+        return header
+    _expect("layer", layer, 0)
     if header.kind in _TENSOR_KINDS:
         _check_tensor(header, dtype, limits)
     else:
@@ -214,11 +241,13 @@ def assemble(header: Header, payload: Tensor | None, limits: FrameLimits) -> Fra
         limits: what the run allows.
     """
     _expect("payload size", 0 if payload is None else payload.numel(), header.payload_bytes)
-    hidden = None
-    text = b""
+    hidden, cached, text = None, None, b""
     if header.kind in _TENSOR_KINDS:
         assert payload is not None
         hidden = payload.view(limits.dtype).reshape(header.shape)  # [R, T, H]
+    elif header.kind is FrameKind.KV:
+        assert payload is not None
+        cached = payload.reshape(header.shape[1:])  # [N, B]
     elif payload is not None:
         text = payload.numpy().tobytes()
     return Frame(
@@ -227,6 +256,8 @@ def assemble(header: Header, payload: Tensor | None, limits: FrameLimits) -> Fra
         rows=header.rows,
         hidden=hidden,
         text=text,
+        layer=header.layer,
+        cached=cached,
     )
 
 
@@ -237,8 +268,8 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
     if body.count(0, end) != len(body) - end:
         raise _refused("table", "entries beyond its rows", "zeros")
     return tuple(
-        Row(slot=slot, first=first, length=length)
-        for slot, first, length in _ROW.iter_unpack(body[_FIXED.size : end])
+        Row(slot=slot, first=first, length=length, origin=origin)
+        for slot, first, length, origin in _ROW.iter_unpack(body[_FIXED.size : end])
     )
 
 
@@ -252,13 +283,34 @@ def _check_tensor(header: Header, dtype: int, limits: FrameLimits) -> None:
     _expect("hidden size", hidden, limits.hidden_size)
     _expect("dtype", dtype, _DTYPES.index(limits.dtype) + 1)
     _expect("payload bytes", header.payload_bytes, rows * tokens * hidden * limits.dtype.itemsize)
-    slots = [row.slot for row in header.rows]
-    if len(set(slots)) != rows or max(slots) >= limits.num_slots:
-        raise _refused("slots", slots, f"distinct numbers below {limits.num_slots}")
+    _check_slots(header, limits)
     for row in header.rows:
         # The row's valid tokens end inside this step; padding after them must fit the slot too.
         if not row.first < row.length <= row.first + tokens <= limits.max_context:
             raise _refused("row", row, f"positions of a slot of {limits.max_context} tokens")
+
+
+def _check_cached(header: Header, dtype: int, limits: FrameLimits) -> None:
+    rows, tokens, width = header.shape
+    if header.layer >= len(limits.kv_token_bytes):
+        raise _refused("layer", header.layer, f"one of {len(limits.kv_token_bytes)} on this link")
+    if not 1 <= rows <= limits.prefill_rows:
+        raise _refused("rows", rows, f"1 to {limits.prefill_rows}")
+    _expect("dtype", dtype, 0)
+    _expect("bytes of a token", width, limits.kv_token_bytes[header.layer])
+    _check_slots(header, limits)
+    for row in header.rows:
+        if row.first != 0 or not 1 <= row.length <= limits.prefill_tokens:
+            raise _refused("row", row, f"a prompt of at most {limits.prefill_tokens} tokens")
+        _expect("origin", row.origin, header.micro_batch)
+    _expect("tokens", tokens, sum(row.length for row in header.rows))
+    _expect("payload bytes", header.payload_bytes, tokens * width)
+
+
+def _check_slots(header: Header, limits: FrameLimits) -> None:
+    slots = [row.slot for row in header.rows]
+    if len(set(slots)) != header.shape[0] or max(slots) >= limits.num_slots:
+        raise _refused("slots", slots, f"distinct numbers below {limits.num_slots}")
 
 
 def _expect(what: str, found: object, expected: object) -> None:

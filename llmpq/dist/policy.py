@@ -12,6 +12,7 @@ from llmpq.batching.length import Prediction, make_predictor
 from llmpq.dist.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
+from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 
 
@@ -19,15 +20,20 @@ def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
     """Return the schedule that a run obeys.
 
     Raises:
-        SpecError: it is one that the runtime does not do.
+        SpecError: it is not one for the plan's stages.
     """
     found = asked or plan.schedule or Schedule(policy="hybrid")
-    if found.policy == "waa":
-        # Ranks form one ring, one way round: a decode step would queue behind the prefills that
-        # it must overtake, which is all that WAA is for.
+    if found.policy == "waa" and not plan.is_split:
+        # On one ring a decode step would queue behind the prefills that it must overtake, which
+        # is all that WAA is for.
         raise SpecError(
-            "schedule: found policy 'waa', which llmpq-sim plays but llmpq-dist does not run: "
-            "expected another one, such as 'rra'"
+            "schedule: found policy 'waa' for stages that do both phases, expected a plan with "
+            "stages of their own for either, as llmpq-algo --policy waa makes"
+        )
+    if plan.is_split and found.policy != "waa":
+        raise SpecError(
+            f"schedule: found policy '{found.policy}', expected 'waa': this plan has stages of "
+            "their own for prefill and for decode"
         )
     return found
 
@@ -47,7 +53,7 @@ def policy_of(
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
-        num_stages=len(plan.stages),
+        num_stages=len(plan.path(Phase.DECODE)),
     )
     ordered = in_order(requests)
     predictor = make_predictor(

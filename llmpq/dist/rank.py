@@ -20,8 +20,11 @@ from llmpq.dist.allocator import keep_memory
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.engine import Leave, MasterEngine, OnFinish
 from llmpq.dist.failures import stage_name
+from llmpq.dist.flights import split_of
 from llmpq.dist.job import Sampling, check_plan
 from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv_store import token_bytes
+from llmpq.dist.kv_transfer import KVInlet, KVOutlet, door_of
 from llmpq.dist.measurement import HeldBytes, Measurement
 from llmpq.dist.messages import FrameLimits
 from llmpq.dist.policy import policy_of, schedule_of
@@ -40,8 +43,9 @@ from llmpq.quant.layer import stored_bytes
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.quant.store import Store
 from llmpq.spec.catalog import device as device_spec
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, StageAssignment
 from llmpq.spec.plan_io import plan_text
+from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,6 +60,9 @@ class RankContext:
         rank: which of its stages this is.
         model_dir: where the weights are.
         communicator: the ring, ``None`` when there is only one stage.
+        outlets, inlets: its ends of the links for keys and values, where prefill and decode have
+            stages of their own.
+        step_timeout_s: how long those links may be silent while somebody waits.
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
         store: layers quantized by earlier runs.
@@ -78,6 +85,9 @@ class RankContext:
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
     leave: Leave | None = None
+    outlets: Sequence[KVOutlet] = ()
+    inlets: Sequence[KVInlet] = ()
+    step_timeout_s: float = 10.0
 
     def recorded(self, clock: StageClock) -> Communicator | None:
         """Return the communicator, with its waits added up in ``clock``."""
@@ -118,7 +128,16 @@ def frame_limits(plan: Plan, model_dir: Path, config: PreTrainedConfig) -> Frame
         decode_rows=plan.micro_batching.decode,
         hidden_size=config.hidden_size,
         dtype=DTYPES[plan.dtype],
+        kv_token_bytes=_kv_token_bytes(plan, config),
     )
+
+
+def _kv_token_bytes(plan: Plan, config: PreTrainedConfig) -> tuple[int, ...]:
+    """Return the bytes of a token's keys and values in every layer; none where they stay."""
+    if not plan.is_split:
+        return ()
+    shapes = kv_shapes(config, 0, plan.model.num_layers)
+    return tuple(token_bytes(shape, DTYPES[plan.dtype], plan.kv_bits) for shape in shapes)
 
 
 def torch_device(plan: Plan, rank: int) -> torch.device:
@@ -156,7 +175,8 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     """Read, quantize and place the layers of a stage, and take the memory of its KV slots."""
     plan, rank = context.plan, context.rank
     stage = plan.stages[rank]
-    is_last = rank == len(plan.stages) - 1 and not context.keeps_all_tokens
+    way = plan.path(stage.phase or Phase.DECODE)
+    is_last = rank == way[-1] and not context.keeps_all_tokens
     if stage.num_layers == 0:
         return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
 
@@ -174,23 +194,27 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         backend=context.kernel,
         store=context.store,
     )
+    num_slots, max_tokens = plan.slots_of(stage)
     cache = KVCache(
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),
         stage.first_layer,
-        num_slots=plan.workload.batch,
-        max_tokens=plan.workload.max_context_tokens,
+        num_slots=num_slots,
+        max_tokens=max_tokens,
         dtype=DTYPES[plan.dtype],
         device=device,
         kv_bits=plan.kv_bits,
-        read_tokens=_most_tokens_read(plan),
+        read_tokens=_most_tokens_read(plan, stage),
     )
-    return StageRunner(layers=layers, cache=cache, device=device, is_last=is_last)
+    door = door_of(plan, cache, (context.outlets, context.inlets), timeout_s=context.step_timeout_s)
+    return StageRunner(layers=layers, cache=cache, device=device, is_last=is_last, door=door)
 
 
-def _most_tokens_read(plan: Plan) -> int:
+def _most_tokens_read(plan: Plan, stage: StageAssignment) -> int:
     """Return the most cached tokens, of all its rows, that a micro-batch attends to."""
     sizes, workload = plan.micro_batching, plan.workload
-    return max(sizes.prefill * workload.prompt_tokens, sizes.decode * workload.max_context_tokens)
+    prefill = sizes.prefill * workload.prompt_tokens if stage.computes(Phase.PREFILL) else 0
+    decode = sizes.decode * workload.max_context_tokens if stage.computes(Phase.DECODE) else 0
+    return max(prefill, decode)
 
 
 def held_bytes(runner: StageRunner, master: Master | None) -> HeldBytes:
@@ -214,6 +238,7 @@ def run_stage(context: RankContext) -> None:
     clock = StageClock(micro_batching=context.plan.micro_batching)
     communicator = context.recorded(clock)
     assert communicator is not None
+    runner: StageRunner | None = None
     try:
         start = clock.now()
         runner = load_runner(context, use_device(context.plan, context.rank))
@@ -229,6 +254,8 @@ def run_stage(context: RankContext) -> None:
         raise found from error
     finally:
         communicator.close()
+        if runner is not None:
+            runner.close()
 
 
 def _watch(context: RankContext, runner: StageRunner) -> None:
@@ -239,7 +266,8 @@ def _watch(context: RankContext, runner: StageRunner) -> None:
 def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
     if runner.layers is not None:
         size = runner.layers.config.hidden_size
-        warm_up(context.plan, runner, size, DTYPES[context.plan.dtype])
+        stage = context.plan.stages[context.rank]
+        warm_up(context.plan, stage, runner, size, DTYPES[context.plan.dtype])
 
 
 def tell_others(communicator: Communicator, error: LlmpqError) -> None:
@@ -263,7 +291,9 @@ def run_master(
         LlmpqError: what went wrong here or on any other rank.
     """
     try:
-        return _Master(context, sampling, requests).run(on_finish)
+        played = _Master(context, sampling, requests)
+        with contextlib.closing(played.runner):
+            return played.run(on_finish)
     except Exception as error:
         found = described(error, context.name)
         if context.communicator is not None:
@@ -289,7 +319,7 @@ class _Master:
         self._device = use_device(plan, 0)
         start = self._clock.now()
         master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
-        runner = load_runner(context, self._device)
+        runner = self.runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
         self._clock.held = held_bytes(runner, master)
         keep_memory()
@@ -310,6 +340,7 @@ class _Master:
             sampler=sampler,
             clock=self._clock,
             num_slots=plan.workload.batch,
+            split=split_of(plan, self._device),
         )
         self._made = 0
         self._expected = 0

@@ -174,6 +174,7 @@ class RecordingCommunicator:
     ) -> None:
         self.rank = inner.rank
         self.names = inner.names
+        self.ranks = inner.ranks
         self._inner = inner
         self._recorder = recorder
         self._clock = clock

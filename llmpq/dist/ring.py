@@ -23,7 +23,7 @@ def wait_until_ready(communicator: Communicator) -> None:
     Raises:
         LlmpqError: what kept a stage from it.
     """
-    for _ in communicator.names[1:]:
+    for _ in communicator.ranks[1:]:
         _expect(communicator, FrameKind.READY)
 
 
@@ -34,9 +34,13 @@ def shut_down(communicator: Communicator) -> list[StageStats]:
         StageError: a stage failed, or sent something else.
     """
     communicator.send(Frame(kind=FrameKind.SHUTDOWN))
-    frames = [_expect(communicator, FrameKind.STATS) for _ in communicator.names[1:]]
+    found = [_stats(_expect(communicator, FrameKind.STATS)) for _ in communicator.ranks[1:]]
     _expect(communicator, FrameKind.SHUTDOWN)
-    return [_stats(frame, rank) for rank, frame in enumerate(frames, start=1)]
+    found.sort(key=lambda stats: stats.rank)  # two rings are heard in any order
+    ranks = [stats.rank for stats in found]
+    if ranks != sorted(communicator.ranks[1:]):
+        raise StageError(f"found statistics of ranks {ranks}, expected those of every other rank")
+    return found
 
 
 def error_frame(error: LlmpqError) -> Frame:
@@ -62,17 +66,13 @@ def _expect(communicator: Communicator, kind: FrameKind) -> Frame:
     if frame.kind is FrameKind.ERROR:
         raise error_of(frame)
     if frame.kind is not kind:
-        raise StageError(
-            f"{communicator.names[-1]}: found a frame {frame.kind.name}, expected {kind.name}"
-        )
+        name = communicator.names[communicator.ranks[-1]]
+        raise StageError(f"{name}: found a frame {frame.kind.name}, expected {kind.name}")
     return frame
 
 
-def _stats(frame: Frame, rank: int) -> StageStats:
+def _stats(frame: Frame) -> StageStats:
     try:
-        stats = stats_from_fields(Fields(json.loads(frame.text), f"statistics of rank {rank}"))
+        return stats_from_fields(Fields(json.loads(frame.text), "statistics"))
     except (SpecError, ValueError) as error:
-        raise StageError(f"stage {rank}: unreadable statistics: {error}") from None
-    if stats.rank != rank:
-        raise StageError(f"found statistics of rank {stats.rank}, expected rank {rank}")
-    return stats
+        raise StageError(f"unreadable statistics of a stage: {error}") from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ FAREWELL_S = 1.0
 """How long a closing rank waits for the next one to take what was sent to it."""
 PAUSE_S = 0.5
 """A wait that took this much longer than asked for means that this process itself was stopped."""
+_MS = 1000.0
 _LAST_KINDS = (FrameKind.SHUTDOWN, FrameKind.ERROR)
 
 
@@ -33,14 +35,15 @@ class SocketCommunicator:
 
     Args:
         rank: of this process.
-        names: what messages call each rank.
+        names: what messages call each rank of the run.
         limits: of this run's frames.
+        ranks: of this ring, in the order of sending; every rank by default.
         outgoing: stream to the next rank; taken over.
         incoming: stream from the rank before; taken over.
         timeout_s: how long a peer may be silent.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  two streams, and who is who
         self,
         *,
         rank: int,
@@ -49,11 +52,14 @@ class SocketCommunicator:
         outgoing: socket.socket,
         incoming: socket.socket,
         timeout_s: float,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.names = names
-        self._next = (rank + 1) % len(names)
-        self._previous = (rank - 1) % len(names)
+        self.ranks: Sequence[int] = range(len(names)) if ranks is None else ranks
+        place = self.ranks.index(rank)
+        self.next_rank = self.ranks[(place + 1) % len(self.ranks)]
+        self._previous = self.ranks[place - 1]
         self._timeout_s = timeout_s
         self._inbox = Inbox(incoming, limits, timeout_s)
         self._arrived: Frame | None = None
@@ -76,7 +82,7 @@ class SocketCommunicator:
             self._is_last_sent |= frame.kind in _LAST_KINDS
             is_lost, has_rest = self._is_lost, self._has_rest
         if is_lost:
-            raise closed_peer(self.names[self._next], self._next)
+            raise closed_peer(self.names[self.next_rank], self.next_rank)
         if has_rest:
             os.eventfd_write(self._wake, 1)
 
@@ -86,23 +92,30 @@ class SocketCommunicator:
 
     def recv(self) -> Frame:
         """Return the next frame, waiting for it; its tensor is valid until the next call."""
-        start_s = time.monotonic()
-        while not self._look(is_waiting=True):
-            asked_s = time.monotonic()
-            left_s = max(start_s, self._inbox.heard_s) + self._timeout_s - asked_s
-            if left_s <= 0:
-                self._failure = silent_peer(
-                    self.names[self._previous], self._previous, self._timeout_s
-                )
-                break
-            self._inbox.wait(left_s)
-            if time.monotonic() - asked_s > left_s + PAUSE_S:
-                start_s = time.monotonic()  # a pause of our own is not the peer's silence
+        wait_for_any([self])
         if self._failure is not None:
             raise self._failure  # whoever asks again hears the same
         frame, self._arrived = self._arrived, None
         assert frame is not None
         return frame
+
+    def patience_s(self, start_s: float) -> float:
+        """Return how long the peer may go on saying nothing to who has waited since then.
+
+        With nothing left it is named as silent, and :meth:`recv` says so.
+        """
+        left_s = max(start_s, self._inbox.heard_s) + self._timeout_s - time.monotonic()
+        if left_s <= 0:
+            self._failure = silent_peer(self.names[self._previous], self._previous, self._timeout_s)
+        return left_s
+
+    def look(self) -> bool:
+        """Take in what is here, with all of a payload of which there is a part."""
+        return self._look(is_waiting=True)
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when something comes."""
+        return self._inbox.fileno()
 
     def close(self) -> None:
         """Finish what is being sent and let go."""
@@ -159,3 +172,24 @@ class SocketCommunicator:
             self._outbox.wait(left_s, self._wake, for_room=has_rest)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
+
+
+def wait_for_any(rings: Sequence[SocketCommunicator]) -> SocketCommunicator:
+    """Return the first ring, in the order given, that has a frame or an error to say."""
+    start_s = time.monotonic()
+    poll: select.poll | None = None
+    while True:
+        for ring in rings:
+            if ring.look():
+                return ring
+        asked_s = time.monotonic()
+        left_s = min(ring.patience_s(start_s) for ring in rings)
+        if left_s <= 0:
+            continue  # one of them now says who is silent
+        if poll is None:
+            poll = select.poll()
+            for ring in rings:
+                poll.register(ring.fileno(), select.POLLIN)
+        poll.poll(left_s * _MS)
+        if time.monotonic() - asked_s > left_s + PAUSE_S:
+            start_s = time.monotonic()  # a pause of our own is not the peer's silence

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv_transfer import Door
 from llmpq.dist.messages import Frame, FrameKind, Row
 from llmpq.dist.ring import error_of
 from llmpq.dist.stats import StageClock, synchronize
@@ -32,12 +33,28 @@ class StageRunner:
         cache: their keys and values, ``None`` likewise.
         device: where both are.
         is_last: whether the next thing after this stage is the projection to the vocabulary.
+        door: what rows pass where keys and values come from, or go to, another rank.
     """
 
     layers: DecoderStage | None
     cache: KVCache | None
     device: torch.device
     is_last: bool
+    door: Door | None = None
+
+    def close(self) -> None:
+        """Hang up on those that keys and values come from, or go to."""
+        if self.door is not None:
+            self.door.close()
+
+    def enter(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Wait until the layers may run; return the rows as :meth:`run` wants them."""
+        return rows if self.door is None else self.door.enter(rows)
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Say that :meth:`run` is done with what :meth:`enter` was given."""
+        if self.door is not None:
+            self.door.leave(rows)
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -109,9 +126,13 @@ class StageWorker:
 
     def _compute(self, frame: Frame) -> Frame:
         assert frame.hidden is not None
+        waiting_s = self._clock.now()
+        rows = self._runner.enter(frame.rows)
         start = self._clock.now()
-        hidden = self._runner.run(frame.hidden, frame.rows)
+        self._clock.wait_s += start - waiting_s
+        hidden = self._runner.run(frame.hidden, rows)
         synchronize(self._runner.device)
+        self._runner.leave(frame.rows)
         spent_s = self._clock.now() - start
         longest = max(row.length for row in frame.rows)
         self._clock.record(PHASES[frame.kind], len(frame.rows), spent_s, longest)

@@ -31,7 +31,7 @@ from llmpq.dist.rank import (
 from llmpq.dist.ring import error_of, shut_down, wait_until_ready
 from llmpq.dist.stage import PHASES
 from llmpq.dist.stats import StageClock, synchronize
-from llmpq.errors import StageError
+from llmpq.errors import SpecError, StageError
 from llmpq.quant.loader import load_master
 
 OnHidden = Callable[[int, Tensor], None]
@@ -82,6 +82,11 @@ class _Teacher:
 
     def __init__(self, context: RankContext) -> None:
         plan = context.plan
+        if plan.is_split:
+            raise SpecError(
+                "plan: found stages of their own for prefill and for decode, expected stages that "
+                "do both: evaluate the plan it was made from"
+            )
         self._context = context
         self._clock = StageClock(micro_batching=plan.micro_batching)
         self._device = use_device(plan, 0)

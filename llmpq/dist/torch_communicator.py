@@ -85,6 +85,7 @@ class TorchCommunicator:
         self._timeout_s = timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         store = _open_store(meeting, rank, world_size)
+        self.ranks: Sequence[int] = range(world_size)
         self.names: Sequence[str] = _exchange(store, rank, world_size, name, limits)
         try:
             dist.init_process_group(

@@ -14,15 +14,18 @@ from llmpq.dist.messages import Row
 from llmpq.dist.stage import StageRunner
 from llmpq.dist.stats import synchronize
 from llmpq.models import Master
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, StageAssignment
+from llmpq.spec.precision import Phase
 
 MAX_TOKENS = 4096
 """Tokens of a prefill to warm up with: beyond, a first call is as slow as any."""
 
 
 @torch.inference_mode()
-def warm_up(plan: Plan, runner: StageRunner, hidden_size: int, dtype: torch.dtype) -> None:
-    """Run a stage's layers on zeros, at the plan's own sizes.
+def warm_up(
+    plan: Plan, stage: StageAssignment, runner: StageRunner, hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Run a stage's layers on zeros, at the plan's own sizes, in the phases that it computes.
 
     Whatever it leaves in the slots is overwritten or masked: a sequence writes each position of
     its slot before anyone reads it.
@@ -32,8 +35,8 @@ def warm_up(plan: Plan, runner: StageRunner, hidden_size: int, dtype: torch.dtyp
         return
     prompt = work.prompt_tokens
     rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
-    steps = [(rows, prompt, 0)]
-    if work.new_tokens > 1:
+    steps = [(rows, prompt, 0)] if stage.computes(Phase.PREFILL) else []
+    if work.new_tokens > 1 and stage.computes(Phase.DECODE):
         steps.append((sizes.decode, 1, prompt))
     for count, tokens, first in steps:
         hidden = torch.zeros(count, tokens, hidden_size, dtype=dtype, device=runner.device)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.dist.allocator import give_memory_back
-from llmpq.dist.connect import Me, connect
+from llmpq.dist.connect import Me, Ring, connect
 from llmpq.dist.doctor import examine, gather, report, time_link
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
 from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
@@ -41,6 +41,7 @@ from llmpq.dist.rank import (
 from llmpq.dist.recorder import Recorder
 from llmpq.dist.results import FinishReason, Result, ResultWriter
 from llmpq.dist.teacher import run_teacher
+from llmpq.dist.wiring import wiring_of
 from llmpq.errors import LlmpqError
 from llmpq.logging import configure_logging
 from llmpq.quant.store import Store
@@ -169,17 +170,23 @@ def _requests(
 
 def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
     checked_config(plan, job.model_dir)
-    communicator, offset_s = None, 0.0
+    ring: Ring | None = None
     if len(plan.stages) > 1:
-        ring = connect(_me(job, plan, rank), job.meeting, job.transport)
-        communicator, offset_s = ring.communicator, ring.clock_offset_s
+        ring = connect(_me(job, plan, rank), job.meeting, job.transport, wiring_of(plan))
     return RankContext(
         plan=plan,
         rank=rank,
         model_dir=job.model_dir,
-        communicator=communicator,
+        communicator=None if ring is None else ring.communicator,
+        outlets=() if ring is None else ring.outlets,
+        inlets=() if ring is None else ring.inlets,
+        step_timeout_s=job.step_timeout_s,
         progress=progress,
-        recorder=Recorder(rank, is_on=job.trace is not None, clock_offset_s=offset_s),
+        recorder=Recorder(
+            rank,
+            is_on=job.trace is not None,
+            clock_offset_s=0.0 if ring is None else ring.clock_offset_s,
+        ),
         keeps_all_tokens=job.task == "hidden",
         schedule=job.schedule,
         prediction=job.prediction,

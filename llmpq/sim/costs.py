@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from llmpq.batching import Ways
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 
@@ -93,10 +94,14 @@ class Layout:
         """Return how much longer a rank takes while another rank of its host works."""
         return self.company[rank][phase is Phase.DECODE] if self.company else 1.0
 
-    def most_in_flight(self, phase: Phase) -> int:
-        """Return how many micro-batches the runtime keeps on a way: one a stage and one more."""
-        stages = len(self.path(phase))
-        return 1 if stages == 1 else stages + 1
+    @property
+    def ways(self) -> Ways:
+        """What limits the micro-batches on their way, as in the runtime."""
+        return Ways(
+            prefill_stages=len(self.prefill_path),
+            decode_stages=len(self.decode_path),
+            is_split=self.is_split,
+        )
 
 
 def straight(num_stages: int) -> Layout:

@@ -93,6 +93,7 @@ class _Simulation:
     ) -> None:
         self._costs = costs
         self._layout = costs.layout
+        self._ways = self._layout.ways
         self._trace = trace
         self._book = RequestBook(policy=policy, num_slots=num_slots)
         self._workers = [
@@ -159,7 +160,7 @@ class _Simulation:
         if master.waiting:
             self._begin(master)
             return
-        open_phases = self._open_phases()
+        open_phases = self._ways.open_phases(self._book)
         if self._is_waiting or not open_phases or self._book.is_done:
             return
         decision, step = self._book.decide(self._now_s, open_phases)
@@ -175,18 +176,9 @@ class _Simulation:
         master.waiting.append(_Message(step=step, shape=shape))
         self._begin(master)
 
-    def _open_phases(self) -> tuple[Phase, ...]:
-        book, layout = self._book, self._layout
-        if not layout.is_split:
-            has_room = book.num_flights() < layout.most_in_flight(Phase.DECODE)
-            return tuple(Phase) if has_room else ()
-        return tuple(
-            phase for phase in Phase if book.num_flights(phase) < layout.most_in_flight(phase)
-        )
-
     def _begin(self, worker: _Worker) -> None:
         """Start a worker on the oldest message that waits for it."""
-        message = worker.message = worker.waiting.popleft()
+        message = worker.message = self._take(worker)
         costs, shape = self._costs, message.shape
         path = self._layout.path(shape.phase)
         if message.position == len(path):
@@ -197,6 +189,16 @@ class _Simulation:
         self._work_s[worker.rank][shape.phase] += seconds
         worker.start_s = self._now_s
         worker.left_s = message.received_s + seconds + self._hop(message).end_s
+
+    def _take(self, worker: _Worker) -> _Message:
+        """Return what a worker does next; where two ways end, decode answers go first."""
+        first = 0
+        if self._layout.is_split:
+            phases = [message.shape.phase for message in worker.waiting]
+            first = phases.index(Phase.DECODE) if Phase.DECODE in phases else 0
+        message = worker.waiting[first]
+        del worker.waiting[first]
+        return message
 
     def _hop(self, message: _Message) -> Hop:
         """Return what sending on takes from where the message is."""

@@ -2,8 +2,9 @@
 
 - On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
   between workers of one host half of a send occupies each end. Other links only delay.
-- A micro-batch's attention is charged for its longest context. Where a kernel takes each row at its
-  own length, as the compiled one on a CPU does, that is too much for rows of unlike lengths.
+- In decode the compiled attention of a CPU reads each row as far as it goes: what it takes is linear
+  in the rows' contexts, so that a ragged micro-batch is charged for their mean. Elsewhere rows are
+  read as far as the longest goes. Prompts are padded to the longest of their micro-batch everywhere.
 - Workers that share cores (``cores`` of a node) share them evenly while they compute, and with a
   core each still slow each other down (``company`` of a table).
 """
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.costs import Hop, Layout, Shape
 from llmpq.spec.cluster import Device
+from llmpq.spec.handover import handovers_of
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 
@@ -46,12 +48,11 @@ class PlanCosts:
             Counter(zip(kinds[stage.first_layer : stage.end_layer], stage.bits, strict=True))
             for stage in plan.stages
         ]
-        ranks = tuple(range(len(own)))
         cores = {node.name: node.cores for node in costs.cluster.nodes}
         self._layout = Layout(
             num_ranks=len(own),
-            prefill_path=ranks,
-            decode_path=ranks,
+            prefill_path=plan.path(Phase.PREFILL),
+            decode_path=plan.path(Phase.DECODE),
             threads=tuple(device.threads or 1 for device in own),
             hosts=tuple(device.node for device in own),
             cores={name: count for name, count in cores.items() if count is not None},
@@ -63,24 +64,29 @@ class PlanCosts:
                 for device in own
             ),
         )
+        self._takes_own_lengths = [costs.specs[device.group].kind == "cpu" for device in own]
+        self._stages = plan.stages
+        self._handovers = handovers_of(plan)
         self._stage: dict[tuple[int, Phase, int, int], float] = {}
         self._project: dict[tuple[Phase, int, int], float] = {}
         self._hops: dict[tuple[int, Phase, int, int], Hop] = {}
 
     @property
     def layout(self) -> Layout:
-        """The plan's stages in a row."""
+        """The plan's stages in a row, or in one for either phase."""
         return self._layout
 
     def stage_s(self, rank: int, shape: Shape) -> float:
         """Return the seconds of a stage's layers, and of what it does besides."""
-        if not self.has_layers(rank):
+        if not self.has_layers(rank, shape.phase):
             return 0.0
-        return self.layers_s(rank, shape.phase, shape.rows, shape.longest)
+        is_own = shape.phase is Phase.DECODE and self._takes_own_lengths[rank]
+        tokens = shape.mean if is_own else shape.longest
+        return self.layers_s(rank, shape.phase, shape.rows, tokens)
 
-    def has_layers(self, rank: int) -> bool:
+    def has_layers(self, rank: int, phase: Phase) -> bool:
         """Whether a rank computes layers; a master may only embed and project."""
-        return bool(self._layers[rank])
+        return bool(self._layers[rank]) and self._stages[rank].computes(phase)
 
     def layers_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
         """Return the seconds of a stage at any context, whole or not."""
@@ -108,7 +114,7 @@ class PlanCosts:
 
     def hop(self, rank: int, shape: Shape) -> Hop:
         """Return what sending a stage's output takes."""
-        is_last = rank == len(self._devices) - 1
+        is_last = rank == self._layout.path(shape.phase)[-1]
         # The last stage answers with the last position only: all that the head reads.
         tokens = 1 if is_last or shape.phase is Phase.DECODE else shape.longest
         key = rank, shape.phase, shape.rows, tokens
@@ -116,9 +122,19 @@ class PlanCosts:
             self._hops[key] = self._hop(*key)
         return self._hops[key]
 
-    def handover_s(self, shape: Shape) -> float:  # noqa: ARG002  the protocol's argument
-        """Return 0: both phases have the same stages."""
-        return 0.0
+    def handover_s(self, shape: Shape) -> float:
+        """Return the seconds until the last prefill stage's keys and values are where they belong.
+
+        The stages before it send theirs while it computes. 0 when both phases share their stages.
+        """
+        last = self._layout.prefill_path[-1]
+        costs, devices, total_s = self._costs, self._devices, 0.0
+        for one in self._handovers:
+            if one.source == last:
+                kinds = costs.model.layer_kinds[one.first_layer : one.end_layer]
+                size = sum(costs.layer_kv_bytes(kind, 1, shape.total) for kind in kinds)
+                total_s += costs.comm.send_s(devices[last], devices[one.target], size)
+        return total_s
 
     def _at(self, rank: int, phase: Phase, rows: int, tokens: int) -> float:
         key = rank, phase, rows, tokens
@@ -132,10 +148,11 @@ class PlanCosts:
         return self._stage[key]
 
     def _hop(self, rank: int, phase: Phase, rows: int, tokens: int) -> Hop:
-        if len(self._devices) == 1:
+        path = self._layout.path(phase)
+        if len(path) == 1:
             return Hop(0.0, 0.0)
         source = self._devices[rank]
-        target = self._devices[(rank + 1) % len(self._devices)]
+        target = self._devices[path[(path.index(rank) + 1) % len(path)]]
         seconds = self._costs.send_s(source, target, phase, rows, tokens)
         kinds = {self._costs.specs[end.group].kind for end in (source, target)}
         if source.node == target.node and kinds == {"cpu"}:

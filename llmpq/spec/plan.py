@@ -11,12 +11,14 @@ from typing import Literal
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
-from llmpq.spec.precision import BITS, Dtype
+from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.schedule import Schedule
 from llmpq.spec.workload import Workload
 
 Status = Literal["optimal", "feasible"]
 Formula = Literal["steady", "paper"]
+PREFILL_HALVES = 2
+"""Micro-batches that a stage which only prefills has slots for: one computed, one being sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class StageAssignment:
         first_layer, end_layer: the half-open range of decoder layers it holds. Only the master's
             stage may be empty (it then only embeds and projects).
         bits: the bitwidth of each of those layers.
+        phase: the only phase its layers compute (WAA); ``None`` for both.
     """
 
     rank: int
@@ -36,11 +39,16 @@ class StageAssignment:
     first_layer: int
     end_layer: int
     bits: tuple[int, ...]
+    phase: Phase | None = None
 
     @property
     def num_layers(self) -> int:
         """Decoder layers of the stage."""
         return self.end_layer - self.first_layer
+
+    def computes(self, phase: Phase) -> bool:
+        """Whether its layers take part in a phase."""
+        return self.phase in (None, phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +236,9 @@ class Plan:
         dtype: number format of whatever is not quantized.
         kv_bits: bits of a cached key or value (the dtype's own width when not quantized).
         micro_batching: sizes for the two phases.
-        stages: the pipeline in order; together they cover every layer once.
+        stages: the pipeline in order; together they cover every layer once. Where prefill and
+            decode have stages of their own (WAA), those that decode come first and those that
+            prefill after them; either cover every layer once, with equal bits.
         dropped_devices: indices into ``cluster.devices`` that run nothing.
         estimate, search, provenance: prediction, proof and origin.
         schedule: the batching policy it runs under; ``None`` is hybrid micro-batches.
@@ -260,7 +270,34 @@ class Plan:
     @property
     def bits(self) -> tuple[int, ...]:
         """The bitwidth of every layer, in order."""
-        return tuple(bits for stage in self.stages for bits in stage.bits)
+        return tuple(bits for stage in self.stages_of(Phase.DECODE) for bits in stage.bits)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether prefill and decode have stages of their own."""
+        return self.stages[0].phase is not None
+
+    def stages_of(self, phase: Phase) -> tuple[StageAssignment, ...]:
+        """Return the stages whose layers compute a phase, in the order of their layers."""
+        return tuple(stage for stage in self.stages if stage.computes(phase))
+
+    def slots_of(self, stage: StageAssignment) -> tuple[int, int]:
+        """Return the KV slots of a stage, and the tokens of each.
+
+        A stage that only prefills keeps what it made until it is sent on: it has slots for the
+        micro-batch it computes and for the one before.
+        """
+        if stage.phase is Phase.PREFILL:
+            return PREFILL_HALVES * self.micro_batching.prefill, self.workload.prompt_tokens
+        return self.workload.batch, self.workload.max_context_tokens
+
+    def path(self, phase: Phase) -> tuple[int, ...]:
+        """Return the ranks that a micro-batch passes, from the master on.
+
+        The master embeds in both phases; where it only decodes, a prefill goes on at once.
+        """
+        ranks = tuple(stage.rank for stage in self.stages_of(phase))
+        return ranks if ranks[0] == 0 else (0, *ranks)
 
     def device_of(self, stage: StageAssignment) -> Device:
         """Return the device a stage runs on."""
@@ -270,22 +307,39 @@ class Plan:
 def _check_stages(plan: Plan) -> None:
     if not plan.stages:
         raise SpecError("plan: field 'stages': found none, expected at least one")
-    num_devices = len(plan.cluster.devices)
-    layer = 0
     for rank, stage in enumerate(plan.stages):
-        where = f"plan: field 'stages[{rank}]"
         if stage.rank != rank:
-            raise SpecError(f"{where}.rank': found {stage.rank}, expected {rank}")
-        if not 0 <= stage.device < num_devices:
             raise SpecError(
-                f"{where}.device': found {stage.device}, expected an index below {num_devices}"
+                f"plan: field 'stages[{rank}].rank': found {stage.rank}, expected {rank}"
+            )
+    phases = tuple(dict.fromkeys(stage.phase for stage in plan.stages))
+    if phases not in ((None,), (Phase.DECODE, Phase.PREFILL)):
+        raise SpecError(
+            f"plan: field 'stages[].phase': found {[str(stage.phase) for stage in plan.stages]}, "
+            "expected none, or stages that decode before stages that prefill"
+        )
+    for phase in phases:
+        _check_cover(plan, plan.stages_of(phase or Phase.DECODE))
+    if plan.is_split:
+        _check_split(plan)
+
+
+def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
+    """Refuse stages that do not hold every layer once, in order, on devices that there are."""
+    layer = 0
+    for stage in stages:
+        where = f"plan: field 'stages[{stage.rank}]"
+        if not 0 <= stage.device < len(plan.cluster.devices):
+            raise SpecError(
+                f"{where}.device': found {stage.device}, "
+                f"expected an index below {len(plan.cluster.devices)}"
             )
         if stage.first_layer != layer or stage.end_layer < layer:
             raise SpecError(
                 f"{where}.first_layer': found layers [{stage.first_layer}, {stage.end_layer}), "
                 f"expected the range to start at {layer}"
             )
-        if stage.num_layers == 0 and rank > 0:
+        if stage.num_layers == 0 and stage.rank > 0:
             raise SpecError(f"{where}': found no layers, expected some on every rank but 0")
         if len(stage.bits) != stage.num_layers or not set(stage.bits) <= set(BITS):
             raise SpecError(
@@ -296,6 +350,21 @@ def _check_stages(plan: Plan) -> None:
     if layer != plan.model.num_layers:
         raise SpecError(
             f"plan: field 'stages': found {layer} layers covered, expected {plan.model.num_layers}"
+        )
+
+
+def _check_split(plan: Plan) -> None:
+    """Refuse two copies that are not of one model, and any policy that knows no such stages."""
+    prefill = [bits for stage in plan.stages_of(Phase.PREFILL) for bits in stage.bits]
+    if tuple(prefill) != plan.bits:
+        raise SpecError(
+            "plan: field 'stages[].bits': found other bits for prefill than for decode, "
+            "expected two copies of the same layers"
+        )
+    if plan.schedule is None or plan.schedule.policy != "waa":
+        found = "none" if plan.schedule is None else f"'{plan.schedule.policy}'"
+        raise SpecError(
+            f"plan: field 'schedule': found {found}, expected 'waa' for stages of either phase"
         )
 
 

@@ -27,7 +27,7 @@ from llmpq.spec.plan import (
     StageForecast,
     Status,
 )
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase
 from llmpq.spec.schedule import schedule_from_fields, schedule_to_json
 from llmpq.spec.workload import workload_from_fields, workload_to_json
 
@@ -94,16 +94,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
             "prefill": plan.micro_batching.prefill,
             "decode": plan.micro_batching.decode,
         },
-        "stages": [
-            {
-                "rank": stage.rank,
-                "device": stage.device,
-                "first_layer": stage.first_layer,
-                "end_layer": stage.end_layer,
-                "bits": list(stage.bits),
-            }
-            for stage in plan.stages
-        ],
+        "stages": [_stage_to_json(stage) for stage in plan.stages],
         "dropped_devices": list(plan.dropped_devices),
         **schedule,
         "estimate": _estimate_to_json(plan.estimate),
@@ -157,7 +148,19 @@ def _stage(fields: Fields) -> StageAssignment:
         first_layer=fields.integer("first_layer"),
         end_layer=fields.integer("end_layer"),
         bits=bits,
+        phase=Phase(fields.text("phase", tuple(Phase))) if fields.has("phase") else None,
     )
+
+
+def _stage_to_json(stage: StageAssignment) -> dict[str, Any]:
+    value = {
+        "rank": stage.rank,
+        "device": stage.device,
+        "first_layer": stage.first_layer,
+        "end_layer": stage.end_layer,
+        "bits": list(stage.bits),
+    }
+    return value if stage.phase is None else value | {"phase": stage.phase.value}
 
 
 def _estimate(fields: Fields) -> PlanEstimate:

@@ -78,7 +78,7 @@ def test_tokens_are_the_same_under_every_policy(name, stages, gap_s, model_dir, 
         assert record.arrival_s <= record.start_s < record.first_token_s <= record.end_s
 
 
-def test_waa_is_refused_in_a_sentence(model_dir):
+def test_waa_without_stages_of_its_own_is_refused_in_a_sentence(model_dir):
     plan = replace(make_plan(CUTS[2], batch=8), schedule=default_schedule("waa", 8))
-    with pytest.raises(SpecError, match="llmpq-dist does not run"):
+    with pytest.raises(SpecError, match="stages of their own"):
         run_threads(plan, model_dir, _requests(0.0))

@@ -37,7 +37,7 @@ def plan_of(new_tokens=5, prompt_tokens=7, prefill=2, decode=3):
 
 def test_both_phases_run_once_at_the_sizes_of_the_plan():
     runner = Runner()
-    warm_up(plan_of(), runner, 16, torch.float32)
+    warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
     prefill, decode = runner.steps
     assert prefill == ((2, 7, 16), [(0, 0, 7), (1, 0, 7)])
     assert decode == ((3, 1, 16), [(0, 7, 8), (1, 7, 8), (2, 7, 8)])
@@ -45,23 +45,23 @@ def test_both_phases_run_once_at_the_sizes_of_the_plan():
 
 def test_answers_of_one_token_have_no_decode_to_warm_up():
     runner = Runner()
-    warm_up(plan_of(new_tokens=1), runner, 16, torch.float32)
+    warm_up(plan_of(new_tokens=1), plan_of().stages[0], runner, 16, torch.float32)
     assert [shape for shape, _ in runner.steps] == [(2, 7, 16)]
 
 
 def test_a_stage_without_layers_has_nothing_to_warm_up():
     runner = Runner(layers=None)
-    warm_up(plan_of(), runner, 16, torch.float32)
+    warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.steps == []
 
 
 def test_a_large_prefill_is_warmed_up_with_fewer_rows_and_whole_prompts(monkeypatch):
     monkeypatch.setattr(warmup, "MAX_TOKENS", 15)
     runner = Runner()
-    warm_up(plan_of(prefill=4), runner, 16, torch.float32)
+    warm_up(plan_of(prefill=4), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.steps[0][0] == (2, 7, 16)
     runner = Runner()
-    warm_up(plan_of(prefill=4, prompt_tokens=40), runner, 16, torch.float32)
+    warm_up(plan_of(prefill=4, prompt_tokens=40), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.steps[0][0] == (1, 40, 16)
 
 

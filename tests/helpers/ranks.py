@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmpq.dist.communicator import Communicator, in_process_ring
 from llmpq.dist.job import Sampling
+from llmpq.dist.junction import Junction, make_junction
+from llmpq.dist.kv_transfer import KVInlet, KVOutlet
 from llmpq.dist.measurement import Measurement
+from llmpq.dist.messages import FrameLimits
 from llmpq.dist.progress import Progress, SilentProgress
 from llmpq.dist.prompts import Request
 from llmpq.dist.rank import RankContext, checked_config, frame_limits, run_master, run_stage
 from llmpq.dist.results import FinishReason
+from llmpq.dist.wiring import Link, wiring_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
     MemoryParts,
@@ -26,6 +33,8 @@ from llmpq.spec.plan import (
     StageAssignment,
     StageEstimate,
 )
+from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import Schedule
 from llmpq.spec.workload import Workload
 
 Answers = dict[str | int, tuple[tuple[int, ...], FinishReason]]
@@ -46,7 +55,6 @@ def make_plan(
     """A plan of CPU stages ``[cuts[i], cuts[i + 1])``; its estimates are ones."""
     widths = list(bits or [16] * cuts[-1])
     num_stages = len(cuts) - 1
-    group = DeviceGroup(type="cpu", count=num_stages, threads=1)
     memory = MemoryParts(weights=1, kv=1, temporary=1, master=1, runtime=1)
     estimate = StageEstimate(
         prefill_s=1.0,
@@ -60,7 +68,7 @@ def make_plan(
         model=ModelRef(
             name="tiny", source=None if source is None else str(source), num_layers=cuts[-1]
         ),
-        cluster=cluster or Cluster(name="here", nodes=(Node(name="here", devices=(group,)),)),
+        cluster=cluster or cpu_cluster(num_stages),
         workload=Workload(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens),
         dtype="float32",
         kv_bits=32,
@@ -84,6 +92,61 @@ def make_plan(
     )
 
 
+def make_split_plan(
+    decode_cuts: Sequence[int],
+    prefill_cuts: Sequence[int],
+    *,
+    encode_batch: int = 2,
+    kv_bits: int = 32,
+    **values: Any,
+) -> Plan:
+    """A plan for WAA: stages that decode, the master's first, then stages that prefill."""
+    plan = make_plan(decode_cuts, **values)
+    widths = plan.bits
+    number = len(decode_cuts) - 1 + len(prefill_cuts) - 1
+    phases = [(Phase.DECODE, *cut) for cut in itertools.pairwise(decode_cuts)] + [
+        (Phase.PREFILL, *cut) for cut in itertools.pairwise(prefill_cuts)
+    ]
+    return replace(
+        plan,
+        cluster=values.get("cluster") or cpu_cluster(number),
+        kv_bits=kv_bits,
+        stages=tuple(
+            StageAssignment(
+                rank=rank,
+                device=rank,
+                first_layer=first,
+                end_layer=end,
+                bits=widths[first:end],
+                phase=phase,
+            )
+            for rank, (phase, first, end) in enumerate(phases)
+        ),
+        estimate=replace(plan.estimate, stages=plan.estimate.stages[:1] * number),
+        schedule=Schedule(
+            policy="waa", encode_batch=encode_batch, decode_batch=plan.workload.batch
+        ),
+    )
+
+
+def cpu_cluster(count: int) -> Cluster:
+    """So many one-thread CPU workers on one node."""
+    group = DeviceGroup(type="cpu", count=count, threads=1)
+    return Cluster(name="here", nodes=(Node(name="here", devices=(group,)),))
+
+
+def socket_junctions(plan: Plan, limits: FrameLimits, timeout_s: float = 10.0) -> list[Junction]:
+    """The junctions of all ranks, over socket pairs."""
+    wiring = wiring_of(plan)
+    ends: list[dict[Link, socket.socket]] = [{} for _ in plan.stages]
+    for link in wiring.links:
+        ends[link.source][link], ends[link.target][link] = socket.socketpair()
+    names = [f"stage {rank} (rank {rank})" for rank in range(len(plan.stages))]
+    return [
+        make_junction(rank, names, limits, wiring, own, timeout_s) for rank, own in enumerate(ends)
+    ]
+
+
 def run_threads(
     plan: Plan,
     model_dir: Path,
@@ -103,7 +166,12 @@ def run_threads(
     limits = frame_limits(plan, model_dir, checked_config(plan, model_dir))
     num_ranks = len(plan.stages)
     ring: list[Communicator] = []
-    if num_ranks > 1:
+    ends: list[tuple[Sequence[KVOutlet], Sequence[KVInlet]]] = [((), ())] * num_ranks
+    if plan.is_split:
+        junctions = socket_junctions(plan, limits)
+        ring = [wrap(one.communicator) for one in junctions]
+        ends = [(one.outlets, one.inlets) for one in junctions]
+    elif num_ranks > 1:
         ring = [wrap(communicator) for communicator in in_process_ring(num_ranks, limits)]
     contexts = [
         RankContext(
@@ -112,6 +180,8 @@ def run_threads(
             model_dir=model_dir,
             communicator=ring[rank] if ring else None,
             progress=progress or SilentProgress(),
+            outlets=ends[rank][0],
+            inlets=ends[rank][1],
         )
         for rank in range(num_ranks)
     ]
