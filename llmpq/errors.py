@@ -8,7 +8,8 @@
     ├── InfeasibleError             3   no plan exists
     ├── CapacityError               3   it does not fit in the memory there is
     ├── SolverError                 1   a solver crashed or answered nonsense
-    └── StageError                  4   a rank of the pipeline failed or timed out
+    ├── StageError                  4   a rank of the pipeline failed or timed out
+    └── StoppedError              130   told to end before everything was done
 
 Messages say what was found, what was expected, and where. This module refuses to print or exit:
 only ``llmpq.cli`` does.
@@ -55,6 +56,12 @@ class StageError(LlmpqError):
     """A rank of the pipeline died, hung or broke the protocol; names stage, rank and host."""
 
     exit_status = 4
+
+
+class StoppedError(LlmpqError):
+    """A run was told to end (SIGTERM, Ctrl-C) and leaves something undone; says how much."""
+
+    exit_status = 130
 
 
 def bad_field(where: str, field: str, found: object, expected: str) -> SpecError:

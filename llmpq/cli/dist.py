@@ -8,15 +8,14 @@ torchrun, give ``--no_auto``: each process then is one rank.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
 from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
 from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
 from llmpq.cli.run_plot import draw_run
@@ -26,7 +25,7 @@ from llmpq.dist.job import Job, Sampling
 from llmpq.dist.launch import rank_environment
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import BarProgress, SilentProgress
-from llmpq.dist.prompts import read_prompts
+from llmpq.dist.prompts import sort_prompts
 from llmpq.dist.quantizer import quantizer_of
 from llmpq.dist.report import build_report, format_report
 from llmpq.errors import SpecError
@@ -81,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="a rank that gives no sign of life for so long has failed (default 10)",
     )
+    add_fault_options(parser)
     add_policy_options(parser)
     add_store_options(parser.add_argument_group("loading"))
     hosts = add_host_options(parser)
@@ -94,28 +94,23 @@ def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strat_file_name)
     require("torch", "transformers")
     job = _job(options, plan)
-    if options.no_auto:
-        measurement = _be_one_rank(job, plan)
-    else:
-        progress = _bar(plan.model.num_layers)
-        with _terminated_as_if_interrupted():
-            try:
-                measurement = run_job(job, hosts=hosts_of(options), progress=progress)
-            finally:
-                progress.close()
-    if measurement is not None:
-        _report(plan, measurement, options)
-    return 0
+    measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)
+    if measurement is None:
+        return 0
+    _report(plan, measurement, options)
+    return outcome(measurement)
 
 
-@contextlib.contextmanager
-def _terminated_as_if_interrupted() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that ranks are ended and the private folder removed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
+    """Run this host's ranks, over deaths and until told to end."""
+    progress = _bar(plan.model.num_layers)
+    supervision = supervision_of(options)
+    with supervision.stop.from_signals():
+        try:
+            hosts = hosts_of(options)
+            return run_job(job, hosts=hosts, progress=progress, supervision=supervision)
+        finally:
+            progress.close()
 
 
 def _job(options: argparse.Namespace, plan: Plan) -> Job:
@@ -141,12 +136,13 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         store_limit_bytes=store_limit_bytes(options.store_limit),
         kernel=options.kernel,
         pins_workers=not options.no_pin,
+        skips_bad_prompts=options.bad_prompts == "skip",
     )
 
 
 def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
     """Return what to obey; bins are made for the most tokens that each prompt asks for."""
-    prompts = read_prompts(options.prompts)
+    prompts, _ = sort_prompts(options.prompts)
     wanted = [prompt.max_new_tokens or plan.workload.new_tokens for prompt in prompts]
     return schedule_of(options, plan, wanted)
 

@@ -13,12 +13,20 @@ from pathlib import Path
 
 from llmpq.dist.janitor import watched
 from llmpq.dist.job import Job, Meeting, Sampling, check_plan
-from llmpq.dist.launch import launch, ranks_of_node
+from llmpq.dist.launch import ranks_of_node
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.policy import schedule_of
 from llmpq.dist.progress import Progress, SilentProgress
-from llmpq.dist.prompts import Prompt, make_request, read_prompts, request_limits, write_prompts
+from llmpq.dist.prompts import (
+    Prompt,
+    RequestLimits,
+    request_limits,
+    sort_prompts,
+    sort_requests,
+    write_prompts,
+)
 from llmpq.dist.results import Result, finished_ids, read_results
+from llmpq.dist.supervisor import Supervision, Supervisor
 from llmpq.dist.wiring import check_transport, wiring_of
 from llmpq.errors import SpecError
 from llmpq.spec.families import load_model_dir
@@ -32,6 +40,7 @@ __all__ = [
     "Prompt",
     "Result",
     "Sampling",
+    "Supervision",
     "check_job",
     "generate_offline",
     "model_dir_of",
@@ -54,7 +63,7 @@ class Hosts:
     address: tuple[str, int] | None = None
 
 
-def generate_offline(
+def generate_offline(  # noqa: PLR0913  the library's front door
     plan: Plan,
     prompts: Sequence[Prompt],
     *,
@@ -62,6 +71,7 @@ def generate_offline(
     sampling: Sampling | None = None,
     step_timeout_s: float = 10.0,
     progress: Progress | None = None,
+    supervision: Supervision | None = None,
 ) -> list[Result]:
     """Answer prompts with the ranks of ``plan`` as processes of this host.
 
@@ -72,13 +82,14 @@ def generate_offline(
         sampling: how tokens are chosen; greedy by default.
         step_timeout_s: how long a rank may give no sign of life.
         progress: takes events.
+        supervision: how often lost ranks are started anew; never by default.
 
     Returns:
         The results in the order of the prompts.
 
     Raises:
         LlmpqError: ``SpecError`` for bad prompts or files, ``CapacityError`` when memory ran out,
-            ``StageError`` when a rank died, hung or failed.
+            ``StageError`` when a rank died, hung or failed, ``StoppedError`` when told to end.
     """
     with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
         folder = Path(name)
@@ -92,13 +103,17 @@ def generate_offline(
         )
         write_plan(job.strategy, plan)
         write_prompts(job.prompts, prompts)
-        run_job(job, progress=progress)
+        run_job(job, progress=progress, supervision=supervision)
         results = {result.id: result for result in read_results(job.output)}
         return [results[prompt.id] for prompt in prompts]
 
 
 def run_job(
-    job: Job, *, hosts: Hosts | None = None, progress: Progress | None = None
+    job: Job,
+    *,
+    hosts: Hosts | None = None,
+    progress: Progress | None = None,
+    supervision: Supervision | None = None,
 ) -> Measurement | None:
     """Start this host's ranks, wait for their end, return what the master measured.
 
@@ -106,6 +121,8 @@ def run_job(
         job: what to run; where its ranks meet is decided here.
         hosts: this host's place; by default all ranks run here.
         progress: takes events.
+        supervision: how the ranks are looked after; by default nobody may ask for an early end
+            and a lost rank ends the run.
 
     Returns:
         The measurement, ``None`` on a host without the master.
@@ -128,7 +145,8 @@ def run_job(
             )
         told = replace(job, meeting=meeting, launcher_pid=os.getpid())
         with watched(folder):
-            return launch(told, plan, ranks, folder, progress or SilentProgress())
+            care, events = supervision or Supervision(), progress or SilentProgress()
+            return Supervisor(told, plan, ranks, folder, care, events).run()
 
 
 def check_job(job: Job) -> Plan:
@@ -142,12 +160,19 @@ def check_job(job: Job) -> Plan:
     check_plan(plan, job.model_dir, model.num_layers)
     schedule_of(plan, job.schedule)
     check_transport(job.transport, wiring_of(plan))
-    limits = request_limits(plan, model, ())
-    for prompt in read_prompts(job.prompts):
-        if prompt.token_ids is not None:
-            make_request(prompt, limits, None)
+    _check_prompts(job, request_limits(plan, model, ()))
     finished_ids(job.output, resume=job.resume)
     return plan
+
+
+def _check_prompts(job: Job, limits: RequestLimits) -> None:
+    """Refuse a file without a prompt that could be served, or with one that cannot be."""
+    prompts, refused = sort_prompts(job.prompts)
+    as_tokens = [prompt for prompt in prompts if prompt.token_ids is not None]
+    unfit = sort_requests(as_tokens, limits, None)[1]
+    is_none_left = len(unfit) == len(prompts)
+    if (refused or unfit) and (is_none_left or not job.skips_bad_prompts):
+        raise (refused or unfit)[0]
 
 
 def model_dir_of(plan: Plan, given: str | Path | None) -> Path:

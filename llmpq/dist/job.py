@@ -97,6 +97,8 @@ class Job:
         store_limit_bytes: what it may hold.
         kernel: backend that multiplies wherever it can run; ``None`` leaves it to the registry.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
+        skips_bad_prompts: whether prompts that cannot be served are put aside and told of, instead
+            of ending the run before it begins.
         launcher_pid: the process that started the workers of this host; they end with it.
             0 when something else (torchrun) did.
     """
@@ -118,6 +120,7 @@ class Job:
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     kernel: str | None = None
     pins_workers: bool = True
+    skips_bad_prompts: bool = False
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:
@@ -173,6 +176,7 @@ def read_job(path: Path) -> Job:
         store_limit_bytes=fields.integer("store_limit_bytes"),
         kernel=fields.optional_text("kernel"),
         pins_workers=fields.flag("pins_workers"),
+        skips_bad_prompts=fields.flag("skips_bad_prompts"),
         launcher_pid=fields.integer("launcher_pid"),
     )
     fields.done()
@@ -206,6 +210,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "store_limit_bytes": job.store_limit_bytes,
         "kernel": job.kernel,
         "pins_workers": job.pins_workers,
+        "skips_bad_prompts": job.skips_bad_prompts,
         "launcher_pid": job.launcher_pid,
     }
 

@@ -18,8 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import llmpq
 from llmpq.dist.environment import cpu_environment
@@ -32,7 +33,8 @@ from llmpq.dist.failures import (
 )
 from llmpq.dist.job import START_TIMEOUT_S, Job, write_job
 from llmpq.dist.measurement import Measurement, measurement_from_fields
-from llmpq.dist.progress import Event, Progress
+from llmpq.dist.progress import Event
+from llmpq.dist.stopping import SIGNALS
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.fields import Fields, read_json
@@ -41,6 +43,18 @@ from llmpq.spec.plan import Plan
 POLL_S = 0.05
 GRACE_S = 1.0
 """How long the others may take to say why, once one rank has failed."""
+
+
+class Overseer(Protocol):
+    """Whoever started the run, while its ranks work."""
+
+    def hear(self, event: Event) -> None:
+        """Take what a rank says."""
+        ...
+
+    def check(self) -> None:
+        """Look whether the run goes on; called many times a second. What it raises ends it."""
+        ...
 
 
 def measurement_file(folder: Path) -> Path:
@@ -85,7 +99,7 @@ def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[
 
 
 def launch(
-    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, progress: Progress
+    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, overseer: Overseer
 ) -> Measurement | None:
     """Run these ranks to their end.
 
@@ -94,7 +108,7 @@ def launch(
         plan: of the job.
         ranks: those that run on this host.
         folder: private to this user and this run.
-        progress: takes their events.
+        overseer: hears of their events, and may end them.
 
     Returns:
         What the master measured, ``None`` when it runs on another host.
@@ -111,7 +125,7 @@ def launch(
             workers[rank] = _start(job, plan, rank, ranks, folder, writer)
         os.close(writer)
         writer = -1
-        silent = _Watch(workers, reader, job.step_timeout_s + GRACE_S).run(progress)
+        silent = _Watch(workers, reader, job.step_timeout_s + GRACE_S).run(overseer)
         if silent is not None:
             name = stage_name(plan, silent, os.uname().nodename)
             raise silent_peer(name, silent, job.step_timeout_s)
@@ -139,7 +153,7 @@ def _start(
     if job.meeting.file is not None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-m", "llmpq.dist.worker"]
-    with _log_file(folder, rank).open("wb") as log:
+    with _log_file(folder, rank).open("wb") as log, _interrupts_kept_back():
         worker = subprocess.Popen(
             [*command, str(folder / "job.json"), str(rank), str(events)],
             env=environment,
@@ -153,6 +167,21 @@ def _start(
         with contextlib.suppress(ProcessLookupError):  # its end is noticed elsewhere
             os.sched_setaffinity(worker.pid, cores)
     return worker
+
+
+@contextlib.contextmanager
+def _interrupts_kept_back() -> Iterator[None]:
+    """Have what is started here see neither Ctrl-C nor SIGTERM: only the launcher ends ranks.
+
+    Terminals and service managers send them to every process of a group, and a rank that ended
+    would take along what the launcher lets finish. The blocked mask is inherited; ours is put
+    back, and what came meanwhile then reaches us.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
@@ -201,7 +230,7 @@ class _Watch:
         self._allowed_s = dict.fromkeys(workers, START_TIMEOUT_S)
         self._rest = b""
 
-    def run(self, progress: Progress) -> int | None:
+    def run(self, overseer: Overseer) -> int | None:
         """Pass events on until all ranks ended well or one did not.
 
         Returns:
@@ -213,7 +242,7 @@ class _Watch:
             selector.register(self._reader, selectors.EVENT_READ)
             while True:
                 codes = [worker.poll() for worker in self._workers.values()]
-                self._pass_on(selector.select(POLL_S) != [], progress)
+                self._pass_on(selector.select(POLL_S) != [], overseer)
                 if any(codes) or all(code == 0 for code in codes):
                     return None
                 now = time.monotonic()
@@ -222,16 +251,16 @@ class _Watch:
                 if silent is not None:
                     return silent
                 last = now
+                overseer.check()
 
-    def _pass_on(self, is_readable: bool, progress: Progress) -> None:
+    def _pass_on(self, is_readable: bool, overseer: Overseer) -> None:
         data = os.read(self._reader, 65536) if is_readable else b""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = Event.decode(line)
             self._silent_s[event.rank] = 0.0
             self._allowed_s[event.rank] = self._timeout_s
-            if event.kind != "alive":
-                progress.report(event)
+            overseer.hear(event)
 
     def _find_silent(self, elapsed_s: float) -> int | None:
         for rank, worker in self._workers.items():

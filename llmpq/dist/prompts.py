@@ -121,20 +121,55 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     Raises:
         SpecError: it cannot be read, is empty, or a line is not a prompt or repeats an id.
     """
+    prompts, refused = sort_prompts(path)
+    if refused:
+        raise refused[0]
+    return prompts
+
+
+def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
+    """Read a prompt file; a line that is not a prompt is put aside and harms no other.
+
+    Returns:
+        the prompts, and for each other line what is wrong with it.
+
+    Raises:
+        SpecError: the file cannot be read or has no lines.
+    """
     path = Path(path)
     prompts: list[Prompt] = []
+    refused: list[SpecError] = []
     first_line: dict[RequestId, int] = {}
-    for number, fields in json_lines(path):
-        prompt = _prompt(fields)
-        if prompt.id in first_line:
-            raise fields.error(
-                "id", prompt.id, f"an id not yet used in line {first_line[prompt.id]}"
-            )
+    for number, line in _lines(path):
+        try:
+            fields = Fields(_parse(path, number, line), f"{path}: line {number}")
+            prompt = _prompt(fields)
+            if prompt.id in first_line:
+                raise fields.error(
+                    "id", prompt.id, f"an id not yet used in line {first_line[prompt.id]}"
+                )
+        except SpecError as error:
+            refused.append(error)
+            continue
         first_line[prompt.id] = number
         prompts.append(prompt)
-    if not prompts:
+    if not (prompts or refused):
         raise SpecError(f"{path}: found no prompts, expected at least one line")
-    return prompts
+    return prompts, refused
+
+
+def sort_requests(
+    prompts: Iterable[Prompt], limits: RequestLimits, tokenizer: Tokenizer | None
+) -> tuple[list[Request], list[SpecError]]:
+    """Turn prompts into requests; what :func:`make_request` refuses is put aside."""
+    requests: list[Request] = []
+    refused: list[SpecError] = []
+    for prompt in prompts:
+        try:
+            requests.append(make_request(prompt, limits, tokenizer))
+        except SpecError as error:
+            refused.append(error)
+    return requests, refused
 
 
 def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | None) -> Request:
@@ -191,13 +226,18 @@ def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
 
 def json_lines(path: Path, end: int | None = None) -> Iterator[tuple[int, Fields]]:
     """Yield number and object of every line that is not blank, up to byte ``end``."""
+    for number, line in _lines(path, end):
+        yield number, Fields(_parse(path, number, line), f"{path}: line {number}")
+
+
+def _lines(path: Path, end: int | None = None) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if end is not None and file.tell() > end:
                     return
                 if line.strip():
-                    yield number, Fields(_parse(path, number, line), f"{path}: line {number}")
+                    yield number, line
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file") from None
     except OSError as error:

@@ -13,6 +13,7 @@ kind of step: ``llmpq-profile recalibrate`` corrects tables by it.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from llmpq.batching import summarise
@@ -29,7 +30,7 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     latency_s = measurement.latency_s
     tokens = measurement.generated_tokens
     return {
-        "status": "done",
+        "status": "stopped" if measurement.not_served else "done",
         "requests": measurement.requests,
         "generated_tokens": tokens,
         "elapsed_s": latency_s,
@@ -40,6 +41,7 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "latency_s": {"predicted": plan.estimate.predicted_s, "measured": latency_s},
         **_phases(plan, measurement),
         "stages": [_stage_report(plan, stats, latency_s) for stats in measurement.stages],
+        **_faults(measurement),
     }
 
 
@@ -54,6 +56,8 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
         f"latency: predicted {format_seconds(latency['predicted'])}, "
         f"measured {format_seconds(latency['measured'])}",
     ]
+    if "faults" in report:
+        lines += _told_faults(report["faults"])
     if report["per_request"]:
         latency, first = (report["per_request"][name] for name in _TOLD)
         lines.append(
@@ -73,6 +77,38 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
     if "phases" in report:
         lines += ["", *_columns(_phase_rows(report))]
     return "\n".join(lines)
+
+
+def _faults(measurement: Measurement) -> dict[str, Any]:
+    """Return what befell a run; nothing when that was nothing.
+
+    The figures beside it are those of the last start alone.
+    """
+    if not (measurement.restarts or measurement.not_served or measurement.refused):
+        return {}
+    return {
+        "faults": {
+            "restarts": [asdict(restart) for restart in measurement.restarts],
+            "answered_before": sum(restart.finished for restart in measurement.restarts),
+            "not_served": measurement.not_served,
+            "refused": list(measurement.refused),
+        }
+    }
+
+
+def _told_faults(faults: dict[str, Any]) -> list[str]:
+    lines = []
+    if faults["restarts"]:
+        lost_s = sum(restart["lost_s"] for restart in faults["restarts"])
+        lines.append(
+            f"started anew {len(faults['restarts'])} times after {format_seconds(lost_s)} in all "
+            f"and {faults['answered_before']} answers; figures are those of the last start"
+        )
+    if faults["not_served"]:
+        lines.append(f"stopped: {faults['not_served']} requests not served")
+    if faults["refused"]:
+        lines.append(f"refused: {len(faults['refused'])} prompts that could not be served")
+    return lines
 
 
 def _phases(plan: Plan, measurement: Measurement) -> dict[str, Any]:

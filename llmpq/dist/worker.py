@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,22 @@ from torch import Tensor
 from llmpq.dist.allocator import give_memory_back
 from llmpq.dist.connect import Me, Ring, connect
 from llmpq.dist.doctor import examine, gather, report, time_link
+from llmpq.dist.engine import Leave
 from llmpq.dist.failures import ErrorNote, PeerLostError, stage_name, write_note
 from llmpq.dist.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch import measurement_file
 from llmpq.dist.measurement import Measurement, StageStats
 from llmpq.dist.model_files import eos_token_ids, load_tokenizer
 from llmpq.dist.progress import PipeProgress, Progress, Pulse
-from llmpq.dist.prompts import Request, Tokenizer, make_request, read_prompts, request_limits
+from llmpq.dist.prompts import (
+    Request,
+    Tokenizer,
+    make_request,
+    read_prompts,
+    request_limits,
+    sort_prompts,
+    sort_requests,
+)
 from llmpq.dist.rank import (
     RankContext,
     checked_config,
@@ -40,9 +50,10 @@ from llmpq.dist.rank import (
 )
 from llmpq.dist.recorder import Recorder
 from llmpq.dist.results import FinishReason, Result, ResultWriter
+from llmpq.dist.stopping import drain_sign
 from llmpq.dist.teacher import run_teacher
 from llmpq.dist.wiring import wiring_of
-from llmpq.errors import LlmpqError
+from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
 from llmpq.quant.store import Store
 from llmpq.spec.families import load_model_dir
@@ -96,7 +107,8 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
         return _write_hidden(job, plan, progress)
     with ResultWriter(job.output, resume=job.resume) as writer:
         tokenizer = load_tokenizer(job.model_dir)
-        requests = _requests(job, plan, tokenizer, writer)
+        requests, refused = _requests(job, plan, tokenizer)
+        requests = [request for request in requests if request.id not in writer.done]
 
         def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
             text = "" if tokenizer is None else tokenizer.decode(token_ids)
@@ -106,6 +118,7 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
 
         context = _context(job, plan, rank, progress)
         measurement = run_master(context, requests, job.sampling, finish)
+        measurement = replace(measurement, refused=tuple(map(str, refused)))
     if job.trace is not None and context.recorder is not None:
         names = [context.name] if context.communicator is None else context.communicator.names
         write_text(job.trace, json.dumps(context.recorder.to_json(names)))
@@ -158,14 +171,18 @@ def die_with(launcher_pid: int) -> None:
 
 
 def _requests(
-    job: Job, plan: Plan, tokenizer: Tokenizer | None, writer: ResultWriter
-) -> list[Request]:
-    """Return what is left to answer; bad prompts are refused before any weight is read."""
+    job: Job, plan: Plan, tokenizer: Tokenizer | None
+) -> tuple[list[Request], list[SpecError]]:
+    """Return what can be answered; bad prompts are refused before any weight is read."""
     config = checked_config(plan, job.model_dir)
     eos = eos_token_ids(job.model_dir, config)
     limits = request_limits(plan, load_model_dir(job.model_dir), eos)
-    requests = [make_request(prompt, limits, tokenizer) for prompt in read_prompts(job.prompts)]
-    return [request for request in requests if request.id not in writer.done]
+    prompts, refused = sort_prompts(job.prompts)
+    requests, unfit = sort_requests(prompts, limits, tokenizer)
+    refused += unfit
+    if refused and not (job.skips_bad_prompts and requests):
+        raise refused[0]
+    return requests, refused
 
 
 def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
@@ -192,7 +209,14 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         prediction=job.prediction,
         store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
         kernel=job.kernel,
+        leave=_leaving(job),
     )
+
+
+def _leaving(job: Job) -> Leave | None:
+    """Look for the launcher's sign to begin nothing else; torchrun has none to give."""
+    folder = job.meeting.folder if job.meeting.file is None else job.meeting.file.parent
+    return None if folder is None else drain_sign(folder).exists
 
 
 def _me(job: Job, plan: Plan, rank: int) -> Me:

@@ -9,16 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.processes import At, is_running, listening_addresses, wait_for, workers_of
 from helpers.ranks import make_plan, run_threads
 
 from llmpq.cli.dist import main
 from llmpq.dist import Hosts, generate_offline, run_job
 from llmpq.dist.job import Job
-from llmpq.dist.progress import Event
 from llmpq.dist.prompts import Prompt, Request, write_prompts
 from llmpq.dist.results import read_results
 from llmpq.errors import SpecError, StageError
@@ -34,58 +33,6 @@ PROMPTS = [
     for n in range(12)
 ]
 PLAN = make_plan((0, 1, 3), prefill=3, decode=2, batch=4, new_tokens=60)
-
-
-class At:
-    """Does something once, when the run is at its ``tokens``-th token."""
-
-    def __init__(self, tokens: int, action: Callable[[], None]) -> None:
-        self.tokens = tokens
-        self.action = action
-        self.time_s = 0.0
-
-    def report(self, event: Event) -> None:
-        if event.kind == "tokens" and event.done >= self.tokens and not self.time_s:
-            self.action()
-            self.time_s = time.monotonic()
-
-
-def workers_of(parent: int) -> dict[int, int]:
-    """Process ids of a launcher's workers, by rank."""
-    found = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        try:
-            is_child = f"\nPPid:\t{parent}\n" in status.read_text()
-            words = status.with_name("cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if is_child and b"llmpq.dist.worker" in words:
-            found[int(words[-3])] = int(status.parent.name)
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-
-
-def listening_addresses(pids: list[int]) -> set[str]:
-    """Local addresses, in hex, of the listening TCP sockets of processes."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(link.readlink())
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == "0A" and columns[9] in inodes:
-                found.add(columns[1].split(":")[0])
-    return found
 
 
 def expected_answers(plan: Plan, model_dir: Path) -> dict[str | int, tuple[int, ...]]:
@@ -308,11 +255,3 @@ def write_files(folder: Path, plan: Plan, model_dir: Path) -> list[str]:
         "--output": folder / "results.jsonl",
     }
     return [str(word) for option in options.items() for word in option]
-
-
-def wait_for(look, is_good, limit_s: float = 30.0):
-    end = time.monotonic() + limit_s
-    while not is_good(found := look()):
-        assert time.monotonic() < end, f"still {found}"
-        time.sleep(0.02)
-    return found

@@ -1,0 +1,224 @@
+"""When ranks are started anew and when not, and what becomes of a run that is asked to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.ranks import make_plan
+
+from llmpq.dist import supervisor as module
+from llmpq.dist.job import Job
+from llmpq.dist.measurement import Measurement
+from llmpq.dist.progress import Event, SilentProgress
+from llmpq.dist.stopping import StopRequest, drain_sign
+from llmpq.dist.supervisor import Supervision, Supervisor
+from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
+
+PLAN = make_plan((0, 1, 3))
+DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
+
+
+class Generations:
+    """Stands for ``launch``: plays one generation after the other."""
+
+    def __init__(self, *plays: Callable[[Job, Path, Supervisor], None]) -> None:
+        self.jobs: list[Job] = []
+        self._plays = list(plays)
+
+    def __call__(self, job, _, __, folder, overseer):
+        self.jobs.append(job)
+        (folder / "job.json").touch()
+        self._plays.pop(0)(job, folder, overseer)
+        return DONE
+
+
+def dies(tokens: int = 0, answers: int = 0, error: Exception | None = None):
+    def play(job: Job, folder: Path, overseer: Supervisor) -> None:
+        overseer.hear(Event(rank=0, kind="tokens", done=tokens, total=9))
+        with job.output.open("a") as file:
+            for number in range(answers):
+                line = {"id": number, "token_ids": [1], "text": "", "finish_reason": "length"}
+                file.write(json.dumps(line) + "\n")
+        (folder / "meeting").touch()
+        raise error or StageError("stage 1: was ended by SIGKILL")
+
+    return play
+
+
+def ends(job: Job, folder: Path, overseer: Supervisor) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["job.json"]
+
+
+def supervise(tmp_path, monkeypatch, *plays, ranks=(0, 1), task="generate", **options):
+    generations = Generations(*plays)
+    monkeypatch.setattr(module, "launch", generations)
+    folder = tmp_path / "private"
+    folder.mkdir()
+    paths = {name: tmp_path / name for name in ("strategy", "model_dir", "prompts", "output")}
+    run = Supervisor(
+        Job(**paths, task=task), PLAN, ranks, folder, Supervision(**options), SilentProgress()
+    )
+    return generations, run
+
+
+def test_a_lost_rank_is_made_up_for_by_a_new_start(tmp_path, monkeypatch, caplog):
+    generations, run = supervise(
+        tmp_path, monkeypatch, dies(5, answers=2), dies(7), ends, max_restarts=2
+    )
+    measurement = run.run()
+    assert [job.resume for job in generations.jobs] == [False, True, True]
+    assert [one.finished for one in measurement.restarts] == [2, 0]
+    assert measurement.restarts[0].cause == "stage 1: was ended by SIGKILL"
+    assert caplog.text.count("starting all ranks anew") == 2
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_restarts_are_bounded(tmp_path, monkeypatch, limit):
+    generations, run = supervise(
+        tmp_path, monkeypatch, *[dies(5)] * (limit + 1), max_restarts=limit
+    )
+    with pytest.raises(
+        StageError, match=rf"stage 1: was .* anew {limit} of {limit} times, no more"
+    ):
+        run.run()
+    assert len(generations.jobs) == limit + 1
+
+
+def test_two_starts_without_a_token_are_enough(tmp_path, monkeypatch):
+    _, run = supervise(tmp_path, monkeypatch, dies(5), dies(0), dies(0), max_restarts=100)
+    with pytest.raises(StageError, match="none of the last two starts made a token"):
+        run.run()
+
+
+def test_a_host_without_the_master_does_not_count_tokens(tmp_path, monkeypatch):
+    _, run = supervise(
+        tmp_path, monkeypatch, dies(), dies(), dies(), ends, ranks=(1,), max_restarts=3
+    )
+    run.run()
+
+
+@pytest.mark.parametrize("error", [SpecError("bad"), CapacityError("full"), ValueError("bug")])
+def test_what_another_start_would_not_cure_ends_the_run(tmp_path, monkeypatch, error):
+    generations, run = supervise(tmp_path, monkeypatch, dies(5, error=error), max_restarts=3)
+    with pytest.raises(type(error)):
+        run.run()
+    assert len(generations.jobs) == 1
+
+
+def test_nothing_but_answers_is_started_anew(tmp_path, monkeypatch):
+    _, run = supervise(tmp_path, monkeypatch, dies(5), task="hidden", max_restarts=3)
+    with pytest.raises(StageError):
+        run.run()
+
+
+@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"drain_timeout_s": float("nan")}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(SpecError):
+        Supervision(**wrong)
+
+
+def test_health_follows_the_run(tmp_path, monkeypatch):
+    path = tmp_path / "health.json"
+    seen = []
+
+    def look(*_) -> None:
+        seen.append(json.loads(path.read_text()))
+
+    def dies_watched(job: Job, folder: Path, overseer: Supervisor) -> None:
+        look()
+        overseer.hear(Event(rank=0, kind="tokens", done=3, total=9))
+        look()
+        raise StageError("stage 1: was ended by SIGKILL")
+
+    _, run = supervise(tmp_path, monkeypatch, dies_watched, look, max_restarts=1, health=path)
+    run.run()
+    look()
+    assert [one["state"] for one in seen] == ["starting", "serving", "restarting", "done"]
+    assert [one["is_healthy"] for one in seen] == [False, True, False, True]
+    assert [one["restarts"] for one in seen] == [0, 0, 1, 1]
+    assert seen[2]["cause"] == "stage 1: was ended by SIGKILL"
+    _, run = supervise(
+        (tmp_path / "b").mkdir() or tmp_path / "b", monkeypatch, dies(5), health=path
+    )
+    with pytest.raises(StageError):
+        run.run()
+    look()
+    assert (seen[-1]["state"], seen[-1]["is_healthy"]) == ("failed", False)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def asked(seconds_ago: float) -> StopRequest:
+    clock = Clock()
+    stop = StopRequest(clock)
+    stop.ask("SIGTERM")
+    clock.now_s = seconds_ago
+    return stop
+
+
+def checks(serving: bool):
+    def play(job: Job, folder: Path, overseer: Supervisor) -> None:
+        if serving:
+            overseer.hear(Event(rank=0, kind="tokens", done=0, total=9))
+        overseer.check()
+        overseer.check()
+        assert drain_sign(folder).exists()
+
+    return play
+
+
+def test_a_run_that_serves_drains(tmp_path, monkeypatch, caplog):
+    _, run = supervise(tmp_path, monkeypatch, checks(True), stop=asked(29))
+    assert run.run() == DONE
+    assert caplog.text.count("SIGTERM: finishing what has begun") == 1
+
+
+def test_a_drain_is_bounded(tmp_path, monkeypatch):
+    _, run = supervise(tmp_path, monkeypatch, checks(True), stop=asked(31))
+    with pytest.raises(StoppedError, match=r"not finished within 30 s.* 0 answers, --resume"):
+        run.run()
+
+
+@pytest.mark.parametrize(("serving", "ranks"), [(False, (0, 1)), (True, (1,))])
+def test_a_run_that_has_begun_nothing_ends_at_once(tmp_path, monkeypatch, serving, ranks):
+    _, run = supervise(tmp_path, monkeypatch, checks(serving), ranks=ranks, stop=asked(0))
+    with pytest.raises(StoppedError, match="nothing had begun") as caught:
+        run.run()
+    assert caught.value.exit_status == 130
+
+
+def test_a_rank_lost_while_draining_is_not_started_anew(tmp_path, monkeypatch):
+    _, run = supervise(tmp_path, monkeypatch, dies(5), stop=asked(1), max_restarts=3)
+    with pytest.raises(StageError):
+        run.run()
+
+
+def test_the_first_signal_asks_and_the_second_interrupts():
+    before = signal.getsignal(signal.SIGTERM)
+    stop = StopRequest()
+
+    def run() -> None:
+        with stop.from_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.is_asked
+            assert stop.by == "SIGTERM"
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(5)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)  # unwinding is not interrupted
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert signal.getsignal(signal.SIGTERM) is before
