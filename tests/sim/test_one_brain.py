@@ -28,6 +28,7 @@ from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
 from llmpq.dist import engine as engine_module
 from llmpq.dist.engine import MasterEngine
+from llmpq.dist.flights import Split
 from llmpq.dist.messages import Frame, FrameKind
 from llmpq.dist.prompts import Request
 from llmpq.dist.stats import StageClock
@@ -39,7 +40,6 @@ from llmpq.spec.trace import TraceRequest
 
 TICK_S = 1 / 64
 HIDDEN, VOCABULARY = 1, 2
-ENGINE_POLICIES = [name for name in POLICY_NAMES if name != "waa"]
 
 
 @dataclass
@@ -51,12 +51,23 @@ class Costs:
     embed: int
     project: int
     link: int
+    decoding: int | None = None  # so many ranks only decode, and the others only prefill
+    handover: int = 0
 
     @property
     def layout(self) -> Layout:
-        return straight(len(self.prefill))
+        ranks = len(self.prefill)
+        if self.decoding is None:
+            return straight(ranks)
+        return replace(
+            straight(ranks),
+            prefill_path=(0, *range(self.decoding, ranks)),
+            decode_path=tuple(range(self.decoding)),
+        )
 
     def stage_s(self, stage: int, shape: Shape) -> float:
+        if self.decoding is not None and (stage < self.decoding) is (shape.phase is Phase.PREFILL):
+            return 0.0
         if shape.phase is Phase.PREFILL:
             return TICK_S * self.prefill[stage] * shape.rows * shape.longest
         return TICK_S * (self.decode[stage] * 4 + shape.rows + shape.longest // 8)
@@ -70,8 +81,8 @@ class Costs:
     def hop(self, stage: int, shape: Shape) -> Hop:
         return Hop(0.0, TICK_S * self.link * (1 + stage) * shape.rows)
 
-    def handover_s(self, _: Shape) -> float:
-        return 0.0
+    def handover_s(self, shape: Shape) -> float:
+        return TICK_S * self.handover * shape.rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,16 +96,27 @@ def _unending_glance():
 @dataclass
 class Clock:
     now_s: float = 0.0
-    back: deque = field(default_factory=deque)  # time and frame of answers on their way
+    # By kind, when they are there: answers on their way.
+    back: dict[FrameKind, deque] = field(default_factory=dict)
 
     def now(self) -> float:
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
         assert seconds > 0, "the engine spins"
+        before_s = self.now_s
         self.now_s += seconds
-        if self.back:
-            self.now_s = min(self.now_s, self.back[0][0])
+        if (first := self.first()) is not None:
+            self.now_s = max(before_s, min(self.now_s, first[0]))
+
+    def first(self) -> tuple[float, FrameKind] | None:
+        """When the next answer is there, and of which kind; of equals, decode."""
+        heads = [(way[0][0], kind is FrameKind.PREFILL, kind) for kind, way in self.ways()]
+        return min(heads)[0::2] if heads else None
+
+    def ways(self):
+        # Answers that share their stages come back in one order.
+        return [(kind, way) for kind, way in self.back.items() if way]
 
 
 def shape_of(kind: FrameKind, rows) -> Shape:
@@ -105,7 +127,7 @@ def shape_of(kind: FrameKind, rows) -> Shape:
 
 @dataclass
 class TimedRing:
-    """The stages after the master's, each one micro-batch at a time, in order."""
+    """The stages after the master's, each one micro-batch at a time, in order of arrival."""
 
     costs: Costs
     clock: Clock
@@ -113,30 +135,45 @@ class TimedRing:
 
     def __post_init__(self) -> None:
         self.names = [f"stage {rank}" for rank in range(len(self.costs.prefill))]
+        self.ranks = range(len(self.names))
         self.free_s = [0.0] * len(self.names)
-        self.delivered_s = [0.0] * len(self.names)
+        self.delivered_s: dict[tuple[int, int], float] = {}
+        way: deque = deque()
+        self.clock.back = dict.fromkeys((FrameKind.DECODE, FrameKind.PREFILL), way)
+        if self.costs.decoding is not None:
+            self.clock.back[FrameKind.PREFILL] = deque()
 
-    def _deliver(self, stage: int, at_s: float) -> float:
+    def _deliver(self, source: int, target: int, at_s: float) -> float:
         """Links keep the order of their messages."""
-        self.delivered_s[stage] = max(at_s, self.delivered_s[stage])
-        return self.delivered_s[stage]
+        at_s = max(at_s, self.delivered_s.get((source, target), 0.0))
+        self.delivered_s[source, target] = at_s
+        return at_s
 
     def send(self, frame: Frame) -> None:
-        shape = shape_of(frame.kind, frame.rows)
-        at_s = self._deliver(0, self.clock.now_s + self.costs.hop(0, shape).delay_s)
-        for stage in range(1, len(self.names)):
-            at_s = max(at_s, self.free_s[stage]) + self.costs.stage_s(stage, shape)
-            self.free_s[stage] = at_s
-            at_s = self._deliver(stage, at_s + self.costs.hop(stage, shape).delay_s)
-        self.clock.back.append((at_s, frame))
+        costs, shape = self.costs, shape_of(frame.kind, frame.rows)
+        path = costs.layout.path(shape.phase)
+        at_s = self.clock.now_s
+        for place, stage in enumerate(path):
+            if place > 0:
+                at_s = max(at_s, self.free_s[stage]) + costs.stage_s(stage, shape)
+                self.free_s[stage] = at_s
+            following = path[(place + 1) % len(path)]
+            delay_s = costs.hop(stage, shape).delay_s
+            if following == 0 and shape.phase is Phase.PREFILL:
+                delay_s += costs.handover_s(shape)
+            at_s = self._deliver(stage, following, at_s + delay_s)
+        self.clock.back[frame.kind].append((at_s, frame))
 
     def has_frame(self) -> bool:
-        back = self.clock.back
-        return bool(back) and back[0][0] <= self.clock.now_s
+        first = self.clock.first()
+        return first is not None and first[0] <= self.clock.now_s
 
     def recv(self) -> Frame:
-        at_s, frame = self.clock.back.popleft()
-        self.clock.now_s = max(self.clock.now_s, at_s)
+        back, now_s = self.clock.back, self.clock.now_s
+        is_decoded = back[FrameKind.DECODE] and back[FrameKind.DECODE][0][0] <= now_s
+        kind = FrameKind.DECODE if is_decoded else self.clock.first()[1]
+        at_s, frame = back[kind].popleft()
+        self.clock.now_s = max(now_s, at_s)
         return frame
 
     def close(self) -> None:
@@ -160,6 +197,12 @@ class TimedEnds:
         shape = shape_of(kind, rows)
         self.clock.now_s += self.costs.embed_s(shape) + self.costs.stage_s(0, shape)
         return hidden[:, -1:]
+
+    def enter(self, rows):
+        return rows
+
+    def leave(self, rows):
+        """Nothing is kept here."""
 
     def logits(self, hidden):
         rows = hidden.shape[0]
@@ -234,6 +277,11 @@ def schedules(draw, policy: str, slots: int, trace: list[TraceRequest]) -> Sched
     if policy == "multibin":
         bins = quantile_boundaries([item.new_tokens for item in trace], draw(st.integers(1, 4)))
         schedule = replace(schedule, boundaries=bins)
+    if policy == "waa":
+        batch = draw(st.integers(1, slots))
+        schedule = replace(
+            schedule, decode_batch=batch, encode_batch=draw(st.integers(1, batch)), threshold=0.5
+        )
     if policy == "rra":
         batch = draw(st.integers(1, slots))
         schedule = replace(
@@ -245,11 +293,17 @@ def schedules(draw, policy: str, slots: int, trace: list[TraceRequest]) -> Sched
     return schedule
 
 
-@pytest.mark.parametrize("policy", ENGINE_POLICIES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 @given(data=st.data(), trace=traces(), costs=all_costs(), slots=st.integers(1, 7))
 @settings(max_examples=60, deadline=None)
 def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, costs, slots):
     schedule = data.draw(schedules(policy, slots, trace))
+    if policy == "waa" and len(costs.prefill) > 1:
+        costs = replace(
+            costs,
+            decoding=data.draw(st.integers(1, len(costs.prefill) - 1)),
+            handover=data.draw(st.integers(0, 3)),
+        )
     sizes = MicroBatching(
         prefill=data.draw(st.integers(1, slots)), decode=data.draw(st.integers(1, slots))
     )
@@ -274,6 +328,9 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
         sampler=ends,
         clock=StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep),
         num_slots=slots,
+        split=None
+        if costs.decoding is None
+        else Split(ways=costs.layout.ways, prefill_runner=ends),
     )
     requests = [
         Request(
