@@ -6,6 +6,7 @@ threshold of the mean, and grows or shrinks when the decoding batch is below or 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import islice
 
@@ -41,20 +42,40 @@ class Admission:
 
     def choose(self, view: SchedulerView) -> tuple[int, ...]:
         """Return the requests to encode now, in order of arrival; none when there is no room."""
-        missing = self.decode_batch - view.alive
-        # More only makes up for a decoding batch that has become too small, less only when the
-        # batch would become too large.
         most = self.encode_batch
-        if view.alive + most < self.decode_batch * (1 - self.threshold):
+        if self._is_small(view.alive + most):
             most += max(1, round(self.encode_batch * self.threshold))
-        elif missing < most:
-            most = missing
+        return self.take(view, most)
+
+    def wanted(self, alive: int) -> int:
+        """Return how many requests to encode until the next encoding, in one step or in several.
+
+        As many as usual; more only make up for a decoding batch that has become too small, as it
+        is when a run begins: every iteration of a small batch costs nearly as much as a full one.
+        """
+        if not self._is_small(alive + self.encode_batch):
+            return self.encode_batch
+        return max(self.encode_batch, math.ceil(self._smallest) - alive)
+
+    def take(self, view: SchedulerView, most: int) -> tuple[int, ...]:
+        """Return at most so many requests to encode, in order of arrival, as far as there is room.
+
+        Fewer when the decoding batch would become too large, or their prompts too long.
+        """
+        room = min(most, self.decode_batch - view.alive, view.free_slots)
         limit = self.encode_batch * self.mean_prompt_tokens * (1 + self.threshold)
         chosen: list[int] = []
         tokens = 0
-        for item in islice(view.waiting, max(0, min(most, view.free_slots))):
+        for item in islice(view.waiting, max(0, room)):
             tokens += item.prompt_tokens
             if chosen and limit and tokens > limit:
                 break
             chosen.append(item.request)
         return tuple(chosen)
+
+    @property
+    def _smallest(self) -> float:
+        return self.decode_batch * (1 - self.threshold)
+
+    def _is_small(self, alive: int) -> bool:
+        return alive < self._smallest

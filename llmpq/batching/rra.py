@@ -2,11 +2,13 @@
 
 Encoding rarely keeps decoding batches full without a bubble at every step. A cycle encodes as many
 requests as ended in the one before, then every sequence makes ``N_D`` tokens.
+
+In a pipeline the last micro-batches of a cycle are still on their way when the first is back. What
+ended in that one has made room: prompts follow at once, behind the last decode steps of the old
+cycle, and no stage waits between two cycles.
 """
 
 from __future__ import annotations
-
-from collections import deque
 
 from llmpq.batching.admission import Admission
 from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
@@ -32,7 +34,7 @@ class RraPolicy:
         self._admission = admission
         self._decode_iterations = decode_iterations
         self._sizes = micro_batching
-        self._to_prefill: deque[int] = deque()
+        self._to_encode = 0  # requests that this cycle may still encode
         self._made: dict[int, int] = {}  # request -> tokens this cycle, in flight counted
 
     @property
@@ -42,17 +44,14 @@ class RraPolicy:
 
     def decide(self, view: SchedulerView) -> Decision:
         """Go on with the cycle, or begin the next one."""
-        if not view.waiting:
-            self._to_prefill.clear()  # what was chosen was let go (the run drains)
-        if not self._to_prefill and self._is_cycle_over(view):
-            chosen = self._admission.choose(view)
-            if view.flights and view.waiting and len(chosen) < self._admission.encode_batch:
-                return Wait()  # sequences on their way may end and make room
-            self._to_prefill.extend(chosen)
+        if not self._to_encode and self._is_cycle_over(view):
+            self._to_encode = self._admission.wanted(view.alive)
             self._made.clear()
-        if self._to_prefill:
-            size = min(self._sizes.prefill, len(self._to_prefill))
-            return Prefill(requests=tuple(self._to_prefill.popleft() for _ in range(size)))
+        if self._to_encode:
+            decision = self._encode(view)
+            if decision is not None:
+                return decision
+            self._to_encode = 0
         return self._decode(view)
 
     def _is_cycle_over(self, view: SchedulerView) -> bool:
@@ -62,6 +61,17 @@ class RraPolicy:
         numbers = [sequence.request for sequence in view.ready]
         numbers += [request for flight in view.flights for request in flight.requests]
         return all(self._made.get(number, 0) >= self._decode_iterations for number in numbers)
+
+    def _encode(self, view: SchedulerView) -> Decision | None:
+        """Encode a micro-batch; ``None`` when this cycle has encoded all that it can."""
+        size = min(self._sizes.prefill, self._to_encode)
+        chosen = self._admission.take(view, size)
+        if len(chosen) < min(size, len(view.waiting)) and view.num_flights(Phase.DECODE):
+            return Wait()  # sequences on their way may end and make room
+        if not chosen:
+            return None
+        self._to_encode -= len(chosen)
+        return Prefill(requests=chosen)
 
     def _decode(self, view: SchedulerView) -> Decision:
         due = [

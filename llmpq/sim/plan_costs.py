@@ -2,9 +2,9 @@
 
 - On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
   between workers of one host half of a send occupies each end. Other links only delay.
-- In decode the compiled attention of a CPU reads each row as far as it goes: what it takes is linear
-  in the rows' contexts, so that a ragged micro-batch is charged for their mean. Elsewhere rows are
-  read as far as the longest goes. Prompts are padded to the longest of their micro-batch everywhere.
+- In decode the compiled attention of a CPU reads each row as far as it goes: what it takes is
+  linear in the rows' contexts, so that a ragged micro-batch is charged for their mean. Elsewhere
+  rows are read as far as the longest goes. Prompts are padded to the longest everywhere.
 - Workers that share cores (``cores`` of a node) share them evenly while they compute, and with a
   core each still slow each other down (``company`` of a table).
 """

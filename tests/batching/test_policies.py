@@ -25,6 +25,7 @@ from llmpq.batching import (
 )
 from llmpq.batching.length import OraclePredictor
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
 
 MakePolicy = Callable[[int, MicroBatching, list[int]], BatchingPolicy]
 
@@ -136,7 +137,7 @@ def test_multi_bin_serves_the_bin_that_is_full_first():
 
 @pytest.mark.parametrize("iterations", [1, 2, 5])
 def test_rra_decodes_n_iterations_between_two_encodings(iterations):
-    pipeline = Pipeline([11] * 30, num_slots=10, limit=1)
+    pipeline = Pipeline([5 + number % 7 for number in range(60)], num_slots=10, limit=1)
     policy = RraPolicy(
         admission=Admission(encode_batch=3, decode_batch=10, threshold=0.0),
         decode_iterations=iterations,
@@ -147,6 +148,39 @@ def test_rra_decodes_n_iterations_between_two_encodings(iterations):
     runs = [len(run) for run in phases.split("P")[1:]]
     assert all(run % iterations == 0 for run in runs[:-1])
     assert iterations in runs
+
+
+class Watched(RraPolicy):
+    """Remembers how many decode micro-batches were out whenever it encoded."""
+
+    def decide(self, view):
+        decision = super().decide(view)
+        if isinstance(decision, Prefill):
+            self.out = [*getattr(self, "out", []), view.num_flights(Phase.DECODE)]
+        return decision
+
+
+def test_rra_encodes_before_the_last_micro_batch_of_a_cycle_is_back():
+    pipeline = Pipeline([3, 9, 9, 9] * 5, num_slots=4, limit=2)
+    policy = Watched(
+        admission=Admission(encode_batch=1, decode_batch=4, threshold=0.0),
+        decode_iterations=2,
+        micro_batching=MicroBatching(prefill=1, decode=2),
+    )
+    pipeline.run(policy)
+    assert sum(policy.out) > 2
+
+
+def test_rra_begins_with_a_batch_large_enough_to_decode():
+    pipeline = Pipeline([20] * 40, num_slots=16, limit=1)
+    policy = RraPolicy(
+        admission=Admission(encode_batch=2, decode_batch=16),
+        decode_iterations=4,
+        micro_batching=MicroBatching(prefill=4, decode=16),
+    )
+    pipeline.run(policy)
+    first = next(size for phase, size in pipeline.sizes if phase == "decode")
+    assert first == 12  # three quarters: the threshold below the mean
 
 
 def test_rra_keeps_its_decoding_batch_near_the_mean():

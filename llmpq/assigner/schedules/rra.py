@@ -33,7 +33,7 @@ class ScheduleTask:
         prompt_tokens, new_tokens: laws of lengths.
         latency_bound_s: largest latency of an answer of ``bound_tokens``; infinity is no bound.
         bound_tokens: the answer that the bound is for.
-        threshold: how far a decoding batch may be above its mean; slots are kept for it.
+        threshold: how far a decoding batch may be below its size before more is encoded.
     """
 
     costs: StepCosts
@@ -46,8 +46,8 @@ class ScheduleTask:
 
     @property
     def most_decoding(self) -> int:
-        """Largest mean decoding batch that leaves slots for being above the mean."""
-        return max(1, math.floor(self.num_slots / (1 + self.threshold)))
+        """Largest decoding batch: every slot, since the policy never lets it grow beyond."""
+        return self.num_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ def test_forecasts_agree_with_the_simulator(iterations):
 
 def test_a_tighter_bound_never_raises_throughput():
     free = best_rra(_task())
-    assert free.performance.decode_batch * 1.25 <= 256 + 1  # no bound is no leave to overflow
+    assert free.performance.decode_batch <= 256  # no bound is no leave to overflow
     rates = []
     for share in (1.0, 0.8, 0.6, 0.5):
         try:
@@ -141,6 +141,6 @@ def test_a_tighter_bound_never_raises_throughput():
         except InfeasibleError:
             break
         rates.append(found.performance.requests_per_s)
-        assert found.schedule.decode_batch * 1.25 <= 256 + 1
+        assert found.schedule.decode_batch <= 256
     assert len(rates) > 1
     assert rates == sorted(rates, reverse=True)
