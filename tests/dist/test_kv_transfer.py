@@ -1,0 +1,301 @@
+"""Keys and values between ranks: whole, in their own slots, waited for only by who needs them."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.ranks import make_split_plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmpq.dist.failures import PeerLostError
+from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv_store import Places, token_bytes
+from llmpq.dist.kv_transfer import KVInlet, KVOutlet, KVReceiver, KVSender
+from llmpq.dist.links import Inbox, Outbox
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, decode_header, encode_header
+from llmpq.errors import StageError
+from llmpq.models import KVShape, MicroBatch
+from llmpq.spec.handover import Handover, handovers_of
+
+torch.set_num_threads(1)
+
+SHAPES = (KVShape(heads=2, head_dim=8), KVShape(heads=1, head_dim=4), KVShape(heads=2, head_dim=8))
+ROWS, PROMPT, SLOTS, CONTEXT = 2, 6, 5, 9
+
+
+def limits(kv_bits: int | None = None) -> FrameLimits:
+    return FrameLimits(
+        digest=b"12345678",
+        num_slots=SLOTS,
+        max_context=CONTEXT,
+        prefill_rows=ROWS,
+        prefill_tokens=PROMPT,
+        decode_rows=SLOTS,
+        hidden_size=8,
+        dtype=torch.float32,
+        kv_token_bytes=tuple(token_bytes(shape, torch.float32, kv_bits) for shape in SHAPES),
+    )
+
+
+def cache(first: int, end: int, *, is_transient: bool, kv_bits: int | None = None) -> KVCache:
+    slots, tokens = (2 * ROWS, PROMPT) if is_transient else (SLOTS, CONTEXT)
+    return KVCache(
+        SHAPES[first:end],
+        first,
+        num_slots=slots,
+        max_tokens=tokens,
+        dtype=torch.float32,
+        kv_bits=kv_bits,
+    )
+
+
+def fill(kept: KVCache, rows: list[Row], seed: int) -> None:
+    """Let every layer make keys and values of the rows' prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(row.length for row in rows)
+    batch = MicroBatch(
+        slots=torch.tensor([row.slot for row in rows]),
+        positions=torch.arange(width).expand(len(rows), width),
+        lengths=torch.tensor([row.length for row in rows]),
+    )
+    view = kept.view(batch)
+    for layer, shape in enumerate(SHAPES):
+        size = (len(rows), shape.heads, width, shape.head_dim)
+        view.update(
+            torch.randn(size, generator=generator), torch.randn(size, generator=generator), layer
+        )
+
+
+def held(kept: KVCache, layer: int, rows: list[Row]) -> torch.Tensor:
+    return kept.pack(
+        layer, Places.of([row.slot for row in rows], [row.length for row in rows], kept.device)
+    )
+
+
+class Pair:
+    """A stage that prefills all layers and one that decodes them."""
+
+    def __init__(self, timeout_s: float = 5.0, kv_bits: int | None = None) -> None:
+        self.ends = socket.socketpair()
+        handover = Handover(source=1, target=0, first_layer=0, end_layer=len(SHAPES))
+        self.made = cache(0, 3, is_transient=True, kv_bits=kv_bits)
+        self.held = cache(0, 3, is_transient=False, kv_bits=kv_bits)
+        self.outlet = KVOutlet(
+            handover=handover, name="stage 0", outbox=Outbox(self.ends[0], limits(kv_bits))
+        )
+        inbox = Inbox(self.ends[1], limits(kv_bits), timeout_s)
+        inlet = KVInlet(handover=handover, name="stage 1", inbox=inbox)
+        self.sender: KVSender | None = None
+        self.receiver = KVReceiver(self.held, inlets=[inlet], timeout_s=timeout_s)
+
+    def start(self, timeout_s: float = 5.0) -> KVSender:
+        self.sender = KVSender(self.made, rows=ROWS, outlets=[self.outlet], timeout_s=timeout_s)
+        return self.sender
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        self.receiver.close()
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def rows_of(slots: list[int], lengths: list[int], origin: int) -> list[Row]:
+    return [
+        Row(slot=slot, first=0, length=length, origin=origin)
+        for slot, length in zip(slots, lengths, strict=True)
+    ]
+
+
+def step(rows: list[Row]) -> list[Row]:
+    """The first decode step of these rows."""
+    return [replace(row, first=row.length, length=row.length + 1) for row in rows]
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_every_layer_arrives_as_it_was_stored_in_the_slots_of_the_decoding_rank(kv_bits):
+    pair = Pair(kv_bits=kv_bits)
+    sender = pair.start()
+    sent = []
+    for origin, (slots, lengths) in enumerate([([3, 0], [6, 2]), ([4], [1]), ([1, 2], [3, 3])]):
+        rows = rows_of(slots, lengths, origin)
+        here = list(sender.enter(rows))
+        assert [row.slot // ROWS for row in here] == [origin % 2] * len(rows)
+        fill(pair.made, here, seed=origin)
+        sent.append((rows, [held(pair.made, layer, here) for layer in range(3)]))
+        sender.leave(rows)
+    for rows, layers in sent:
+        pair.receiver.enter(step(rows))
+        for layer, expected in enumerate(layers):
+            assert torch.equal(held(pair.held, layer, rows), expected)
+    pair.close()
+
+
+def test_a_step_waits_for_its_own_slots_and_for_no_others(pair):
+    first, second = rows_of([0], [2], origin=0), rows_of([1], [3], origin=1)
+    sender = pair.start()
+    sender.enter(first)
+    sender.leave(first)
+    pair.receiver.enter(step(first))  # returns although slot 1 is empty
+    waited: list[bool] = []
+    thread = threading.Thread(target=lambda: waited.append(bool(pair.receiver.enter(step(second)))))
+    thread.start()
+    thread.join(timeout=0.05)
+    assert thread.is_alive()
+    pair.receiver.enter(step(first))  # the other slot decodes on meanwhile
+    sender.enter(second)
+    sender.leave(second)
+    thread.join(timeout=5)
+    assert waited == [True]
+
+
+def test_a_slots_new_owner_does_not_read_what_the_last_one_left(pair):
+    old, new = rows_of([2], [4], origin=0), rows_of([2], [4], origin=7)
+    sender = pair.start()
+    sender.enter(old)
+    sender.leave(old)
+    pair.receiver.enter(step(old))
+    thread = threading.Thread(target=pair.receiver.enter, args=[step(new)])
+    thread.start()
+    thread.join(timeout=0.05)
+    assert thread.is_alive(), "the same slot and length, but another owner"
+    sender.enter(new)
+    sender.leave(new)
+    thread.join(timeout=5)
+    assert not thread.is_alive()
+
+
+def send_for_ever(sender: KVSender, rows: list[Row]) -> None:
+    for _ in itertools.count():
+        sender.enter(rows)
+        sender.leave(rows)
+
+
+def test_a_prefilling_stage_waits_for_the_link_and_says_who_does_not_take_anything(pair):
+    ends = socket.socketpair()  # nobody reads, and the kernel keeps little
+    outbox = Outbox(ends[0], limits())
+    ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    outlet = replace(pair.outlet, outbox=outbox)
+    sender = KVSender(pair.made, rows=ROWS, outlets=[outlet], timeout_s=0.3)
+    rows = rows_of([0, 1], [6, 6], origin=0)
+    for _ in range(2):  # whoever asks again hears the same
+        with pytest.raises(PeerLostError, match=r"stage 0: found no sign of life for 0.3 s") as it:
+            send_for_ever(sender, rows)
+        assert it.value.rank == 0
+    ends[1].close()
+    sender.close()
+
+
+def test_a_decoding_rank_that_is_gone_is_named(pair):
+    sender = pair.start()
+    pair.receiver.close()
+    rows = rows_of([0], [1], origin=0)
+    with pytest.raises(PeerLostError, match="stage 0: closed"):
+        send_for_ever(sender, rows)
+    pair.receiver = KVReceiver(pair.held, inlets=[], timeout_s=1.0)
+
+
+def test_a_prefilling_rank_that_is_gone_is_named_by_who_waits_for_it(pair):
+    rows = rows_of([0], [1], origin=0)
+    sender = pair.start()
+    sender.enter(rows)
+    sender.leave(rows)
+    sender.close()
+    pair.sender = None
+    pair.receiver.enter(step(rows))  # what was sent before is there
+    with pytest.raises(PeerLostError, match="stage 1: closed") as caught:
+        pair.receiver.enter(step(rows_of([0], [1], origin=1)))
+    assert caught.value.rank == 1
+
+
+def test_silence_is_named_in_time():
+    pair = Pair(timeout_s=0.2)
+    start_s = time.monotonic()
+    with pytest.raises(PeerLostError, match=r"stage 1: found no sign of life for 0.2 s"):
+        pair.receiver.enter(step(rows_of([0], [1], origin=0)))
+    assert time.monotonic() - start_s >= 0.2
+    pair.close()
+
+
+def kv_frame(layer: int = 1, tokens: int = 5, width: int | None = None) -> Frame:
+    width = limits().kv_token_bytes[layer] if width is None else width
+    rows = rows_of([3, 1], [tokens - 2, 2], origin=9)
+    cached = torch.zeros(tokens, width, dtype=torch.uint8)
+    return Frame(kind=FrameKind.KV, micro_batch=9, rows=tuple(rows), layer=layer, cached=cached)
+
+
+@pytest.mark.parametrize(
+    ("frame", "names"),
+    [
+        (replace(kv_frame(), layer=3), "layer"),
+        (kv_frame(width=4), "bytes of a token"),
+        (kv_frame(tokens=9), "row"),
+        (replace(kv_frame(), micro_batch=8), "origin"),
+        (replace(kv_frame(), rows=kv_frame().rows[:1]), "tokens"),
+        (replace(kv_frame(), rows=(kv_frame().rows[0],) * 2), "slots"),
+        (replace(kv_frame(), rows=tuple(replace(row, first=1) for row in kv_frame().rows)), "row"),
+    ],
+)
+def test_keys_and_values_that_do_not_fit_are_refused(frame, names):
+    with pytest.raises(StageError, match=names):
+        decode_header(encode_header(frame, limits(), 0), limits(), 0)
+
+
+def test_a_ring_takes_no_keys_and_values():
+    ring = replace(limits(), kv_token_bytes=())
+    assert decode_header(encode_header(kv_frame(), limits(), 0), limits(), 0).layer == 1
+    with pytest.raises(StageError, match="layer"):
+        decode_header(encode_header(kv_frame(), limits(), 0), ring, 0)
+
+
+@pytest.mark.parametrize(
+    "frame", [Frame(kind=FrameKind.STATS, text=b"{}"), replace(kv_frame(), layer=2)]
+)
+def test_what_does_not_belong_on_a_link_ends_the_run_of_who_waits(frame):
+    made, ends = cache(0, 3, is_transient=False), socket.socketpair()
+    outbox = Outbox(ends[0], limits())
+    # This link carries layers 0 and 1 alone.
+    inlet = KVInlet(
+        handover=Handover(source=1, target=0, first_layer=0, end_layer=2),
+        name="stage 1",
+        inbox=Inbox(ends[1], limits(), 5.0),
+    )
+    receiver = KVReceiver(made, inlets=[inlet], timeout_s=5.0)
+    if frame.cached is not None:
+        width = limits().kv_token_bytes[frame.layer]
+        frame = replace(frame, cached=torch.zeros(5, width, dtype=torch.uint8))
+    outbox.put(frame)
+    with pytest.raises(StageError, match=f"found a frame {frame.kind.name}"):
+        receiver.enter(step(rows_of([0], [1], origin=0)))
+    receiver.close()
+    outbox.close(0.0)
+
+
+@given(
+    decode=st.lists(st.integers(1, 9), max_size=3, unique=True),
+    prefill=st.lists(st.integers(1, 9), max_size=3, unique=True),
+)
+def test_handovers_name_every_layer_once_between_those_that_hold_it(decode, prefill):
+    plan = make_split_plan((0, *sorted(decode), 10), (0, *sorted(prefill), 10))
+    layers = []
+    for one in handovers_of(plan):
+        for rank in (one.source, one.target):
+            stage = plan.stages[rank]
+            assert stage.first_layer <= one.first_layer < one.end_layer <= stage.end_layer
+        layers += range(one.first_layer, one.end_layer)
+    assert sorted(layers) == list(range(10))
