@@ -25,11 +25,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from llmpq.dist.allocator import give_memory_back
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize, stored_bytes
 from llmpq.quant.assembly import LayerAssembly, matrices_of
-from llmpq.quant.loader import load_stage
+from llmpq.quant.loader import budget_bytes, load_stage
 from llmpq.quant.store import Store
+from llmpq.quant.transfer import transfer_to
 from llmpq.spec.precision import default_precision
 
 DTYPE = torch.bfloat16
@@ -151,23 +153,24 @@ def table(bits: int, found: Mapping[str, list[Figures]]) -> str:
 
 
 def _parts(options: argparse.Namespace) -> Figures:
-    """Read, quantize and place everything, each by itself."""
+    """Read, quantize and place everything, each by itself and in the loader's memory."""
     precision = default_precision(options.bits[0])
     checkpoint = Checkpoint(options.folder / "model")
     seconds = {"read": 0.0, "quantize": 0.0, "place": 0.0}
     drop_caches(options.folder)
+    transfer = transfer_to("cpu", reused_bytes=budget_bytes(checkpoint.empty_layer(0)))
     for index in range(options.layers):
         sources = checkpoint.layer_sources(index)
         with _timed(seconds, "read"):
             for source in sources.values():
-                checkpoint.tensors.load(source)
+                checkpoint.tensors.load(source, transfer.borrow)
     for index in range(options.layers):
         layer = checkpoint.empty_layer(index)
         matrices = matrices_of(layer) if precision.bits != 16 else []
         state = checkpoint.layer_state_dict(index)
         weights = [state.pop(matrix.key) for matrix in matrices]
         with _timed(seconds, "quantize"):
-            packed = [quantize(weight, precision, DTYPE) for weight in weights]
+            packed = [quantize(weight, precision, DTYPE, transfer.workspace) for weight in weights]
         assembly = LayerAssembly(layer, DTYPE, None)
         with _timed(seconds, "place"):
             assembly.fill(state)
@@ -247,10 +250,11 @@ def drop_caches(folder: Path) -> None:
 
 
 def _warmed(trial: Callable[[argparse.Namespace], Figures]) -> Callable[..., Figures]:
-    """Run a trial after one layer was loaded at its bits: first calls set kernels up."""
+    """Run a trial as a worker loads, after one layer at its bits: first calls set kernels up."""
 
     def run(options: argparse.Namespace) -> Figures:
         torch.set_num_threads(1)
+        give_memory_back()
         _stage(options, options.bits)
         return trial(options)
 

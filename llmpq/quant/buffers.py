@@ -1,53 +1,77 @@
 """BufferPool: host memory that is read into, used, and used again for the next matrix.
 
 Fresh memory costs as much as reading into it: the system clears every page when it is first
-touched, and takes it back from every core when it is freed. This module refuses to decide when a
-buffer is free: that is when the last tensor on it is gone, whoever held it.
+touched, and takes it back from every core when it is freed. So loans are cut from one piece of
+memory, of any sizes, and return to it. This module refuses to decide when a loan has ended: that
+is when the last tensor on it is gone, whoever held it.
 """
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import deque
 
 import torch
 from torch import Tensor
 
+_ALIGNMENT = 4096  # a page, so that no two loans share one; more than any kernel wants
+
 
 class BufferPool:
-    """Buffers of one reading thread, lent as tensors and back when nobody refers to them.
+    """Memory of one borrowing thread, lent as tensors and back when nobody refers to them.
 
     Args:
-        limit_bytes: free buffers are let go rather than to hold more than this, lent ones counted.
+        limit_bytes: of the pool. A loan that finds no room in it is fresh memory, and goes when it
+            ends.
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._free: list[Tensor] = []  # uint8, the longest unused first
+        self._memory: Tensor | None = None
+        self._size = limit_bytes // _ALIGNMENT * _ALIGNMENT
+        self._free = [(0, self._size)]  # begin and end of every gap, in order
         # Filled by whatever thread drops a tensor, perhaps amid this one's own work: no lock.
-        self._returned: deque[Tensor] = deque()
-        self.total_bytes = 0
+        self._returned: deque[tuple[int, int]] = deque()
 
     def lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor with undefined content; only one thread may ask."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
         while self._returned:
-            self._free.append(self._returned.popleft())
-        buffer = self._found(nbytes)
-        if buffer is None:
-            while self._free and self.total_bytes + nbytes > self._limit_bytes:
-                self.total_bytes -= self._free.pop(0).nbytes
-            buffer = torch.empty(nbytes, dtype=torch.uint8)
-            self.total_bytes += nbytes
-        loan = buffer.numpy()[:]  # an object of its own: its end is that of the loan
-        weakref.finalize(loan, self._returned.append, buffer).atexit = False
+            self._join(*self._returned.popleft())
+        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        begin = self._cut(taken) if nbytes else None
+        if begin is None:
+            return torch.empty(shape, dtype=dtype)
+        if self._memory is None:
+            self._memory = _in_large_pages(self._size)
+        # An object of its own: its end is that of the loan.
+        loan = self._memory.numpy()[begin : begin + nbytes]
+        weakref.finalize(loan, self._returned.append, (begin, begin + taken)).atexit = False
         return torch.from_numpy(loan).view(dtype).view(shape)
 
-    def _found(self, nbytes: int) -> Tensor | None:
-        """Take the free buffer of just this size that was used last, and may still be cached."""
-        for place in range(len(self._free) - 1, -1, -1):
-            if self._free[place].nbytes == nbytes:
-                return self._free.pop(place)
+    def _cut(self, nbytes: int) -> int | None:
+        """Take the front of the first gap that is large enough."""
+        for place, (begin, end) in enumerate(self._free):
+            if end - begin >= nbytes:
+                rest = [(begin + nbytes, end)] if end - begin > nbytes else []
+                self._free[place : place + 1] = rest
+                return begin
         return None
+
+    def _join(self, begin: int, end: int) -> None:
+        """Put a part back among the gaps, and make one of those that touch."""
+        gaps: list[tuple[int, int]] = []
+        for gap in sorted((*self._free, (begin, end))):
+            if gaps and gaps[-1][1] == gap[0]:
+                gaps[-1] = (gaps[-1][0], gap[1])
+            else:
+                gaps.append(gap)
+        self._free = gaps
+
+
+def _in_large_pages(nbytes: int) -> Tensor:
+    """Return memory apart from the heap, in pages of 2 MiB where the system has some."""
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -81,7 +81,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     if gptq is not None:
         gptq.check_bits(first_layer, bits)
         source = GptqSource(gptq)
-    held_bytes = _budget_bytes(checkpoint.empty_layer(first_layer))
+    held_bytes = budget_bytes(checkpoint.empty_layer(first_layer))
     transfer, budget = transfer_to(device, reused_bytes=held_bytes), Budget(held_bytes)
     reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
 
@@ -169,7 +169,9 @@ class _Bench:
     def _quantized(self, piece: Raw) -> Ready:
         weight = _cast(self._transfer.receive(piece.sent), self.reader.dtype)  # [N, K]
         try:
-            packed = quantize(weight, piece.job.precision, self.reader.dtype)
+            packed = quantize(
+                weight, piece.job.precision, self.reader.dtype, self._transfer.workspace
+            )
         except SpecError as error:
             raise SpecError(f"{piece.where}: {error}") from error
         del weight  # before its bytes are given back
@@ -235,7 +237,7 @@ def _check_range(
         default_precision(width)  # refuses an unknown one before any layer is read
 
 
-def _budget_bytes(layer: nn.Module) -> int:
+def budget_bytes(layer: nn.Module) -> int:
     """Return what may be under way: enough for all three threads, however large the layer is.
 
     A layer of many experts is mostly small matrices: a bound of one layer would only buy memory.

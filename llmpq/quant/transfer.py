@@ -41,6 +41,9 @@ class Transfer(Protocol):
     def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return host memory for what is soon dropped again; for the reading thread alone."""
 
+    def workspace(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return device memory for what is soon dropped again; for the calling thread alone."""
+
     def send(self, tensor: Tensor) -> Sent:
         """Start copying what was read; the caller drops ``tensor``."""
 
@@ -55,11 +58,13 @@ class HostTransfer:
     """The CPU: what was read is where it has to be.
 
     Args:
-        reused_bytes: of memory that is read into again and again.
+        reused_bytes: of memory that is used again and again: three quarters to read into, the rest
+            for codes: at 4 bits what is under way is shared about so.
     """
 
     def __init__(self, reused_bytes: int) -> None:
-        self._pool = BufferPool(reused_bytes)
+        self._pool = BufferPool(reused_bytes * 3 // 4)
+        self._work = BufferPool(reused_bytes // 4)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return plain memory."""
@@ -68,6 +73,10 @@ class HostTransfer:
     def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return memory that was used before, where there is some."""
         return self._pool.lend(shape, dtype)
+
+    def workspace(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory that was used before, where there is some."""
+        return self._work.lend(shape, dtype)
 
     def send(self, tensor: Tensor) -> Sent:
         """Hand the tensor itself on."""
@@ -104,6 +113,10 @@ class CudaTransfer:
     def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return pinned memory as well, which torch reuses by itself."""
         return self.allocate(shape, dtype)
+
+    def workspace(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return memory of the device, which torch reuses by itself."""
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def send(self, tensor: Tensor) -> Sent:
         """Start the copy on the copying stream."""
