@@ -27,7 +27,12 @@ CLUSTER = {
     "schema": 1,
     "name": "c",
     "nodes": [
-        {"name": "a", "devices": [{"type": "cpu", "count": 1, "threads": 2, "cpu_isa": "avx2"}]},
+        {
+            "name": "a",
+            "devices": [
+                {"type": "cpu", "count": 1, "threads": 2, "cpu_isa": "avx2", "cpu_share": 0.5}
+            ],
+        },
         {"name": "b", "devices": [{"type": "L4", "count": 1, "memory_bytes": 5, "profile": "p"}]},
     ],
     "links": [{"between": ["a", "b"], "bytes_per_s": 1e9, "latency_s": 0.0}],
@@ -170,6 +175,23 @@ def reads(kind: str, value: Any, folder) -> bool:
 def test_both_accept_a_good_file(kind, folder):
     assert reads(kind, DOCUMENTS[kind], folder)
     assert accepts(SCHEMAS[kind], DOCUMENTS[kind])
+
+
+def test_both_know_stages_of_either_phase(folder):
+    (first, *_), bits = (
+        PLAN["stages"],
+        [width for stage in PLAN["stages"] for width in stage["bits"]],
+    )
+    whole = first | {"first_layer": 0, "end_layer": len(bits), "bits": bits}
+    stages = [whole | {"phase": "decode"}, whole | {"rank": 1, "device": 0, "phase": "prefill"}]
+    schedule = {"policy": "waa", "encode_batch": 1, "decode_batch": 1}
+    document = PLAN | {"stages": stages, "schedule": schedule}
+    assert reads("plan", document, folder)
+    assert accepts(SCHEMAS["plan"], document)
+    for junk in (None, "both", ""):
+        wrong = document | {"stages": [whole | {"phase": junk}, stages[1]]}
+        assert not accepts(SCHEMAS["plan"], wrong)
+        assert not reads("plan", wrong, folder)
 
 
 def paths_of(value: Any, path: tuple = ()) -> list[tuple]:
