@@ -14,10 +14,10 @@ from llmpq.cli.common import command_line, print_json
 from llmpq.cli.profile_table import table_summary
 from llmpq.dist.environment import cpu_environment
 from llmpq.errors import SpecError
-from llmpq.profiler.device import available_cores, cpu_isas, cpu_name
+from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
 from llmpq.profiler.grid import GridLimits, Shape, planned_grid, product_grid
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.cluster import CPU_ISAS
+from llmpq.spec.cluster import CPU_ISAS, MIN_CPU_SHARE
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.tables import LatencyTable, write_latency_table
 
@@ -42,6 +42,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     layer.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     layer.add_argument("--core", type=int, help="first CPU core to run on (default: not pinned)")
     layer.add_argument("--cpu_isa", choices=CPU_ISAS, help="newest vector extension to use")
+    layer.add_argument(
+        "--cpu_share", type=float, metavar="SHARE",
+        help="share of its threads' time that this process gets (default: the kernel's quota)",
+    )  # fmt: skip
     layer.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
     layer.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
     _add_grid(layer)
@@ -100,6 +104,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("threads", "layers"):
         if getattr(options, name) < 1:
             raise SpecError(f"--{name}: found {getattr(options, name)}, expected at least 1")
+    if options.cpu_share is not None and not MIN_CPU_SHARE <= options.cpu_share <= 1.0:
+        raise SpecError(f"--cpu_share: found {options.cpu_share}, expected {MIN_CPU_SHARE} to 1")
     if options.budget <= 0:
         raise SpecError(f"--budget: found {options.budget}, expected seconds above 0")
     if options.cpu_isa is not None and options.cpu_isa not in cpu_isas():
@@ -235,4 +241,13 @@ def _who(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     ]
     if options.cpu_isa is not None:
         who.append(("cpu_isa", options.cpu_isa))
+    share = options.cpu_share or _share_of_quota(options.threads)
+    if share < 1.0:
+        who.append(("cpu_share", str(share)))
     return tuple(who)
+
+
+def _share_of_quota(threads: int) -> float:
+    """Return what a container's quota leaves of the threads' time."""
+    quota = cpu_quota()
+    return 1.0 if quota is None else min(1.0, round(quota / threads, 4))

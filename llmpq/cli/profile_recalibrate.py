@@ -88,7 +88,12 @@ def _costs(plan: Plan, options: argparse.Namespace) -> ClusterCosts:
 
 def _speaks_for(origin: dict[str, str], group: DeviceGroup) -> bool:
     """Tell whether a table may speak for a group: what both sides state is equal."""
-    said = {"device": group.type, "threads": group.threads, "cpu_isa": group.cpu_isa}
+    said = {
+        "device": group.type,
+        "threads": group.threads,
+        "cpu_isa": group.cpu_isa,
+        "cpu_share": group.cpu_share or 1.0,
+    }
     return all(
         value is None or origin.get(key, str(value)) == str(value) for key, value in said.items()
     )

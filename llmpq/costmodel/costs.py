@@ -47,13 +47,22 @@ Measured: AMD EPYC, one thread, torch 2.13. float32 itself does not change: its 
 own instructions.
 """
 
-_CPU_FLOAT32_COSTS = tuple(
-    PrecisionCost(bits=bits, compute=1.1, stream=stream, overhead=1.2)
-    for bits, stream in ((8, 0.113), (4, 0.033), (3, 0.018))
-)
-"""Float32 runs on a CPU widen every quantized weight at every call: fewer bits take longer.
+_CPU_COSTS = {
+    "float32": (
+        PrecisionCost(bits=8, compute=0.13, stream=1.2, overhead=1.2),
+        PrecisionCost(bits=4, compute=0.45, stream=0.35, overhead=1.2, thin=0.8),
+        PrecisionCost(bits=3, compute=0.45, stream=0.315, overhead=1.2, thin=0.78),
+    ),
+    "float16": (
+        PrecisionCost(bits=8, compute=0.04, stream=0.91, overhead=1.2, thin=1.5),
+        PrecisionCost(bits=4, compute=0.135, stream=0.27, overhead=1.2, thin=1.3),
+        PrecisionCost(bits=3, compute=0.135, stream=0.245, overhead=1.2, thin=1.3),
+    ),
+}
+"""Runs in other formats than bfloat16 on a CPU: the compiled kernels against torch's matmul.
 
-Measured: same machine, weights 2048 x 2048, reference kernel, 1 and 512 rows.
+They multiply in float32 or in 8 bits whatever the run's format, which torch does in neither.
+Measured: same machine, one thread, weights 2048 x 2048, 1 to 512 rows (benchmarks/kernels.py).
 """
 
 
@@ -273,9 +282,14 @@ def _figures(device: Device, dtype: Dtype) -> DeviceSpec:
     spec = catalog.device(device.type)
     if spec.kind != "cpu":
         return spec
-    if dtype == "float32":
-        spec = replace(spec, precision_costs=_CPU_FLOAT32_COSTS)
+    spec = replace(spec, precision_costs=_CPU_COSTS.get(dtype, spec.precision_costs))
     rates = dict(spec.flops)
     for name, share in _ISA_HALF_RATES.get(device.cpu_isa or "", {}).items():
         rates[name] = min(rates[name], share * rates["float32"])
-    return replace(spec, flops=tuple(rates.items()))
+    part = device.cpu_share or 1.0
+    return replace(
+        spec,
+        flops=tuple((name, part * rate) for name, rate in rates.items()),
+        memory_bytes_per_s=part * spec.memory_bytes_per_s,
+        layer_overhead_s=spec.layer_overhead_s / part,
+    )

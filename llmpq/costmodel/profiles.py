@@ -137,6 +137,10 @@ class ProfileKey:
         for key, value in wanted.items():
             if key in provenance and provenance[key] != value:
                 return f"found {key} '{provenance[key]}', expected '{value}'"
+        # A table that states no share was measured with all of its threads' time.
+        share, own = provenance.get("cpu_share", "1.0"), str(self.device.cpu_share or 1.0)
+        if share != own:
+            return f"found cpu_share '{share}', expected '{own}'"
         return None
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from llmpq.spec.cluster import CPU_ISAS
 
+CGROUPS = Path("/sys/fs/cgroup")
+
 
 def available_cores() -> tuple[int, ...]:
     """Return the numbers of the CPU cores this process may use."""
@@ -27,6 +29,40 @@ def cpu_isas() -> tuple[str, ...]:
             break
     needed = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
     return tuple(isa for isa in CPU_ISAS if needed[isa] in flags)
+
+
+def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Return how many cores' time the kernel lets this process have, ``None`` for no limit.
+
+    Containers and ``scripts/hetbox`` set such a quota (control groups, version 1 or 2).
+    """
+    if not processes.exists():
+        return None
+    quotas = []
+    for line in processes.read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        if names == "" or "cpu" in names.split(","):
+            quotas += [quota for quota in _quotas(names, path) if quota is not None]
+    return min(quotas, default=None)
+
+
+def _quotas(names: str, path: str) -> list[float | None]:
+    """Return the quota of a control group and of those it is in."""
+    root = CGROUPS if names == "" else CGROUPS / names
+    group = root / path.strip("/")
+    return [_quota(one) for one in (group, *group.parents) if one.is_relative_to(root)]
+
+
+def _quota(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text().strip()
+            period = (group / "cpu.cfs_period_us").read_text()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except OSError:
+        return None  # the group's files are not to be seen from here
 
 
 def cpu_name() -> str:

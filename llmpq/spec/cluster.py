@@ -18,6 +18,7 @@ DeviceKind = Literal["cpu", "cuda"]
 CPU_ISAS = ("sse4", "avx2", "avx512")
 """Vector extensions a CPU worker can be limited to, oldest first."""
 
+MIN_CPU_SHARE = 0.01
 MAX_DEVICES = 1024
 
 
@@ -32,6 +33,7 @@ class PrecisionCost:
         overhead: factor on the launch and dispatch time of a layer (more, smaller kernels).
         dequantize: times the layer's unquantized weights cross memory once more in prefill, where
             kernels widen a whole matrix before they multiply.
+        thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
     """
 
     bits: int
@@ -39,6 +41,7 @@ class PrecisionCost:
     stream: float
     overhead: float = 1.0
     dequantize: float = 0.0
+    thin: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,8 @@ class DeviceGroup:
         profile: path of a measured latency table for this device, relative to the cluster file.
         threads: CPU threads of a worker on it.
         cpu_isa: newest vector extension a CPU worker may use (an older CPU, or one made so).
+        cpu_share: share of its threads' time that a CPU worker gets, in (0, 1]; less than 1 in a
+            container with a quota, or in ``scripts/hetbox``.
     """
 
     type: str
@@ -110,6 +115,7 @@ class DeviceGroup:
     profile: str | None = None
     threads: int | None = None
     cpu_isa: str | None = None
+    cpu_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +168,7 @@ class Device:
             node are interchangeable).
         local_index: number within the group.
         ordinal: number among the devices of its type on its node.
-        type, memory_bytes, profile, threads, cpu_isa: as in ``DeviceGroup``.
+        type, memory_bytes, profile, threads, cpu_isa, cpu_share: as in ``DeviceGroup``.
     """
 
     node: str
@@ -174,6 +180,7 @@ class Device:
     profile: str | None
     threads: int | None
     cpu_isa: str | None
+    cpu_share: float | None
 
     @property
     def label(self) -> str:
@@ -259,6 +266,7 @@ def _device(
         profile=group.profile,
         threads=group.threads,
         cpu_isa=group.cpu_isa,
+        cpu_share=group.cpu_share,
     )
 
 
@@ -326,6 +334,7 @@ def _group(fields: Fields, base: Path | None) -> DeviceGroup:
         profile=fields.optional_text("profile"),
         threads=fields.optional_integer("threads", minimum=1, maximum=4096),
         cpu_isa=fields.text("cpu_isa", CPU_ISAS) if fields.has("cpu_isa") else None,
+        cpu_share=fields.optional_number("cpu_share", minimum=MIN_CPU_SHARE, maximum=1.0),
     )
     fields.done()
     if base is not None and group.profile is not None:
@@ -348,7 +357,7 @@ def _link(fields: Fields) -> LinkSpec:
 
 def _group_to_json(group: DeviceGroup) -> dict[str, Any]:
     value: dict[str, Any] = {"type": group.type, "count": group.count}
-    for field in ("memory_bytes", "profile", "threads", "cpu_isa"):
+    for field in ("memory_bytes", "profile", "threads", "cpu_isa", "cpu_share"):
         if (found := getattr(group, field)) is not None:
             value[field] = found
     return value

@@ -103,7 +103,13 @@ def test_the_clusters_own_table_answers(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("model", "facebook/opt-30b"), ("device", "T4-16G"), ("dtype", "bfloat16"), ("threads", "9")],
+    [
+        ("model", "facebook/opt-30b"),
+        ("device", "T4-16G"),
+        ("dtype", "bfloat16"),
+        ("threads", "9"),
+        ("cpu_share", "0.5"),
+    ],
 )
 def test_a_named_table_of_something_else_is_refused(tmp_path, key, value):
     path = write(tmp_path / "t.csv", 0.5, **{key: value})
@@ -190,10 +196,32 @@ def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
         assert old >= new
 
 
-def test_float32_on_a_cpu_pays_for_widening():
-    cluster = one_node(DeviceGroup(type="cpu", count=1))
-    (device,) = cluster.devices
-    for dtype, is_slower in (("float32", True), ("bfloat16", False)):
-        costs = build_costs(OPT, cluster, dtype=dtype, kv_bits=16)
-        whole, packed = (costs.layer_s(device, DECODE, bits, 1, 64, 0) for bits in (16, 8))
-        assert (packed > whole) == is_slower
+def test_a_share_of_a_core_slows_everything_alike():
+    cluster = one_node(
+        DeviceGroup(type="cpu", count=1), DeviceGroup(type="cpu", count=1, cpu_share=0.25)
+    )
+    costs = build_costs(OPT, cluster, dtype="bfloat16", kv_bits=16)
+    for phase, tokens in ((PREFILL, 256), (DECODE, 64)):
+        for bits in (3, 4, 8, 16):
+            whole, part = (costs.layer_s(one, phase, bits, 4, tokens, 0) for one in cluster.devices)
+            assert part == pytest.approx(4 * whole)
+
+
+def test_a_share_tells_tables_of_one_type_apart(tmp_path):
+    write(tmp_path / "whole.csv", 1.0, device="cpu")
+    write(tmp_path / "half.csv", 2.0, device="cpu", cpu_share="0.5")
+    for share, seconds in ((None, 1.0), (0.5, 2.0)):
+        cluster = one_node(DeviceGroup(type="cpu", count=1, cpu_share=share))
+        costs = costs_of(cluster, tmp_path)
+        assert costs.layer_s(cluster.devices[0], DECODE, 16, 1, 8, 0) == seconds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_compiled_kernels_make_8_bits_the_fastest_of_many_rows_on_a_cpu(dtype):
+    (device,) = (cluster := one_node(DeviceGroup(type="cpu", count=1))).devices
+    costs = build_costs(OPT, cluster, dtype=dtype, kv_bits=16)
+    for phase, batch, tokens in ((DECODE, 8, 64), (DECODE, 32, 64), (PREFILL, 4, 256)):
+        seconds = {
+            bits: costs.layer_s(device, phase, bits, batch, tokens, 0) for bits in (3, 4, 8, 16)
+        }
+        assert min(seconds, key=seconds.__getitem__) == 8
