@@ -27,13 +27,14 @@ from llmpq.models import Checkpoint
 from llmpq.models.experts import find_stored, part_spellings
 from llmpq.quant.assembly import Matrix, matrices_of
 from llmpq.quant.checkpoint import is_gptq
-from llmpq.quant.checkpoint_config import FIELD, ZERO_OFFSETS, make_config
+from llmpq.quant.checkpoint_config import make_config
 from llmpq.quant.checkpoint_format import from_integers
 from llmpq.quant.checkpoint_writer import SHARD_BYTES, CheckpointWriter
 from llmpq.quant.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.integer import IntegerWeight
 from llmpq.quant.layer import quantizable_names
 from llmpq.spec.fields import read_json
+from llmpq.spec.gptq_config import FIELD, ZERO_OFFSETS
 from llmpq.spec.precision import Precision
 
 # Below this share of tokens to input features, what GPTQ learns of its inputs is mostly noise.

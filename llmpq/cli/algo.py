@@ -25,6 +25,7 @@ from llmpq.cli.plan_options import (
     add_quality_options,
     add_search_options,
     request_of,
+    stored_text,
 )
 from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
 from llmpq.cli.schedule_options import add_schedule_options, schedule_text, scheduled
@@ -99,10 +100,11 @@ def _run(options: argparse.Namespace, command: str) -> int:
     trust = plan_trust(plan, costs_of(request, plan.cluster))
     if options.json:
         record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
-        print_json({**record, "trust": trust_record(trust)})
+        stored = [str(precision) for precision in request.model.stored]
+        print_json({**record, "stored": stored, "trust": trust_record(trust)})
     else:
-        more = [*schedule_text(plan), *trust_text(plan, trust), f"written        {path}"]
-        _print_plan(plan, found, more)
+        more = [*stored_text(request.model), *schedule_text(plan), *trust_text(plan, trust)]
+        _print_plan(plan, found, [*more, f"written        {path}"])
     if options.plot is not None:
         from llmpq.cli.plots import draw_plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +182,40 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )
+    request = _as_stored(options, request)
     return request if options.average_bits is None else _with_average(options, request)
+
+
+def stored_text(model: ModelSpec) -> list[str]:
+    """Return a line about a model that is quantized already; none about any other."""
+    if not model.stored:
+        return []
+    counts = Counter(map(str, model.stored))
+    parts = ", ".join(f"{count} layers {name}" for name, count in counts.items())
+    return [f"stored         {parts}: each is served as it is, at no other bits"]
+
+
+def _as_stored(options: argparse.Namespace, request: PlanRequest) -> PlanRequest:
+    """Let layers that are quantized already keep their bits."""
+    widths = [precision.bits for precision in request.model.stored]
+    if not widths:
+        return request
+    for other in (name for name in ("fix_bits", "average_bits") if getattr(options, name)):
+        raise SpecError(
+            f"--{other}: found with {request.model_source}, whose layers are quantized already, "
+            "expected to leave them their bits, or the model it was made from"
+        )
+    bits = tuple(sorted(set(widths), reverse=True))
+    if not set(bits) <= set(options.bits):
+        raise SpecError(
+            f"--bits: found {list(options.bits)}, expected {list(bits)} among them: layers of "
+            f"{request.model_source} are stored at these and can be served at no others"
+        )
+    request = replace(request, bits=bits)
+    if len(bits) == 1:
+        return request
+    decided = replace(request.overrides, layer_bits=tuple(_runs_of(widths)))
+    return replace(request, overrides=decided)
 
 
 def _with_average(options: argparse.Namespace, request: PlanRequest) -> PlanRequest:

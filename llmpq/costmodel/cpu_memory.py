@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, default_precision
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.spec.storage import needs_scratch
 from llmpq.units import MIB
 
@@ -209,8 +209,7 @@ def _scratch_bytes(model: ModelSpec, dtype: Dtype) -> int:
         for layer in model.layer_types
         for op in layer.linears
         for bits in BITS
-        if op.quantizable
-        and needs_scratch(default_precision(bits), op.out_features, op.in_features)
+        if op.quantizable and needs_scratch(model.precision(bits), op.out_features, op.in_features)
     ]
     return max(widened, default=0)
 

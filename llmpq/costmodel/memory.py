@@ -15,7 +15,7 @@ from llmpq.costmodel.features import kv_scale_bytes
 from llmpq.spec.cluster import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, default_precision
+from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.storage import stored_bytes
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
@@ -40,7 +40,7 @@ def layer_weight_bytes(
         dtype: number format of the run.
         kernel: the kernel asked for by name, ``None`` for the default ones.
     """
-    layer, precision = model.layer_types[kind], default_precision(bits)
+    layer, precision = model.layer_types[kind], model.precision(bits)
     total = layer.weight_bytes(precision, DTYPE_BYTES[dtype])
     for op in layer.linears:
         if op.quantizable:

@@ -20,7 +20,7 @@ from llmpq.costmodel.features import (
 )
 from llmpq.spec.cluster import DeviceSpec
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
 
 OVERLAP_LOSS = 0.15
 DECODE_ARITHMETIC = 0.5
@@ -70,11 +70,11 @@ class RooflineLatencyModel:
         work = layer_work(layer, phase, batch, tokens)
         cost = self.device.precision_cost(bits)
         stored, kept = touched_bytes(
-            layer, default_precision(bits), DTYPE_BYTES[self.dtype], work.rows
+            layer, self.model.precision(bits), DTYPE_BYTES[self.dtype], work.rows
         )
         weights_s = (stored / cost.stream + kept) / self._stream
         is_prefill = phase is Phase.PREFILL
-        share = 1.0 if is_prefill else DECODE_ARITHMETIC
+        share = 1.0 if is_prefill else DECODE_ARITHMETIC / cost.thin
         # A short prompt does not fill the device: as if it had that many more tokens.
         rows = work.rows + (self.device.saturation_tokens if is_prefill else 0.0)
         compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)

@@ -22,8 +22,8 @@ from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
 from llmpq.models.experts import part_spellings, stored_spellings
 from llmpq.quant.assembly import LayerAssembly, Matrix, matrices_of
-from llmpq.quant.checkpoint_config import GptqConfig, find_config, parse_config
 from llmpq.quant.checkpoint_format import PARTS, concatenate_rows, to_packed
+from llmpq.spec.gptq_config import GptqConfig, find_config, parse_config
 from llmpq.spec.precision import Precision
 
 _LAYERS_KEPT = 4

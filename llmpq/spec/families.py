@@ -17,6 +17,7 @@ from typing import Any
 
 from llmpq.errors import bad_field
 from llmpq.spec.fields import read_json
+from llmpq.spec.gptq_config import stored_precisions
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.model_config import HEADS, HIDDEN, Config
 from llmpq.spec.windows import (
@@ -29,10 +30,15 @@ from llmpq.spec.windows import (
 
 
 def load_model_dir(path: str | Path) -> ModelSpec:
-    """Read ``config.json`` of a model directory; the model is named after the directory."""
+    """Read ``config.json`` of a model directory; the model is named after the directory.
+
+    Raises:
+        SpecError: what ``model_from_config`` and ``stored_precisions`` refuse.
+    """
     folder = Path(path)
     file = folder / "config.json"
-    return model_from_config(read_json(file), folder.resolve().name, str(file))
+    model = model_from_config(read_json(file), folder.resolve().name, str(file))
+    return replace(model, stored=stored_precisions(folder, model.num_layers))
 
 
 def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:

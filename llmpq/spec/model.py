@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.errors import SpecError
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, Precision, linear_bytes
+from llmpq.spec.precision import (
+    DTYPE_BYTES,
+    Dtype,
+    Precision,
+    default_precision,
+    heaviest,
+    linear_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +125,8 @@ class ModelSpec:
         final_parameters: the norm before the head.
         head_parameters: the LM head, 0 when tied to the token embedding.
         dtype: the checkpoint's own number format.
+        stored: precision of every layer in a checkpoint that is quantized already, empty for any
+            other. Such a layer can be served as it is and not otherwise.
     """
 
     name: str
@@ -132,8 +141,11 @@ class ModelSpec:
     final_parameters: int
     head_parameters: int
     dtype: Dtype
+    stored: tuple[Precision, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.stored and len(self.stored) != len(self.layer_kinds):
+            raise SpecError(f"model {self.name}: expected a stored precision for every layer")
         if not self.layer_kinds:
             raise SpecError(f"model {self.name}: found no decoder layers, expected at least one")
         if not all(0 <= kind < len(self.layer_types) for kind in self.layer_kinds):
@@ -158,6 +170,14 @@ class ModelSpec:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The layer of every index, in order."""
         return tuple(self.layer_types[kind] for kind in self.layer_kinds)
+
+    def precision(self, bits: int) -> Precision:
+        """Return what a bare bitwidth means: as layers are stored, else as a loader quantizes.
+
+        Where stored layers of one bitwidth differ in groups, that is the heaviest of them.
+        """
+        found = [precision for precision in self.stored if precision.bits == bits]
+        return heaviest(found) if found else default_precision(bits)
 
     def dtype_bytes(self, dtype: Dtype) -> int:
         """Bytes of one value in ``dtype``."""

@@ -8,6 +8,7 @@ know which kernel multiplies: that is ``llmpq.kernels``.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, cast
@@ -110,6 +111,11 @@ def default_precision(bits: int) -> Precision:
     if bits == 8:
         return Precision(bits=8, method="rtn", group_size=None, symmetric=True)
     return Precision(bits=bits, method="rtn", group_size=DEFAULT_GROUP_SIZE, symmetric=False)
+
+
+def heaviest(precisions: Iterable[Precision]) -> Precision:
+    """Return the precision that stores most for each weight."""
+    return max(precisions, key=lambda one: (linear_bytes(1, 1 << 14, one, 2), str(one)))
 
 
 def linear_bytes(

@@ -1,0 +1,221 @@
+"""What a GPTQ checkpoint says about itself, and the precision of each of its layers.
+
+The fields are those that gptqmodel writes and vLLM and transformers read. ``dynamic`` gives groups
+of modules, named by regular expressions, a precision of their own (``+:``) or none (``-:``); the
+first that matches counts. This module reads names of tensors and refuses to read their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import read_json
+from llmpq.spec.precision import Precision, heaviest, unquantized
+
+FIELD = "quantization_config"
+# Older writers kept it in a file of its own.
+OLD_FILE = "quantize_config.json"
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+"""What zero points are stored less, by version of the format."""
+
+QUANTIZED_BITS = (3, 4, 8)
+
+_MAX_PATTERN = 4096
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_CODES = ".qweight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One entry of ``dynamic``.
+
+    Attributes:
+        pattern: regular expression that a module's full name begins with.
+        overrides: fields that differ from the file's own; ``None`` leaves the module unquantized.
+    """
+
+    pattern: re.Pattern[str]
+    overrides: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqConfig:
+    """How the operators of a checkpoint are quantized.
+
+    Attributes:
+        where: the file, for messages.
+        fields: ``bits``, ``group_size`` and ``sym`` of modules that no rule names.
+        rules: exceptions, in order.
+        zero_offset: what zero points are stored less.
+    """
+
+    where: str
+    fields: Mapping[str, Any]
+    rules: tuple[Rule, ...] = field(default=())
+    zero_offset: int = 1
+
+    def precision(self, module: str) -> Precision | None:
+        """Return the precision of a module by its full name; ``None``: it is not quantized.
+
+        Raises:
+            SpecError: its bits, group size or symmetry are none that we can read.
+        """
+        fields = dict(self.fields)
+        rule = next((rule for rule in self.rules if rule.pattern.match(module)), None)
+        if rule is not None:
+            if rule.overrides is None:
+                return None
+            fields.update(rule.overrides)
+        bits, group, symmetric = fields["bits"], fields["group_size"], fields["sym"]
+        if type(bits) is not int or bits not in QUANTIZED_BITS:
+            raise bad_field(self.where, f"{FIELD}.bits", bits, f"one of {QUANTIZED_BITS}")
+        if type(group) is not int or (group < 1 and group != -1):
+            raise bad_field(self.where, f"{FIELD}.group_size", group, "-1 or at least 1")
+        if type(symmetric) is not bool:
+            raise bad_field(self.where, f"{FIELD}.sym", symmetric, "true or false")
+        return Precision(
+            bits=bits,
+            method="gptq",
+            group_size=None if group == -1 else group,
+            symmetric=symmetric,
+        )
+
+
+def find_config(model_dir: Path | str) -> dict[str, Any] | None:
+    """Return what a model directory says about its quantization; ``None``: it is not quantized.
+
+    Raises:
+        SpecError: ``config.json`` is missing or not an object.
+    """
+    directory = Path(model_dir)
+    config = read_json(directory / "config.json")
+    if not isinstance(config, dict):
+        raise bad_field(str(directory / "config.json"), "(top level)", config, "an object")
+    found = config.get(FIELD)
+    if found is None and (directory / OLD_FILE).is_file():
+        found = read_json(directory / OLD_FILE)
+        if isinstance(found, dict):
+            found.setdefault("quant_method", "gptq")
+    if found is not None and not isinstance(found, dict):
+        raise bad_field(str(directory / "config.json"), FIELD, found, "an object")
+    return found
+
+
+def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
+    """Read a ``quantization_config``.
+
+    Raises:
+        SpecError: another method or packing than GPTQ's own, or rules that cannot be read.
+    """
+    expected = {"quant_method": ("gptq",), "pack_dtype": ("int32",), "lm_head": (False,)}
+    for name, choices in expected.items():
+        if fields.get(name, choices[0]) not in choices:
+            raise bad_field(where, f"{FIELD}.{name}", fields[name], f"'{choices[0]}'")
+    version = fields.get("checkpoint_format") or "gptq"
+    if version not in ZERO_OFFSETS:
+        raise bad_field(
+            where, f"{FIELD}.checkpoint_format", version, f"one of {sorted(ZERO_OFFSETS)}"
+        )
+    return GptqConfig(
+        where=where,
+        fields={
+            "bits": fields.get("bits"),
+            "group_size": fields.get("group_size"),
+            "sym": fields.get("sym", True),
+        },
+        rules=_rules(fields.get("dynamic"), where),
+        zero_offset=ZERO_OFFSETS[version],
+    )
+
+
+def stored_precisions(model_dir: Path | str, num_layers: int) -> tuple[Precision, ...]:
+    """Return the precision of every layer as stored; none for a model that is not quantized.
+
+    A layer whose operators differ in groups or symmetry is told by the heaviest of them.
+
+    Raises:
+        SpecError: quantized otherwise than by GPTQ, or operators of a layer differ in their bits.
+    """
+    fields = find_config(model_dir)
+    if fields is None:
+        return ()
+    directory = Path(model_dir)
+    if fields.get("quant_method") != "gptq":
+        raise SpecError(
+            f"{directory}: found a checkpoint quantized by {fields.get('quant_method')!r}, "
+            "expected a plain one or GPTQ"
+        )
+    config = parse_config(fields, str(directory / "config.json"))
+    found: dict[int, set[Precision]] = {}
+    for name in _tensor_names(directory):
+        layer = _LAYER.search(name)
+        if layer is None or not name.endswith(_CODES):
+            continue
+        precision = config.precision(name.removesuffix(_CODES))
+        if precision is None:
+            raise SpecError(f"{config.where}: {name} is stored, expected 'dynamic' to say so")
+        found.setdefault(int(layer[1]), set()).add(precision)
+    return tuple(_of_layer(found.get(i, set()), directory, i) for i in range(num_layers))
+
+
+def _of_layer(found: set[Precision], directory: Path, index: int) -> Precision:
+    if len({precision.bits for precision in found}) > 1:
+        raise SpecError(
+            f"{directory}: layer {index} mixes operators of {sorted({p.bits for p in found})} "
+            "bits, expected one bitwidth a layer"
+        )
+    return heaviest(found) if found else unquantized()
+
+
+def _tensor_names(directory: Path) -> Iterable[str]:
+    """Return the names of all tensors, from the index or the header of the only file."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        fields = read_json(index)
+        names = fields.get("weight_map") if isinstance(fields, dict) else None
+    else:
+        names = _header(directory / "model.safetensors")
+    if not isinstance(names, dict):
+        raise bad_field(str(index), "weight_map", names, "an object of tensors and files")
+    return names
+
+
+def _header(path: Path) -> object:
+    try:
+        with path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > _MAX_HEADER_BYTES:
+                raise SpecError(f"{path}: found a header of {size} bytes, expected safetensors")
+            return json.loads(stream.read(size))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read, and its layers' bits not told: {error}") from None
+    except (ValueError, RecursionError):
+        raise SpecError(f"{path}: found no header of safetensors") from None
+
+
+def _rules(value: object, where: str) -> tuple[Rule, ...]:
+    if value is None or value is False:
+        return ()
+    if not isinstance(value, Mapping):
+        raise bad_field(where, f"{FIELD}.dynamic", value, "an object of patterns")
+    rules = []
+    for text, overrides in value.items():
+        is_left_out = text.startswith("-:")
+        pattern = text[2:] if text.startswith(("-:", "+:")) else text
+        if len(pattern) > _MAX_PATTERN or not isinstance(overrides, Mapping | None):
+            raise bad_field(where, f"{FIELD}.dynamic", text, "a short pattern with its fields")
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, RecursionError) as error:
+            raise bad_field(
+                where, f"{FIELD}.dynamic", text, f"a regular expression ({error})"
+            ) from None
+        rules.append(Rule(pattern=compiled, overrides=None if is_left_out else overrides or {}))
+    return tuple(rules)
