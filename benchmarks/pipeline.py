@@ -3,11 +3,13 @@
     python benchmarks/pipeline.py --folder DIR --prepare        # models, plans: nothing is timed
     python benchmarks/pipeline.py --folder DIR --case batch16   # one round; again for more
     python benchmarks/pipeline.py --folder DIR --case decode    # 594 M parameters, batches 1 and 8
+    python benchmarks/pipeline.py --folder DIR --case single    # the small model, one sequence
     python benchmarks/pipeline.py --folder DIR --table
 
 Everything runs on the same cores in turn (A B C A B C ...), each run in a process of its own, and
-loading is not counted. A round is kept run by run, so an interrupted one goes on where it was. The
-tables give medians over rounds, and ratios to transformers in bf16 on all cores, pair by pair.
+loading is not counted. llama.cpp takes part where benchmarks/rivals.py built it into DIR/rivals. A
+round is kept run by run, so an interrupted one goes on where it was. The tables give medians over
+rounds, and ratios to transformers in bf16 on all cores, pair by pair.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import rivals
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -38,14 +41,37 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
     "batch16": (12, 768, 2048, 12, 4),
     "decode": (20, 1536, 4096, 16, 4),
+    "single": (12, 768, 2048, 12, 4),
 }
 """Layers, hidden size, feed-forward, heads and KV heads of each case's model."""
 VOCABULARY, MAX_POSITIONS = 32000, 1024
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 128, 64
 DECODE_PROMPT, DECODE_TOKENS = 32, 32
-RIVAL = "transformers"
+RIVAL, PIPELINE, LLAMA_CPP = "transformers", "transformers-pipeline", "llama.cpp"
 RUNS = {
-    "batch16": (RIVAL, "1-16", "1-8", "1-4", "1-mixed", "2-16", "2-8", "2-mixed"),
+    "batch16": (
+        RIVAL,
+        "1-16",
+        "1-8",
+        "1-4",
+        "1-mixed",
+        "2-16",
+        "2-8",
+        "2-mixed",
+        PIPELINE,
+        f"{LLAMA_CPP}-16",
+        f"{LLAMA_CPP}-8",
+        f"{LLAMA_CPP}-4",
+    ),
+    "single": (
+        f"{RIVAL} x1",
+        "16 x1",
+        "8 x1",
+        "4 x1",
+        f"{LLAMA_CPP}-16 x1",
+        f"{LLAMA_CPP}-8 x1",
+        f"{LLAMA_CPP}-4 x1",
+    ),
     "decode": tuple(
         f"{name} x{batch}" for batch in (1, 8) for name in (RIVAL, "16", "8", "4", "3")
     ),
@@ -89,6 +115,8 @@ def prepare(folder: Path) -> None:
         if not (folder / case).is_dir():
             call(["scripts/make_tiny_model.py", "--family", "llama", *sizes, "--dtype", "bfloat16",
                   "--output", str(folder / case)])  # fmt: skip
+        if rivals.bench_of(folder / "rivals").exists() and case != "decode":
+            rivals.prepare(folder / "rivals", case, shape, VOCABULARY)
     (folder / "prompts.jsonl").write_text(prompt_lines())
     cores = len(os.sched_getaffinity(0))
     for stages in (1, 2):
@@ -98,11 +126,18 @@ def prepare(folder: Path) -> None:
             plan(folder, cluster, bits, folder / f"plan-{stages}-{bits}.json")
 
 
+def contenders(folder: Path, case: str) -> list[str]:
+    """Return who takes part: llama.cpp where it was built."""
+    is_built = rivals.bench_of(folder / "rivals").exists()
+    return [name for name in RUNS[case] if is_built or not name.startswith(LLAMA_CPP)]
+
+
 def measure(folder: Path, case: str) -> None:
     """Time what the current round lacks, one run at a time."""
+    names = contenders(folder, case)
     kept = folder / f"{case}.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    for name in RUNS[case][len(lines) % len(RUNS[case]) :]:
+    for name in names[len(lines) % len(names) :]:
         found = run(folder, case, name)
         with kept.open("a") as file:
             file.write(json.dumps({"name": name, **found}) + "\n")
@@ -110,6 +145,11 @@ def measure(folder: Path, case: str) -> None:
 
 def run(folder: Path, case: str, name: str) -> dict[str, float]:
     """Time one contender in a fresh process."""
+    if name == PIPELINE:
+        work = (BATCH, PROMPT_TOKENS, NEW_TOKENS)
+        return rivals.transformers_pipeline(folder / case, work)
+    if name.startswith(LLAMA_CPP):
+        return _llama_cpp(folder, case, name.removeprefix(f"{LLAMA_CPP}-"))
     if case == "batch16" and name != RIVAL:
         output = folder / "answers.jsonl"
         output.unlink(missing_ok=True)
@@ -120,6 +160,17 @@ def run(folder: Path, case: str, name: str) -> dict[str, float]:
         return {"seconds": json.loads(text)["latency_s"]["measured"]}
     text = call([str(Path(__file__)), "--folder", str(folder), "--one", case, name])
     return dict(json.loads(text.splitlines()[-1]))
+
+
+def _llama_cpp(folder: Path, case: str, name: str) -> dict[str, float]:
+    bits, _, rows = name.partition(" x")
+    place = folder / "rivals"
+    if rows:
+        steps = DECODE_TOKENS - 1
+        found = rivals.llama_cpp(place, case, bits, int(rows), DECODE_PROMPT, steps)
+        return {"seconds": found["decode"]}
+    found = rivals.llama_cpp(place, case, bits, BATCH, PROMPT_TOKENS, NEW_TOKENS)
+    return {"seconds": found["seconds"]}
 
 
 def run_here(folder: Path, case: str, name: str) -> dict[str, float]:
@@ -245,7 +296,8 @@ def table(folder: Path, case: str) -> str:
     kept = folder / f"{case}.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     times: dict[str, list[float]] = defaultdict(list)
-    for line in lines[: len(lines) // len(RUNS[case]) * len(RUNS[case])]:
+    names = contenders(folder, case)
+    for line in lines[: len(lines) // len(names) * len(names)]:
         times[line["name"]].append(line["seconds"])
     made = [f"{case}: {len(next(iter(times.values()), []))} rounds", ""]
     made += [

@@ -1,0 +1,203 @@
+"""Others that run the same models on the same cores: llama.cpp, and transformers' own pipeline.
+
+    python benchmarks/rivals.py --folder DIR      # builds llama.cpp once, low priority: 15 minutes
+
+llama.cpp comes as the source of the package ``llama-cpp-python``; it and the ``gguf`` package live
+in an environment under the folder. Its models are random ones of the same shapes, in bf16, Q8_0 and
+Q4_0. ``benchmarks/pipeline.py`` times both beside ours, where they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "llama-cpp-python==0.3.36"
+BITS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0"}
+EPSILON = 1e-5
+
+
+def main() -> int:
+    """Build, or be one of the processes that need other packages."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--gguf", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.gguf:
+        write_gguf(options.folder, *options.gguf)
+    elif options.rank:
+        be_a_rank(options.folder, *map(int, options.rank))
+    else:
+        build(options.folder.absolute())
+    return 0
+
+
+def build(folder: Path) -> None:
+    """Compile llama.cpp's batched benchmark into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    python = folder / "venv" / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", "gguf", "scikit-build-core"], check=True
+        )
+    if bench_of(folder).exists():
+        return
+    pip = [str(python), "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--no-binary", ":all:", "-d", str(folder), PACKAGE], check=True)
+    with tarfile.open(next(folder.glob("llama_cpp_python*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    source = next(folder.glob("llama_cpp_python-*")) / "vendor" / "llama.cpp"
+    off = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
+    words = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
+    made = folder / "build"
+    subprocess.run(["cmake", "-S", str(source), "-B", str(made), *words], check=True)
+    target = ["--target", "llama-batched-bench", "-j", "2"]
+    subprocess.run(["nice", "-n", "19", "cmake", "--build", str(made), *target], check=True)
+
+
+def bench_of(folder: Path) -> Path:
+    """Where llama.cpp's benchmark is."""
+    return folder / "build" / "bin" / "llama-batched-bench"
+
+
+def prepare(folder: Path, case: str, shape: tuple[int, ...], vocabulary: int) -> None:
+    """Write llama.cpp's models of a case."""
+    python = folder / "venv" / "bin" / "python"
+    for bits in BITS:
+        if not gguf_of(folder, case, bits).exists():
+            sizes = [*map(str, shape), str(vocabulary)]
+            words = ["--folder", str(folder), "--gguf", case, bits, *sizes]
+            subprocess.run([str(python), __file__, *words], check=True)
+
+
+def gguf_of(folder: Path, case: str, bits: str) -> Path:
+    """Where a model of llama.cpp is."""
+    return folder / f"{case}-{bits}.gguf"
+
+
+def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
+    """Write a random Llama in llama.cpp's format (runs where ``gguf`` is installed)."""
+    import gguf  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+
+    layers, hidden, inner, heads, kv_heads, vocabulary = map(int, sizes)
+    width = hidden // heads
+    kind = gguf.GGMLQuantizationType[BITS[bits]]
+    writer = gguf.GGUFWriter(str(gguf_of(folder, case, bits)), "llama")
+    writer.add_block_count(layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(width)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("no_vocab")
+    chance = np.random.default_rng(0)
+
+    def add(name: str, *shape: int) -> None:
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, np.float32))
+            return
+        values = chance.normal(0.0, 0.02, shape).astype(np.float32)
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+    add("token_embd.weight", vocabulary, hidden)
+    add("output_norm.weight", hidden)
+    add("output.weight", vocabulary, hidden)
+    for layer in range(layers):
+        for name, *shape in (
+            ("attn_norm", hidden),
+            ("attn_q", hidden, hidden),
+            ("attn_k", kv_heads * width, hidden),
+            ("attn_v", kv_heads * width, hidden),
+            ("attn_output", hidden, hidden),
+            ("ffn_norm", hidden),
+            ("ffn_gate", inner, hidden),
+            ("ffn_up", inner, hidden),
+            ("ffn_down", hidden, inner),
+        ):
+            add(f"blk.{layer}.{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_cpp(
+    folder: Path, case: str, bits: str, rows: int, prompt: int, new: int
+) -> dict[str, float]:
+    """Time llama.cpp: seconds of prompts and answers, and of the answers alone."""
+    context = 2 * rows * (prompt + new)
+    threads = str(len(os.sched_getaffinity(0)))
+    done = subprocess.run(
+        [
+            str(bench_of(folder)), "-m", str(gguf_of(folder, case, bits)), "-c", str(context),
+            "-b", "2048", "-ub", "512", "-npp", str(prompt), "-ntg", str(new), "-npl",
+            f"{rows},{rows}", "-t", threads, "--output-format", "jsonl",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    last: dict[str, Any] = lines[-1]
+    return {"seconds": last["t_pp"] + last["t_tg"], "decode": last["t_tg"]}
+
+
+def transformers_pipeline(model_dir: Path, shape: tuple[int, int, int]) -> dict[str, float]:
+    """Time ``generate`` over transformers' own pipeline: two ranks of one thread, split evenly."""
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29711", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    words = [sys.executable, __file__, "--folder", str(model_dir), "--rank", *map(str, shape)]
+    ranks = [
+        subprocess.Popen(
+            words,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    return dict(json.loads(outputs[0].splitlines()[-1]))
+
+
+def be_a_rank(model_dir: Path, batch: int, prompt: int, new: int) -> None:
+    """Be one of the two; the first prints its seconds, the better of two after a warm-up."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.distributed import DistributedConfig  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    core = int(os.environ["RANK"]) % len(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.bfloat16, distributed_config=DistributedConfig(pp_size=2)
+    ).eval()
+    ids = torch.arange(batch * prompt).view(batch, prompt) % model.config.vocab_size
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new,
+            max_new_tokens=new, pad_token_id=0,
+        )  # fmt: skip
+        seconds.append(time.perf_counter() - start)
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"seconds": min(seconds[1:])}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
