@@ -33,15 +33,24 @@ class WaaPolicy:
         return False
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Decode whatever is ready, and encode whenever the encoding stages are free."""
-        if view.can(Phase.DECODE) and view.ready and self._is_time_to_decode(view):
-            chosen = islice(view.ready, self._sizes.decode)
-            return Decode(slots=tuple(sequence.slot for sequence in chosen))
-        if view.can(Phase.PREFILL):
+        """Encode whenever the encoding stages are free, and decode whatever is ready.
+
+        Encoding goes first: sending it off costs the master next to nothing, and a master that
+        decodes alone would never find the time for it.
+        """
+        if view.can(Phase.PREFILL) and self._has_room(view):
             chosen_requests = self._admission.choose(view)[: self._sizes.prefill]
             if chosen_requests:
                 return Prefill(requests=chosen_requests)
+        if view.can(Phase.DECODE) and view.ready and self._is_time_to_decode(view):
+            chosen = islice(view.ready, self._sizes.decode)
+            return Decode(slots=tuple(sequence.slot for sequence in chosen))
         return Wait()
+
+    def _has_room(self, view: SchedulerView) -> bool:
+        """Whether a whole batch of ``B_E`` can begin, or there is nothing whose end makes room."""
+        room = min(self._admission.decode_batch - view.alive, view.free_slots)
+        return room >= min(self._admission.encode_batch, len(view.waiting)) or not view.alive
 
     def _is_time_to_decode(self, view: SchedulerView) -> bool:
         """Send full micro-batches, and a smaller one only when no other could fill it."""

@@ -1,0 +1,161 @@
+"""Schedules of WAA: against exhaustive search, and their forecasts against the simulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmpq.assigner.schedules.monotone import exhaustive, non_monotone
+from llmpq.assigner.schedules.rra import ScheduleTask
+from llmpq.assigner.schedules.waa import WaaSpace, best_waa
+from llmpq.batching import PipelineShape, make_policy
+from llmpq.errors import InfeasibleError
+from llmpq.sim import Hop, Layout, Shape, simulate, straight
+from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
+from llmpq.spec.precision import Phase
+from llmpq.spec.trace import draw_trace
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A GPU-like cluster: ranks that decode, then ranks that prefill, an equal share each."""
+
+    decoding: int = 2
+    prefilling: int = 1
+    floor_s: float = 4e-3
+    row_s: float = 4e-5
+    token_s: float = 1e-5
+    handover: float = 1e-3
+
+    @property
+    def layout(self) -> Layout:
+        ranks = self.decoding + self.prefilling
+        return replace(
+            straight(ranks),
+            prefill_path=(0, *range(self.decoding, ranks)),
+            decode_path=tuple(range(self.decoding)),
+        )
+
+    def stage_s(self, rank: int, shape: Shape) -> float:
+        if (rank < self.decoding) is (shape.phase is Phase.PREFILL):
+            return 0.0
+        if shape.phase is Phase.PREFILL:
+            seconds = max(self.floor_s, self.token_s * shape.rows * shape.longest)
+            return seconds / self.prefilling
+        return max(self.floor_s, self.row_s * shape.rows * (1 + shape.mean / 500)) / self.decoding
+
+    def embed_s(self, _: Shape) -> float:
+        return 1e-4
+
+    def project_s(self, shape: Shape) -> float:
+        return 3e-4 + 2e-6 * shape.rows
+
+    def hop(self, _: int, shape: Shape) -> Hop:
+        return Hop(1e-5, 5e-5 + 1e-7 * shape.rows)
+
+    def handover_s(self, _: Shape) -> float:
+        return self.handover
+
+
+def _task(
+    bound_s: float = math.inf,
+    slots: int = 256,
+    costs: Costs | None = None,
+    law: LengthDistribution | None = None,
+) -> ScheduleTask:
+    law = law or truncated_normal(32, 13, 80)
+    return ScheduleTask(
+        costs=costs or Costs(),
+        num_slots=slots,
+        prompt_tokens=truncated_normal(128, 60, 256),
+        new_tokens=law,
+        latency_bound_s=bound_s,
+        bound_tokens=law.quantile(0.99),
+    )
+
+
+def _bound_s(share: float, costs: Costs | None = None) -> float:
+    """A bound between the latency of one sequence at a time and that of the best without one."""
+    free = best_waa(_task(costs=costs)).performance.latency_s
+    alone = WaaSpace(_task(costs=costs)).look((0, 0)).performance.latency_s
+    return alone + share * (free - alone)
+
+
+@given(
+    slots=st.integers(2, 48),
+    longest=st.integers(1, 20),
+    bound_s=st.floats(0.02, 2.0) | st.just(math.inf),
+    decoding=st.integers(1, 3),
+    prefilling=st.integers(1, 3),
+    floor_s=st.floats(1e-3, 1e-2),
+)
+def test_search_is_within_a_percent_of_exhaustive(
+    slots, longest, bound_s, decoding, prefilling, floor_s
+):
+    costs = Costs(decoding=decoding, prefilling=prefilling, floor_s=floor_s)
+    task = _task(bound_s, slots, costs, uniform(1, longest))
+    space = WaaSpace(task)
+    best = exhaustive(space.evaluate, space.shape, bound_s)
+    if best.value is None:
+        with pytest.raises(InfeasibleError, match="no WAA schedule"):
+            best_waa(task)
+        return
+    found = best_waa(task)
+    assert found.performance.latency_s <= bound_s
+    assert found.performance.requests_per_s >= 0.99 * best.value.throughput
+    assert found.schedule.decode_batch <= slots
+
+
+@pytest.mark.parametrize(("decoding", "prefilling"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_forecasts_agree_with_the_simulator(decoding, prefilling, share):
+    costs = Costs(decoding=decoding, prefilling=prefilling)
+    task = _task(_bound_s(share, costs), costs=costs)
+    found = best_waa(task)
+    policy = make_policy(
+        found.schedule,
+        PipelineShape(micro_batching=found.micro_batching, num_slots=256, num_stages=decoding),
+    )
+    trace = draw_trace(6000, task.prompt_tokens, task.new_tokens, seed=1)
+    report = simulate(costs, policy, trace, num_slots=256)
+    ends = sorted(record.end_s for record in report.requests)
+    middle = ends[1000:5000]  # neither the ramp nor the last stragglers
+    measured = len(middle) / (middle[-1] - middle[0])
+    assert measured == pytest.approx(found.performance.requests_per_s, rel=0.1)
+    longest = [
+        record.service_s
+        for record in report.requests[1000:5000]
+        if record.new_tokens == task.bound_tokens
+    ]
+    mean_s = sum(longest) / len(longest)
+    # Where encoding sets the pace, the decoding batch stays below the one that is forecast for.
+    assert 0.85 <= mean_s / found.performance.latency_s <= 1.1
+
+
+def test_a_tighter_bound_never_raises_throughput():
+    found = [
+        best_waa(_task(_bound_s(share))).performance.requests_per_s
+        for share in (1.0, 0.6, 0.3, 0.1)
+    ]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < found[0]
+    with pytest.raises(InfeasibleError, match=r"no WAA schedule answers .* takes"):
+        best_waa(_task(_bound_s(-0.1)))
+
+
+def test_both_variables_raise_throughput_and_latency():
+    """Table 5: but for few steps, where ``B_E`` is another one."""
+    for latency, throughput in non_monotone(WaaSpace(_task(slots=64)).evaluate, (64, 3), 0.02):
+        assert latency <= 0.05
+        assert throughput <= 0.05
+
+
+def test_what_memory_does_not_hold_is_no_schedule():
+    with pytest.raises(InfeasibleError, match=r"no WAA schedule.*do not hold"):
+        best_waa(_task(), fits=lambda _: False)
+    found = best_waa(_task(), fits=lambda sizes: sizes.decode <= 5)
+    assert found.micro_batching.decode <= 5
