@@ -1,0 +1,294 @@
+"""A real vLLM run against the simulated one: iteration-level batching with chunked prefill.
+
+    python -m scripts.reproduce.vllm_run FOLDER
+
+FOLDER is LLMServingSim's data of Llama-3.1-8B on an RTX 4090 (MIT licence): measured microseconds
+of every operator of a layer, a workload of 300 requests of ShareGPT's lengths at 10 a second, and
+the times of a vLLM 0.19 run of it (2,048 tokens an iteration, 2,588 KV blocks of 16 tokens).
+Nothing is fitted to the run. Attention of a mixed iteration is each prompt's own, and what the
+decode steps add to a prompt of as many tokens in the table; times between points are interpolated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+
+from llmpq.batching.chunked import Chunk, ChunkLimits
+from llmpq.errors import LlmpqError, SpecError
+from llmpq.sim.iterations import IterationsReport, simulate_iterations
+from llmpq.spec.trace import TraceRequest
+from llmpq.units import US
+from scripts.reproduce.output import Record, emit, table
+
+LAYERS = 32
+PER_LAYER = {"layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1,
+             "act_fn": 1, "down_proj": 1}  # fmt: skip
+ONCE = ("embedding", "final_layernorm")
+NULL_BLOCKS = 1
+"""vLLM keeps a block of its own."""
+HEAD = ("", "vLLM, measured", "simulated", "error", "LLMServingSim", "its error")
+FIGURES = {
+    "first_token_s": "mean time to first token, s",
+    "per_token_s": "mean time per token, ms",
+    "makespan_s": "makespan, s",
+}
+
+
+class Line:
+    """Values over one axis, straight between points and beyond the last.
+
+    Args:
+        points: value by place.
+    """
+
+    def __init__(self, points: dict[int, float]) -> None:
+        self._places = sorted(points)
+        self._values = [points[place] for place in self._places]
+
+    def __call__(self, place: float) -> float:
+        """Return the value at a place."""
+        places, values = self._places, self._values
+        if place <= places[0]:
+            return values[0]
+        upper = min(bisect_right(places, place), len(places) - 1)
+        low, high = places[upper - 1], places[upper]
+        share = (place - low) / (high - low)
+        return values[upper - 1] + share * (values[upper] - values[upper - 1])
+
+
+class Attention:
+    """Microseconds of one layer's attention over prompts and decode steps, straight between points.
+
+    Args:
+        points: by ``(prefill_chunk, kv_prefill, n_decode, kv_decode)``.
+    """
+
+    def __init__(self, points: dict[tuple[int, ...], float]) -> None:
+        self._points = points
+        self._axes = [sorted({key[axis] for key in points}) for axis in range(4)]
+
+    def prefill(self, chunk: float, before: float) -> float:
+        """Return the time of one prompt's chunk behind ``before`` tokens of it."""
+        return self._at((chunk, before, 0, 0))
+
+    def decode(self, count: float, context: float) -> float:
+        """Return the time of decode steps alone."""
+        return self._at((0, 0, count, context))
+
+    def added(self, chunk: float, before: float, count: float, context: float) -> float:
+        """Return what decode steps add to a prompt's chunk."""
+        return self._at((chunk, before, count, context)) - self.prefill(chunk, before)
+
+    @lru_cache(maxsize=1 << 18)  # noqa: B019  one object a run
+    def _at(self, place: tuple[float, ...]) -> float:
+        total = weight = 0.0
+        for corner, share in self._corners(place):
+            value = self._points.get(corner)
+            if value is not None:
+                total, weight = total + share * value, weight + share
+        if not weight:
+            raise SpecError(f"attention profile: nothing near {place}")
+        return total / weight
+
+    def _corners(self, place: tuple[float, ...]) -> list[tuple[tuple[int, ...], float]]:
+        """Return the corners of the cell that holds a place, and the share of each."""
+        ends: list[list[tuple[int, float]]] = []
+        for axis, value in zip(self._axes, place, strict=True):
+            # 0 means that there is none of a phase: nothing lies between it and the first point.
+            points = [point for point in axis if (point > 0) == (value > 0)] or axis
+            inside = min(max(value, points[0]), points[-1])
+            upper = min(bisect_right(points, inside), len(points) - 1)
+            low, high = points[max(upper - 1, 0)], points[upper]
+            share = 0.0 if low == high else (inside - low) / (high - low)
+            ends.append([(low, 1 - share), (high, share)] if share else [(low, 1.0)])
+        corners = []
+        for chosen in itertools.product(*ends):
+            share = 1.0
+            for _, part in chosen:
+                share *= part
+            corners.append((tuple(point for point, _ in chosen), share))
+        return corners
+
+
+class Costs:
+    """Seconds of an iteration.
+
+    Args:
+        folder: of the profile.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        dense = _lines(folder, "dense", "tokens")
+        self._dense = {name: Line(points) for name, points in dense.items()}
+        ends = _lines(folder, "per_sequence", "sequences")
+        self._ends = {name: Line(points) for name, points in ends.items()}
+        rows = _rows(_file(folder, "attention"))
+        keys = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+        self._attention = Attention(
+            {tuple(int(row[key]) for key in keys): float(row["time_us"]) for row in rows}
+        )
+
+    def __call__(self, chunks: Sequence[Chunk]) -> float:
+        """Return the seconds of one iteration."""
+        tokens = sum(chunk.tokens for chunk in chunks)
+        layer_us = sum(count * self._dense[name](tokens) for name, count in PER_LAYER.items())
+        layer_us += self._attention_us(chunks)
+        once_us = sum(self._dense[name](tokens) for name in ONCE)
+        once_us += sum(line(len(chunks)) for line in self._ends.values())
+        return (LAYERS * layer_us + once_us) * US
+
+    def _attention_us(self, chunks: Sequence[Chunk]) -> float:
+        prompts = [chunk for chunk in chunks if chunk.tokens > 1]
+        steps = [chunk.start + 1 for chunk in chunks if chunk.tokens == 1]
+        context = fmean(steps) if steps else 0.0
+        if not prompts:
+            return self._attention.decode(len(steps), context)
+        total_us = sum(self._attention.prefill(chunk.tokens, chunk.start) for chunk in prompts)
+        if steps:
+            tokens = sum(chunk.tokens for chunk in prompts)
+            before = sum(chunk.tokens * chunk.start for chunk in prompts) / tokens
+            total_us += self._attention.added(tokens, before, len(steps), context)
+        return total_us
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play the workload and print the table."""
+    parser = argparse.ArgumentParser(prog="scripts.reproduce.vllm_run", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    options = parser.parse_args(argv)
+    try:
+        record = collect(options.folder)
+    except LlmpqError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_status
+    emit(report(record), record, as_json=options.json)
+    return 0
+
+
+def collect(folder: Path) -> Record:
+    """Return the figures of the real run, of ours, and of LLMServingSim's own simulation."""
+    bench = _one(folder, "bench_*")
+    made = simulate_iterations(Costs(folder), trace_of(folder), limits_of(bench))
+    return {
+        "measured": measured(bench),
+        "simulated": simulated(made),
+        "theirs": theirs(bench),
+        "iterations": made.iterations,
+        "preemptions": made.preemptions,
+    }
+
+
+def report(record: Record) -> str:
+    """Return the table."""
+    lines = []
+    for key, title in FIGURES.items():
+        real, ours, other = (record[who][key] for who in ("measured", "simulated", "theirs"))
+        unit = 1e3 if key == "per_token_s" else 1.0
+        lines.append([
+            title, f"{real * unit:.2f}", f"{ours * unit:.2f}", f"{ours / real - 1:+.1%}",
+            f"{other * unit:.2f}", f"{other / real - 1:+.1%}",
+        ])  # fmt: skip
+    tail = f"{record['iterations']} iterations, {record['preemptions']} preemptions in simulation."
+    return f"{table(HEAD, lines)}\n\n{tail}"
+
+
+def trace_of(folder: Path) -> list[TraceRequest]:
+    """Return the workload, from its first arrival on."""
+    rows = _rows(_one(folder, "workload_*.csv"))
+    first = int(rows[0]["arrival_time_ns"])
+    return [
+        TraceRequest(
+            arrival_s=(int(row["arrival_time_ns"]) - first) / 1e9,
+            prompt_tokens=int(row["input_toks"]),
+            new_tokens=int(row["output_toks"]),
+        )
+        for row in rows
+    ]
+
+
+def limits_of(bench: Path) -> ChunkLimits:
+    """Return what the real run was bounded by."""
+    meta = json.loads((bench / "meta.json").read_text())
+    engine, cache = meta["engine_kwargs"], meta["kv_cache"]
+    return ChunkLimits(
+        tokens=engine["max_num_batched_tokens"],
+        sequences=engine["max_num_seqs"],
+        blocks=cache["num_gpu_blocks"] - NULL_BLOCKS,
+        block_tokens=cache["block_size"],
+    )
+
+
+def measured(bench: Path) -> dict[str, float]:
+    """Return the real run's means; arrivals are put on the engine's clock by the first request."""
+    rows = [json.loads(line) for line in (bench / "requests.jsonl").read_text().splitlines()]
+    first = rows[0]
+    shift_s = first["queued_ts"] - first["arrival_time"]
+    return {
+        "first_token_s": fmean(
+            row["first_token_ts"] - (row["arrival_time"] + shift_s) for row in rows
+        ),
+        "per_token_s": fmean(
+            (row["last_token_ts"] - row["first_token_ts"]) / (row["output_toks"] - 1)
+            for row in rows
+        ),
+        "makespan_s": max(row["last_token_ts"] for row in rows) - first["queued_ts"],
+    }
+
+
+def simulated(made: IterationsReport) -> dict[str, float]:
+    """Return our means."""
+    return {
+        "first_token_s": fmean(one.first_token_s - one.arrival_s for one in made.requests),
+        "per_token_s": fmean(
+            (one.end_s - one.first_token_s) / (one.new_tokens - 1) for one in made.requests
+        ),
+        "makespan_s": made.makespan_s,
+    }
+
+
+def theirs(bench: Path) -> dict[str, float]:
+    """Return what LLMServingSim simulated."""
+    rows = _rows(bench / "their_simulation.csv")
+    first = min(int(row["arrival"]) for row in rows)
+    return {
+        "first_token_s": fmean(int(row["TTFT"]) for row in rows) / 1e9,
+        "per_token_s": fmean(int(row["TPOT"]) for row in rows) / 1e9,
+        "makespan_s": (max(int(row["end_time"]) for row in rows) - first) / 1e9,
+    }
+
+
+def _lines(folder: Path, what: str, axis: str) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for row in _rows(_file(folder, what)):
+        found.setdefault(row["layer"], {})[int(row[axis])] = float(row["time_us"])
+    return found
+
+
+def _file(folder: Path, what: str) -> Path:
+    return _one(folder, f"profile_*_{what}.csv")
+
+
+def _one(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        raise SpecError(f"{folder}: found {len(found)} of '{pattern}', expected one")
+    return found[0]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

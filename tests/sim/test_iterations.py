@@ -1,0 +1,36 @@
+"""A worker whose iterations mix prompts and decode steps, in simulated time."""
+
+import pytest
+
+from llmpq.batching.chunked import ChunkLimits
+from llmpq.sim.iterations import simulate_iterations
+from llmpq.spec.trace import TraceRequest
+
+LIMITS = ChunkLimits(tokens=4, sequences=8, blocks=64, block_tokens=4)
+
+
+def _request(arrival_s, prompt, new):
+    return TraceRequest(arrival_s=arrival_s, prompt_tokens=prompt, new_tokens=new)
+
+
+def test_a_request_alone_takes_its_chunks_and_its_steps():
+    report = simulate_iterations(lambda _: 1.0, [_request(2.0, 10, 5)], LIMITS)
+    (record,) = report.requests
+    assert (record.start_s, record.first_token_s, record.end_s) == (2.0, 5.0, 9.0)
+    assert (report.iterations, report.makespan_s, report.work_s) == (7, 7.0, 7.0)
+
+
+def test_iterations_are_scheduled_one_ahead():
+    trace = [_request(0.0, 4, 4), _request(0.5, 1, 1)]
+    late = simulate_iterations(lambda _: 1.0, trace, LIMITS).requests[1]
+    soon = simulate_iterations(lambda _: 1.0, trace, LIMITS, ahead=1).requests[1]
+    # It comes while the first iteration is computed, and the second is scheduled already.
+    assert (soon.start_s, soon.end_s) == (1.0, 2.0)
+    assert (late.start_s, late.end_s) == (1.0, 3.0)
+
+
+def test_work_is_what_iterations_cost():
+    trace = [_request(0.0, 3, 2), _request(0.0, 3, 2)]
+    report = simulate_iterations(lambda chunks: sum(c.tokens for c in chunks) / 8, trace, LIMITS)
+    assert report.work_s == pytest.approx(8 / 8)
+    assert report.preemptions == 0
