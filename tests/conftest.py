@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,17 @@ def no_store_of_the_user() -> Iterator[None]:
     """Commands under test neither read nor fill the store of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMPQ_STORE", "off")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_switch_of_kernels() -> Iterator[None]:
+    """Rows switch between bf16 kernels at the same count everywhere, whatever was measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:  # folders without torch tests need not import it
+            from llmpq.kernels import cpu_compiled  # noqa: PLC0415
+
+            patch.setattr(cpu_compiled, "few_rows_limit", lambda bits: 0 if bits == 8 else 8)
         yield
 
 

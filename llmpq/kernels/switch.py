@@ -3,21 +3,29 @@
 A few rows are multiplied while the codes are decoded, again for every eight of them; with more it
 pays to decode a panel once. Where the lines cross depends on the processor, so both ways are timed
 on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
-beside the compiled library under the processor's name. Threads share out the rows of the weight, so
-one thread's answer is that of all. This module refuses to choose a backend: that is the registry's,
-and never depends on rows.
+beside the compiled library under the processor's name: every process of a machine uses the same,
+because the two ways round differently in the last bit of bf16. Threads share out the rows of the
+weight, so one thread's answer is that of all. This module refuses to choose a backend: that is the
+registry's, and never depends on rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None  # type: ignore[assignment]
 
 from llmpq.kernels.native import instruction_set, kernels_path
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
@@ -41,9 +49,30 @@ def few_rows_limit(bits: int) -> int:
     key = f"{_processor()}, {bits} bits"
     known = _read(kept)
     if key not in known:
-        known[key] = _measure(bits)
-        _write(kept, known)
+        with _alone(kept):
+            known = _read(kept)  # who was first has measured for all: stages must not differ
+            if key not in known:
+                known[key] = _measure(bits)
+                _write(kept, known)
     return known[key]
+
+
+@contextlib.contextmanager
+def _alone(kept: Path) -> Iterator[None]:
+    """Let one process at a time measure; where nothing can be kept, each does so for itself."""
+    try:
+        descriptor = os.open(
+            kept.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+    except OSError:
+        yield
+        return
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _measure(bits: int) -> int:

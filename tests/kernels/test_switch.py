@@ -36,6 +36,19 @@ def test_what_was_measured_is_kept_for_the_next_process(kept, monkeypatch):
     assert [key.rpartition(", ")[2] for key in json.loads(kept.read_text())] == ["4 bits"]
 
 
+def test_what_another_process_measured_meanwhile_counts(kept, monkeypatch):
+    read = switch._read
+
+    def look_too_early(path: Path) -> dict[str, int]:
+        found = read(path)
+        path.write_text(json.dumps({f"{switch._processor()}, 4 bits": 20}))
+        return found
+
+    monkeypatch.setattr(switch, "_read", look_too_early)
+    monkeypatch.setattr(switch, "_measure", lambda _: pytest.fail("measured again"))
+    assert switch.few_rows_limit(4) == 20
+
+
 @pytest.mark.parametrize(
     "found", ["", "[1]", '{"other": 4, "worse": "x"}', '{"a": -1, "b": 10000}']
 )
