@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmpq.batching import PipelineShape, make_policy
+from llmpq.batching.drift import Drift, drift_of
 from llmpq.batching.length import make_predictor
 from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.fit_cache import fit_cache
 from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
@@ -63,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         help="requests the strategy has no room for (default refuse)",
     )
     add_policy_options(parser)
+    parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="with an RRA schedule: encode as often as these requests' lengths ask for",
+    )
     parser.add_argument("--trace_out", metavar="FILE.json", help="write the timeline for Perfetto")
     return parser
 
@@ -72,6 +80,9 @@ def _run(options: argparse.Namespace) -> int:
     trace, skipped = _fitting(_requests(options, plan), plan, options.too_long)
     answers = [item.new_tokens for item in trace]
     schedule = schedule_of(options, plan, answers)
+    drift = drift_of(schedule, answers)
+    if drift is not None and options.replan:
+        schedule = drift.suggested
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
@@ -89,12 +100,16 @@ def _run(options: argparse.Namespace) -> int:
     if options.trace_out is not None:
         write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))
     record = {"policy": schedule.policy, "skipped": skipped, **report.to_json()}
+    if drift is not None:
+        record["drift"] = _drift_record(drift)
     for stage, name in zip(record["stages"], _stage_names(plan), strict=True):
         stage["device"] = name
     if options.json:
         print_json(record)
     else:
         print(_text(plan, record, report))
+        if drift is not None and drift.is_notable:
+            print(_drift_text(drift, is_replanned=options.replan))
     return 0
 
 
@@ -109,6 +124,7 @@ def _costs(plan: Plan, profile: str | None) -> PlanCosts:
         dtype=plan.dtype,
         kv_bits=plan.kv_bits,
         profile_dir=None if profile is None else Path(profile),
+        cache_dir=fit_cache(os.environ),
     )
     return PlanCosts(plan, costs)
 
@@ -172,6 +188,33 @@ def _fitting(
 
 def _stage_names(plan: Plan) -> list[str]:
     return [plan.device_of(stage).label for stage in plan.stages]
+
+
+def _drift_record(drift: Drift) -> dict[str, Any]:
+    return {
+        "expected_phases": drift.expected_phases,
+        "observed_phases": drift.observed_phases,
+        "expected_longest": drift.expected_longest,
+        "observed_longest": drift.observed_longest,
+        "is_notable": drift.is_notable,
+        "suggested_decode_iterations": drift.suggested.decode_iterations,
+    }
+
+
+def _drift_text(drift: Drift, *, is_replanned: bool) -> str:
+    longest = ""
+    if drift.expected_longest is not None:
+        longest = (
+            f", the 99th percentile has {drift.observed_longest} tokens instead of "
+            f"{drift.expected_longest}"
+        )
+    advice = "played with" if is_replanned else "try --replan, which takes"
+    return (
+        f"drift          answers stay for {drift.observed_phases:.2f} encodings, the schedule is "
+        f"for {drift.expected_phases:.2f} ({drift.change:+.0%}){longest}; {advice} "
+        f"{drift.suggested.decode_iterations} decode iterations; a bound is kept only by a new "
+        "search (llmpq-algo --policy rra --lengths)"
+    )
 
 
 def _text(plan: Plan, record: dict[str, Any], report: SimReport) -> str:
