@@ -9,19 +9,20 @@ or unquantized one, times the ratio of the two in the roofline.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmpq.costmodel import vidur
 from llmpq.costmodel.aiconfigurator import read_database
-from llmpq.costmodel.operators import GemmTimes, expert_shape, layer_samples
+from llmpq.costmodel.csv_rows import csv_rows, number
+from llmpq.costmodel.operators import expert_shape, layer_samples
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import device, device_types
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Dtype, Phase
-from llmpq.spec.tables import LatencySample, LatencyTable
+from llmpq.spec.tables import CommTable, LatencySample, LatencyTable
 
 DEVICE_TYPES: Mapping[str, str] = {
     "a100_sxm": "A100-80G",
@@ -34,10 +35,6 @@ DEVICE_TYPES: Mapping[str, str] = {
 
 _HELIX_HEADER = ("model", "machine", "phase", "batch_tokens", "layer_ms")
 _HELIX_PHASES = {"prompt": Phase.PREFILL, "decode": Phase.DECODE}
-_VIDUR_PRODUCTS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")
-_VIDUR_SMALL = (
-    "input_layernorm", "attn_rope", "post_attention_layernorm", "mlp_act", "add", "add",
-)  # fmt: skip
 _MS = 1e-3
 
 
@@ -85,6 +82,27 @@ def import_table(layout: str, request: ImportRequest) -> LatencyTable:
         ("imported_from", layout),
     )
     return LatencyTable(samples=tuple(samples), provenance=(*origin, *notes))
+
+
+def import_links(layout: str, path: Path | None, between: tuple[str, str]) -> CommTable:
+    """Read measured transfers between two devices as a link table.
+
+    Args:
+        layout: ``vidur``, the only one that has any.
+        path: its ``send_recv.csv``.
+        between: nodes the table is for; twice the same for two devices of one node.
+
+    Raises:
+        SpecError: another layout, or a file that is not there or malformed.
+    """
+    if layout != "vidur":
+        raise SpecError(
+            f"--between: found --from {layout}, expected vidur: no other layout measured transfers "
+            "between two devices (aiconfigurator has collectives only); or use llmpq-profile link"
+        )
+    if path is None:
+        raise SpecError("--path: found nothing, expected a send_recv.csv")
+    return vidur.link_table(path, between)
 
 
 Imported = tuple[Sequence[LatencySample], tuple[tuple[str, str], ...]]
@@ -157,12 +175,12 @@ def _helix(request: ImportRequest) -> Imported:
     """Read Helix's layout: whole layers, by tokens of a prompt or by sequences in decode."""
     file = _file(request, "a CSV file with --path")
     samples = []
-    for line, row in _csv_rows(file, _HELIX_HEADER):
+    for line, row in csv_rows(file, _HELIX_HEADER):
         if f"{row['model']}/{row['machine']}" != request.device:
             continue
         size, seconds = (
-            _number(file, line, row["batch_tokens"]),
-            _number(file, line, row["layer_ms"]),
+            number(file, line, row["batch_tokens"]),
+            number(file, line, row["layer_ms"]),
         )
         if row["phase"] not in _HELIX_PHASES:
             raise SpecError(
@@ -181,80 +199,16 @@ def _helix(request: ImportRequest) -> Imported:
 
 
 def _vidur(request: ImportRequest) -> Imported:
-    """Read Vidur's layout: operators of one model by tokens, attention by batch and context."""
     folder = _file(request, "the folder of one model with --path")
-    layer = request.model.layer_types[0]
-    rows = list(_csv_rows(folder / "mlp.csv", ("num_tokens", "num_tensor_parallel_workers")))
-    dense: dict[int, list[float]] = {}
-    for line, row in rows:
-        if row["num_tensor_parallel_workers"] != "1":
-            continue
-        names = (*_VIDUR_PRODUCTS, *_VIDUR_SMALL)
-        total = sum(_median(folder / "mlp.csv", line, row, name) for name in names)
-        dense.setdefault(int(row["num_tokens"]), []).append(total)
-    if not dense:
-        raise SpecError(f"{folder / 'mlp.csv'}: found no row of one worker, expected some")
-    if (shape := expert_shape(layer)) is not None:
+    if (shape := expert_shape(request.model.layer_types[0])) is not None:
         raise SpecError(f"vidur: found {shape.words}, expected a dense layer")
-    products = tuple(sorted((count, min(times)) for count, times in dense.items()))
-    gemm = GemmTimes(points={(1, 1): products})
-    samples = []
-    for phase, batch, tokens, attention_s in _vidur_attention(folder / "attention.csv"):
-        size = batch * tokens if phase is Phase.PREFILL else batch
-        if size <= gemm.max_rows:
-            seconds = attention_s + gemm.seconds(size, 1, 1)
-            samples.append(
-                LatencySample(phase=phase, bits=16, batch=batch, tokens=tokens, seconds=seconds)
-            )
-    return samples, ()
-
-
-def _vidur_attention(file: Path) -> Iterable[tuple[Phase, int, int, float]]:
-    needed = ("batch_size", "prefill_chunk_size", "kv_cache_size", "is_prefill")
-    for line, row in _csv_rows(file, needed):
-        if row.get("num_tensor_parallel_workers", "1") != "1":
-            continue
-        batch, context = int(_number(file, line, row["batch_size"])), row["kv_cache_size"]
-        if row["is_prefill"] == "True":
-            if _number(file, line, context) == 0:
-                tokens = int(_number(file, line, row["prefill_chunk_size"]))
-                yield Phase.PREFILL, batch, tokens, _median(file, line, row, "attn_prefill")
-        elif _number(file, line, context) >= 1:
-            tokens = int(_number(file, line, context))
-            yield Phase.DECODE, batch, tokens, _median(file, line, row, "attn_decode")
-
-
-def _median(file: Path, line: int, row: Mapping[str, str], name: str) -> float:
-    key = f"time_stats.{name}.median"
-    if key not in row:
-        raise SpecError(f"{file}: found no column '{key}', expected it there")
-    return _number(file, line, row[key]) * _MS
+    return vidur.layer_samples(folder), ()
 
 
 def _file(request: ImportRequest, expected: str) -> Path:
     if request.path is None:
         raise SpecError(f"--path: found nothing, expected {expected}")
     return request.path
-
-
-def _csv_rows(file: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
-    try:
-        with file.open(encoding="utf-8", newline="") as lines:
-            reader = csv.DictReader(lines)
-            rows = list(enumerate(reader, start=2))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{file}: cannot be read: {error}") from None
-    missing = [name for name in needed if name not in (reader.fieldnames or ())]
-    if missing:
-        raise SpecError(f"{file}: found no column '{missing[0]}', expected {', '.join(needed)}")
-    return rows
-
-
-def _number(file: Path, line: int, text: str) -> float:
-    try:
-        return float(text)
-    except (TypeError, ValueError):
-        raise SpecError(f"{file}: line {line}: found '{text}', expected a number") from None
 
 
 LAYOUTS = {"aiconfigurator": _aiconfigurator, "helix": _helix, "vidur": _vidur}
