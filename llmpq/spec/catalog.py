@@ -188,6 +188,7 @@ def _cost(fields: Fields) -> PrecisionCost:
         stream=fields.number("stream", minimum=0.01),
         overhead=fields.number("overhead", minimum=0.01),
         dequantize=fields.number("dequantize"),
+        thin=fields.number("thin", minimum=0.01) if fields.has("thin") else 1.0,
     )
     fields.done()
     return cost

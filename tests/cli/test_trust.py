@@ -99,12 +99,26 @@ def test_few_bits_pay_at_batch_1_and_not_at_prefill(tmp_path, monkeypatch, capsy
     assert 16 in measured_plan(tmp_path, capsys, (128, 128, 2), 60)
 
 
-SPEED_UP = {1: 2.10, 32: 1.33, 128: 1.02}
-"""Of int4 over bfloat16 in decode on an A100, by batch, as measured; in long prefill it is 1."""
+SPEED_UPS = {
+    "A100-80G": {1: 2.10, 32: 1.33, 128: 1.02},
+    "L40S": {1: 3.43, 32: 2.19, 128: 1.43},
+    "H200": {1: 1.71, 32: 1.01, 128: 0.96},
+}
+"""Of int4 over bfloat16 in decode, by batch, as measured (docs/fidelity.md); 1 in prefill here."""
+WORTH_IT = {
+    ("A100-80G", 1),
+    ("A100-80G", 32),
+    ("L40S", 1),
+    ("L40S", 32),
+    ("L40S", 128),
+    ("H200", 1),
+}
 
 
-@pytest.mark.parametrize(("batch", "expected"), [(1, {4}), (128, {16})])
-def test_the_plan_follows_the_measured_worth_of_few_bits(folder, capsys, batch, expected):
+@pytest.mark.parametrize("batch", [1, 32, 128])
+@pytest.mark.parametrize("device", SPEED_UPS)
+def test_the_plan_follows_the_measured_worth_of_few_bits(folder, capsys, device, batch):
+    speed_up = SPEED_UPS[device]
     samples = [
         LatencySample(
             phase=phase,
@@ -116,19 +130,20 @@ def test_the_plan_follows_the_measured_worth_of_few_bits(folder, capsys, batch, 
         )
         for phase in Phase
         for bits in (4, 16)
-        for size, gain in SPEED_UP.items()
+        for size, gain in speed_up.items()
         for tokens in (64, 128, 256)
     ]
     (folder / "tables").mkdir()
-    provenance = (("model", "facebook/opt-125m"), ("device", "A100-80G"), ("dtype", "float16"))
+    provenance = (("model", "facebook/opt-125m"), ("device", device), ("dtype", "float16"))
     write_latency_table(
-        folder / "tables" / "a100.csv",
+        folder / "tables" / "table.csv",
         LatencyTable(samples=tuple(samples), provenance=provenance),
     )
     ask = [*ASK, "--profile", "tables", "--json", "--output", "plan.json"]
     ask[ask.index("--global_bz") + 1] = str(batch)
     ask[ask.index("--bits") + 1 : ask.index("--bits") + 2] = ["4", "16"]
-    # Few bits must save a fifth of the time to be worth what they lose.
+    ask[ask.index("--device_names") + 1] = device
+    # Few bits must save a tenth of the time to be worth what they lose.
     latency = {}
     for bits in ("4", "16"):
         only = list(ask)
@@ -136,8 +151,9 @@ def test_the_plan_follows_the_measured_worth_of_few_bits(folder, capsys, batch, 
         only[at : at + 2] = [bits]
         assert algo([*only, "--theta", "0"]) == 0
         latency[bits] = json.loads(capsys.readouterr().out)["latency_s"]
-    theta = 0.2 * latency["16"]
+    theta = 0.1 * latency["16"]
     assert algo([*ask, "--theta", str(theta)]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
-    assert {width for one in stages for width in one["bits"]} == expected
-    assert latency["16"] / latency["4"] == pytest.approx(SPEED_UP[batch], rel=0.35)
+    chosen = {width for one in stages for width in one["bits"]}
+    assert chosen == ({4} if (device, batch) in WORTH_IT else {16})
+    assert latency["16"] / latency["4"] == pytest.approx(speed_up[batch], rel=0.35)

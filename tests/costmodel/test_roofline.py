@@ -92,6 +92,69 @@ def test_threads_speed_up_a_cpu_and_nothing_else():
     assert seconds("V100-32G", 4) == seconds("V100-32G", 1)
 
 
+CPU_RATIOS = {  # of benchmarks/kernels.py, weights of 4096 x 4096: seconds over those of 16 bits
+    (DECODE, 1): {8: 0.54, 4: 0.43, 3: 0.38},
+    (DECODE, 8): {8: 0.43, 4: 0.56, 3: 0.54},
+    (DECODE, 16): {8: 0.41, 4: 0.75, 3: 0.73},
+    (DECODE, 32): {8: 0.43, 4: 0.89, 3: 0.85},
+    (PREFILL, 512): {8: 0.53, 4: 1.12, 3: 1.12},
+}
+CPU_BOUND = 0.3
+
+
+@pytest.mark.parametrize("shape", CPU_RATIOS, ids=lambda one: f"{one[0].value}-{one[1]}")
+def test_few_bits_on_a_cpu_are_worth_what_our_kernels_measured(shape):
+    phase, rows = shape
+    latency = roofline(catalog.model("meta-llama/Llama-3.1-8B"), "cpu", "bfloat16")
+    batch, tokens = (1, rows) if phase is PREFILL else (rows, 1)
+    seconds = {bits: latency.layer_s(phase, bits, batch, tokens, 0) for bits in BITS}
+    for bits, measured in CPU_RATIOS[shape].items():
+        assert abs(seconds[bits] / seconds[16] / measured - 1.0) < CPU_BOUND
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["facebook/opt-125m", "facebook/opt-1.3b", "meta-llama/Llama-3.1-8B"]
+)
+def test_a_cpu_orders_bitwidths_as_its_kernels_do(name, threads):
+    latency = roofline(catalog.model(name), "cpu", "bfloat16", threads=threads)
+
+    def seconds(phase, batch, tokens):
+        return [latency.layer_s(phase, bits, batch, tokens, 0) for bits in (3, 4, 8, 16)]
+
+    alone = seconds(DECODE, 1, 128)
+    assert alone == sorted(alone)
+    for shape in ((DECODE, 8, 128), (DECODE, 32, 128), (PREFILL, 1, 512), (PREFILL, 8, 128)):
+        three, four, eight, sixteen = seconds(*shape)
+        assert eight < min(three, four, sixteen)
+
+
+SPEED_UPS = {  # over bfloat16, of one layer: prefill of 8 x 1024, decode of 1, 32, 128 at 512
+    ("A100-80G", 4, "meta-llama/Llama-3.1-8B"): (0.99, 1.98, 1.45, 1.04),
+    ("A100-80G", 8, "meta-llama/Llama-3.1-8B"): (1.01, 1.55, 1.32, 1.07),
+    ("A100-80G", 4, "meta-llama/Meta-Llama-3-70B"): (0.99, 2.97, 2.46, 1.17),
+    ("A100-80G", 8, "meta-llama/Meta-Llama-3-70B"): (1.01, 1.94, 1.74, 1.19),
+    ("L40S", 4, "meta-llama/Llama-3.1-8B"): (1.21, 3.43, 2.19, 1.43),
+    ("H200", 4, "meta-llama/Llama-3.1-8B"): (None, 1.71, 1.01, 0.96),
+}
+FACT_BOUND = 0.13
+BEYOND = {("H200", 32): 0.45}
+"""A kernel that changes between 1 and 32 rows has no place in a roofline."""
+
+
+@pytest.mark.parametrize("key", SPEED_UPS, ids=lambda key: "-".join(map(str, key)))
+def test_rooflines_keep_to_what_fewer_bits_brought_on_real_devices(key):
+    device, bits, name = key
+    latency = roofline(catalog.model(name), device, "bfloat16")
+    shapes = ((PREFILL, 8, 1024), (DECODE, 1, 512), (DECODE, 32, 512), (DECODE, 128, 512))
+    for (phase, batch, tokens), measured in zip(shapes, SPEED_UPS[key], strict=True):
+        if measured is None:
+            continue
+        found = latency.layer_s(phase, 16, batch, tokens, 0)
+        found /= latency.layer_s(phase, bits, batch, tokens, 0)
+        assert abs(found / measured - 1.0) < BEYOND.get((device, batch), FACT_BOUND)
+
+
 def test_bandwidth_stops_growing_with_threads():
     eight, many = (
         roofline(device="cpu", dtype="bfloat16", threads=n).layer_s(DECODE, 16, 1, 1, 0)
