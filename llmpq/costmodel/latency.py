@@ -24,10 +24,12 @@ from llmpq.costmodel.nnls import Array
 from llmpq.costmodel.residual import Residual, fit_residual
 from llmpq.costmodel.selection import (
     MIN_HINGED,
+    WORK_AXES,
     Box,
     Choice,
     choose_law,
     growth_outside,
+    reach,
 )
 from llmpq.costmodel.stored import restored, stored
 from llmpq.costmodel.surface import Surface
@@ -50,8 +52,8 @@ class Curve:
         self._samples = samples
         self._phase = samples.phase
         rows = rows_of(samples.phase, samples.batch, samples.tokens)
-        self._box = Box.around(rows, samples.tokens)
-        self._growth: tuple[float, float, float] | None = None
+        self._box = Box.around(samples)
+        self._growth: tuple[float, ...] | None = None
         self._answers: dict[tuple[float, float], float] = {}
         if known is None:
             self._fit(samples, rows)
@@ -92,7 +94,7 @@ class Curve:
         """Return the seconds at a shape with how far to trust them."""
         rows = self._rows_of(batch, tokens)
         seconds = self.seconds(batch, tokens)
-        beyond = self._box.octaves_outside(rows, tokens)
+        beyond = self._box.octaves_outside(batch, tokens)
         least, most = self._bounds.at(batch, tokens)
         # Neighbours that cost nearly the same leave little room, whatever the fit is worth.
         room = log(most / least) / 2.0 if least > 0.0 else inf
@@ -101,7 +103,8 @@ class Curve:
         parts = [max(_LEAST_DEVIATION, inside)]
         if any(beyond):
             grown = zip(self._growth_outside(), beyond, strict=True)
-            parts += [growth * octaves for growth, octaves in grown]
+            parts += [growth * reach(octaves) for growth, octaves in grown]
+        if any(beyond[:WORK_AXES]):
             parts.append(self._regime_change(batch, tokens, seconds))
         return Estimate(
             seconds=seconds,
@@ -129,7 +132,7 @@ class Curve:
     def _rows_of(self, batch: float, tokens: float) -> float:
         return batch * tokens if self._phase is Phase.PREFILL else batch
 
-    def _growth_outside(self) -> tuple[float, float, float]:
+    def _growth_outside(self) -> tuple[float, ...]:
         if self._growth is None:
             self._growth = growth_outside(self._samples, self._choice.fit)
         return self._growth
@@ -151,10 +154,8 @@ class PaperCurve:
     """LLM-PQ's regression of one phase and bitwidth; may turn negative outside its samples."""
 
     def __init__(self, samples: Samples) -> None:
-        self._phase = samples.phase
         self._law = fit_paper(samples)
-        rows = rows_of(samples.phase, samples.batch, samples.tokens)
-        self._box = Box.around(rows, samples.tokens)
+        self._box = Box.around(samples)
         errors = self._law.seconds(samples.batch, samples.tokens) / samples.seconds - 1.0
         self._deviation = float(np.sqrt((errors**2).mean()))
 
@@ -165,10 +166,9 @@ class PaperCurve:
 
     def estimate(self, batch: float, tokens: float) -> Estimate:
         """Return the seconds with the deviation of the fit from its own samples."""
-        rows = batch * tokens if self._phase is Phase.PREFILL else batch
         return Estimate(
             seconds=self.seconds(batch, tokens),
-            is_extrapolated=any(self._box.octaves_outside(rows, tokens)),
+            is_extrapolated=any(self._box.octaves_outside(batch, tokens)),
             relative_deviation=self._deviation,
         )
 

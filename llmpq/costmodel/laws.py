@@ -5,7 +5,8 @@
 adds hinges where kernels change regime: the matrix products are any growing piecewise-linear
 function of the rows they multiply, attention one of the work it does, each with its own
 coefficients, so a total is enough to tell the two apart. ``BlendedLaw`` is a weighted mean of such
-laws. All but the paper's are positive and monotone.
+laws; one more kind is in ``llmpq.costmodel.parabola``. All but the paper's are positive and
+monotone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ STEPS = (16, 32, 64, 128, 256, 512)
 """Rows behind which libraries switch to another kernel, for a step up or none."""
 SMOOTHNESS = 0.05
 """Weight of equal neighbouring slopes against relative errors; larger is straighter."""
+STEP_CHARGE = 0.03
+"""Weight of a step's relative height against relative errors: what bends needs no step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,7 +189,7 @@ class HingedProblem:
         row_knots, work_knots: as in ``HingedLaw``.
         weighted: features times weights ``[P, C]``.
         target: seconds times weights ``[P]``.
-        smooth: rows that charge changes of slope ``[K, C]``.
+        smooth: rows that charge steps and changes of slope ``[K, C]``.
     """
 
     samples: Samples
@@ -207,8 +210,10 @@ class HingedProblem:
         if phase is Phase.PREFILL:
             features = np.column_stack([features, samples.batch])
         weights = samples.weights(power)
-        smooth = []
-        first = 2 + len(TILES) + len(STEPS)
+        first = 2 + len(TILES)
+        features[:, first : first + len(STEPS)] *= _seen(rows)
+        smooth = [_charged_steps(rows, weights, features.shape[1], first)]
+        first += len(STEPS)
         for values, places in zip((rows, rows * tokens), knots, strict=True):
             smooth.append(_smoothing(values, weights, places, features.shape[1], first))
             first += len(places) + 1
@@ -324,10 +329,35 @@ def _smoothing(values: Array, weights: Array, knots: Array, columns: int, first:
     if not len(knots):
         return rows
     widths = np.diff(np.concatenate([[0.0], knots]))
-    # The weight near a knot: sorted values against sorted weights is good enough for a scale.
-    near = np.interp(knots, np.sort(values), np.sort(weights)[::-1])
+    near = _near(knots, values, weights)
     charge = SMOOTHNESS * widths * near * np.sqrt(len(weights) / (len(knots) + 1))
     index = np.arange(len(knots))
     rows[index, first + index] = -charge
     rows[index, first + index + 1] = charge
     return rows
+
+
+def _seen(rows: Array) -> npt.NDArray[np.bool_]:
+    """Return which steps have a sample within an octave on both sides ``[S]``.
+
+    In a wider gap nobody can tell where a step lies, nor a step from a bend.
+    """
+    steps = np.array(STEPS)[:, None]
+    below = (rows <= steps) & (rows > steps / 2)
+    above = (rows > steps) & (rows <= steps * 2)
+    result: npt.NDArray[np.bool_] = np.logical_and(below.any(axis=1), above.any(axis=1))
+    return result
+
+
+def _charged_steps(rows: Array, weights: Array, columns: int, first: int) -> Array:
+    """Return one row a step that charges its height, in the errors' own unit ``[S, C]``."""
+    index = np.arange(len(STEPS))
+    found = np.zeros((len(STEPS), columns))
+    found[index, first + index] = STEP_CHARGE * _near(np.array(STEPS), rows, weights)
+    return found
+
+
+def _near(places: npt.NDArray[Any], values: Array, weights: Array) -> Array:
+    """Return the weight of samples near each place; sorted against sorted will do for a scale."""
+    result: Array = np.interp(places, np.sort(values), np.sort(weights)[::-1])
+    return result

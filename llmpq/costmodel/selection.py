@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import log2, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from llmpq.costmodel.laws import (
     rows_of,
 )
 from llmpq.costmodel.nnls import Array
+from llmpq.costmodel.parabola import fit_parabola, only_rows_differ
+from llmpq.spec.precision import Phase
 
 Fit = Callable[[Samples], Law]
 
@@ -48,13 +50,27 @@ _FLOOR = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A law before it is fitted: a straight one, of the paper's features, or a hinged one."""
+    """A law before it is fitted: a straight one, of the paper's features, or a hinged one.
+
+    Attributes:
+        power: errors are weighted by ``seconds^-power``.
+        hinges: how many at most, ``None`` for a law without.
+        is_bent: the paper's features as a parabola of the rows alone, of any sign.
+    """
 
     power: float
     hinges: int | None = None
+    is_bent: bool = False
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether it is the paper's regression: its features, plain least squares."""
+        return self.hinges is None and self.power == 0.0
 
     def fit(self, samples: Samples) -> Law:
         """Fit it."""
+        if self.is_bent:
+            return fit_parabola(samples, self.power)
         if self.hinges is None:
             return fit_straight(samples, self.power)
         return fit_hinged(samples, self.hinges, self.power)
@@ -101,7 +117,7 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
             candidates=(Candidate(power=1.0),), shares=(1.0,), power=1.0, deviation=BLIND_GROWTH
         )
         return choice, choice.fit(samples)
-    candidates, folds = _candidates(len(samples)), _folds(len(samples))
+    candidates, folds = _candidates(samples), _folds(len(samples))
     held = np.concatenate([samples.seconds[fold] for fold in folds])
     floor = _FLOOR * float(samples.seconds.min())
     laws, columns = [], []
@@ -111,7 +127,7 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
         columns.append(np.maximum(np.concatenate(found), floor) / held)
     ratios = np.stack(columns, axis=1)
     errors = np.abs(ratios - 1.0).mean(axis=0)
-    shares = _shares(ratios, errors)
+    shares = _shares(ratios, errors, sum(one.is_paper for one in candidates))
     kept = np.flatnonzero(shares)
     choice = Choice(
         candidates=tuple(candidates[index] for index in kept),
@@ -122,13 +138,16 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
     return choice, BlendedLaw(laws=tuple(laws[index] for index in kept), shares=choice.shares)
 
 
-def _candidates(count: int) -> tuple[Candidate, ...]:
+def _candidates(samples: Samples) -> tuple[Candidate, ...]:
     """Return the candidates, the paper's first.
 
     Many samples need neither the coarsest hinges nor the trust in large ones alone.
     """
+    count = len(samples)
     powers, densities = (_POWERS, _SAMPLES_A_HINGE) if count < _FEW else (_POWERS[:2], _FINE)
     found = [Candidate(power=0.0)]
+    if only_rows_differ(samples):
+        found += [Candidate(power=power, is_bent=True) for power in sorted({0.0, *powers})]
     for power in powers:
         found += [Candidate(power=power)] if power else []
         hinges = (min(max(2, count // density), _MAX_HINGES) for density in densities)
@@ -136,20 +155,22 @@ def _candidates(count: int) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def _shares(ratios: Array, errors: Array) -> Array:
-    """Return the weights of the candidates ``[C]``, the paper's being the first.
+def _shares(ratios: Array, errors: Array, papers: int) -> Array:
+    """Return the weights of the candidates ``[C]``.
 
     Args:
         ratios: foretold over measured ``[R, C]``.
         errors: their mean errors ``[C]``.
+        papers: how many of the first candidates are the paper's, one of which may answer alone.
     """
     weights = (errors.min() / errors) ** _SHARPNESS
     weights = np.where(weights < _LEAST_SHARE, 0.0, weights)
     weights = weights / weights.sum()
     alone = np.zeros(len(errors))
-    alone[0] = 1.0
+    best = int(np.argmin(errors[:papers]))
+    alone[best] = 1.0
     blended = float(np.abs(ratios @ weights - 1.0).mean())
-    return weights if blended < _CLEARLY * errors[0] else alone
+    return weights if blended < _CLEARLY * errors[best] else alone
 
 
 def _folds(count: int) -> list[npt.NDArray[np.bool_]]:
@@ -161,33 +182,50 @@ def _folds(count: int) -> list[npt.NDArray[np.bool_]]:
     return folds
 
 
+def _axes(phase: Phase, batch: Array, tokens: Array) -> list[Array]:
+    """Return the sizes in which a shape may lie outside: rows, tokens, their product, batch.
+
+    In decode rows are the batch already.
+    """
+    rows = rows_of(phase, batch, tokens)
+    return [rows, tokens, rows * tokens, *([batch] if phase is Phase.PREFILL else [])]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """What was measured: the least and the most rows, tokens, and rows times tokens."""
+    """What was measured: the least and the most rows, tokens, rows times tokens, and batch.
 
-    low: tuple[float, float, float]
-    high: tuple[float, float, float]
+    Attributes:
+        phase: prefill or decode, which has no batch apart from its rows.
+        low, high: by axis.
+    """
+
+    phase: Phase
+    low: tuple[float, ...]
+    high: tuple[float, ...]
 
     @classmethod
-    def around(cls, rows: Array, tokens: Array) -> Box:
-        """Return the box of samples ``[P]``."""
-        axes = (rows, tokens, rows * tokens)
-        least, most = ([float(end(one)) for one in axes] for end in (np.min, np.max))
-        return cls(low=(least[0], least[1], least[2]), high=(most[0], most[1], most[2]))
+    def around(cls, samples: Samples) -> Box:
+        """Return the box of samples."""
+        axes = _axes(samples.phase, samples.batch, samples.tokens)
+        return cls(
+            phase=samples.phase,
+            low=tuple(float(one.min()) for one in axes),
+            high=tuple(float(one.max()) for one in axes),
+        )
 
-    def octaves_outside(self, rows: float, tokens: float) -> tuple[float, float, float]:
-        """Return how many octaves a shape lies outside in rows, in tokens and in their product.
+    def octaves_outside(self, batch: float, tokens: float) -> tuple[float, ...]:
+        """Return how many octaves a shape lies outside, by axis.
 
         A corner that no sample comes near is outside: few rows of long contexts and many rows of
         short ones do not tell of many rows of long ones.
         """
-        rows_out, tokens_out, work_out = (
+        rows = batch * tokens if self.phase is Phase.PREFILL else batch
+        sizes = (rows, tokens, rows * tokens, batch)  # decode's box ends before the last
+        return tuple(
             max(0.0, log2(size / most), log2(least / size))
-            for size, least, most in zip(
-                (rows, tokens, rows * tokens), self.low, self.high, strict=True
-            )
+            for size, least, most in zip(sizes, self.low, self.high, strict=False)
         )
-        return rows_out, tokens_out, work_out
 
     def clamped(self, rows: Array, tokens: Array) -> tuple[Array, Array]:
         """Return the nearest measured sizes: outside, the edge's correction carries on."""
@@ -197,24 +235,34 @@ class Box:
         )
 
 
+WORK_AXES = 3
+"""Axes of a box along which the work of a step grows; the batch of a prefill comes behind them."""
 BLIND_GROWTH = 0.25
 """Deviation gained an octave outside, when there are too few shapes to find it out."""
 _LEAST_GROWTH = 0.02
 _KEPT_SHARES = (0.5, 0.75)
+_SURE = 0.8
+"""Share of tried shapes whose error a growth covers: a user's shapes are fewer and further."""
 
 
-def growth_outside(samples: Samples, fit: Fit) -> tuple[float, float, float]:
-    """Return the deviation gained an octave outside: in rows, in tokens, in their product.
+def reach(octaves: float) -> float:
+    """Return what a deviation an octave is multiplied by, so many octaves outside.
+
+    Nearer than an octave errors do not fade in proportion: a kernel may change just behind the
+    last measured size.
+    """
+    return max(octaves, sqrt(octaves))
+
+
+def growth_outside(samples: Samples, fit: Fit) -> tuple[float, ...]:
+    """Return the deviation gained an octave outside, by axis of the box.
 
     Tried out on the samples: the largest quarter, then half, in each direction, is foretold from
     the rest.
     """
-    rows = rows_of(samples.phase, samples.batch, samples.tokens)
-    rows_growth, tokens_growth, work_growth = (
-        _growth(samples, np.argsort(sizes, kind="stable"), axis, fit)
-        for axis, sizes in enumerate((rows, samples.tokens, rows * samples.tokens))
-    )
-    return rows_growth, tokens_growth, work_growth
+    axes = _axes(samples.phase, samples.batch, samples.tokens)
+    orders = (np.argsort(sizes, kind="stable") for sizes in axes)
+    return tuple(_growth(samples, order, axis, fit) for axis, order in enumerate(orders))
 
 
 def _growth(samples: Samples, order: npt.NDArray[np.intp], axis: int, fit: Fit) -> float:
@@ -224,13 +272,19 @@ def _growth(samples: Samples, order: npt.NDArray[np.intp], axis: int, fit: Fit) 
         kept, held = samples.take(order[:count]), samples.take(order[count:])
         if len(kept) < MIN_HINGED:
             continue
-        box = Box.around(rows_of(samples.phase, kept.batch, kept.tokens), kept.tokens)
-        rows = rows_of(samples.phase, held.batch, held.tokens).tolist()
-        shapes = zip(rows, held.tokens.tolist(), strict=True)
-        octaves = np.array([box.octaves_outside(*shape)[axis] for shape in shapes])
+        box = Box.around(kept)
+        shapes = zip(held.batch.tolist(), held.tokens.tolist(), strict=True)
+        octaves = np.array([box.octaves_outside(*shape) for shape in shapes])
+        along = octaves[:, axis]
+        outside = along > 0
+        if axis == WORK_AXES:  # more sequences of the same work, or their work would be blamed
+            outside &= ~octaves[:, :WORK_AXES].any(axis=1)
         floor = _FLOOR * float(kept.seconds.min())
         found = np.maximum(fit(kept).seconds(held.batch, held.tokens), floor)
-        errors = np.abs(np.log(found / held.seconds)) / np.maximum(octaves, 1.0)
-        slopes.append(errors[octaves > 0])
+        errors = np.abs(np.log(found / held.seconds))[outside]
+        slopes.append(errors / np.maximum(along, np.sqrt(along))[outside])
     tried = np.concatenate(slopes) if slopes else np.empty(0)
-    return max(_LEAST_GROWTH, float(np.quantile(tried, 0.68))) if len(tried) else BLIND_GROWTH
+    if len(tried):
+        return max(_LEAST_GROWTH, float(np.quantile(tried, _SURE)))
+    # The same work in other batches differs little where it was measured, rarely much elsewhere.
+    return _LEAST_GROWTH if axis == WORK_AXES else BLIND_GROWTH

@@ -14,16 +14,14 @@ from llmpq.costmodel.surface import Surface
 
 Parts = tuple[Choice, float, Residual | None, Surface, Bounds]
 
-_NO_HINGES = -1.0
+_NO_HINGES, _BENT = -1.0, -2.0
 
 
 def stored(
     choice: Choice, each: float, residual: Residual | None, surface: Surface, bounds: Bounds
 ) -> dict[str, Array]:
     """Return the parts of a curve as arrays."""
-    members = [
-        (one.power, _NO_HINGES if one.hinges is None else one.hinges) for one in choice.candidates
-    ]
+    members = [(one.power, _kind(one)) for one in choice.candidates]
     arrays = surface.arrays() | {
         "figures": np.array([each, choice.power, choice.deviation]),
         "members": np.column_stack([np.array(members, dtype=float), np.array(choice.shares)]),
@@ -37,13 +35,20 @@ def stored(
     return arrays
 
 
+def _kind(one: Candidate) -> float:
+    """Return a candidate's kind as a number: its hinges, or one below 0."""
+    if one.is_bent:
+        return _BENT
+    return _NO_HINGES if one.hinges is None else float(one.hinges)
+
+
 def restored(arrays: Mapping[str, Array]) -> Parts:
     """Return the parts of a curve that ``stored`` made arrays of."""
     each, power, deviation = arrays["figures"].tolist()
     choice = Choice(
         candidates=tuple(
-            Candidate(power=power, hinges=None if hinges == _NO_HINGES else int(hinges))
-            for power, hinges, _ in arrays["members"].tolist()
+            Candidate(power=power, hinges=int(kind) if kind >= 0.0 else None, is_bent=kind == _BENT)
+            for power, kind, _ in arrays["members"].tolist()
         ),
         shares=tuple(arrays["members"][:, 2].tolist()),
         power=power,
