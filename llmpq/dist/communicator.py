@@ -9,6 +9,7 @@ process.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Sequence
 from typing import Protocol
@@ -42,11 +43,15 @@ class Communicator(Protocol):
         """Tell whether ``recv`` would return or raise at once."""
         ...
 
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait until ``recv`` would return or raise at once, for so long; tell whether it would."""
+        ...
+
     def recv(self) -> Frame:
         """Return the next frame of the rank before, waiting for it.
 
         Its tensor may be a view of the buffer that the next frame lands in: it is valid until the
-        next call of ``recv`` or ``has_frame``.
+        next call of any of these three.
 
         Raises:
             StageError: the peer is gone, hangs, or sent something that is not a frame.
@@ -76,6 +81,7 @@ class InProcessCommunicator:
         self._outbox = links[(rank + 1) % len(links)]
         self._limits = limits
         self._timeout_s = timeout_s
+        self._held: list[tuple[bytes, Frame] | None] = []  # at most one, taken out by a wait
         self._sent = 0
         self._received = 0
 
@@ -86,15 +92,21 @@ class InProcessCommunicator:
 
     def has_frame(self) -> bool:
         """Tell whether something is in the queue."""
-        return not self._inbox.empty()
+        return bool(self._held) or not self._inbox.empty()
+
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait for so long until ``recv`` would return or raise at once."""
+        if not self._held:
+            with contextlib.suppress(queue.Empty):
+                self._held.append(self._inbox.get(timeout=longest_s))
+        return bool(self._held)
 
     def recv(self) -> Frame:
         """Take a frame out of the queue."""
         previous = (self.rank - 1) % len(self.names)
-        try:
-            item = self._inbox.get(timeout=self._timeout_s)
-        except queue.Empty:
-            raise silent_peer(self.names[previous], previous, self._timeout_s) from None
+        if not self.await_frame(self._timeout_s):
+            raise silent_peer(self.names[previous], previous, self._timeout_s)
+        item = self._held.pop()
         if item is None:
             raise closed_peer(self.names[previous], previous)
         header = decode_header(item[0], self._limits, self._received)

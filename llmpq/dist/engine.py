@@ -49,9 +49,7 @@ Leave = Callable[[], bool]
 """Asked at every step: whether to finish what has begun and to begin nothing else."""
 
 MAX_NAP_S = 0.5
-"""Longest sleep while no request is there: whoever watches the master sees it alive."""
-GLANCE_S = 2e-4
-"""Sleep between two looks for an answer while something else may come first."""
+"""Longest wait for something to do: whoever watches the master sees it alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +191,13 @@ class MasterEngine:
             self._land(on_finish)
             if on_tokens is not None:
                 on_tokens(self._tokens - before)
+            return
+        nap_s = min(max(wake_s - self._now_s(), 0.0), MAX_NAP_S)
+        if self._book.is_idle:
+            self._clock.sleep(nap_s)
         else:
-            longest_s = MAX_NAP_S if self._book.is_idle else GLANCE_S
-            self._clock.sleep(min(max(wake_s - self._now_s(), 0.0), longest_s))
+            assert self._communicator is not None  # else the answer were here
+            self._communicator.await_frame(nap_s)
 
     def _next_arrival_s(self) -> float:
         if self._arrived == len(self._requests):

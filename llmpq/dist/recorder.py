@@ -204,6 +204,10 @@ class RecordingCommunicator:
         """Tell whether ``recv`` would return or raise at once."""
         return self._inner.has_frame()
 
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait for so long until ``recv`` would return or raise at once."""
+        return self._inner.await_frame(longest_s)
+
     def recv(self) -> Frame:
         """Receive; the wait for a stage's first micro-batch is loading and filling, not lost."""
         start_s = time.perf_counter()

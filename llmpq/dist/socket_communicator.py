@@ -9,6 +9,7 @@ counted only while somebody waits. A peer that died closed its sockets: the kern
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -89,6 +90,10 @@ class SocketCommunicator:
     def has_frame(self) -> bool:
         """Tell whether ``recv`` would return or raise at once."""
         return self._look()
+
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait for so long until ``recv`` would return or raise at once."""
+        return wait_for_any([self], longest_s) is not None
 
     def recv(self) -> Frame:
         """Return the next frame, waiting for it; its tensor is valid until the next call."""
@@ -174,9 +179,15 @@ class SocketCommunicator:
                 os.eventfd_read(self._wake)
 
 
-def wait_for_any(rings: Sequence[SocketCommunicator]) -> SocketCommunicator:
-    """Return the first ring, in the order given, that has a frame or an error to say."""
+def wait_for_any(
+    rings: Sequence[SocketCommunicator], longest_s: float = math.inf
+) -> SocketCommunicator | None:
+    """Return the first ring, in the order given, that has a frame or an error to say.
+
+    ``None`` when there was none for ``longest_s``.
+    """
     start_s = time.monotonic()
+    end_s = start_s + longest_s
     poll: select.poll | None = None
     while True:
         for ring in rings:
@@ -186,6 +197,9 @@ def wait_for_any(rings: Sequence[SocketCommunicator]) -> SocketCommunicator:
         left_s = min(ring.patience_s(start_s) for ring in rings)
         if left_s <= 0:
             continue  # one of them now says who is silent
+        if asked_s >= end_s:
+            return None
+        left_s = min(left_s, end_s - asked_s)
         if poll is None:
             poll = select.poll()
             for ring in rings:

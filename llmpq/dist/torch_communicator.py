@@ -96,6 +96,7 @@ class TorchCommunicator:
         self._next = (rank + 1) % world_size
         self._previous = (rank - 1) % world_size
         self._arrived: queue.SimpleQueue[Frame | StageError] = queue.SimpleQueue()
+        self._held: Frame | StageError | None = None  # taken out by who only waited for it
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
         self._sent = 0
         self._lock = threading.Lock()
@@ -122,11 +123,19 @@ class TorchCommunicator:
 
     def has_frame(self) -> bool:
         """Tell whether something arrived."""
-        return not self._arrived.empty()
+        return self._held is not None or not self._arrived.empty()
+
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait for so long until ``recv`` would return or raise at once."""
+        if self._held is None:
+            with contextlib.suppress(queue.Empty):
+                self._held = self._arrived.get(timeout=longest_s)
+        return self._held is not None
 
     def recv(self) -> Frame:
         """Return the next frame; the receiving thread's own timeout bounds the wait."""
-        item = self._arrived.get()
+        item = self._arrived.get() if self._held is None else self._held
+        self._held = None
         if isinstance(item, StageError):
             self._arrived.put(item)  # whoever asks again hears the same
             raise item

@@ -46,10 +46,15 @@ class TwoRings:
         """Tell whether ``recv`` would return or raise at once."""
         return any(ring.has_frame() for ring in self._open)
 
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait for so long until ``recv`` would return or raise at once."""
+        return wait_for_any(self._open, longest_s) is not None
+
     def recv(self) -> Frame:
         """Return the next frame of either ring; their shutdowns are one, when both have ended."""
         while True:
             ring = wait_for_any(self._open)
+            assert ring is not None  # it was waited for as long as it took
             frame = ring.recv()
             if frame.kind is FrameKind.SHUTDOWN and len(self._open) > 1:
                 self._open.remove(ring)  # its stages hang up now, and may

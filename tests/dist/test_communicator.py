@@ -48,6 +48,17 @@ def test_frames_arrive_in_order():
     assert all(torch.equal(f.hidden, _decode(n).hidden) for n, f in enumerate(got))
 
 
+def test_a_wait_ends_with_a_frame_or_with_its_time():
+    first, second = _ring()
+    assert not second.await_frame(0.01)
+    first.send(_decode(1))
+    assert second.await_frame(60.0)
+    assert second.await_frame(60.0)
+    assert second.has_frame()
+    assert second.recv().micro_batch == 1
+    assert not second.has_frame()
+
+
 def test_the_ring_closes():
     first, second = _ring()
     second.send(Frame(kind=FrameKind.READY))

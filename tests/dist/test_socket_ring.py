@@ -117,6 +117,17 @@ def test_a_frame_can_be_seen_before_it_is_taken(ends):
     assert not first.has_frame()
 
 
+def test_a_wait_ends_with_a_frame_or_with_its_time(ends):
+    first, second = ends.rank(0), ends.rank(1)
+    assert not second.await_frame(0.01)
+    timer = threading.Timer(0.1, first.send, [decode(1)])
+    timer.start()
+    assert second.await_frame(60.0)
+    timer.join()
+    assert second.recv().micro_batch == 1
+    assert not second.await_frame(0.0)
+
+
 def test_a_rank_that_computes_for_long_is_not_silent(ends):
     first, second = ends.rank(0, timeout_s=0.3), ends.rank(1, timeout_s=0.3)
     timer = threading.Timer(1.0, first.send, [decode(1)])

@@ -90,8 +90,9 @@ class Disturbed:
     def __init__(self, inner: Communicator, **changes: object) -> None:
         self._inner = inner
         self._changes = changes
-        self.rank, self.names = inner.rank, inner.names
+        self.rank, self.ranks, self.names = inner.rank, inner.ranks, inner.names
         self.send, self.close, self.has_frame = inner.send, inner.close, inner.has_frame
+        self.await_frame = inner.await_frame
         self._decodes = 0
 
     def recv(self) -> Frame:

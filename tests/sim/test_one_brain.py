@@ -7,7 +7,6 @@ multiples of a power of two, so that sums of them are exact in any order.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +25,6 @@ from llmpq.batching import (
 )
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
-from llmpq.dist import engine as engine_module
 from llmpq.dist.engine import MasterEngine
 from llmpq.dist.flights import Split
 from llmpq.dist.messages import Frame, FrameKind
@@ -85,14 +83,6 @@ class Costs:
         return TICK_S * self.handover * shape.rows
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _unending_glance():
-    """The engine naps between two looks for an answer; here a nap ends when one is there."""
-    before, engine_module.GLANCE_S = engine_module.GLANCE_S, math.inf
-    yield
-    engine_module.GLANCE_S = before
-
-
 @dataclass
 class Clock:
     now_s: float = 0.0
@@ -104,10 +94,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         assert seconds > 0, "the engine spins"
-        before_s = self.now_s
         self.now_s += seconds
-        if (first := self.first()) is not None:
-            self.now_s = max(before_s, min(self.now_s, first[0]))
 
     def first(self) -> tuple[float, FrameKind] | None:
         """When the next answer is there, and of which kind; of equals, decode."""
@@ -167,6 +154,13 @@ class TimedRing:
     def has_frame(self) -> bool:
         first = self.clock.first()
         return first is not None and first[0] <= self.clock.now_s
+
+    def await_frame(self, longest_s: float) -> bool:
+        assert longest_s > 0, "the engine spins"
+        end_s = self.clock.now_s + longest_s
+        first = self.clock.first()
+        self.clock.now_s = max(self.clock.now_s, end_s if first is None else min(end_s, first[0]))
+        return self.has_frame()
 
     def recv(self) -> Frame:
         back, now_s = self.clock.back, self.clock.now_s
