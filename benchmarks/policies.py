@@ -1,28 +1,39 @@
 """Batching policies on the real pipeline of this machine: simulated against measured, and gains.
 
-    python benchmarks/policies.py FOLDER model table plan S T C1 multibin flips report
+    python benchmarks/policies.py FOLDER model table plan runs --turn 0 --seconds 500
+    python benchmarks/policies.py FOLDER table runs --turn 1 --seconds 500
+    python benchmarks/policies.py FOLDER table runs --turn 2 --seconds 500
+    python benchmarks/policies.py FOLDER report
 
-Every step writes into FOLDER, is short, and goes on where it was stopped. A random Llama (12
-layers, hidden 768, 16 bits) runs on two workers of one thread each with 16 slots. Lengths are those
-of ExeGPT's tasks S, T and C1 (Table 3, truncated normal), prompts divided by 16 and answers by 2,
-so that a run takes seconds and prefill stays the smaller part of it. All requests are there from
-the start; a bound is for the time from the start of a request's prefill to its last token.
-Schedules under a bound are chosen by the simulator alone.
+Every step writes into FOLDER and goes on where it was stopped; ``--seconds`` bounds a part. A
+random Llama (12 layers, hidden 768, 16 bits) runs on two workers of one thread each with 32 slots.
+Lengths are those of ExeGPT's tasks S, T and C1 (Table 3, truncated normal), prompts divided by 16,
+so that prefill stays the smaller part on a processor, and answers of T by 2, so that a run takes
+seconds. All requests are there from the start; a bound is for the time from the start of a
+request's prefill to its last token.
+
+The memory of a shared machine is faster in one minute than in the next: layers are timed again
+before every turn, each turn runs everything once, and what is simulated on the mean of the tables
+is compared with the median of the runs. RRA's schedules are searched as ``llmpq-algo --policy rra``
+does, on the first table alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
+from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
@@ -31,11 +42,11 @@ from llmpq.dist import Prompt, generate_offline
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.fields import Fields
-from llmpq.spec.lengths import truncated_normal
-from llmpq.spec.plan import MicroBatching
+from llmpq.spec.lengths import LengthDistribution, truncated_normal
+from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.plan_io import read_plan, write_plan
-from llmpq.spec.schedule import Schedule, default_schedule, schedule_from_fields, schedule_to_json
+from llmpq.spec.schedule import Schedule, default_schedule
+from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.trace import TraceRequest, draw_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,71 +59,102 @@ SHAPE = {
     "vocab": 32000,
     "max_positions": 1024,
 }
-SLOTS, STAGES, PROMPT, NEW = 16, 2, 32, 160
-MOST = MicroBatching(prefill=8, decode=8)
-TASKS = {"S": (256, 252, 512, 32, 13, 80), "T": (128, 81, 256, 128, 68, 320),
-         "C1": (256, 115, 512, 64, 30, 160)}  # fmt: skip
-REQUESTS = {"S": 64, "T": 32, "C1": 48}
-BOUND_BATCHES = (8, 12)
+SLOTS, STAGES, PROMPT, NEW = 32, 2, 32, 160
+PREFILL, DECODE = 8, SLOTS // STAGES
+TASKS = {
+    "S": (256, 252, 512, 32, 13, 80),
+    "T": (128, 81, 256, 128, 68, 320),
+    "C1": (256, 115, 512, 64, 30, 160),
+}
+"""Mean, standard deviation and longest of prompts and answers."""
+ANSWERS_BY = {"S": 1, "T": 2, "C1": 1}
+REQUESTS = 256
+POLICIES = ("static", "hybrid", "iteration", "rra", "multibin")
+BOUND_BATCHES = (24, 16)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
-MARGIN = 0.95
-"""Share of a bound that simulated latencies may take."""
-HEAD = "schedule | tokens/s | simulated | error | mean latency, s | simulated | error | "
-HEAD += "99 % in service, s | bound, s"
+BINS, BIN_BATCH, BIN_TASK = 8, 16, "T"
+BIN_RUNS = {"bins1": (1, 0.0), "bins8": (BINS, 0.0), "noisy8": (BINS, 0.3)}
+MARGIN = 0.98
+"""Share of a bound that the simulated 99th percentile may take."""
+SHARES = (1.6, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Of a bound, what RRA is searched for; its closed form is of the longest answer and cautious."""
+LEFT_S = 30.0
+"""A run is not begun with less time left."""
+HEAD = "schedule | runs | tokens/s | spread | simulated | error | mean latency, s | simulated | "
+HEAD += "error | 99 % in service, s | bound, s"
 FLIP_REQUESTS = 48
-BINS, BIN_BATCH, BIN_REQUESTS = 8, 8, 192
 
 
 def main() -> int:
     """Do the steps asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "steps",
-        nargs="+",
-        choices=("model", "table", "plan", *TASKS, "multibin", "flips", "report"),
-    )
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds of the profile")
+    steps: dict[str, Callable[[argparse.Namespace], None]] = {
+        "model": make_model,
+        "table": profile,
+        "plan": make_plan,
+        "runs": run_all,
+        "flips": flips,
+        "report": report,
+    }
+    parser.add_argument("steps", nargs="+", choices=steps)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of a table")
+    parser.add_argument("--turn", type=int, default=0, help="which table and which run")
+    parser.add_argument("--seconds", type=float, default=500.0, help="of a part of the runs")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for step in options.steps:
-        if step in TASKS:
-            run_task(options.folder, step)
-        elif step == "table":
-            profile(options.folder, options.budget)
-        else:
-            {
-                "model": make_model,
-                "plan": make_plan,
-                "multibin": run_bins,
-                "flips": flips,
-                "report": report,
-            }[step](options.folder)
+        steps[step](options)
     return 0
 
 
-def make_model(folder: Path) -> None:
+def make_model(options: argparse.Namespace) -> None:
     """Write the random model."""
     sizes = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
     script = str(ROOT / "scripts" / "make_tiny_model.py")
     call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
-          "--output", str(folder / "model")])  # fmt: skip
+          "--output", str(options.folder / "model")])  # fmt: skip
 
 
-def profile(folder: Path, budget_s: float) -> None:
-    """Time one layer, and messages between two workers."""
+def profile(options: argparse.Namespace) -> None:
+    """Time one layer once more, and messages between two workers the first time."""
+    folder = options.folder
     command([
         "llmpq-profile", "layer", "--model", str(folder / "model"), "--core", "0", "--bits", "16",
-        "--batches", "1", "2", "4", "6", "8", "--prompt_tokens", "4", "8", "16", "32",
-        "--context_tokens", "8", "32", "64", "128", "192", "--budget", str(budget_s),
-        "--output", str(folder / "table.csv"), "--resume",
+        "--batches", "1", "4", "8", "12", "16", "--prompt_tokens", "4", "8", "16", "32",
+        "--context_tokens", "16", "64", "128", "192", "--companions", "1",
+        "--budget", str(options.budget), "--output", str(folder / f"table-{options.turn}.csv"),
+        "--resume",
     ])  # fmt: skip
-    (folder / "links").mkdir(exist_ok=True)
-    command(["llmpq-profile", "link", "--output", str(folder / "links" / "links.csv")])
+    write_latency_table(folder / "table.csv", mean_table(sorted(folder.glob("table-*.csv"))))
+    links = folder / "links" / "links.csv"
+    if not links.exists():
+        links.parent.mkdir()
+        command(["llmpq-profile", "link", "--output", str(links)])
 
 
-def make_plan(folder: Path) -> None:
+def mean_table(files: Sequence[Path]) -> LatencyTable:
+    """Return the mean of the turns' tables, point by point."""
+    tables = [read_latency_table(file) for file in files]
+    keys = ("stage_s", "company")
+    means = {
+        key: " ".join(
+            f"{phase} {fmean(float(dict(one.provenance)[key].split()[place]) for one in tables)}"
+            for phase, place in (("prefill", 1), ("decode", 3))
+        )
+        for key in keys
+    }
+    kept = [(key, value) for key, value in tables[0].provenance if key not in keys]
+    samples = tuple(
+        replace(same[0], seconds=fmean(one.seconds for one in same))
+        for same in zip(*(table.samples for table in tables), strict=True)
+    )
+    return LatencyTable(samples=samples, provenance=(*kept, *means.items()))
+
+
+def make_plan(options: argparse.Namespace) -> None:
     """Plan two stages once; what is run differs in its schedule only."""
+    folder = options.folder
     group = {"type": "cpu", "count": STAGES, "threads": 1, "profile": "table.csv"}
     cores = len(os.sched_getaffinity(0))
     node = {"name": "here", "devices": [group], "cores": cores}
@@ -128,123 +170,146 @@ def make_plan(folder: Path) -> None:
 class Bench:
     """One task: its requests, simulated and run under any schedule."""
 
-    def __init__(self, folder: Path, task: str, count: int) -> None:
-        self.plan = replace(read_plan(folder / "plan.json"), micro_batching=MOST)
-        self.trace = trace_of(task, count)
+    def __init__(self, folder: Path, task: str) -> None:
+        self.plan = read_plan(folder / "plan.json")
+        self.prompts, self.answers = laws_of(task)
+        self.trace = draw_trace(REQUESTS, self.prompts, self.answers, seed=8)
         self.folder = folder / "runs" / task
         self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = resolve_model(str(folder / "model"))
-        costs = build_costs(
+        self.costs = build_costs(
             model, self.plan.cluster, dtype="bfloat16", kv_bits=16, profile_dir=folder / "links"
         )
-        self._costs = PlanCosts(self.plan, costs)
 
-    def simulate(self, schedule: Schedule, prediction: Prediction) -> SimReport:
-        """Play a schedule."""
-        sizes = micro_batches(schedule)
+    def simulate(self, plan: Plan, error: float = 0.0) -> SimReport:
+        """Play the requests under a plan's schedule."""
+        assert plan.schedule is not None
+        sizes = plan.micro_batching
         shape = PipelineShape(micro_batching=sizes, num_slots=SLOTS, num_stages=STAGES)
         answers = [item.new_tokens for item in self.trace]
         prompts = [item.prompt_tokens for item in self.trace]
-        predictor = make_predictor(prediction, prompts, answers)
-        policy = make_policy(schedule, shape, predictor)
-        return simulate(self._costs, policy, self.trace, num_slots=SLOTS)
+        predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
+        policy = make_policy(plan.schedule, shape, predictor)
+        return simulate(PlanCosts(plan, self.costs), policy, self.trace, num_slots=SLOTS)
 
-    def measure(
-        self, name: str, schedule: Schedule, bound_s: float | None = None, error: float = 0.0
-    ) -> dict[str, Any]:
-        """Run a schedule, unless that was done; return what both say of it."""
-        file = self.folder / f"{name}.json"
+    def plan_of(self, name: str) -> Plan:
+        """Return what a run is called for; RRA's is searched once and kept."""
+        file = self.folder / f"plan-{name}.json"
         if not file.exists():
-            prediction = Prediction(predictor="noisy", error=error)
-            played = self.simulate(schedule, prediction).to_json()
-            made = self._run(name, schedule, error)
-            row = {"name": name, "bound_s": bound_s, "schedule": words(schedule),
-                   "simulated": figures(played, played["makespan_s"]),
-                   "measured": figures(made["per_request"] | {
-                       "generated_tokens": made["generated_tokens"],
-                       "requests": made["requests"]}, made["elapsed_s"])}  # fmt: skip
-            file.write_text(json.dumps(row, indent=2) + "\n")
-            print(json.dumps(row), flush=True)
-        return dict(json.loads(file.read_text()))
+            write_plan(file, self._made(name))
+        return read_plan(file)
 
-    def _run(self, name: str, schedule: Schedule, error: float) -> dict[str, Any]:
-        strategy, answers = self.folder / f"plan-{name}", self.folder / "answers.jsonl"
+    def _made(self, name: str) -> Plan:
+        if name.startswith("rra"):
+            return self._searched(self.bound_s(name))
+        batch = SLOTS
+        answers = [item.new_tokens for item in self.trace]
+        if name in BIN_RUNS:
+            batch = BIN_BATCH
+            edges = quantile_boundaries(answers, BIN_RUNS[name][0])
+            schedule = Schedule(policy="multibin", decode_batch=batch, boundaries=edges)
+        elif name == "multibin":
+            edges = quantile_boundaries(answers, 2)
+            schedule = Schedule(policy="multibin", decode_batch=batch, boundaries=edges)
+        elif name.startswith("static"):
+            batch = int(name.removeprefix("static") or SLOTS)
+            schedule = Schedule(policy="static", decode_batch=batch)
+        else:
+            schedule = default_schedule(name, SLOTS)  # type: ignore[arg-type]
+        half = batch // STAGES
+        sizes = MicroBatching(prefill=min(PREFILL, half), decode=half)
+        return replace(self.plan, schedule=schedule, micro_batching=sizes)
+
+    def bound_s(self, name: str) -> float | None:
+        """Return the bound of an RRA run: what static batches of its number kept in the first run.
+
+        In simulation too, so that it is one that static batches keep.
+        """
+        batch = name.removeprefix("rra")
+        if not name.startswith("rra") or not batch:
+            return None
+        made = json.loads((self.folder / f"static{batch}-0.json").read_text())
+        played = self.simulate(self.plan_of(f"static{batch}"))
+        slow = figures(played.to_json(), played.makespan_s)["service_p99_s"]
+        return max(float(made["service_p99_s"]), slow)
+
+    def _searched(self, bound_s: float | None) -> Plan:
+        """Return the search's best schedule, with a bound the one that is fastest when played."""
+        wanted = ScheduleRequest(prompt_tokens=self.prompts, new_tokens=self.answers)
+        if bound_s is None:
+            return with_schedule(self.plan, self.costs, wanted)
+        found: tuple[float, Plan] | None = None
+        for share in SHARES:
+            plan = with_schedule(
+                self.plan, self.costs, replace(wanted, latency_bound_s=share * bound_s)
+            )
+            played = self.simulate(plan)
+            slow = figures(played.to_json(), played.makespan_s)["service_p99_s"]
+            rate = played.throughput_tokens_per_s
+            if slow <= MARGIN * bound_s and (found is None or rate > found[0]):
+                found = rate, plan
+        if found is None:
+            raise SystemExit(f"no schedule keeps {bound_s} s in simulation")
+        return found[1]
+
+    def run(self, name: str, turn: int) -> None:
+        """Run what is called for."""
+        strategy, answers = self.folder / f"plan-{name}.json", self.folder / "answers.jsonl"
         prompts = self.folder / "prompts.jsonl"
         answers.unlink(missing_ok=True)
-        plan = replace(self.plan, schedule=schedule, micro_batching=micro_batches(schedule))
-        write_plan(strategy, plan)
+        self.plan_of(name)
         prompts.write_text("".join(prompt_lines(self.trace)))
-        text = command([
+        error = BIN_RUNS.get(name, (0, 0.0))[1]
+        found = json.loads(command([
             "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
             "--output", str(answers), "--predictor", "noisy", "--predictor_error", str(error),
             "--json",
-        ])  # fmt: skip
-        return dict(json.loads(text))
+        ]))  # fmt: skip
+        counts = {key: found[key] for key in ("generated_tokens", "requests")}
+        row = figures(found["per_request"] | counts, found["elapsed_s"])
+        text = json.dumps({**row, "stages": found["stages"]}, indent=2)
+        (self.folder / f"{name}-{turn}.json").write_text(text + "\n")
+        print(self.folder.name, name, turn, f"{row['tokens_per_s']:.1f} tokens/s", flush=True)
 
 
-def run_task(folder: Path, task: str) -> None:
-    """Run every policy without a bound, then static batches and RRA at each bound.
-
-    A part that is stopped goes on with the run that it was stopped in.
-    """
-    bench = Bench(folder, task, REQUESTS[task])
-    bench.measure("static", static(SLOTS))
-    bench.measure("rra", chosen(bench, "rra", None))
-    for name in ("hybrid", "iteration"):
-        bench.measure(name, Schedule(policy=name))
-    lengths = [item.new_tokens for item in bench.trace]
-    bins = Schedule(
-        policy="multibin", decode_batch=SLOTS, boundaries=quantile_boundaries(lengths, 2)
+def laws_of(task: str) -> tuple[LengthDistribution, LengthDistribution]:
+    """Return the scaled laws of a task's prompts and answers."""
+    mean_in, std_in, most_in, mean_out, std_out, most_out = TASKS[task]
+    by = ANSWERS_BY[task]
+    return (
+        truncated_normal(mean_in / 16, std_in / 16, most_in // 16),
+        truncated_normal(mean_out / by, std_out / by, most_out // by),
     )
-    bench.measure("multibin", bins)
-    for batch in BOUND_BATCHES:
-        found = bench.measure(f"static{batch}", static(batch))
-        bound_s = max(found["measured"]["service_p99_s"], found["simulated"]["service_p99_s"])
-        bench.measure(f"rra{batch}", chosen(bench, f"rra{batch}", bound_s), bound_s)
 
 
-def static(batch: int) -> Schedule:
-    """Return FasterTransformer's way: ended sequences stay until the batch is done."""
-    return Schedule(policy="static", decode_batch=batch)
+def runs_of(task: str, turn: int) -> Iterator[str]:
+    """Yield the runs of a turn: every policy without a bound; bounds and bins in the first."""
+    yield from POLICIES
+    if turn == 0:
+        for batch in BOUND_BATCHES:
+            yield f"static{batch}"
+            yield f"rra{batch}"
+        if task == BIN_TASK:
+            yield from BIN_RUNS
 
 
-def chosen(bench: Bench, name: str, bound_s: float | None) -> Schedule:
-    """Return the best schedule, searched once: the search takes seconds of a quiet machine."""
-    file = bench.folder / f"{name}.schedule"
-    if not file.exists():
-        file.write_text(json.dumps(schedule_to_json(best_rra(bench, bound_s))))
-    return schedule_from_fields(Fields(json.loads(file.read_text()), str(file)))
+def run_all(options: argparse.Namespace) -> None:
+    """Run what this turn lacks, as far as this part's time goes."""
+    start = time.perf_counter()
+    for task in TASKS:
+        bench = Bench(options.folder, task)
+        for name in runs_of(task, options.turn):
+            if (bench.folder / f"{name}-{options.turn}.json").exists():
+                continue
+            if time.perf_counter() - start > options.seconds - LEFT_S:
+                print("out of time; call again")
+                return
+            bench.run(name, options.turn)
 
 
-def best_rra(bench: Bench, bound_s: float | None) -> Schedule:
-    """Return the schedule of highest simulated throughput whose 99th percentile keeps a bound."""
-    found: tuple[float, Schedule] | None = None
-    for schedule in rra_schedules():
-        report_ = bench.simulate(schedule, Prediction())
-        slow_s = figures(report_.to_json(), report_.makespan_s)["service_p99_s"]
-        is_kept = bound_s is None or slow_s <= MARGIN * bound_s
-        if is_kept and (found is None or report_.throughput_tokens_per_s > found[0]):
-            found = report_.throughput_tokens_per_s, schedule
-    assert found is not None, "no schedule keeps the bound"
-    return found[1]
-
-
-def rra_schedules() -> Iterator[Schedule]:
-    """Yield the space that is searched."""
-    for decode in range(6, SLOTS + 1, 2):
-        for encode in (1, 2, 4, 8):
-            for iterations in (2, 4, 8, 16):
-                if encode <= decode:
-                    yield Schedule(
-                        policy="rra",
-                        encode_batch=encode,
-                        decode_batch=decode,
-                        decode_iterations=iterations,
-                    )
-
-
-def flips(folder: Path) -> None:
+def flips(options: argparse.Namespace) -> None:
     """Count how often a token of the shipped model in bfloat16 depends on the policy."""
+    folder = options.folder
     group = {"type": "cpu", "count": 1, "threads": 1}
     cluster = {"schema": 1, "name": "box", "nodes": [{"name": "here", "devices": [group]}],
                "links": []}  # fmt: skip
@@ -288,30 +353,6 @@ def differences(alone: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) 
     return f"{flipped} of {same + flipped} tokens flip ({share:.2%}), in {len(alone)} requests"
 
 
-def micro_batches(schedule: Schedule) -> MicroBatching:
-    """Return halves of the batch, one for each stage."""
-    half = max(1, -(-(schedule.decode_batch or SLOTS) // STAGES))
-    return MicroBatching(prefill=min(MOST.prefill, half), decode=min(MOST.decode, half))
-
-
-def run_bins(folder: Path) -> None:
-    """Run one bin, eight with the truth, eight with a noisy prediction."""
-    bench = Bench(folder, "S", BIN_REQUESTS)
-    lengths = [item.new_tokens for item in bench.trace]
-    for name, bins, error in (("bins1", 1, 0.0), ("bins8", BINS, 0.0), ("noisy8", BINS, 0.3)):
-        edges = quantile_boundaries(lengths, bins)
-        schedule = Schedule(policy="multibin", decode_batch=BIN_BATCH, boundaries=edges)
-        bench.measure(name, schedule, error=error)
-
-
-def trace_of(task: str, count: int) -> tuple[TraceRequest, ...]:
-    """Draw requests of a task, scaled."""
-    mean_in, std_in, most_in, mean_out, std_out, most_out = TASKS[task]
-    prompts = truncated_normal(mean_in / 16, std_in / 16, most_in // 16)
-    answers = truncated_normal(mean_out / 2, std_out / 2, most_out // 2)
-    return draw_trace(count, prompts, answers, seed=8)
-
-
 def prompt_lines(trace: Sequence[TraceRequest]) -> Iterator[str]:
     """Yield the prompt file of a trace."""
     for number, item in enumerate(trace):
@@ -336,29 +377,55 @@ def figures(found: dict[str, Any], seconds: float) -> dict[str, float]:
     }
 
 
-def words(schedule: Schedule) -> str:
-    """Return a schedule in short."""
-    sizes = (schedule.encode_batch, schedule.decode_batch, schedule.decode_iterations)
-    return f"{schedule.policy} " + "/".join("-" if size is None else str(size) for size in sizes)
-
-
-def report(folder: Path) -> None:
+def report(options: argparse.Namespace) -> None:
     """Print the tables."""
-    errors: list[float] = []
+    errors: dict[str, list[float]] = {"tokens/s": [], "latency": []}
     for task in TASKS:
-        files = sorted((folder / "runs" / task).glob("*.json"))
-        print(f"\n| {task}: run | {HEAD} |\n" + "| --- " * 10 + "|")
-        for row in (json.loads(file.read_text()) for file in files):
-            made, played = row["measured"], row["simulated"]
-            two = [played[key] / made[key] - 1 for key in ("tokens_per_s", "latency_s")]
-            errors += [abs(error) for error in two]
-            bound = "" if row["bound_s"] is None else f"{row['bound_s']:.2f}"
-            print(f"| {row['name']} | {row['schedule']} | {made['tokens_per_s']:.1f} | "
-                  f"{played['tokens_per_s']:.1f} | {two[0]:+.1%} | {made['latency_s']:.2f} | "
-                  f"{played['latency_s']:.2f} | {two[1]:+.1%} | {made['service_p99_s']:.2f} | "
-                  f"{bound} |")  # fmt: skip
-    if errors:
-        print(f"\n{len(errors)} errors: mean {fmean(errors):.1%}, most {max(errors):.1%}")
+        bench = Bench(options.folder, task)
+        rows = {name: row for name in runs_of(task, 0) if (row := row_of(bench, name))}
+        print(f"\n| {task}: run | {HEAD} | x static |\n" + "| --- " * 13 + "|")
+        for name, row in rows.items():
+            for key, error in zip(errors, row["errors"], strict=True):
+                errors[key].append(abs(error))
+            number = name.lstrip("adirst")
+            number = "" if name in POLICIES else number
+            base = rows.get("bins1" if name in BIN_RUNS else f"static{number}")
+            gain = row["tokens_per_s"] / base["tokens_per_s"] if base else math.nan
+            print(f"| {name} | {row['text']} | {gain:.2f} |")
+    for key, found in errors.items():
+        if found:
+            print(f"\n{key}: {len(found)} errors, mean {fmean(found):.1%}, most {max(found):.1%}")
+
+
+def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
+    """Return one run's medians and errors, and its line of the table."""
+    found = [json.loads(file.read_text()) for file in bench.folder.glob(f"{name}-[0-9].json")]
+    if not found:
+        return None
+    plan = bench.plan_of(name)
+    report_ = bench.simulate(plan, BIN_RUNS.get(name, (0, 0.0))[1])
+    played = figures(report_.to_json(), report_.makespan_s)
+    made = {key: median(row[key] for row in found) for key in played}
+    rates = [row["tokens_per_s"] for row in found]
+    spread = (max(rates) - min(rates)) / made["tokens_per_s"]
+    two = [played[key] / made[key] - 1 for key in ("tokens_per_s", "latency_s")]
+    bound = bench.bound_s(name)
+    cells = [
+        words(plan), str(len(found)), f"{made['tokens_per_s']:.0f}", f"{spread:.1%}",
+        f"{played['tokens_per_s']:.0f}", f"{two[0]:+.1%}", f"{made['latency_s']:.2f}",
+        f"{played['latency_s']:.2f}", f"{two[1]:+.1%}", f"{made['service_p99_s']:.2f}",
+        "" if bound is None else f"{bound:.2f}",
+    ]  # fmt: skip
+    return {**made, "errors": two, "text": " | ".join(cells)}
+
+
+def words(plan: Plan) -> str:
+    """Return a schedule and its micro-batches in short."""
+    schedule, micro = plan.schedule, plan.micro_batching
+    assert schedule is not None
+    sizes = (schedule.encode_batch, schedule.decode_batch, schedule.decode_iterations)
+    text = "/".join("-" if size is None else str(size) for size in sizes)
+    return f"{schedule.policy} {text} by {micro.prefill}, {micro.decode}"
 
 
 def command(words_: Sequence[str]) -> str:
