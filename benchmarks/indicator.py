@@ -3,8 +3,10 @@
 
     benchmarks/indicator.py tables    # the indicators of the shipped model, to notebooks/data
     benchmarks/indicator.py truth     # measured loss by layer and bits
-    benchmarks/indicator.py plans     # plans they choose, and their loss
+    benchmarks/indicator.py choices   # plans they choose
+    benchmarks/indicator.py plans     # the loss of those
     benchmarks/indicator.py report    # correlations and perplexities
+    benchmarks/indicator.py seeds     # what twenty random tables say of all random tables
     benchmarks/indicator.py cost      # seconds and memory on a random model of 105 M parameters
 
 ``truth`` and ``plans`` go through the held-out text a piece at a time and keep every piece:
@@ -30,13 +32,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from llmpq import __version__
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.average import bits_at_average, quantizable_weights
 from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.calibration import read_calibration
-from llmpq.evals import Windows, read_windows, sweep_layers
+from llmpq.evals import Sweep, Windows, read_windows, sweep_layers
+from llmpq.evals.score import Tally, add_states
+from llmpq.evals.windows import WindowBatch
 from llmpq.indicator import INDICATORS, Random, Subject, Variance, sensitivity_table
 from llmpq.models import DecoderStage
 from llmpq.quant.loader import load_master, load_stage
@@ -50,9 +55,11 @@ MODEL = Path("models/demo")
 WIDTHS = (16, 8, 4, 3)
 AVERAGES = (4.0, 5.0, 6.0)
 SEEDS = range(20)
-# A piece of text begins every so many tokens; of each, the first so many are used.
-PIECE_STEP, TRUTH_TOKENS, PLAN_TOKENS = 4096, 4096, 1024
+# The text is gone through in pieces of so many tokens: whole windows of 512, four at a time.
+PIECE_TOKENS, ROWS = 4096, 4
 KINDS = ("divergence", "variance", "hessian")
+# Bits by the measured losses themselves: nobody can know more without measuring whole plans.
+TRUTH = "truth"
 # Layers of every kind of sensitivity, for the exhaustive search.
 FEW_LAYERS, FEW_AVERAGE, FEW_WIDTHS = (0, 1, 4, 8, 10), 5.2, (8, 4, 3)
 # A fast device too small for the model at 16 bits, and a slow one with room.
@@ -71,6 +78,7 @@ def main() -> int:
     parser.add_argument("--pieces", type=int, default=10**6, help="pieces of text at most")
     parser.add_argument("--sequences", type=int, default=32, help="of 512 tokens, for cost")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1000, help="of seeds, a multiple of 20")
     parser.add_argument("--rounds", type=int, default=1, help="of cost")
     parser.add_argument("--memory", action="store_true", help="of cost: peaks, not seconds")
     parser.add_argument("--trial", nargs=2, metavar=("METHOD", "DIR"), help=argparse.SUPPRESS)
@@ -106,92 +114,113 @@ def make_tables(options: argparse.Namespace) -> None:
 
 def measure_truth(options: argparse.Namespace) -> None:
     """Quantize one layer at a time."""
-    count = load_model_dir(MODEL).num_layers
     layers = _Layers()
-    changed = {
-        f"{layer},{width}": layers.one(layer, width)
-        for layer in range(count)
-        for width in WIDTHS
-        if width != 16
-    }
-    _through_text(options.folder / "truth.json", layers, changed, TRUTH_TOKENS, options)
+    changed = {_text(key): stage for key, stage in layers.stages.items() if key[1] != 16}
+
+    def score(keys: Sequence[str], piece: Windows) -> Sweep[str]:
+        wanted = {key: changed[key] for key in keys}
+        return sweep_layers(layers.whole((16,) * layers.count), wanted, layers.master, piece)
+
+    _through_text(options.folder / "truth.json", list(changed), score, options)
+
+
+def choose_plans(options: argparse.Namespace) -> None:
+    """Let every indicator choose, and the truth itself."""
+    _write(options.folder / "choices.json", _choose(options.folder))
 
 
 def measure_plans(options: argparse.Namespace) -> None:
-    """Let every indicator choose, and run what they chose."""
-    path = options.folder / "plans.json"
-    choices = options.folder / "choices.json"
-    if not choices.exists():
-        _write(choices, _choose(options.folder))
-    found = json.loads(choices.read_text())
-    layers = _Layers()
-    wanted = {_text(tuple(bits)) for bits in _all_bits(found)}
-    changed = {text: layers.whole(_bits(text)) for text in sorted(wanted)}
-    _through_text(path, layers, changed, PLAN_TOKENS, options)
+    """Run what was chosen; a plan that several chose is run once."""
+    choices = json.loads((options.folder / "choices.json").read_text())
+    plans = sorted({_text(bits) for bits in _all_bits(choices)})
+    _through_text(options.folder / "plans.json", plans, _Layers().score, options)
 
 
 class _Layers:
     """The demo's layers at every bitwidth, loaded once."""
 
     def __init__(self) -> None:
-        count = load_model_dir(MODEL).num_layers
+        self.count = load_model_dir(MODEL).num_layers
         self.stages = {
             (layer, width): load_stage(
                 MODEL, layer, layer + 1, [width], dtype=torch.float32, device="cpu"
             )
-            for layer in range(count)
+            for layer in range(self.count)
             for width in WIDTHS
         }
-        self.base = self.whole((16,) * count)
         self.master = load_master(MODEL, dtype=torch.float32, device="cpu")
-
-    def one(self, layer: int, width: int) -> DecoderStage:
-        return self.stages[layer, width]
 
     def whole(self, bits: Bits) -> DecoderStage:
         chosen = [self.stages[layer, width].layers[0] for layer, width in enumerate(bits)]
         return DecoderStage(self.stages[0, 16].config, chosen, 0)
 
+    def score(self, plans: Sequence[str], piece: Windows) -> Sweep[str]:
+        """Score whole models; those that begin alike are one until they part."""
+        base, tallies = Tally(), {plan: Tally() for plan in plans}
+        for batch in piece.batches():
+            expected = self._outputs(["16 " * self.count], batch).popitem()[1]
+            finals = {**self._outputs(plans, batch), "": expected}
+            known = {**tallies, "": base}
+            add_states(self.master, batch.targets, finals, (self.master, expected), known)
+        changed = {plan: tally.quality() for plan, tally in tallies.items()}
+        return Sweep(base=base.quality(), changed=changed)
+
+    def _outputs(self, plans: Sequence[str], batch: WindowBatch) -> dict[str, Tensor]:
+        states = [self.master.embed(batch.inputs, batch.micro_batch.positions)]
+        before: Bits = ()
+        finals = {}
+        for plan in sorted(plans):
+            bits = _bits(plan)
+            pairs = enumerate(zip(before, bits, strict=False))
+            alike = next((layer for layer, (a, b) in pairs if a != b), len(before))
+            del states[alike + 1 :]
+            for key in list(enumerate(bits))[alike:]:
+                states.append(self.stages[key](states[-1], batch.micro_batch))
+            finals[plan], before = states[-1], bits
+        return finals
+
 
 def _through_text(
     path: Path,
-    layers: _Layers,
-    changed: Mapping[str, DecoderStage],
-    piece_tokens: int,
+    keys: Sequence[str],
+    score: Callable[[Sequence[str], Windows], Sweep[str]],
     options: argparse.Namespace,
 ) -> None:
-    """Score all changes on piece after piece of the held-out text; every second piece first."""
+    """Score what is not yet known on piece after piece of the held-out text."""
     tokens = read_windows(MODEL, MODEL / "heldout.txt").token_ids
     known = json.loads(path.read_text()) if path.exists() else {**_provenance(), "pieces": {}}
-    starts = list(range(0, len(tokens) - 512, PIECE_STEP))
+    starts = list(range(0, len(tokens), PIECE_TOKENS))
     begun = time.monotonic()
     for start in (starts[::2] + starts[1::2])[: options.pieces]:
-        if str(start) in known["pieces"]:
+        found = known["pieces"].setdefault(str(start), {"tokens": 0, "changed": {}})
+        missing = [key for key in keys if key not in found["changed"]]
+        if not missing:
             continue
         if time.monotonic() - begun > options.seconds:
             break
         started = time.monotonic()
-        piece = Windows.cut(tokens[start : start + piece_tokens].tolist(), rows=4)
-        sweep = sweep_layers(layers.base, changed, layers.master, piece)
-        known["pieces"][str(start)] = {
-            "tokens": sweep.base.tokens,
-            "base_nats": math.log(sweep.base.perplexity),
-            "changed": {
-                key: [math.log(quality.perplexity), quality.kl_to_16bit]
-                for key, quality in sweep.changed.items()
-            },
-        }
+        piece = Windows.cut(tokens[start : start + PIECE_TOKENS].tolist(), rows=ROWS)
+        sweep = score(missing, piece)
+        found["tokens"] = sweep.base.tokens
+        found["base_nats"] = _round(math.log(sweep.base.perplexity))
+        for key, quality in sweep.changed.items():
+            nats = math.log(quality.perplexity)
+            found["changed"][key] = [_round(nats), _round(quality.kl_to_16bit or 0.0)]
         _write(path, known)
         print(f"{path.name}: from token {start}: {time.monotonic() - started:.0f} s", flush=True)
 
 
+def _round(nats: float) -> float:
+    return float(f"{nats:.9g}")
+
+
 def pooled(known: Mapping[str, Any]) -> tuple[float, dict[str, tuple[float, float]], int]:
     """Return the base's nats a token, those and the divergence of every change, and the tokens."""
-    pieces = list(known["pieces"].values())
+    pieces = [piece for piece in known["pieces"].values() if piece["tokens"]]
     shares = [piece["tokens"] for piece in pieces]
     base = float(np.average([piece["base_nats"] for piece in pieces], weights=shares))
     changed = {}
-    for key in pieces[0]["changed"]:
+    for key in set(pieces[0]["changed"]).intersection(*(piece["changed"] for piece in pieces)):
         pairs = np.array([piece["changed"][key] for piece in pieces])
         nats, divergence = np.average(pairs, axis=0, weights=shares)
         changed[key] = float(nats), float(divergence)
@@ -204,6 +233,7 @@ def _choose(folder: Path) -> dict[str, Any]:
     of = Subject(model_dir=MODEL, calibration=None)
     for seed in SEEDS:
         tables[f"random {seed}"] = sensitivity_table(of, "random", Random(seed=seed).score(of))
+    tables[TRUTH] = sensitivity_table(of, "divergence", _measured(folder))
     model = load_model_dir(MODEL)
     weights = quantizable_weights(model)
     averages: dict[str, dict[str, Bits]] = {}
@@ -218,6 +248,21 @@ def _choose(folder: Path) -> dict[str, Any]:
         "latency": _at_latencies(tables),
         "few_layers": _few_layers(tables, weights),
     }
+
+
+def _measured(folder: Path) -> dict[int, tuple[float, ...]]:
+    """The measured divergences as an indicator would give them."""
+    truth = _truth(folder)
+    count = load_model_dir(MODEL).num_layers
+    return {
+        width: tuple(truth[_text((layer, width))][1] for layer in range(count))
+        for width in WIDTHS
+        if width != 16
+    }
+
+
+def _truth(folder: Path) -> dict[str, tuple[float, float]]:
+    return pooled(json.loads((folder / "truth.json").read_text()))[1]
 
 
 def _at_latencies(tables: Mapping[str, SensitivityTable]) -> dict[str, Any]:
@@ -280,7 +325,7 @@ def _few_layers(tables: Mapping[str, SensitivityTable], weights: Sequence[int]) 
     fitting = [w for w in product(FEW_WIDTHS, repeat=len(few)) if size(w) <= budget]
     best = [w for w in fitting if not any(_dominates(other, w) for other in fitting)]
     chosen = {}
-    for name in KINDS:
+    for name in (*KINDS, TRUTH):
         omega = np.array(tables[name].normalised(FEW_WIDTHS))[list(FEW_LAYERS)]
         chosen[name] = bits_of(bits_at_average(omega, FEW_WIDTHS, few, FEW_AVERAGE))
     return {
@@ -312,22 +357,17 @@ def report(options: argparse.Namespace) -> None:
     for name in names:
         omega = dict(read_sensitivity(options.folder / f"omega_{name}.json").omega)
         print(f"  {name:<12}" + " ".join(f"{value:7.3f}" for value in correlations(omega, truth)))
-    base, found, tokens = pooled(json.loads((options.folder / "plans.json").read_text()))
+    plans = json.loads((options.folder / "plans.json").read_text())
+    base, found, tokens = pooled(plans)
     choices = json.loads((options.folder / "choices.json").read_text())
     print(f"perplexity (divergence) on {tokens} tokens, 16 bits {math.exp(base):.3f}")
     for kind in ("average", "latency"):
         for at, rows in choices[kind].items():
-            lost = {
-                name: found[_text(row["bits"] if kind == "latency" else row)]
-                for name, row in rows.items()
+            chosen = {
+                name: _text(row["bits"] if kind == "latency" else row) for name, row in rows.items()
             }
-            drawn = [math.exp(lost[f"random {seed}"][0]) for seed in SEEDS]
-            nats = fmean(lost[f"random {seed}"][1] for seed in SEEDS)
-            text = ", ".join(
-                f"{name} {math.exp(lost[name][0]):.3f} ({lost[name][1]:.5f})" for name in KINDS
-            )
-            spread = f"{fmean(drawn):.3f} +- {stdev(drawn):.3f} ({nats:.5f})"
-            print(f"  {kind} {at}: {text}, random {spread}")
+            print(f"  {kind} {at}:")
+            _report_setting(chosen, found, plans)
     few = choices["few_layers"]
     ranked = sorted(few["all"], key=lambda bits: found[_text(bits)][1])
     print(f"layers {few['layers']} at {few['average']} bits: {len(ranked)} choices, divergences")
@@ -335,12 +375,42 @@ def report(options: argparse.Namespace) -> None:
         print(f"  {name:<12}{found[_text(bits)][1]:.5f}  rank {ranked.index(bits) + 1}")
 
 
+def _report_setting(
+    chosen: Mapping[str, str],
+    found: Mapping[str, tuple[float, float]],
+    plans: Mapping[str, Any],
+) -> None:
+    drawn = [math.exp(found[chosen[f"random {seed}"]][0]) for seed in SEEDS]
+    nats = [found[chosen[f"random {seed}"]][1] for seed in SEEDS]
+    bound = fmean(drawn) - stdev(drawn)
+    print(
+        f"    random {fmean(drawn):.3f} +- {stdev(drawn):.3f}, best {min(drawn):.3f}, divergence "
+        f"{fmean(nats):.5f} +- {stdev(nats):.5f}, best {min(nats):.5f}; less a deviation "
+        f"{bound:.3f}, {fmean(nats) - stdev(nats):.5f}"
+    )
+    for name in (*KINDS, TRUTH):
+        perplexity = math.exp(found[chosen[name]][0])
+        ours, error = difference(plans, chosen[name], chosen["divergence"])
+        print(
+            f"    {name:<12}{perplexity:.3f} ({found[chosen[name]][1]:.5f})"
+            f"{'' if perplexity <= bound else ' above the bound'}, {100 * ours:+.2f} +- "
+            f"{100 * error:.2f} % of divergence's; {chosen[name]}"
+        )
+
+
+def difference(plans: Mapping[str, Any], one: str, other: str) -> tuple[float, float]:
+    """Mean difference in nats a token over pieces of text, and its standard error."""
+    pieces = [piece for piece in plans["pieces"].values() if piece["tokens"]]
+    apart = [piece["changed"][one][0] - piece["changed"][other][0] for piece in pieces]
+    return fmean(apart), stdev(apart) / math.sqrt(len(apart))
+
+
 def correlations(
     omega: Mapping[int, Sequence[float]], truth: Mapping[str, tuple[float, float]]
 ) -> list[float]:
     """Spearman's rank correlation over all layers and bits, and over layers at 3, 4, 8 bits."""
     pairs = {
-        width: [(value, truth[f"{layer},{width}"][1]) for layer, value in enumerate(omega[width])]
+        width: [(value, truth[f"{layer} {width}"][1]) for layer, value in enumerate(omega[width])]
         for width in (3, 4, 8)
     }
     together = [pair for width in pairs for pair in pairs[width]]
@@ -350,6 +420,46 @@ def correlations(
 def _spearman(pairs: Sequence[tuple[float, float]]) -> float:
     ranks = np.array(pairs).argsort(axis=0).argsort(axis=0)
     return float(np.corrcoef(ranks.T)[0, 1])
+
+
+def forecast_seeds(options: argparse.Namespace) -> None:
+    """Forecast the perplexity at equal memory with many random tables.
+
+    A plan's divergence is taken to be the sum of what its layers lose alone, as measured.
+    """
+    base, found, _ = pooled(json.loads((options.folder / "plans.json").read_text()))
+    alone = {key: lost for key, (_, lost) in _truth(options.folder).items()}
+    choices = json.loads((options.folder / "choices.json").read_text())
+    weights = quantizable_weights(load_model_dir(MODEL))
+
+    def lost(bits: Sequence[int]) -> float:
+        keys = (_text(key) for key in enumerate(bits) if key[1] != 16)
+        return sum(alone[key] for key in keys)
+
+    ratios = [found[key][1] / lost(_bits(key)) for key in found]
+    print(
+        f"measured over summed divergence of {len(ratios)} plans: {min(ratios):.2f} to "
+        f"{max(ratios):.2f}, median {np.median(ratios):.3f}"
+    )
+    of = Subject(model_dir=MODEL, calibration=None)
+    for average in AVERAGES:
+        drawn = []
+        for seed in range(options.seeds):
+            table = sensitivity_table(of, "random", Random(seed=seed).score(of))
+            omega = np.array(table.normalised(WIDTHS))
+            drawn.append(lost(bits_at_average(omega, WIDTHS, weights, average)))
+        scores = np.exp(base + np.array(drawn)).reshape(-1, len(SEEDS))
+        bounds = scores.mean(axis=1) - scores.std(axis=1, ddof=1)
+        print(
+            f"average {average:g}: {scores.mean():.3f} +- {scores.std():.3f}; the mean "
+            f"less a deviation {scores.mean() - scores.std():.3f}, of {len(SEEDS)} seeds "
+            f"{np.median(bounds):.3f} ({np.quantile(bounds, 0.05):.3f} to "
+            f"{np.quantile(bounds, 0.95):.3f} in nine of ten)"
+        )
+        for name, bits in choices["average"][f"{average:g}"].items():
+            if not name.startswith("random"):
+                better = np.mean(np.array(drawn) < lost(bits) - 1e-12)
+                print(f"    {name:<12}{math.exp(base + lost(bits)):.3f}, better: {better:.1%}")
 
 
 def measure_cost(options: argparse.Namespace) -> None:
@@ -426,7 +536,7 @@ def _memory(field: str) -> int:
 
 def _provenance() -> dict[str, Any]:
     return {
-        "command": " ".join(["benchmarks/indicator.py", *sys.argv[1:]]),
+        "command": f"benchmarks/indicator.py {sys.argv[1]}",
         "version": __version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "model": MODEL.name,
@@ -456,8 +566,10 @@ def _bits(text: str) -> Bits:
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "tables": make_tables,
     "truth": measure_truth,
+    "choices": choose_plans,
     "plans": measure_plans,
     "report": report,
+    "seeds": forecast_seeds,
     "cost": measure_cost,
 }
 
