@@ -5,6 +5,8 @@ import weakref
 import pytest
 import torch
 from helpers.tiny_models import load_reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llmpq.calibration import CalibrationSet, Moments, synthetic_calibration
@@ -160,6 +162,17 @@ def test_every_indicator_scores_every_family(tiny_model, family, name):
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
 
 
+@pytest.mark.parametrize(
+    "family", ["gemma", "gemma3", "gpt_neox", "mistral", "phi", "phi3", "qwen2", "qwen3"]
+)
+def test_a_family_needs_no_code_of_its_own(tiny_model, family):
+    """All weights away where they can be, all tokens through all layers, all operators found."""
+    found = HessianEigenvalue(memory_share=0.0).score(subject(tiny_model(family, seed=1)))
+    by_weights = Variance().score(subject(tiny_model(family, seed=1), None))
+    for scores in (monotone(found), by_weights):
+        assert all(value > 0 for column in scores.values() for value in column)
+
+
 @pytest.mark.parametrize("name", ["divergence", "variance", "hessian"])
 def test_the_order_of_calibration_samples_changes_nothing(tiny_model, name):
     model_dir, ids = tiny_model("llama", seed=1), tokens().token_ids
@@ -213,6 +226,59 @@ def test_the_square_of_the_activations_scale(factor, rounding):
     assert spread(scaled, rounding) == pytest.approx(factor**2 * spread(plain, rounding), rel=1e-5)
     eigenvalue, more = (top_eigenvalue(v.T @ v) for v in (x, factor * x))
     assert more == pytest.approx(factor**2 * eigenvalue, rel=1e-4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 300),
+    power=st.integers(-6, 6),
+    seed=st.integers(0, 2**31),
+)
+def test_what_rounding_costs_falls_with_bits_and_goes_with_the_square(rows, columns, power, seed):
+    """A factor of a power of two changes no code, so both sides are equal to the last bits."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator)
+    factor = 2.0**power
+    for cost in (mean_squared_step, lambda w, bits: squared_error(w, bits, torch.float32)):
+        at = {bits: cost(weight, bits) for bits in BITS}
+        scaled = {bits: cost(weight * factor, bits) for bits in BITS}
+        assert scaled == pytest.approx({bits: factor**2 * v for bits, v in at.items()}, rel=1e-5)
+        if columns > 16:  # of a few weights the coarser grid may happen to hit more
+            assert at[3] > at[4] > at[8] > 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    table=st.lists(
+        st.tuples(*[st.floats(0, 1e6, allow_subnormal=False)] * 3), min_size=1, max_size=8
+    ).filter(lambda rows: max(row[1] for row in rows) > 1e-3)
+)
+def test_a_table_never_says_that_fewer_bits_are_better(table):
+    scores = {bits: tuple(row[at] for row in table) for at, bits in enumerate(BITS)}
+    found = normalise(monotone(scores), "here")
+    assert sum(found[4]) == pytest.approx(1)
+    assert all(a >= b >= c for a, b, c in zip(found[3], found[4], found[8], strict=True))
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 2**31), factor=st.floats(0.1, 10))
+def test_moments_and_gram_matrices_do_not_know_the_order_and_go_with_the_square(seed, factor):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(30, 9, generator=generator) + 0.3
+    shuffled = x[torch.randperm(30, generator=generator)]
+
+    def seen(inputs):
+        moments, gram = Moments(9), UpperGram(9)
+        for part in torch.split(inputs, 7):
+            moments.add(part)
+            gram.add(part)
+        spreads = [spread(moments, rounding) for rounding in ("deterministic", "stochastic")]
+        return [*spreads, top_eigenvalue(gram, iterations=2000, tolerance=1e-10)]
+
+    plain = seen(x)
+    assert seen(shuffled) == pytest.approx(plain, rel=1e-3)
+    assert seen(factor * x) == pytest.approx([factor**2 * v for v in plain], rel=1e-3)
 
 
 def test_bits_that_are_asked_for_come_with_4(tiny_model):

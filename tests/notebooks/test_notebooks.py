@@ -22,7 +22,6 @@ def cells(path, kind):
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
