@@ -49,6 +49,10 @@ THEIRS = {
     "theirs-asymmetric": PLAIN | {"sym": False},
     "theirs-mixed": PLAIN | {"desc_act": True, "dynamic": MIXED},
 }
+TRANSFORMERS_TOLERANCE = 2e-2
+"""Likewise: at 4 bits gptqmodel gives transformers a CPU kernel that rounds to bfloat16."""
+OF_MIXED_BITS = ("ours-mixed", "theirs-mixed")
+"""What transformers cannot load, whoever made it: optimum knows no ``dynamic``."""
 FIXTURES = ("theirs-mixed", "theirs-asymmetric")
 KEPT_WEIGHTS = ("k_proj", "down_proj")
 
@@ -89,29 +93,34 @@ def make(work: Path) -> None:
             model_dir=source, precisions=precisions, calibration=data, options=options
         )
         quantize_checkpoint(job, work / name)
-    (work / "cases.json").write_text(json.dumps({"theirs": THEIRS, "ours": list(OURS)}))
+    (work / "cases.json").write_text(
+        json.dumps({"theirs": THEIRS, "ours": list(OURS), "mixed": ["theirs-mixed"]})
+    )
 
 
 def compare(work: Path) -> int:
     prompt = load_file(work / "tokens.safetensors")["prompt"]
     refused = json.loads((work / "transformers.json").read_text())
-    worst_weight = worst_logit = 0.0
+    worst_weight = worst_logit = worst_library = 0.0
     print(f"{'checkpoint':20} {'operators':>9} {'weights':>9} {'logits':>9} {'transformers':>12}")
     for name in (*THEIRS, *OURS):
         weights = load_file(work / f"{name}.weights.safetensors")
         logits = load_file(work / f"{name}.logits.safetensors")["logits"]
         ours = _logits(work / name, prompt)
         weight, logit = _weights_apart(work / name, weights), _relative(logits, ours)
-        library = "-" if name in THEIRS else refused.get(name, "")[:60]
-        if not library:
-            stored = load_file(work / f"{name}.transformers.safetensors")["logits"]
-            worst_logit = max(worst_logit, _relative(stored, ours))
+        library = refused.get(name, "-")[:60]
+        if (path := work / f"{name}.transformers.safetensors").exists():
+            stored = load_file(path)["logits"]
+            worst_library = max(worst_library, _relative(stored, ours))
             library = f"{_relative(stored, ours):.1e}"
         worst_weight, worst_logit = max(worst_weight, weight), max(worst_logit, logit)
         print(f"{name:20} {len(weights):9} {weight:9.1e} {logit:9.1e} {library:>12}")
     print(f"weights at most {worst_weight:.1e} apart, allowed {TOLERANCE:.0e}")
     print(f"logits at most {worst_logit:.1e} of the largest, allowed {LOGITS_TOLERANCE:.0e}")
-    return 0 if worst_weight <= TOLERANCE and worst_logit <= LOGITS_TOLERANCE else 1
+    print(f"in transformers at most {worst_library:.1e}, allowed {TRANSFORMERS_TOLERANCE:.0e}")
+    is_close = worst_weight <= TOLERANCE and worst_logit <= LOGITS_TOLERANCE
+    is_close = is_close and worst_library <= TRANSFORMERS_TOLERANCE
+    return 0 if is_close and set(refused) <= set(OF_MIXED_BITS) else 1
 
 
 def keep_fixtures(work: Path, output: Path) -> None:

@@ -22,7 +22,7 @@ def main() -> None:
         make(work / "source", work / name, fields, tokens["calibration"])
     for name in [*cases["theirs"], *cases["ours"]]:
         read(work, name, tokens["prompt"])
-    through_transformers(work, cases["ours"], tokens["prompt"])
+    through_transformers(work, [*cases["ours"], *cases["mixed"]], tokens["prompt"])
 
 
 def make(source: Path, output: Path, fields: dict, calibration: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ def through_transformers(work: Path, names: list[str], prompt: torch.Tensor) -> 
     said = {}
     for name in names:
         try:
-            model = AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float16)
+            model = AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float32)
             with torch.inference_mode():
                 logits = model(prompt).logits.float()
             save_file({"logits": logits}, work / f"{name}.transformers.safetensors")

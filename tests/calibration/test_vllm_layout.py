@@ -1,0 +1,77 @@
+"""Symmetric files of 4 and 8 bits are what vLLM 0.33 reads: fields, names, shapes, rules.
+
+vLLM itself needs a GPU; what is asked here is what its ``auto_gptq`` and ``gptq_utils`` ask.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from safetensors.torch import load_file
+
+from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
+from llmpq.spec.precision import Precision, unquantized
+
+SHAPE = {"layers": 3, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}
+FOUR = Precision(bits=4, method="rtn", group_size=32, symmetric=True)
+EIGHT = Precision(bits=8, method="rtn", group_size=None, symmetric=True)
+# Operators as vLLM names them: fused ones are looked up under their own names.
+OPERATORS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+
+
+@pytest.fixture
+def stored(tiny_model, tmp_path):
+    output = tmp_path / "gptq"
+    job = QuantizeJob(
+        model_dir=tiny_model("llama", seed=1, shape=SHAPE),
+        precisions=(FOUR, EIGHT, unquantized()),
+        calibration=None,
+    )
+    quantize_checkpoint(job, output)
+    config = json.loads((output / "config.json").read_text())["quantization_config"]
+    return config, load_file(output / "model.safetensors")
+
+
+def overridden(config, prefix):
+    """Fields of one operator; ``None`` where a rule leaves it out: vLLM's ``override_config``."""
+    fields = {key: config[key] for key in ("bits", "group_size", "desc_act", "sym")}
+    for text, fields_of_rule in config["dynamic"].items():
+        if re.match(text[2:], prefix):
+            return None if text.startswith("-:") else fields | fields_of_rule
+    return fields
+
+
+def test_every_operator_gets_a_type_that_vllm_has(stored):
+    config, _ = stored
+    assert (config["quant_method"], config["lm_head"]) == ("gptq", False)
+    assert config["checkpoint_format"] == "gptq"
+    for layer, expected in enumerate([(4, 32), (8, -1), None]):
+        for operator in OPERATORS:
+            found = overridden(config, f"model.layers.{layer}.{operator}")
+            if expected is None:
+                assert found is None
+            else:
+                assert (found["bits"], found["group_size"], found["sym"]) == (*expected, True)
+
+
+def test_tensors_have_the_shapes_that_vllm_makes_room_for(stored):
+    _, tensors = stored
+    for layer, (bits, groups) in enumerate([(4, 64 // 32), (8, 1)]):
+        parts = {
+            part: tensors[f"model.layers.{layer}.self_attn.k_proj.{part}"]
+            for part in ("qweight", "qzeros", "scales", "g_idx")
+        }  # K = 64 inputs, N = 32 outputs
+        pack = 32 // bits
+        assert tuple(parts["qweight"].shape) == (64 // pack, 32)
+        assert tuple(parts["qzeros"].shape) == (groups, 32 // pack)
+        assert tuple(parts["scales"].shape) == (groups, 32)
+        assert tuple(parts["g_idx"].shape) == (64,)
+
+
+def test_only_quantized_operators_have_tensors_that_are_not_floating(stored):
+    _, tensors = stored
+    owners = {name.rpartition(".")[0] for name, t in tensors.items() if not t.is_floating_point()}
+    assert owners == {name.removesuffix(".qweight") for name in tensors if name.endswith("qweight")}
+    assert not any(".layers.2." in name for name in owners)
