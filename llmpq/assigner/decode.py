@@ -15,6 +15,7 @@ from llmpq.assigner.enumeration import build_pairs
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.objective import Price, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
+from llmpq.assigner.split import price_split
 from llmpq.assigner.task import DEFAULT_OMEGA, PlanningTask, PlanRequest, Solution
 from llmpq.costmodel import ClusterCosts
 from llmpq.spec.cluster import cluster_to_json
@@ -125,6 +126,8 @@ def reprice(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEst
     Returns:
         The estimate, and the bytes over capacity (0 when it fits).
     """
+    if plan.is_split:
+        return price_split(plan, costs, omega)
     # Only what the plan uses: a measured table need not know other bitwidths.
     bits = tuple(width for width in BITS if width in plan.bits)
     (pair,) = build_pairs(costs, plan.workload, bits, [plan.micro_batching])

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmpq.batching import HybridPolicy
+from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim import Shape, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, PlanForecast, StageForecast
 from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import Schedule
 from llmpq.spec.trace import TraceRequest
 
 MAX_STEPS = 20_000
@@ -48,7 +49,7 @@ def forecast(
     thinned = _ThinnedCosts(plan, costs, devices, rounds / played if played else 1.0)
     report = simulate(
         thinned,
-        HybridPolicy(micro_batching=sizes, num_slots=work.batch, num_stages=stages),
+        _policy(plan),
         [request] * work.batch,
         num_slots=work.batch,
     )
@@ -60,6 +61,17 @@ def forecast(
             _stage(plan, thinned, rank, work_s) for rank, work_s in enumerate(report.work_s)
         ),
     )
+
+
+def _policy(plan: Plan) -> BatchingPolicy:
+    """Return hybrid micro-batches; where either phase has stages of its own, the plan's policy."""
+    shape = PipelineShape(
+        micro_batching=plan.micro_batching,
+        num_slots=plan.workload.batch,
+        num_stages=len(plan.path(Phase.DECODE)),
+    )
+    schedule = plan.schedule if plan.is_split else None
+    return make_policy(schedule or Schedule(policy="hybrid"), shape)
 
 
 def _stage(

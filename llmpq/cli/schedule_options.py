@@ -12,10 +12,12 @@ from llmpq.assigner.task import costs_of
 from llmpq.errors import SpecError
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import Plan
+from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import default_schedule
 from llmpq.units import format_seconds
 
-POLICIES = ("hybrid", "static", "iteration", "rra", "auto")
+POLICIES = ("hybrid", "static", "iteration", "rra", "waa", "auto")
+SEARCHED = ("rra", "waa", "auto")
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -24,14 +26,15 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policy",
         choices=POLICIES,
-        help="batching policy written into the strategy (default: hybrid micro-batches); rra is "
-        "searched, auto is whichever answers most requests a second in simulation",
+        help="batching policy written into the strategy (default: hybrid micro-batches); rra and "
+        "waa are searched, waa with stages of their own for prefill and decode; auto is whichever "
+        "answers most requests a second in simulation",
     )
     group.add_argument(
         "--latency_bound",
         type=float,
         metavar="SECONDS",
-        help="rra, auto: largest latency of a request, from the start of its prefill",
+        help="rra, waa, auto: largest latency of a request, from the start of its prefill",
     )
     group.add_argument(
         "--sla",
@@ -55,11 +58,11 @@ def scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> 
         SpecError: options that do not go together.
         InfeasibleError: no schedule meets the bound.
     """
-    if options.policy not in ("rra", "auto"):
+    if options.policy not in SEARCHED:
         if options.latency_bound is not None or options.lengths or options.prompt_lengths:
             raise SpecError(
-                "--latency_bound, --lengths, --prompt_lengths: expected together with --policy rra "
-                "or auto"
+                "--latency_bound, --lengths, --prompt_lengths: expected together with --policy "
+                "rra, waa or auto"
             )
         if options.policy in (None, "hybrid"):
             return plan
@@ -80,8 +83,10 @@ def scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> 
         latency_bound_s=bound_s,
         sla=options.sla,
     )
-    search = with_schedule if options.policy == "rra" else best_of_policies
-    return search(plan, costs_of(request, plan.cluster), wanted)
+    costs = costs_of(request, plan.cluster)
+    if options.policy == "auto":
+        return best_of_policies(plan, costs, wanted)
+    return with_schedule(plan, costs, wanted, options.policy)
 
 
 def schedule_text(plan: Plan) -> list[str]:
@@ -95,6 +100,12 @@ def schedule_text(plan: Plan) -> list[str]:
         lines[0] += (
             f": encode {schedule.encode_batch} in micro-batches of {sizes.prefill}, then decode "
             f"about {schedule.decode_batch} for {schedule.decode_iterations} iterations"
+        )
+    if schedule.policy == "waa":
+        encoders = len(plan.stages_of(Phase.PREFILL))
+        lines[0] += (
+            f": {encoders} of {len(plan.stages)} stages encode {schedule.encode_batch} at a time, "
+            f"the others decode {schedule.decode_batch} in micro-batches of {sizes.decode}"
         )
     found = schedule.estimate
     if found is not None:

@@ -8,13 +8,18 @@ must answer 99 of 100 requests in time, counted from the start of each one's pre
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 
 from llmpq.assigner.decode import reprice
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra
+from llmpq.assigner.schedules.split import split_plans
+from llmpq.assigner.schedules.waa import WaaSpace, best_waa
+from llmpq.assigner.split import excess_bytes
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError
@@ -23,9 +28,10 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import SimReport
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.precision import BITS
+from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.schedule import PolicyName, default_schedule
 from llmpq.spec.trace import draw_trace
+from llmpq.units import format_bytes
 
 Sla = Literal["length", "queries"]
 
@@ -54,23 +60,29 @@ class ScheduleRequest:
     seed: int = 0
 
 
-def with_schedule(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
-    """Return the plan with the RRA schedule of highest throughput within the bound.
+Searched = Literal["rra", "waa"]
+SEARCHED: tuple[Searched, ...] = get_args(Searched)
+
+
+def with_schedule(
+    plan: Plan, costs: ClusterCosts, request: ScheduleRequest, policy: Searched = "rra"
+) -> Plan:
+    """Return the plan with the schedule of highest throughput within the bound.
 
     Args:
         plan: layers and bits; its workload's batch is the number of KV slots.
         costs: the cost models of its cluster.
         request: what is wanted.
+        policy: whose schedule. WAA shares the layers out anew, to stages of either phase.
 
     Raises:
         SpecError: the laws hold lengths that the plan has no room for.
-        InfeasibleError: no schedule meets the bound.
+        InfeasibleError: no schedule meets the bound, or memory does not hold two copies (WAA).
     """
     _check_room(plan, request)
     bound_s, reached_s = request.latency_bound_s, math.inf
     for _ in range(_TRIES):
-        chosen = best_rra(_task(plan, costs, request, bound_s))
-        made = _applied(plan, costs, chosen)
+        made = _MAKERS[policy](plan, costs, request, bound_s)
         if request.sla == "length" or math.isinf(request.latency_bound_s):
             return made
         reached_s = _kept_s(simulated(made, costs, request))
@@ -79,7 +91,7 @@ def with_schedule(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> 
         # Aim lower by as much as the simulation is above the bound, and a little more.
         bound_s *= 0.98 * request.latency_bound_s / reached_s
     raise InfeasibleError(
-        f"no RRA schedule answers {PERCENT} % of the requests within "
+        f"no {policy.upper()} schedule answers {PERCENT} % of the requests within "
         f"{request.latency_bound_s:g} s; the last one tried takes {reached_s:.3g} s"
     )
 
@@ -87,7 +99,8 @@ def with_schedule(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> 
 def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
     """Return the plan under whichever policy answers most requests a second within the bound.
 
-    Compared in simulation: the best RRA schedule, iteration-level batching, and static batches.
+    Compared in simulation: the best RRA schedule, the best WAA schedule, iteration-level batching,
+    and static batches.
 
     Raises:
         InfeasibleError: none keeps the bound; the message is that of RRA.
@@ -95,19 +108,20 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
     slots = plan.workload.batch
     found: list[Plan] = []
     failure: InfeasibleError | None = None
-    try:
-        found.append(with_schedule(plan, costs, request))
-    except InfeasibleError as error:
-        failure = error
+    for policy in SEARCHED:
+        try:
+            found.append(with_schedule(plan, costs, request, policy))
+        except InfeasibleError as error:
+            failure = failure or error
     names: tuple[PolicyName, ...] = ("iteration", "static")
     found += [replace(plan, schedule=default_schedule(name, slots)) for name in names]
     best: tuple[float, Plan] | None = None
     for candidate in found:
         report = simulated(candidate, costs, request)
         rate, latency_s = report.throughput_requests_per_s, _kept_s(report)
-        is_rra = candidate.schedule is not None and candidate.schedule.policy == "rra"
-        # What RRA was searched for is its own bound; the others are held to it in simulation.
-        keeps = is_rra or latency_s <= request.latency_bound_s
+        is_searched = candidate.schedule is not None and candidate.schedule.policy in SEARCHED
+        # What they were searched for is their own bound; others are held to it in simulation.
+        keeps = is_searched or latency_s <= request.latency_bound_s
         if keeps and (best is None or rate > best[0]):
             best = rate, candidate
     if best is None:
@@ -125,7 +139,7 @@ def simulated(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> SimR
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
-        num_stages=len(plan.stages),
+        num_stages=len(plan.path(Phase.DECODE)),
     )
     return simulate(
         PlanCosts(plan, costs),
@@ -150,6 +164,68 @@ def _task(
         new_tokens=request.new_tokens,
         latency_bound_s=bound_s,
         bound_tokens=request.new_tokens.quantile(PERCENT / 100),
+    )
+
+
+def _rra(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
+    return _applied(plan, costs, best_rra(_task(plan, costs, request, bound_s)))
+
+
+def _waa(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
+    """Return the best of all ways to split the devices into those that encode and that decode."""
+    best: tuple[Plan, ChosenSchedule] | None = None
+    failures: list[tuple[float, InfeasibleError]] = []
+    for candidate in split_plans(
+        plan,
+        costs,
+        prompt=max(1, round(request.prompt_tokens.mean)),
+        context=max(1, round(request.prompt_tokens.mean + request.new_tokens.mean / 2)),
+    ):
+        task = _task(candidate, costs, request, bound_s)
+        try:
+            found = best_waa(task, fits=partial(_fits, candidate, costs))
+        except InfeasibleError as error:
+            fastest_s = WaaSpace(task).look((0, 0)).performance.latency_s
+            failures.append((fastest_s, error))
+            continue
+        rate = found.performance.requests_per_s
+        if best is None or rate > best[1].performance.requests_per_s:
+            best = candidate, found
+    if best is None:
+        if not failures:
+            raise InfeasibleError(_no_split(plan, costs))
+        raise min(failures, key=lambda item: item[0])[1]
+    return _applied(best[0], costs, best[1])
+
+
+_MAKERS: dict[Searched, Callable[[Plan, ClusterCosts, ScheduleRequest, float], Plan]] = {
+    "rra": _rra,
+    "waa": _waa,
+}
+
+
+def _fits(plan: Plan, costs: ClusterCosts, sizes: MicroBatching) -> bool:
+    return not excess_bytes(replace(plan, micro_batching=sizes), costs)
+
+
+def _no_split(plan: Plan, costs: ClusterCosts) -> str:
+    """Say why no stages of either phase can be had."""
+    devices = plan.cluster.devices
+    if len(devices) == 1:
+        return "no WAA schedule: found one device, expected at least two: one encodes, one decodes"
+    kinds = costs.model.layer_kinds
+    weights = sum(
+        costs.layer_weight_bytes(devices[0], kind, bits)
+        for kind, bits in zip(kinds, plan.bits, strict=True)
+    )
+    work = plan.workload
+    kv = sum(costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens) for kind in kinds)
+    room = sum(costs.capacity_bytes(device) - costs.runtime_bytes(device) for device in devices)
+    return (
+        f"no WAA schedule: two copies of the layers take {format_bytes(2 * weights)} and "
+        f"{work.batch} slots {format_bytes(kv)}, which {len(devices)} devices with "
+        f"{format_bytes(room)} for both do not hold as runs of layers; allow fewer bits, or fewer "
+        "sequences (--global_bz)"
     )
 
 
