@@ -118,6 +118,7 @@ def launch(
             that was killed or hangs. No rank outlives the call.
     """
     write_job(folder / "job.json", job)
+    (folder / "job.json").chmod(0o600)
     reader, writer = os.pipe()
     workers: dict[int, subprocess.Popen[bytes]] = {}
     try:
@@ -153,7 +154,9 @@ def _start(
     if job.meeting.file is not None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-m", "llmpq.dist.worker"]
-    with _log_file(folder, rank).open("wb") as log, _interrupts_kept_back():
+    log_file = _log_file(folder, rank)
+    log_file.touch(mode=0o600)
+    with log_file.open("wb") as log, _interrupts_kept_back():
         worker = subprocess.Popen(
             [*command, str(folder / "job.json"), str(rank), str(events)],
             env=environment,

@@ -133,7 +133,7 @@ class Supervisor:
         if stop.waiting_s() >= limit_s:
             raise self._stopped(f"what had begun was not finished within {limit_s:g} s")
         if not drain_sign(self._folder).exists():
-            drain_sign(self._folder).touch()
+            drain_sign(self._folder).touch(mode=0o600)
             self._health.enter("draining")
             _log.warning(
                 "%s: finishing what has begun, for up to %g s; once more ends it now",

@@ -273,7 +273,12 @@ def _device(
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; relative ``profile`` paths are resolved against its folder."""
     path = Path(path)
-    return cluster_from_fields(Fields(read_json(path), str(path)), base=path.parent)
+    fields = Fields(read_json(path), str(path))
+    try:
+        return cluster_from_fields(fields, base=path.parent)
+    except SpecError as error:
+        text = str(error)
+        raise SpecError(text if text.startswith(str(path)) else f"{path}: {text}") from None
 
 
 def cluster_from_fields(fields: Fields, base: Path | None = None) -> Cluster:

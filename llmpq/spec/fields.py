@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,7 +77,8 @@ class Fields:
         """Return a required finite number in ``[minimum, maximum]``."""
         value = self.take(field)
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or not minimum <= value <= maximum:
+        # A whole number may be too large for a float, and is then no finite one.
+        if not good or not (abs(value) <= sys.float_info.max and minimum <= value <= maximum):
             raise self.error(field, value, f"a finite number in [{minimum}, {maximum}]")
         return float(value)
 

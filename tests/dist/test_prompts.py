@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.dist.prompts import RequestLimits, make_request, read_prompts, write_prompts
+from llmpq.dist.prompts import (
+    RequestLimits,
+    make_request,
+    read_prompts,
+    sort_prompts,
+    sort_requests,
+    write_prompts,
+)
 from llmpq.dist.results import Result, ResultWriter, read_results
 from llmpq.errors import SpecError
 
@@ -179,3 +186,17 @@ def test_resume_refuses_a_file_of_something_else(tmp_path):
     path.write_text('{"id": "a", "prompt": "x"}\n')
     with pytest.raises(SpecError, match=r"results.jsonl: line 1"):
         ResultWriter(path, resume=True)
+
+
+def test_a_bad_line_harms_no_other(tmp_path):
+    good = {"id": "a", "prompt_token_ids": [1]}
+    path = _file(tmp_path, good, {"id": "a", "prompt": "x"}, {"prompt": "x"}, good | {"id": "b"})
+    path.write_bytes(
+        path.read_bytes().rstrip() + b'\nno json\n{"id": "c", "prompt_token_ids": [100]}\n'
+    )
+    prompts, refused = sort_prompts(path)
+    assert [prompt.id for prompt in prompts] == ["a", "b", "c"]
+    assert [str(error).partition("line ")[2][:2] for error in refused] == ["2:", "3:", "5:"]
+    requests, unfit = sort_requests(prompts, LIMITS, None)
+    assert [request.id for request in requests] == ["a", "b"]
+    assert [str(error).partition("line ")[2][:2] for error in unfit] == ["6:"]

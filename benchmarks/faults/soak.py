@@ -1,0 +1,244 @@
+"""Long runs with a kill now and then (R11), and what runs leave open to others (S1, S6).
+
+Shared machines pause processes: figures of time are of this machine at that moment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import stat
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from bench import Answers, Supervision, execute, prompts_of, send, workers_of
+from deaths import command, wait_for
+
+from inputs import BAD_LINES, CANARY
+from llmpq.dist.progress import Event
+
+SOAK_STAGES = 2
+SOAK_REQUESTS = 2000
+SOAK_TOKENS = 12
+SAMPLE_S = 2.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_bytes(pid: int) -> int:
+    """Return what a process holds in memory; 0 once it ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def open_files(pid: int) -> int:
+    """Return how many descriptors a process has open."""
+    try:
+        return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return 0
+
+
+class Samples:
+    """Memory and descriptors of the launcher and of the master, beside requests served."""
+
+    def __init__(self) -> None:
+        self.served = 0.0
+        self.rows: list[tuple[int, float, int, int]] = []  # pid, served, bytes, descriptors
+
+    def take(self) -> None:
+        """Take one sample of each process."""
+        pids = [os.getpid(), *workers_of(os.getpid()).values()]
+        self.rows += [(p, self.served, resident_bytes(p), open_files(p)) for p in pids]
+
+    def slopes(self, pid: int) -> tuple[float, int] | None:
+        """Return MB per 1,000 requests, and descriptors gained, over the later half of a life."""
+        rows = [row for row in self.rows if row[0] == pid and row[2]]
+        rows = rows[len(rows) // 2 :]
+        served = [row[1] for row in rows]
+        if len(rows) < 5 or max(served) - min(served) < 200:
+            return None
+        slope = statistics.linear_regression(served, [row[2] for row in rows]).slope
+        return slope * 1000 / 1e6, rows[-1][3] - rows[0][3]
+
+
+class Soak:
+    """Serves run after run, killing a random rank every so often.
+
+    Args:
+        folder: holds the model.
+        every_s: between two kills.
+    """
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        self.samples = Samples()
+        self.kills = self.served = self.runs = 0
+        self.bad: list[str] = []
+        self.longest_silence_s = 0.0
+        self._folder = folder
+        self._every_s = every_s
+        self._prompts = prompts_of(SOAK_REQUESTS, SOAK_TOKENS)
+        total = sum(prompt.max_new_tokens or 0 for prompt in self._prompts)
+        self._tokens_a_request = total / len(self._prompts)
+        self._expected: Answers = {}
+        self._before = self._done = 0  # tokens of earlier starts, and of this one
+        self._sampled_s = 0.0
+        self._heard_s = time.monotonic()
+
+    def run(self, duration_s: float) -> None:
+        """Go on for at least so long."""
+        end_s = time.monotonic() + duration_s
+        is_over = threading.Event()
+        killer = threading.Thread(target=self._kill_until, args=(is_over,))
+        killer.start()
+        try:
+            while time.monotonic() < end_s:
+                self._run_once()
+        finally:
+            is_over.set()
+            killer.join()
+
+    def _run_once(self) -> None:
+        care = Supervision(max_restarts=10_000)
+        self._heard_s = time.monotonic()
+        outcome = execute(self._folder, SOAK_STAGES, self._prompts, self._hear, supervision=care)
+        self.runs += 1
+        self.served += len(outcome.answers)
+        self._expected = self._expected or outcome.answers
+        if outcome.error or outcome.left or outcome.answers != self._expected:
+            self.bad.append(f"run {self.runs}: {outcome.error} {outcome.left}")
+        if outcome.lines != SOAK_REQUESTS:
+            self.bad.append(f"run {self.runs}: {outcome.lines} answers")
+        print(f"  soak: {self.served} requests, {self.kills} kills", file=sys.stderr, flush=True)
+
+    def _hear(self, event: Event) -> None:
+        now_s = time.monotonic()
+        self.longest_silence_s = max(self.longest_silence_s, now_s - self._heard_s)
+        self._heard_s = now_s
+        if event.kind == "tokens":
+            self._before += self._done if event.done < self._done else 0
+            self._done = event.done
+            self.samples.served = (self._before + self._done) / self._tokens_a_request
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self._sampled_s = now_s
+            self.samples.take()
+
+    def _kill_until(self, is_over: threading.Event) -> None:
+        chance = random.Random(0)
+        while not is_over.wait(self._every_s):
+            # Two kills in a row before any token would end the run, as they should.
+            while not (self._done or is_over.is_set()):
+                time.sleep(0.1)
+            self._before, self._done = self._before + self._done, 0
+            self.kills += send(chance.randrange(SOAK_STAGES), signal.SIGKILL)
+
+
+def soak(folder: Path, duration_s: float, every_s: float) -> dict[str, Any]:
+    """Serve for a while under kills; look for hangs, leaks, and answers that differ or repeat."""
+    start_s = time.monotonic()
+    run = Soak(folder, every_s)
+    run.run(duration_s)
+    lives = {pid: run.samples.slopes(pid) for pid in {row[0] for row in run.samples.rows}}
+    launcher = lives.pop(os.getpid(), None)
+    slopes = [one[0] for one in lives.values() if one is not None]
+    gained = max([one[1] for one in lives.values() if one is not None], default=0)
+    return {
+        "total_s": time.monotonic() - start_s,
+        "count": run.served,
+        "runs": run.runs,
+        "kills": run.kills,
+        "silence_s": run.longest_silence_s,
+        "launcher_mb_per_1000": launcher and launcher[0],
+        "launcher_fds": launcher and launcher[1],
+        "ranks_mb_per_1000": max(slopes, default=None),
+        "ranks_median_mb_per_1000": statistics.median(slopes) if slopes else None,
+        "ranks_measured": len(slopes),
+        "ranks_fds": gained,
+        "bad": run.bad,
+        "ok": not run.bad and gained <= 0 and (not slopes or statistics.median(slopes) < 1.0),
+    }
+
+
+def listeners(pids: list[int]) -> set[str]:
+    """Return the addresses, in hex, at which processes listen over TCP."""
+    inodes = set()
+    for pid in pids:
+        try:
+            links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        except OSError:
+            continue
+        inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            columns = line.split()
+            # A datagram socket has no state of listening: 07 is bound.
+            if columns[3] in ("0A", "07") and columns[9] in inodes:
+                found.add(f"{table} {columns[1]}")
+    return found
+
+
+@contextmanager
+def watched(seen: set[str]) -> Iterator[None]:
+    """Gather everything that this process's workers listen at, from their first moment on."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.05):
+            seen.update(listeners([os.getpid(), *workers_of(os.getpid()).values()]))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def sockets(folder: Path, transport: Literal["auto", "gloo"]) -> dict[str, Any]:
+    """Look for listening sockets from start to end of a run."""
+    seen: set[str] = set()
+    with watched(seen):
+        outcome = execute(folder, 3, prompts_of(8, 100), transport=transport)
+    beyond = {one for one in seen if not one.split()[1].startswith("0100007F:")}
+    return {"seen": sorted(seen), "ok": not beyond and not outcome.error}
+
+
+def traces(folder: Path) -> dict[str, Any]:
+    """Run prompts with a canary in them; look for it in what the run says, and at file modes."""
+    canary = "".join(f'{{"id": "c{n}", "prompt": "{CANARY}"}}\n' for n in range(3))
+    good = '{"id": "good", "prompt_token_ids": [1, 2, 3], "max_new_tokens": 400}\n'
+    good += good.replace("good", "fine")
+    text = good + canary + "\n".join(line for line in BAD_LINES if len(line) < 1000) + "\n"
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        own = Path(name)
+        health = own / "health.json"
+        launcher = command(
+            own, folder, [], "--verbose", "--health", str(health), lines=text.encode()
+        )
+        wait_for(lambda: health.exists() and "serving" in health.read_text(encoding="utf-8"))
+        wide, quoted = [], []
+        for path in [own / "results.jsonl", *own.glob("llmpq-*"), *own.glob("llmpq-*/*")]:
+            try:
+                mode = path.lstat().st_mode
+                if stat.S_ISREG(mode) and CANARY in path.read_text(errors="replace"):
+                    quoted.append(path.name)
+            except OSError:
+                continue
+            if stat.S_IMODE(mode) & 0o077:
+                wide.append(f"{path.name} {stat.S_IMODE(mode):o}")
+        status = launcher.wait(timeout=60)
+        said = (own / "stdout").read_text() + (own / "stderr").read_text()
+    quoted += ["the command"] if CANARY in said else []
+    # Files inside a folder that only this user can enter are as private as the folder.
+    return {"wide": wide, "quoted": quoted, "status": status, "ok": not quoted and not wide}
