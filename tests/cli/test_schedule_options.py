@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.cli.algo import main as algo
+from llmpq.cli.check import main as check
 from llmpq.cli.sim import main as sim
 from llmpq.spec.plan_io import read_plan
 
@@ -82,6 +83,29 @@ def test_people_are_told_the_schedule(tmp_path, lengths, capsys):
     assert "requests/s; 62 tokens take" in text
 
 
+def test_waa_is_planned_with_stages_of_either_phase_checked_and_simulated(
+    tmp_path, lengths, capsys
+):
+    path = tmp_path / "p.json"
+    small = ["--bits", "4", "--kv_bits", "8"]
+    options = ["--policy", "waa", "--lengths", str(lengths), "--output", str(path), *small]
+    assert algo([*COMMAND, *options]) == 0
+    text = capsys.readouterr().out
+    assert "stages encode" in text
+    plan = read_plan(path)
+    assert plan.is_split
+    assert plan.schedule is not None
+    assert plan.schedule.policy == "waa"
+    assert plan.schedule.estimate is not None
+    assert check([str(path)]) == 0
+    assert "fits" in capsys.readouterr().out
+    assert sim(["--strategy", str(path), "--lengths", str(lengths), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["policy"] == "waa"
+    expected = plan.schedule.estimate.requests_per_s
+    assert found["throughput_requests_per_s"] == pytest.approx(expected, rel=0.25)
+
+
 def test_what_cannot_be_kept_is_infeasible(tmp_path, lengths, capsys):
     output = ["--output", str(tmp_path / "p.json")]
     options = ["--policy", "rra", "--lengths", str(lengths), "--latency_bound", "0.001"]
@@ -93,7 +117,8 @@ def test_what_cannot_be_kept_is_infeasible(tmp_path, lengths, capsys):
     ("options", "message"),
     [
         (["--policy", "rra"], "expected --lengths"),
-        (["--latency_bound", "3"], "expected together with --policy rra or auto"),
+        (["--policy", "waa"], "expected --lengths"),
+        (["--latency_bound", "3"], "expected together with --policy rra, waa or auto"),
         (
             ["--policy", "rra", "--lengths", "LENGTHS", "--latency_bound", "0"],
             "more than 0 seconds",
