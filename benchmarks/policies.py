@@ -387,8 +387,7 @@ def report(options: argparse.Namespace) -> None:
         for name, row in rows.items():
             for key, error in zip(errors, row["errors"], strict=True):
                 errors[key].append(abs(error))
-            number = name.lstrip("adirst")
-            number = "" if name in POLICIES else number
+            number = "" if name in POLICIES else name.removeprefix("static").removeprefix("rra")
             base = rows.get("bins1" if name in BIN_RUNS else f"static{number}")
             gain = row["tokens_per_s"] / base["tokens_per_s"] if base else math.nan
             print(f"| {name} | {row['text']} | {gain:.2f} |")

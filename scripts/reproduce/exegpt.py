@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from statistics import fmean, geometric_mean
+from statistics import geometric_mean
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.schedules.monotone import non_monotone
@@ -31,8 +31,9 @@ from llmpq.spec.fields import Fields
 from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.trace import TraceRequest, draw_trace
 from llmpq.spec.workload import Workload
+from scripts.reproduce.cases import IMAGES
 from scripts.reproduce.output import Record, number, run, say, table, times
 
 MODEL, DEVICE, DEVICES = "facebook/opt-13b", "L40S", 4
@@ -47,8 +48,8 @@ TASKS = {
 KV_BYTES = 120e9
 """Left for keys and values of the four devices' 192 GB beside weights and temporary tensors."""
 QUANTILES = (0.1, 0.3, 0.7)
-BATCHES = 8
-ROUNDS = 6
+BATCHES = 6
+ROUNDS = 4
 """Requests simulated: so many times the slots."""
 TABLE_6 = {
     "3.1": (22.41, "WAA"),
@@ -79,8 +80,8 @@ class Served:
         count = ROUNDS * self.slots
         self.trace = draw_trace(count, self.prompts, self.answers, seed=3)
 
-    def play(self, plan: Plan, count: int | None = None) -> SimReport:
-        """Play requests under a plan's schedule."""
+    def play(self, plan: Plan, trace: Sequence[TraceRequest] | None = None) -> SimReport:
+        """Play requests, all of them or others, under a plan's schedule."""
         assert plan.schedule is not None
         shape = PipelineShape(
             micro_batching=plan.micro_batching, num_slots=self.slots, num_stages=DEVICES
@@ -88,7 +89,7 @@ class Served:
         return simulate(
             PlanCosts(plan, self.costs),
             make_policy(plan.schedule, shape),
-            self.trace[:count],
+            self.trace if trace is None else trace,
             num_slots=self.slots,
         )
 
@@ -103,12 +104,8 @@ class Served:
 
     def static_latency_s(self, batch: int) -> float:
         """Return what static batches take when one answer is of the longest."""
-        first = [replace(item, new_tokens=self.answers.longest) for item in self.trace[:1]]
-        before, self.trace = self.trace, (*first, *self.trace[1:])
-        try:
-            return self.play(self.static(batch), batch).makespan_s
-        finally:
-            self.trace = before
+        longest = replace(self.trace[0], new_tokens=self.answers.longest)
+        return self.play(self.static(batch), [longest, *self.trace[1:batch]]).makespan_s
 
     def scheduled(self, bound_s: float) -> Plan | None:
         """Return the best RRA schedule whose 99th-percentile answer keeps a bound."""
@@ -128,11 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def collect() -> Record:
     """Return the rows of every figure and table."""
-    return {
-        "bounds": [row for task in TASKS for row in bounds(task)],
+    rows = {task: bounds(task) for task in TASKS}
+    record = {
+        "bounds": [row for task in TASKS for row in rows[task]],
         "table 5": monotone(),
-        "figure 11": shifts("T"),
+        "figure 11": shifts("T", rows["T"][1]["bound_s"]),
     }
+    _draw(record)
+    return record
 
 
 def law(answer: tuple[float, float, int], scale: float, spread: float) -> LengthDistribution:
@@ -240,11 +240,10 @@ def monotone() -> list[Record]:
     return rows
 
 
-def shifts(task: str) -> list[Record]:
+def shifts(task: str, bound_s: float) -> list[Record]:
     """Return a schedule on answers it was not made for, and on its own (Figure 11, SLA a)."""
     planned_for = Served(task)
-    base = fmean(row["bound_s"] for row in bounds(task)[1:2])
-    kept = planned_for.scheduled(base)
+    kept = planned_for.scheduled(bound_s)
     assert kept is not None
     usual = p99_s(planned_for.play(kept))
     rows = []
@@ -253,7 +252,7 @@ def shifts(task: str) -> list[Record]:
             scale, spread = (shift, 1.0) if what == "mean" else (1.0, shift)
             served = Served(task, scale, spread)
             old = served.play(kept)
-            plan = served.scheduled(base)
+            plan = served.scheduled(bound_s)
             new = None if plan is None else served.play(plan)
             rows.append({
                 "what": what, "shift": shift,
@@ -305,6 +304,14 @@ def report(record: Record) -> str:
         table(("changed", "by", "kept schedule, requests/s", "planned anew", "99 %, kept",
                "99 %, anew"), eleven),
     ])  # fmt: skip
+
+
+def _draw(record: Record) -> None:
+    try:
+        from scripts.reproduce.exegpt_pictures import draw  # noqa: PLC0415  matplotlib is extra
+    except ImportError:
+        return
+    draw(record, IMAGES / "reproduce_exegpt.png")
 
 
 def _four(found: Sequence[float]) -> str:

@@ -14,7 +14,6 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 
 from llmpq.batching.binning import (
@@ -25,6 +24,7 @@ from llmpq.batching.binning import (
     uniform_throughput,
 )
 from llmpq.batching.multibin import quantile_boundaries, uniform_boundaries
+from scripts.reproduce.cases import IMAGES
 from scripts.reproduce.output import Record, number, run, table
 
 BATCH, SHORTEST_S, LONGEST_S = 8, 1.0, 20.0
@@ -39,7 +39,6 @@ SERVERS = 8
 ACCURACY = {2: 0.8614, 4: 0.6297, 8: 0.4229}
 """Of the paper's predictor (Table 1 there)."""
 PAPER_GAINS = {"oracle, 32 bins": 1.70, "oracle, 4 bins": 1.45, "predictor, 4 bins": 1.08}
-IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 Draw = Callable[[random.Random], float]
 
 
