@@ -25,7 +25,7 @@ def no_store_of_the_user() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_switch_of_kernels() -> Iterator[None]:
-    """Rows switch between bf16 kernels at the same count everywhere, whatever was measured."""
+    """Rows switch between bf16 kernels at the same count everywhere: nothing hangs on timings."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:  # folders without torch tests need not import it
             from llmpq.kernels import cpu_compiled  # noqa: PLC0415

@@ -3,9 +3,9 @@
 A few rows are multiplied while the codes are decoded, again for every eight of them; with more it
 pays to decode a panel once. Where the lines cross depends on the processor, so both ways are timed
 on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
-beside the compiled library under the processor's name: every process of a machine uses the same,
-because the two ways round differently in the last bit of bf16. Threads share out the rows of the
-weight, so one thread's answer is that of all. This module refuses to choose a backend: that is the
+beside the compiled library under the processor's name, for every process of the machine. Both ways
+give the same bits, so a measurement that was disturbed costs time and never another answer. Threads
+share out the rows of the weight, so one thread's answer is that of all. This module refuses to choose a backend: that is the
 registry's, and never depends on rows.
 """
 
@@ -50,7 +50,7 @@ def few_rows_limit(bits: int) -> int:
     known = _read(kept)
     if key not in known:
         with _alone(kept):
-            known = _read(kept)  # who was first has measured for all: stages must not differ
+            known = _read(kept)  # who was first has measured for all
             if key not in known:
                 known[key] = _measure(bits)
                 _write(kept, known)

@@ -4,9 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmpq.kernels import switch
 from llmpq.kernels.native import has_bf16_products, library
+from llmpq.kernels.tiles import bf16_product, to_tiles
+from llmpq.quant import quantize
+from llmpq.spec.precision import Precision
+
+torch.set_num_threads(1)
 
 pytestmark = pytest.mark.skipif(
     library() is None or not has_bf16_products(), reason="no bf16 kernels here"
@@ -63,3 +69,19 @@ def test_a_file_that_is_not_ours_is_measured_anew(kept, found, monkeypatch):
 def test_eight_bits_are_always_decoded_first(kept):
     assert switch.few_rows_limit(8) == 0
     assert not kept.exists()
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), [(48, 256, 32), (208, 1152, 128), (64, 4096, 64)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_both_ways_give_the_same_bits(bits, rows, columns, group, symmetric):
+    drawn = torch.Generator().manual_seed(bits)
+    weight = torch.randn(rows, columns, generator=drawn) * 0.02
+    precision = Precision(bits=bits, group_size=group, symmetric=symmetric)
+    tiles = to_tiles(quantize(weight, precision, torch.bfloat16), "cpu_packed")
+    for count in (1, 2, 3, 5, 8, 13, 32):
+        x = (torch.randn(count, columns, generator=drawn) * 3).to(torch.bfloat16)
+        few, many = (bf16_product(x, tiles, None, limit) for limit in (count, 0))
+        assert torch.equal(few, many)
