@@ -5,8 +5,8 @@ pays to decode a panel once. Where the lines cross depends on the processor, so 
 on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
 beside the compiled library under the processor's name, for every process of the machine. Both ways
 give the same bits, so a measurement that was disturbed costs time and never another answer. Threads
-share out the rows of the weight, so one thread's answer is that of all. This module refuses to choose a backend: that is the
-registry's, and never depends on rows.
+share out the rows of the weight, so one thread's answer is that of all. This module refuses to
+choose a backend: that is the registry's, and never depends on rows.
 """
 
 from __future__ import annotations
