@@ -1,6 +1,6 @@
 """Batching policies on the real pipeline of this machine: simulated against measured, and gains.
 
-    python benchmarks/policies.py FOLDER model table plan runs --turn 0 --seconds 500
+    python benchmarks/policies.py FOLDER model table plan loop runs --turn 0 --seconds 500
     python benchmarks/policies.py FOLDER table runs --turn 1 --seconds 500
     python benchmarks/policies.py FOLDER table runs --turn 2 --seconds 500
     python benchmarks/policies.py FOLDER report
@@ -15,7 +15,8 @@ request's prefill to its last token.
 The memory of a shared machine is faster in one minute than in the next: layers are timed again
 before every turn, each turn runs everything once, and what is simulated on the mean of the tables
 is compared with the median of the runs. RRA's schedules are searched as ``llmpq-algo --policy rra``
-does, on the first table alone.
+does, on the first table alone. What the master's own loop takes beside the model is in no table:
+``loop`` takes it from two runs of equal requests, as what is neither work, waiting nor sending.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from llmpq.batching.multibin import quantile_boundaries
 from llmpq.costmodel import build_costs
 from llmpq.dist import Prompt, generate_offline
 from llmpq.sim import SimReport, simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.plan_costs import MasterLoop, PlanCosts
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.plan import MicroBatching, Plan
@@ -78,6 +79,7 @@ MARGIN = 0.98
 """Share of a bound that the simulated 99th percentile may take."""
 SHARES = (1.6, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Of a bound, what RRA is searched for; its closed form is of the longest answer and cautious."""
+LOOP_ROWS, LOOP_TOKENS = (4, 16), 80
 LEFT_S = 30.0
 """A run is not begun with less time left."""
 HEAD = "schedule | runs | tokens/s | spread | simulated | error | mean latency, s | simulated | "
@@ -93,6 +95,7 @@ def main() -> int:
         "model": make_model,
         "table": profile,
         "plan": make_plan,
+        "loop": time_loop,
         "runs": run_all,
         "flips": flips,
         "report": report,
@@ -177,12 +180,14 @@ class Bench:
         self.folder = folder / "runs" / task
         self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = resolve_model(str(folder / "model"))
+        found = folder / "loop.json"
+        self.loop = MasterLoop(**json.loads(found.read_text())) if found.exists() else None
         self.costs = build_costs(
             model, self.plan.cluster, dtype="bfloat16", kv_bits=16, profile_dir=folder / "links"
         )
 
-    def simulate(self, plan: Plan, error: float = 0.0) -> SimReport:
-        """Play the requests under a plan's schedule."""
+    def simulate(self, plan: Plan, error: float = 0.0, loop: MasterLoop | None = None) -> SimReport:
+        """Play the requests under a plan's schedule, by default with the loop that was measured."""
         assert plan.schedule is not None
         sizes = plan.micro_batching
         shape = PipelineShape(micro_batching=sizes, num_slots=SLOTS, num_stages=STAGES)
@@ -190,7 +195,8 @@ class Bench:
         prompts = [item.prompt_tokens for item in self.trace]
         predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
         policy = make_policy(plan.schedule, shape, predictor)
-        return simulate(PlanCosts(plan, self.costs), policy, self.trace, num_slots=SLOTS)
+        costs = PlanCosts(plan, self.costs, loop=loop or self.loop)
+        return simulate(costs, policy, self.trace, num_slots=SLOTS)
 
     def plan_of(self, name: str) -> Plan:
         """Return what a run is called for; RRA's is searched once and kept."""
@@ -254,22 +260,49 @@ class Bench:
 
     def run(self, name: str, turn: int) -> None:
         """Run what is called for."""
-        strategy, answers = self.folder / f"plan-{name}.json", self.folder / "answers.jsonl"
-        prompts = self.folder / "prompts.jsonl"
-        answers.unlink(missing_ok=True)
         self.plan_of(name)
-        prompts.write_text("".join(prompt_lines(self.trace)))
-        error = BIN_RUNS.get(name, (0, 0.0))[1]
-        found = json.loads(command([
-            "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
-            "--output", str(answers), "--predictor", "noisy", "--predictor_error", str(error),
-            "--json",
-        ]))  # fmt: skip
+        found = self.report_of(self.folder / f"plan-{name}.json", BIN_RUNS.get(name, (0, 0.0))[1])
         counts = {key: found[key] for key in ("generated_tokens", "requests")}
         row = figures(found["per_request"] | counts, found["elapsed_s"])
         text = json.dumps({**row, "stages": found["stages"]}, indent=2)
         (self.folder / f"{name}-{turn}.json").write_text(text + "\n")
         print(self.folder.name, name, turn, f"{row['tokens_per_s']:.1f} tokens/s", flush=True)
+
+    def report_of(self, strategy: Path, error: float = 0.0) -> dict[str, Any]:
+        """Return the report of a run of the requests."""
+        answers, prompts = self.folder / "answers.jsonl", self.folder / "prompts.jsonl"
+        answers.unlink(missing_ok=True)
+        prompts.write_text("".join(prompt_lines(self.trace)))
+        return dict(json.loads(command([
+            "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
+            "--output", str(answers), "--predictor", "noisy", "--predictor_error", str(error),
+            "--json",
+        ])))  # fmt: skip
+
+
+def time_loop(options: argparse.Namespace) -> None:
+    """Measure what the master's loop takes, with micro-batches of two sizes."""
+    bench = Bench(options.folder, "S")
+    bench.trace = (TraceRequest(arrival_s=0.0, prompt_tokens=16, new_tokens=LOOP_TOKENS),) * SLOTS
+    points = []
+    for size in LOOP_ROWS:
+        plan = replace(
+            bench.plan,
+            schedule=Schedule(policy="static", decode_batch=SLOTS),
+            micro_batching=MicroBatching(prefill=size, decode=size),
+        )
+        strategy = bench.folder / f"plan-loop{size}.json"
+        write_plan(strategy, plan)
+        found = bench.report_of(strategy)
+        master = found["stages"][0]
+        known = sum(master[f"{what}_fraction"] for what in ("busy", "wait", "send"))
+        count = SLOTS // size * LOOP_TOKENS
+        points.append((1 - known) * found["elapsed_s"] / count)
+    low, high = LOOP_ROWS
+    row_s = max(0.0, (points[1] - points[0]) / (high - low))
+    loop = {"step_s": max(0.0, points[0] - row_s * low), "row_s": row_s}
+    (options.folder / "loop.json").write_text(json.dumps(loop))
+    print(f"master's loop: {loop}", flush=True)
 
 
 def laws_of(task: str) -> tuple[LengthDistribution, LengthDistribution]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.costs import Hop, Layout, Shape
@@ -25,6 +26,19 @@ CONTEXT_STEP = 16
 """Decode times are asked for at every so many tokens of context, and interpolated between."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterLoop:
+    """What the master's own loop takes of a micro-batch beside the model: requests, rows, records.
+
+    Attributes:
+        step_s: of every micro-batch.
+        row_s: of every row of it.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+
+
 class PlanCosts:
     """Seconds of a plan's stages, links and master.
 
@@ -32,16 +46,22 @@ class PlanCosts:
         plan: what runs.
         costs: the cost models of its cluster.
         devices: of every stage, as ``costs`` knows them; the plan's own by default.
+        loop: of the master; tables do not hold it, and by default it takes nothing.
 
     Raises:
         ProfileMissError: when asked for a phase and bitwidth that a table does not hold.
     """
 
     def __init__(
-        self, plan: Plan, costs: ClusterCosts, devices: Sequence[Device] | None = None
+        self,
+        plan: Plan,
+        costs: ClusterCosts,
+        devices: Sequence[Device] | None = None,
+        loop: MasterLoop | None = None,
     ) -> None:
         own = [plan.device_of(stage) for stage in plan.stages] if devices is None else devices
         self._costs = costs
+        self._loop = MasterLoop() if loop is None else loop
         self._devices = own
         kinds = costs.model.layer_kinds
         self._layers = [
@@ -105,11 +125,12 @@ class PlanCosts:
         return 0.0
 
     def project_s(self, shape: Shape) -> float:
-        """Return the seconds of embedding, final norm, head and sampling together."""
+        """Return the seconds of embedding, final norm, head, sampling and the master's loop."""
         tokens = shape.longest if shape.phase is Phase.PREFILL else 1
         key = shape.phase, shape.rows, tokens
         if key not in self._project:
-            self._project[key] = self._costs.master_s(self._devices[0], *key)
+            own_s = self._loop.step_s + self._loop.row_s * shape.rows
+            self._project[key] = self._costs.master_s(self._devices[0], *key) + own_s
         return self._project[key]
 
     def hop(self, rank: int, shape: Shape) -> Hop:

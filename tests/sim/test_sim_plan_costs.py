@@ -1,0 +1,68 @@
+"""The simulator's questions, answered from a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.task import costs_of
+from llmpq.sim import Shape
+from llmpq.sim.plan_costs import MasterLoop, PlanCosts
+from llmpq.spec import catalog
+from llmpq.spec.cluster import cluster_from_fields
+from llmpq.spec.fields import Fields
+from llmpq.spec.precision import Phase
+from llmpq.spec.workload import Workload
+
+RAGGED = Shape(phase=Phase.DECODE, rows=4, longest=160, total=4 * 64)
+EVEN = Shape(phase=Phase.DECODE, rows=4, longest=64, total=4 * 64)
+
+
+def _plan(device):
+    group = {"type": device, "count": 1, **({"threads": 1} if device == "cpu" else {})}
+    cluster = {
+        "schema": 1,
+        "name": "one",
+        "nodes": [{"name": "n", "devices": [group]}],
+        "links": [],
+    }
+    request = PlanRequest(
+        model=catalog.model("facebook/opt-125m"),
+        cluster=cluster_from_fields(Fields(cluster, "cluster")),
+        workload=Workload(batch=8, prompt_tokens=64, new_tokens=128),
+        dtype="float16",
+        kv_bits=16,
+        bits=(16,),
+        theta_s=0.0,
+        latency="roofline",
+    )
+    plan = make_plan(request)
+    return plan, costs_of(request, plan.cluster)
+
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    return _plan("cpu")
+
+
+def test_a_cpu_reads_each_row_as_far_as_it_goes(on_cpu):
+    costs = PlanCosts(*on_cpu)
+    assert costs.stage_s(0, RAGGED) == costs.stage_s(0, EVEN)
+
+
+def test_a_gpu_reads_every_row_as_far_as_the_longest():
+    costs = PlanCosts(*_plan("A100-80G"))
+    assert costs.stage_s(0, RAGGED) == costs.stage_s(0, replace(RAGGED, total=4 * 160))
+    assert costs.stage_s(0, RAGGED) > costs.stage_s(0, EVEN)
+
+
+def test_prompts_are_padded_everywhere(on_cpu):
+    costs = PlanCosts(*on_cpu)
+    ragged = replace(RAGGED, phase=Phase.PREFILL)
+    assert costs.stage_s(0, ragged) == costs.stage_s(0, replace(ragged, total=4 * 160))
+
+
+def test_the_master_s_loop_takes_its_time(on_cpu):
+    bare = PlanCosts(*on_cpu)
+    loop = PlanCosts(*on_cpu, loop=MasterLoop(step_s=0.5, row_s=0.25))
+    assert loop.project_s(EVEN) - bare.project_s(EVEN) == pytest.approx(1.5)
