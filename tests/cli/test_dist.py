@@ -111,7 +111,7 @@ def test_results_that_exist_already(files, capsys):
         (["--step_timeout", "0"], "step_timeout"),
         (["--nnodes", "2"], "--master_addr"),
         (["--bins", "2"], "--bins"),
-        (["--policy", "waa"], "'waa', which llmpq-sim plays but llmpq-dist does not run"),
+        (["--policy", "waa"], "'waa' for stages that do both phases"),
         (["--nnodes", "2", "--master_addr", "127.0.0.1"], "nnodes"),
     ],
 )
