@@ -75,7 +75,7 @@ BOUND_BATCHES = (24, 16)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
 BINS, BIN_BATCH, BIN_TASK = 8, 16, "T"
 BIN_RUNS = {"bins1": (1, 0.0), "bins8": (BINS, 0.0), "noisy8": (BINS, 0.3)}
-MARGIN = 0.98
+MARGIN = 0.96
 """Share of a bound that the simulated 99th percentile may take."""
 SHARES = (1.6, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Of a bound, what RRA is searched for; its closed form is of the longest answer and cautious."""
