@@ -110,6 +110,7 @@ class Soak:
     def _run_once(self) -> None:
         care = Supervision(max_restarts=10_000)
         self._heard_s = time.monotonic()
+        self._before, self._done = self._before + self._done, 0
         outcome = execute(self._folder, SOAK_STAGES, self._prompts, self._hear, supervision=care)
         self.runs += 1
         self.served += len(outcome.answers)
