@@ -1,21 +1,28 @@
-/* float32 activations, on any machine: written in the compiler's own vectors of 16 floats, which it
- * cuts to the registers there are.
+/* float32 activations, on any machine.
  *
  * A panel of at most 64 rows of the weight is decoded a block of columns at a time into a buffer
  * that stays in the first-level cache; a few rows of x at a time go over it with all their sums in
  * registers. The codes themselves are multiplied: scale and zero come in once a block, so the
- * answer differs from the dequantized weight's by rounding in float32 only. */
+ * answer differs from the dequantized weight's by rounding in float32 only.
+ *
+ * The vectors of the inner loops are as wide as the machine's registers: wider ones, which compilers
+ * do cut up, live in memory (35 times slower with AVX2). */
 #include "kernels.h"
 
 #include <stdlib.h>
 
 #if defined(__AVX512F__)
-enum { WIDE = 4, STRIP = 6, COLUMNS = 128 };
+enum { LANES = 16, WIDE = 4, STRIP = 6, COLUMNS = 128 };
 #elif defined(__AVX2__)
-enum { WIDE = 2, STRIP = 2, COLUMNS = 128 };
+enum { LANES = 8, WIDE = 1, STRIP = 6, COLUMNS = 128 };
 #else
-enum { WIDE = 1, STRIP = 2, COLUMNS = 128 };
+enum { LANES = 4, WIDE = 1, STRIP = 2, COLUMNS = 128 };
 #endif
+enum { PARTS = 16 / LANES }; /* registers that 16 rows of the weight fill */
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 typedef struct {
     const Product *product;
@@ -23,44 +30,57 @@ typedef struct {
     int64_t block;
 } Job;
 
-INLINE v16f code_floats(v16u words, int shift, int bits) {
-    v16i code = (v16i)((words >> shift) & ((1u << bits) - 1)) - (1 << (bits - 1));
-    return __builtin_convertvector(code, v16f);
+INLINE vf load(const float *from) {
+    vf v;
+    memcpy(&v, from, sizeof v);
+    return v;
 }
 
-INLINE void put(float *out, int64_t stride, int column, v16f values) {
-    store_floats(out + column * stride, values);
+INLINE vu load_codes(const uint8_t *tile, int vector, int part) {
+    vu v;
+    memcpy(&v, tile + 64 * vector + 4 * LANES * part, sizeof v);
+    return v;
+}
+
+/* Columns `column` and, from the high halves of the lanes, `column + 1`. */
+INLINE void put_pair(float *out, int64_t stride, int column, vu words, int shift, int bits) {
+    for (int half = 0; half < 2; half++) {
+        vi code = (vi)((words >> (shift + 16 * half)) & ((1u << bits) - 1)) - (1 << (bits - 1));
+        vf values = __builtin_convertvector(code, vf);
+        memcpy(out + (column + half) * stride, &values, sizeof values);
+    }
 }
 
 static void decode4(const uint8_t *tile, float *out, int64_t stride) {
-    for (int j = 0; j < 4; j++) {
-        v16u words = load_words(tile + 64 * j);
-        for (int p = 0; p < 4; p++) {
-            put(out, stride, 8 * j + 2 * p, code_floats(words, 4 * p, 4));
-            put(out, stride, 8 * j + 2 * p + 1, code_floats(words, 16 + 4 * p, 4));
+    for (int part = 0; part < PARTS; part++, out += LANES)
+        for (int j = 0; j < 4; j++) {
+            vu words = load_codes(tile, j, part);
+            for (int p = 0; p < 4; p++) put_pair(out, stride, 8 * j + 2 * p, words, 4 * p, 4);
         }
-    }
 }
 
 static void decode3(const uint8_t *tile, float *out, int64_t stride) {
-    v16u last = {0};
-    for (int j = 0; j < 3; j++) {
-        v16u words = load_words(tile + 64 * j);
-        for (int p = 0; p < 5; p++) {
-            put(out, stride, 10 * j + 2 * p, code_floats(words, 3 * p, 3));
-            put(out, stride, 10 * j + 2 * p + 1, code_floats(words, 16 + 3 * p, 3));
+    for (int part = 0; part < PARTS; part++, out += LANES) {
+        vu last = {0};
+        for (int j = 0; j < 3; j++) {
+            vu words = load_codes(tile, j, part);
+            for (int p = 0; p < 5; p++) put_pair(out, stride, 10 * j + 2 * p, words, 3 * p, 3);
+            last |= ((words >> 15) & 0x10001u) << j;
         }
-        last |= ((words >> 15) & 0x10001u) << j;
+        put_pair(out, stride, 30, last, 0, 3);
     }
-    put(out, stride, 30, code_floats(last, 0, 3));
-    put(out, stride, 31, code_floats(last, 16, 3));
 }
 
 static void decode8(const uint8_t *tile, float *out, int64_t stride) {
-    for (int j = 0; j < 8; j++) {
-        v16u words = load_words(tile + 64 * j);
-        for (int i = 0; i < 4; i++) put(out, stride, 4 * j + i, code_floats(words, 8 * i, 8));
-    }
+    for (int part = 0; part < PARTS; part++, out += LANES)
+        for (int j = 0; j < 8; j++) {
+            vu words = load_codes(tile, j, part);
+            for (int i = 0; i < 4; i++) {
+                vi code = (vi)((words >> (8 * i)) & 255u) - 128;
+                vf values = __builtin_convertvector(code, vf);
+                memcpy(out + (4 * j + i) * stride, &values, sizeof values);
+            }
+        }
 }
 
 static void decode(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
@@ -79,21 +99,26 @@ INLINE void multiply(const Job *job, const float *panel, int64_t first, int64_t 
     const Product *p = job->product;
     const Weight *w = p->weight;
     const float *x = (const float *)p->x + first * w->columns + column;
-    v16f sum[STRIP][WIDE];
+    vf sum[STRIP][WIDE * PARTS];
     for (int m = 0; m < strip; m++)
-        for (int n = 0; n < wide; n++) sum[m][n] = (v16f){0};
+        for (int n = 0; n < wide * PARTS; n++) sum[m][n] = (vf){0};
     for (int64_t k = 0; k < job->block; k++)
         for (int m = 0; m < strip; m++)
-            for (int n = 0; n < wide; n++)
-                sum[m][n] += x[m * w->columns + k] * load_floats(panel + (k * wide + n) * 16);
+            for (int n = 0; n < wide * PARTS; n++)
+                sum[m][n] += x[m * w->columns + k] * load(panel + k * wide * 16 + n * LANES);
     const float *sums = job->sums + column / job->block * p->count + first;
     for (int n = 0; n < wide; n++) {
-        v16f scale = scale_at(w, column, row + 16 * n);
-        v16f zero = w->zeros ? zero_at(w, column, row + 16 * n) : (v16f){0};
-        for (int m = 0; m < strip; m++) {
-            float *to = total + m * PANEL + 16 * n;
-            store_floats(to, load_floats(to) + scale * sum[m][n] + zero * sums[m]);
-        }
+        float scale[16], zero[16] = {0};
+        store_floats(scale, scale_at(w, column, row + 16 * n));
+        if (w->zeros) store_floats(zero, zero_at(w, column, row + 16 * n));
+        for (int m = 0; m < strip; m++)
+            for (int part = 0; part < PARTS; part++) {
+                /* No copy of sums through memory: they would all live there. */
+                float *to = total + m * PANEL + 16 * n + LANES * part;
+                vf scaled = load(scale + LANES * part) * sum[m][n * PARTS + part];
+                vf new = load(to) + scaled + load(zero + LANES * part) * sums[m];
+                memcpy(to, &new, sizeof new);
+            }
     }
 }
 
