@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.native import TYPES, Attention, library
+from llmpq.kernels.native import TYPES, Attention, has_attention, instruction_set, library
 
 MOST_HEAD_DIM = 256
 _LANES = 16
@@ -25,7 +25,8 @@ _STORED_TYPES = {**TYPES, torch.int8: 3}
 def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int) -> bool:
     """Return whether queries of ``dtype`` can attend to heads stored as ``stored`` here."""
     fits = head_dim % _LANES == 0 and head_dim <= MOST_HEAD_DIM
-    return fits and dtype in TYPES and stored in _STORED_TYPES and library() is not None
+    is_known = dtype in TYPES and stored in _STORED_TYPES
+    return fits and is_known and library() is not None and has_attention(instruction_set())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -5,6 +5,7 @@
  * put into the slot by the same call. Sums, the softmax (online: Milakov and Gimelshein 2018) and
  * its weights are float32 whatever is stored; 8-bit codes are scaled once a token, not once a number. */
 #include "kernels.h"
+#ifdef __AVX512F__
 #include <math.h>
 
 enum { STEP = 64, QUERIES = 4, MOST_DIM = 256, TYPE_INT8 = 3 };
@@ -268,3 +269,4 @@ static void attend_part(void *data, int64_t item) {
 void kernels_attend(const Attention *a) {
     run_parts(attend_part, (void *)a, a->rows * a->kv_heads, a->threads);
 }
+#endif
