@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,9 @@ NAME = "llmpq-profile"
 _LISTS = ("batches", "prompt_tokens", "context_tokens")
 POINTS = 24
 """Of the planned grid, a phase."""
+BEYOND_CACHES = 200e6
+"""Bytes of 16-bit layers that no processor's last cache holds."""
+DEPTHS = (6, 12)
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -49,7 +53,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     layer.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
     layer.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
     _add_grid(layer)
-    layer.add_argument("--layers", type=int, default=6, help="layers timed in a row (default 6)")
+    layer.add_argument(
+        "--layers", type=int,
+        help="layers timed in a row (default: 6, and up to 12 where layers are small enough for a "
+        "processor's cache)",
+    )  # fmt: skip
     layer.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
     layer.add_argument(
         "--companions", type=int, default=0, metavar="N",
@@ -102,8 +110,9 @@ def _check(options: argparse.Namespace) -> None:
         if sizes is not None and min(sizes) < 1:
             raise SpecError(f"--{name}: found {min(sizes)}, expected at least 1")
     for name in ("threads", "layers"):
-        if getattr(options, name) < 1:
-            raise SpecError(f"--{name}: found {getattr(options, name)}, expected at least 1")
+        count = getattr(options, name)
+        if count is not None and count < 1:
+            raise SpecError(f"--{name}: found {count}, expected at least 1")
     if options.cpu_share is not None and not MIN_CPU_SHARE <= options.cpu_share <= 1.0:
         raise SpecError(f"--cpu_share: found {options.cpu_share}, expected {MIN_CPU_SHARE} to 1")
     if options.budget <= 0:
@@ -211,11 +220,19 @@ def _unpinned_job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> Lay
         shapes=shapes,
         dtype=Checkpoint(options.model).dtype if dtype == "auto" else getattr(torch, dtype),
         device=torch.device(options.device),
-        layers=options.layers,
+        layers=options.layers or _depth(options.model),
         budget_s=options.budget,
         seed=options.seed,
         companions=_companion_cores(options),
     )
+
+
+def _depth(model: str) -> int:
+    """Return how many layers are timed in a row: more than a cache holds, where that is cheap."""
+    spec, _ = resolve_model(model)
+    smallest = min(layer.parameters for layer in spec.layers)
+    wanted = math.ceil(BEYOND_CACHES / (2 * smallest))
+    return min(max(wanted, DEPTHS[0]), DEPTHS[1])
 
 
 def _companion_cores(options: argparse.Namespace) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from statistics import mean, median, quantiles
 import torch
 
 from llmpq import __version__
-from llmpq.profiler.bench import FEW_ROWS, MASTER_BITS, Bench, LayerJob, Timing, Trial
+from llmpq.profiler.bench import MASTER_BITS, Bench, LayerJob, Timing, Trial, is_short
 from llmpq.profiler.company import Company
 from llmpq.profiler.journal import Journal
 from llmpq.spec.precision import Phase
@@ -40,7 +40,7 @@ SLOW_REFERENCE = 1.12
 """A timing is thrown away when the reference beside it takes this many times its median."""
 MAX_REFERENCES = 200
 """The latest of them say what is usual: a clock may change for good."""
-REPEATS = 3
+REPEATS = 2
 """Times that a short trial is dealt in each round: it is noisier, and costs little."""
 COMPANY_SHAPES = 5
 COMPANY_SHARE = 0.25
@@ -177,14 +177,7 @@ def _dealt(groups: Sequence[Sequence[Trial]], shuffle: random.Random) -> list[Tr
 
 def _weighted(group: Sequence[Trial]) -> list[Trial]:
     """Return the trials of a bitwidth as often as they are dealt in one round."""
-    return [trial for trial in group for _ in range(REPEATS if _is_short(trial) else 1)]
-
-
-def _is_short(trial: Trial) -> bool:
-    shape = trial.shape
-    return trial.bits != MASTER_BITS and (
-        shape.phase is Phase.DECODE or shape.batch * shape.tokens <= FEW_ROWS
-    )
+    return [trial for trial in group for _ in range(REPEATS if is_short(trial) else 1)]
 
 
 def _company(bench: Bench, times: Times) -> tuple[tuple[str, str], ...]:

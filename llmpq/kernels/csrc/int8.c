@@ -152,9 +152,13 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
         int64_t end = k + depth < columns ? k + depth : columns, m = 0;
         for (; m + STRIP <= count; m += STRIP)
             multiply(job, first + m, row, k, end, total + m * PANEL, STRIP, wide);
-        if (m + 4 <= count) multiply(job, first + m, row, k, end, total + m * PANEL, 4, wide), m += 4;
-        if (m + 2 <= count) multiply(job, first + m, row, k, end, total + m * PANEL, 2, wide), m += 2;
-        if (m < count) multiply(job, first + m, row, k, end, total + m * PANEL, 1, wide);
+        switch (count - m) { /* codes are read once for them, whatever their number */
+        case 1: multiply(job, first + m, row, k, end, total + m * PANEL, 1, wide); break;
+        case 2: multiply(job, first + m, row, k, end, total + m * PANEL, 2, wide); break;
+        case 3: multiply(job, first + m, row, k, end, total + m * PANEL, 3, wide); break;
+        case 4: multiply(job, first + m, row, k, end, total + m * PANEL, 4, wide); break;
+        case 5: multiply(job, first + m, row, k, end, total + m * PANEL, 5, wide); break;
+        }
     }
     float shared[MOST_SHARED * PANEL] __attribute__((aligned(64)));
     for (int i = 0; i < job->shared; i++)

@@ -146,13 +146,13 @@ INLINE void few(const Job *job, int64_t row, int64_t first, const int count, con
             few(job, row + 16 * n, first, COUNT, 2, BITS_);                                      \
         for (; n < blocks; n++) few(job, row + 16 * n, first, COUNT, 1, BITS_);                  \
     }
-FEW(1, 3) FEW(2, 3) FEW(3, 3) FEW(4, 3) FEW(8, 3)
-FEW(1, 4) FEW(2, 4) FEW(3, 4) FEW(4, 4) FEW(8, 4)
+FEW(1, 3) FEW(2, 3) FEW(3, 3) FEW(4, 3) FEW(5, 3) FEW(6, 3) FEW(7, 3) FEW(8, 3)
+FEW(1, 4) FEW(2, 4) FEW(3, 4) FEW(4, 4) FEW(5, 4) FEW(6, 4) FEW(7, 4) FEW(8, 4)
 
 typedef void (*Few)(const Job *, int64_t, int64_t, int);
 static const Few few_rows[2][FEW_AT_ONCE + 1] = {
-    {0, few_1_3, few_2_3, few_3_3, few_4_3, 0, 0, 0, few_8_3},
-    {0, few_1_4, few_2_4, few_3_4, few_4_4, 0, 0, 0, few_8_4},
+    {0, few_1_3, few_2_3, few_3_3, few_4_3, few_5_3, few_6_3, few_7_3, few_8_3},
+    {0, few_1_4, few_2_4, few_3_4, few_4_4, few_5_4, few_6_4, few_7_4, few_8_4},
 };
 
 static int blocks_from(const Weight *w, int64_t row) {
@@ -166,7 +166,6 @@ static void few_part(void *data, int64_t item) {
     int64_t row = item * PANEL, count = job->product->count;
     for (int64_t m = 0, now; m < count; m += now) {
         now = count - m < FEW_AT_ONCE ? count - m : FEW_AT_ONCE;
-        if (now > 4 && now < 8) now = 4;
         few_rows[w->bits - 3][now](job, row, m, blocks_from(w, row));
     }
 }
@@ -226,9 +225,13 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
         int64_t m = 0;
         for (; m + STRIP <= count; m += STRIP)
             multiply(job, panel, first + m, k, row, total + m * PANEL, STRIP, wide);
-        if (m + 4 <= count) multiply(job, panel, first + m, k, row, total + m * PANEL, 4, wide), m += 4;
-        if (m + 2 <= count) multiply(job, panel, first + m, k, row, total + m * PANEL, 2, wide), m += 2;
-        if (m < count) multiply(job, panel, first + m, k, row, total + m * PANEL, 1, wide);
+        switch (count - m) { /* codes are read once for them, whatever their number */
+        case 1: multiply(job, panel, first + m, k, row, total + m * PANEL, 1, wide); break;
+        case 2: multiply(job, panel, first + m, k, row, total + m * PANEL, 2, wide); break;
+        case 3: multiply(job, panel, first + m, k, row, total + m * PANEL, 3, wide); break;
+        case 4: multiply(job, panel, first + m, k, row, total + m * PANEL, 4, wide); break;
+        case 5: multiply(job, panel, first + m, k, row, total + m * PANEL, 5, wide); break;
+        }
     }
     for (int64_t m = 0; m < count; m++)
         for (int n = 0; n < wide; n++)
