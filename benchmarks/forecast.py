@@ -1,16 +1,16 @@
 """Forecasts against measurements on this machine: one layer at unseen shapes, and whole plans.
 
-    python benchmarks/forecast.py FOLDER model layers links plans
+    python benchmarks/forecast.py FOLDER model links turns
     python benchmarks/forecast.py FOLDER report --picture docs/images/forecast_this_machine.png
 
-Every step writes into FOLDER; ``plans`` goes on where it was stopped (``--seconds`` bounds a part).
+Every step writes into FOLDER; ``turns`` goes on where it was stopped (``--seconds`` bounds a part).
 A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4 heads, vocabulary 32,000) is profiled
 on the planned grid at 3, 4, 8 and 16 bits, alone and beside a companion. Held out are batches 3, 5
 and 7 and lengths that are not on the grid: timed in turn with the grid's, since the memory of a
 shared machine is faster in one minute than in the next, and kept out of the table. Then random
-plans (1 to 3 stages, mixed bits, unlike micro-batches) are forecast and run, each ``--runs`` times,
-all plans once before any a second time; the median counts. Workers have one thread; three share
-two cores, which the cluster says (``cores``).
+plans (1 to 3 stages, mixed bits, unlike micro-batches) are run. Both happen in ``--turns``: layers,
+all plans, layers again, so that a table is of the same minutes as the runs; medians count. Workers
+have one thread; three share two cores, which the cluster says (``cores``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.precision import BITS
-from llmpq.spec.tables import LatencySample, read_latency_table, write_latency_table
+from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,15 +71,14 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     steps: dict[str, Callable[[argparse.Namespace], None]] = {
         "model": make_model,
-        "layers": time_layers,
         "links": measure_links,
-        "plans": run_plans,
+        "turns": take_turns,
         "report": report,
     }
     parser.add_argument("steps", nargs="+", choices=steps)
-    parser.add_argument("--budget", type=float, default=220.0, help="seconds of the layers")
+    parser.add_argument("--budget", type=float, default=70.0, help="seconds of the layers, a turn")
     parser.add_argument("--seconds", type=float, default=360.0, help="of a part of the plans")
-    parser.add_argument("--runs", type=int, default=3, help="of every plan")
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="scatter of predicted against measured")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -97,22 +96,47 @@ def make_model(options: argparse.Namespace) -> None:
           "--output", output])  # fmt: skip
 
 
-def time_layers(options: argparse.Namespace) -> None:
+def take_turns(options: argparse.Namespace) -> None:
+    """Time layers and run all plans, again and again; a folder that was left goes on."""
+    for turn in range(options.turns):
+        if not (options.folder / f"layers-{turn}.csv").exists():
+            time_layers(options, turn)
+        run_plans(options, turn)
+
+
+def time_layers(options: argparse.Namespace, turn: int) -> None:
     """Time one layer on the planned grid and, in turn with it, on the held-out shapes."""
     cores = len(os.sched_getaffinity(0))
     sizes = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
     for name, values in HELD.items():
         sizes += [f"--{name}", *map(str, values)]
-    both = options.folder / "layers.csv"
     command([
         "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0", *sizes,
         "--points", str(POINTS), "--companions", str(min(cores - 1, STAGES - 1)),
-        "--budget", str(options.budget), "--output", str(both), "--resume",
+        "--budget", str(options.budget), "--output", str(options.folder / f"layers-{turn}.csv"),
+        "--resume", "--seed", str(turn),
     ])  # fmt: skip
-    table = read_latency_table(both)
+    join_turns(options.folder)
+
+
+def join_turns(folder: Path) -> None:
+    """Make one table and one hold-out of all turns: a shape counts by its median over them."""
+    tables = [read_latency_table(file) for file in sorted(folder.glob("layers-*.csv"))]
+    own = [dict(table.provenance) for table in tables]
+    means = {}
+    for key in ("stage_s", "company"):
+        words = [one[key].split() for one in own]
+        means[key] = " ".join(
+            f"{phase} {statistics.mean(float(word[2 * place + 1]) for word in words)}"
+            for place, phase in enumerate(words[0][::2])
+        )
+    provenance = tuple((key, means.get(key, value)) for key, value in tables[0].provenance)
     for name, is_held in (("table", False), ("held", True)):
-        samples = tuple(one for one in table.samples if held_out(one) == is_held)
-        write_latency_table(options.folder / f"{name}.csv", replace(table, samples=samples))
+        samples = tuple(
+            one for table in tables for one in table.samples if held_out(one) == is_held
+        )
+        table = LatencyTable(samples=samples, provenance=provenance)
+        write_latency_table(folder / f"{name}.csv", table)
 
 
 def held_out(one: LatencySample) -> bool:
@@ -190,7 +214,7 @@ def priced(plan: Plan, costs: ClusterCosts) -> Plan:
     return replace(plan, estimate=replace(estimate, forecast=forecast(plan, costs)))
 
 
-def run_plans(options: argparse.Namespace) -> None:
+def run_plans(options: argparse.Namespace, turn: int) -> None:
     """Run as many plans as fit into this part."""
     folder, start = options.folder, time.perf_counter()
     runs = folder / "runs"
@@ -203,7 +227,7 @@ def run_plans(options: argparse.Namespace) -> None:
             str(folder / "cluster.json"), "--global_bz", "8", "--s", "64", "--n", "32",
             "--theta", "0", "--output", str(base),
         ])  # fmt: skip
-    for turn, number in product(range(options.runs), range(NUM_PLANS)):
+    for number in range(NUM_PLANS):
         done = runs / f"{number:02}-{turn}.json"
         if done.exists():
             continue
@@ -245,7 +269,7 @@ def report(options: argparse.Namespace) -> None:
     """Print the errors, and draw them."""
     folder = options.folder
     costs = costs_of(folder)
-    held = read_latency_table(folder / "held.csv")
+    held = medians(read_latency_table(folder / "held.csv"))
     for key in ("rounds", "noise", "reference_s", "thrown away", "company", "companions"):
         print(f"{key}: {dict(held.provenance).get(key)}")
     rows = [(one, predicted(costs, one)) for one in held.samples]
@@ -269,6 +293,15 @@ def report(options: argparse.Namespace) -> None:
             print(f"| {stages or 'all'} stages | {len(errors)} plans | {line_of(errors)} |")
     if options.picture is not None:
         draw(options.picture, rows, runs)
+
+
+def medians(table: LatencyTable) -> LatencyTable:
+    """Return one sample a shape."""
+    seconds: dict[LatencySample, list[float]] = {}
+    for one in table.samples:
+        seconds.setdefault(replace(one, seconds=0.0), []).append(one.seconds)
+    samples = (replace(one, seconds=statistics.median(all_s)) for one, all_s in seconds.items())
+    return replace(table, samples=tuple(samples))
 
 
 def print_layers(rows: list[tuple[LatencySample, float]]) -> None:
