@@ -41,7 +41,8 @@ MASTER_STEPS = 4
 BURST = 3
 """Times that a short trial is run and timed, behind one that is not: the median counts. A stage of
 a pipeline runs the same layers again and again, and finds what it left in the caches and in the
-processor's tables of pages and branches; a lone run took a quarter longer."""
+processor's tables of pages and branches; a lone run took a quarter longer. How much longer the
+first one takes is kept: a step of a pipeline pays it that follows a wait, or the master's work."""
 REFERENCE_SIZE = 2048
 """Rows and columns of the reference's matrix: 16 MiB, more than a core's own cache."""
 FEW_ROWS = 256
@@ -120,6 +121,9 @@ class LayerJob:
 class Bench:
     """One short stage a bitwidth, the master, and KV slots.
 
+    Attributes:
+        cold_s: by phase, how much longer the first run of each burst of few layers took.
+
     Raises:
         SpecError: the grid does not fit the model's positions.
     """
@@ -135,6 +139,7 @@ class Bench:
         self.job = job
         self.depth: int = min(job.layers, config.num_hidden_layers)
         self.few: int = max(1, min(2, self.depth // 3))
+        self.cold_s: dict[Phase, list[float]] = {phase: [] for phase in Phase}
         self._stages: dict[tuple[int, int], DecoderStage] = {}
         for width in job.bits:
             stage = load_stage(
@@ -189,8 +194,11 @@ class Bench:
             return self._run_master(trial.shape)
         if not is_short(trial):
             return [Timing(trial=trial, seconds=self._run_once(trial))]
-        seconds = [self._run_once(trial) for _ in range(1 + BURST)]
-        return [Timing(trial=trial, seconds=median(seconds[1:]))]
+        first_s, *seconds = [self._run_once(trial) for _ in range(1 + BURST)]
+        seconds_s = median(seconds)
+        if trial.layers == self.few:
+            self.cold_s[trial.shape.phase].append(first_s - seconds_s)
+        return [Timing(trial=trial, seconds=seconds_s)]
 
     def _run_once(self, trial: Trial) -> float:
         shape = trial.shape
