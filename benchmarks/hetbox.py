@@ -148,7 +148,7 @@ def measure_tables(options: argparse.Namespace) -> None:
         words += ["--cpu_isa", kind.isa] if kind.isa else []
         words += ["--cpu_share", str(kind.share)] if kind.share else []
         boxed("device", str(cluster), "here/cpu#0", "llmpq-profile", "layer", "--resume",
-              "--model", str(options.folder / "model"), "--points", "16", *words,
+              "--model", str(options.folder / "model"), "--points", "10", "--layers", "6", *words,
               "--budget", str(options.budget), "--output", str(table))  # fmt: skip
 
 
