@@ -21,7 +21,7 @@ from llmpq.spec.plan_io import read_plan
 from scripts.boxes.devices import Box, children_of, rank_of, spaces_of
 from scripts.boxes.groups import groups, remove_all
 from scripts.boxes.pace import Pace, paced
-from scripts.boxes.wire import Link, hosts
+from scripts.boxes.wire import Link, hosts, remove_hosts
 
 START_S, WATCH_S = 0.004, 0.05
 """Seconds between two looks for new ranks: until all are there, and afterwards."""
@@ -31,8 +31,8 @@ A device of "cpu_share": 0.5 computes in one of every two milliseconds, so its l
 long; one of "memory_bytes": 600000000 is ended by the kernel beyond that, resident libraries
 included. With
 --links, every node of the cluster is a network namespace of its own, and the wire between two keeps
-to the rate and the delay of the cluster file. Needs root. Everything is removed again, also when
-this program is killed.
+to the rate and the delay of the cluster file. Needs root. Everything is removed again; should this
+program be killed, its processes and groups are too, and its namespaces by "clean".
 
   scripts/hetbox run llmpq-dist --strat_file_name plan.json --prompts p.jsonl --output o.jsonl
   scripts/hetbox run --links llmpq-dist ...
@@ -104,7 +104,7 @@ def _device(options: argparse.Namespace) -> int:
 
 def _clean(options: argparse.Namespace) -> int:
     del options
-    for name in remove_all():
+    for name in (*remove_all(), *remove_hosts()):
         print(f"hetbox: removed {name}", file=sys.stderr)
     return 0
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MTU = 9000
+PREFIX = "llmpq-"
 _SIOCETHTOOL = 0x8946
 _OFFLOADS = (0x17, 0x1F, 0x24, 0x2C)  # transmit checksums, TSO, GSO, GRO: whole packets only
 _PACKET_IGNORE_OUTGOING = 23
@@ -58,7 +59,7 @@ def hosts(links: Mapping[tuple[int, int], Link], count: int) -> Iterator[list[Ho
     """
     tag = os.getpid() % 10000
     found = [
-        Host(name=f"llmpq-{tag}-{number}", address=f"10.77.0.{number + 1}")
+        Host(name=f"{PREFIX}{tag}-{number}", address=f"10.77.0.{number + 1}")
         for number in range(count)
     ]
     ends = [f"lpq{tag}-{number}" for number in range(count)]
@@ -80,6 +81,15 @@ def hosts(links: Mapping[tuple[int, int], Link], count: int) -> Iterator[list[Ho
         for host, end in zip(found, ends, strict=True):
             for words in (("link", "del", end), ("netns", "del", host.name)):
                 subprocess.run(["ip", *words], check=False, stderr=subprocess.DEVNULL)
+
+
+def remove_hosts() -> list[str]:
+    """Remove every host that a killed run left, and with it its interfaces; return their names."""
+    done = subprocess.run(["ip", "netns", "list"], stdout=subprocess.PIPE, text=True, check=True)
+    found = [line.split()[0] for line in done.stdout.splitlines() if line.startswith(PREFIX)]
+    for name in found:
+        _ip("netns", "del", name)
+    return found
 
 
 def _make(host: Host, end: str) -> None:
