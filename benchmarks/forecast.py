@@ -20,7 +20,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.decode import reprice
 from llmpq.assigner.forecast import forecast
@@ -43,16 +44,6 @@ from llmpq.spec.precision import BITS
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
-SHAPE = {
-    "layers": 12,
-    "hidden": 768,
-    "intermediate": 2048,
-    "heads": 12,
-    "kv_heads": 4,
-    "vocab": 32000,
-    "max_positions": 1024,
-}
 LIMITS = {"batch": 16, "prompt": 256, "context": 384, "prefill": 2048}
 HELD = {
     "batches": (3, 5, 7),
@@ -70,7 +61,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     steps: dict[str, Callable[[argparse.Namespace], None]] = {
-        "model": make_model,
+        "model": write_model,
         "links": measure_links,
         "turns": take_turns,
         "report": report,
@@ -81,19 +72,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--picture", type=Path, help="scatter of predicted against measured")
     options = parser.parse_args()
+    options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     for step in options.steps:
         steps[step](options)
     return 0
 
 
-def make_model(options: argparse.Namespace) -> None:
+def write_model(options: argparse.Namespace) -> None:
     """Write the random model."""
-    sizes = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
-    script = str(ROOT / "scripts" / "make_tiny_model.py")
-    output = str(options.folder / "model")
-    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
-          "--output", output])  # fmt: skip
+    make_model(options.folder / "model")
 
 
 def take_turns(options: argparse.Namespace) -> None:
@@ -246,18 +234,7 @@ def run(strategy: Path, plan: Plan, folder: Path) -> dict[str, Any]:
     prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
     answers.unlink(missing_ok=True)
     work = plan.workload
-    lines = [
-        json.dumps({
-            "id": number,
-            "prompt_token_ids": [
-                (number * 997 + place * 31) % SHAPE["vocab"] for place in range(work.prompt_tokens)
-            ],
-            "max_new_tokens": work.new_tokens,
-            "ignore_eos": True,
-        })
-        for number in range(work.batch)
-    ]  # fmt: skip
-    prompts.write_text("\n".join(lines) + "\n")
+    write_prompts(prompts, [(work.prompt_tokens, work.new_tokens)] * work.batch)
     text = command([
         "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
         "--output", str(answers), "--json",
@@ -398,18 +375,6 @@ def draw(
         axes.legend(fontsize=7)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
-
-
-def command(words: list[str]) -> str:
-    """Run one of the project's commands; return what it prints."""
-    return call([str(Path(sys.executable).parent / words[0]), *words[1:]])
-
-
-def call(words: list[str]) -> str:
-    """Run a command; return what it prints."""
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
 
 
 if __name__ == "__main__":

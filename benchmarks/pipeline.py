@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -27,6 +26,7 @@ from pathlib import Path
 import rivals
 import torch
 from transformers import AutoModelForCausalLM
+from workbench import call, command, make_model, write_prompts
 
 from llmpq.dist.job import Sampling
 from llmpq.dist.kv_cache import KVCache
@@ -37,7 +37,6 @@ from llmpq.models import kv_shapes, load_config
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.quant.store import Store
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
     "batch16": (12, 768, 2048, 12, 4),
     "decode": (20, 1536, 4096, 16, 4),
@@ -106,18 +105,12 @@ def prepare(folder: Path) -> None:
     folder.mkdir(exist_ok=True, parents=True)
     names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
     for case, shape in SHAPES.items():
-        sizes = [
-            word
-            for name, size in zip(names, shape, strict=True)
-            for word in (f"--{name}", str(size))
-        ]
-        sizes += ["--vocab", str(VOCABULARY), "--max_positions", str(MAX_POSITIONS)]
-        if not (folder / case).is_dir():
-            call(["scripts/make_tiny_model.py", "--family", "llama", *sizes, "--dtype", "bfloat16",
-                  "--output", str(folder / case)])  # fmt: skip
+        sizes = dict(zip(names, shape, strict=True))
+        whole = {**sizes, "vocab": VOCABULARY, "max_positions": MAX_POSITIONS}
+        make_model(folder / case, whole)
         if rivals.bench_of(folder / "rivals").exists() and case != "decode":
             rivals.prepare(folder / "rivals", case, shape, VOCABULARY)
-    (folder / "prompts.jsonl").write_text(prompt_lines())
+    write_prompts(folder / "prompts.jsonl", [(PROMPT_TOKENS, NEW_TOKENS)] * BATCH)
     cores = len(os.sched_getaffinity(0))
     for stages in (1, 2):
         cluster = folder / f"cluster{stages}.json"
@@ -158,7 +151,7 @@ def run(folder: Path, case: str, name: str) -> dict[str, float]:
             str(folder / "prompts.jsonl"), "--output", str(output), "--json",
         ])  # fmt: skip
         return {"seconds": json.loads(text)["latency_s"]["measured"]}
-    text = call([str(Path(__file__)), "--folder", str(folder), "--one", case, name])
+    text = call([sys.executable, str(Path(__file__)), "--folder", str(folder), "--one", case, name])
     return dict(json.loads(text.splitlines()[-1]))
 
 
@@ -177,7 +170,8 @@ def run_here(folder: Path, case: str, name: str) -> dict[str, float]:
     """Time transformers, or the decode steps of our layers, in this process."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if case == "batch16":
-        lines = [json.loads(line) for line in prompt_lines().splitlines()]
+        text = (folder / "prompts.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
         ids = torch.tensor([line["prompt_token_ids"] for line in lines])
         return {"seconds": min(generate(folder / case, ids, NEW_TOKENS, rounds=2))}
     bits, _, rows = name.partition(" x")
@@ -253,42 +247,6 @@ def cluster_text(devices: int, threads: int) -> str:
     group = {"type": "cpu", "count": devices, "threads": threads}
     nodes = [{"name": "here", "devices": [group]}]
     return json.dumps({"schema": 1, "name": f"cpu{devices}", "nodes": nodes, "links": []})
-
-
-def prompt_lines() -> str:
-    """Return the prompts: arithmetic sequences, all of one length."""
-    return "".join(
-        json.dumps(
-            {
-                "id": number,
-                "prompt_token_ids": [
-                    (number * 997 + place * 31) % VOCABULARY for place in range(PROMPT_TOKENS)
-                ],
-                "max_new_tokens": NEW_TOKENS,
-                "ignore_eos": True,
-            }
-        )
-        + "\n"
-        for number in range(BATCH)
-    )
-
-
-def call(arguments: list[str]) -> str:
-    """Run one of our Python files; return what it prints."""
-    return _run([sys.executable, *arguments])
-
-
-def command(words: list[str]) -> str:
-    """Run one of the project's commands; return what it prints."""
-    return _run([str(Path(sys.executable).parent / words[0]), *words[1:]])
-
-
-def _run(words: list[str]) -> str:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return done.stdout
 
 
 def table(folder: Path, case: str) -> str:

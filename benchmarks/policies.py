@@ -25,7 +25,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+
+from workbench import ROOT, command, make_model, write_prompts
 
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.batching import PipelineShape, make_policy
@@ -50,16 +51,6 @@ from llmpq.spec.schedule import Schedule, default_schedule
 from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.trace import TraceRequest, draw_trace
 
-ROOT = Path(__file__).resolve().parents[1]
-SHAPE = {
-    "layers": 12,
-    "hidden": 768,
-    "intermediate": 2048,
-    "heads": 12,
-    "kv_heads": 4,
-    "vocab": 32000,
-    "max_positions": 1024,
-}
 SLOTS, STAGES, PROMPT, NEW = 32, 2, 32, 160
 PREFILL, DECODE = 8, SLOTS // STAGES
 TASKS = {
@@ -92,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     steps: dict[str, Callable[[argparse.Namespace], None]] = {
-        "model": make_model,
+        "model": write_model,
         "table": profile,
         "plan": make_plan,
         "loop": time_loop,
@@ -105,18 +96,16 @@ def main() -> int:
     parser.add_argument("--turn", type=int, default=0, help="which table and which run")
     parser.add_argument("--seconds", type=float, default=500.0, help="of a part of the runs")
     options = parser.parse_args()
+    options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
     for step in options.steps:
         steps[step](options)
     return 0
 
 
-def make_model(options: argparse.Namespace) -> None:
+def write_model(options: argparse.Namespace) -> None:
     """Write the random model."""
-    sizes = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
-    script = str(ROOT / "scripts" / "make_tiny_model.py")
-    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
-          "--output", str(options.folder / "model")])  # fmt: skip
+    make_model(options.folder / "model")
 
 
 def profile(options: argparse.Namespace) -> None:
@@ -272,7 +261,7 @@ class Bench:
         """Return the report of a run of the requests."""
         answers, prompts = self.folder / "answers.jsonl", self.folder / "prompts.jsonl"
         answers.unlink(missing_ok=True)
-        prompts.write_text("".join(prompt_lines(self.trace)))
+        write_prompts(prompts, [(item.prompt_tokens, item.new_tokens) for item in self.trace])
         return dict(json.loads(command([
             "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
             "--output", str(answers), "--predictor", "noisy", "--predictor_error", str(error),
@@ -386,17 +375,6 @@ def differences(alone: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) 
     return f"{flipped} of {same + flipped} tokens flip ({share:.2%}), in {len(alone)} requests"
 
 
-def prompt_lines(trace: Sequence[TraceRequest]) -> Iterator[str]:
-    """Yield the prompt file of a trace."""
-    for number, item in enumerate(trace):
-        tokens = [
-            (number * 997 + place * 31) % SHAPE["vocab"] for place in range(item.prompt_tokens)
-        ]
-        line = {"id": number, "prompt_token_ids": tokens, "max_new_tokens": item.new_tokens,
-                "ignore_eos": True}  # fmt: skip
-        yield json.dumps(line) + "\n"
-
-
 def figures(found: dict[str, Any], seconds: float) -> dict[str, float]:
     """Return what is compared."""
     return {
@@ -458,23 +436,6 @@ def words(plan: Plan) -> str:
     sizes = (schedule.encode_batch, schedule.decode_batch, schedule.decode_iterations)
     text = "/".join("-" if size is None else str(size) for size in sizes)
     return f"{schedule.policy} {text} by {micro.prefill}, {micro.decode}"
-
-
-def command(words_: Sequence[str]) -> str:
-    """Run one of our commands; return what it printed."""
-    code = f"import sys; from llmpq.cli.{_MODULES[words_[0]]} import main; sys.exit(main())"
-    return call([sys.executable, "-c", code, *words_[1:]])
-
-
-_MODULES = {"llmpq-algo": "algo", "llmpq-dist": "dist", "llmpq-profile": "profile"}
-
-
-def call(words_: Sequence[str]) -> str:
-    """Run a program; its own words are the error's when it fails."""
-    done = subprocess.run(words_, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{words_[:4]}: status {done.returncode}\n{done.stderr[-2000:]}")
-    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""What benchmarks of whole runs share: the small random Llama, its prompts, our commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL_LLAMA = {
+    "layers": 12,
+    "hidden": 768,
+    "intermediate": 2048,
+    "heads": 12,
+    "kv_heads": 4,
+    "vocab": 32000,
+    "max_positions": 1024,
+}
+"""125 M parameters: the smallest whose layers take longer than the work around them."""
+
+
+def make_model(path: Path, shape: Mapping[str, int] = SMALL_LLAMA) -> None:
+    """Write a random Llama in bfloat16, once."""
+    if path.exists():
+        return
+    sizes = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    script = str(ROOT / "scripts" / "make_tiny_model.py")
+    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
+          "--output", str(path)])  # fmt: skip
+
+
+def write_prompts(path: Path, lengths: Iterable[tuple[int, int]]) -> None:
+    """Write one request a line.
+
+    Args:
+        path: of the prompt file.
+        lengths: prompt tokens and new tokens of every request.
+    """
+    vocabulary = SMALL_LLAMA["vocab"]
+    lines = (
+        {
+            "id": number,
+            "prompt_token_ids": [(number * 997 + at * 31) % vocabulary for at in range(prompt)],
+            "max_new_tokens": new,
+            "ignore_eos": True,
+        }
+        for number, (prompt, new) in enumerate(lengths)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def command(words: Sequence[str]) -> str:
+    """Run one of the project's commands, of this environment; return what it prints."""
+    return call([str(Path(sys.executable).parent / words[0]), *words[1:]])
+
+
+def call(words: Sequence[str]) -> str:
+    """Run a program from the root of the project; return what it prints.
+
+    Raises:
+        SystemExit: it failed; with the end of what it said.
+    """
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{words[:4]}: status {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
