@@ -9,14 +9,15 @@ Every step writes into FOLDER and goes on where it was stopped; ``--seconds`` bo
 random Llama (12 layers, hidden 768, 16 bits) runs on two workers of one thread each with 32 slots.
 Lengths are those of ExeGPT's tasks S, T and C1 (Table 3, truncated normal), prompts divided by 16,
 so that prefill stays the smaller part on a processor, and answers of T by 2, so that a run takes
-seconds. All requests are there from the start; a bound is for the time from the start of a
-request's prefill to its last token.
+seconds. WAA has one worker for each phase. All requests are there from the start; a bound is for
+the time from the start of a request's prefill to its last token.
 
 The memory of a shared machine is faster in one minute than in the next: layers are timed again
 before every turn, each turn runs everything once, and what is simulated on the mean of the tables
-is compared with the median of the runs. RRA's schedules are searched as ``llmpq-algo --policy rra``
-does, on the first table alone. What the master's own loop takes beside the model is in no table:
-``loop`` takes it from two runs of equal requests, as what is neither work, waiting nor sending.
+is compared with the median of the runs. RRA's and WAA's schedules are searched as ``llmpq-algo
+--policy rra`` does, on the first table alone. What the master's own loop takes beside the model is
+in no table: ``loop`` takes it from two runs of equal requests, as what is neither work, waiting nor
+sending.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from llmpq.spec.catalog import resolve_model
 from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule, default_schedule
 from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.trace import TraceRequest, draw_trace
@@ -61,7 +63,7 @@ TASKS = {
 """Mean, standard deviation and longest of prompts and answers."""
 ANSWERS_BY = {"S": 1, "T": 2, "C1": 1}
 REQUESTS = 256
-POLICIES = ("static", "hybrid", "iteration", "rra", "multibin")
+POLICIES = ("static", "hybrid", "iteration", "rra", "waa", "multibin")
 BOUND_BATCHES = (24, 16)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
 BINS, BIN_BATCH, BIN_TASK = 8, 16, "T"
@@ -179,7 +181,8 @@ class Bench:
         """Play the requests under a plan's schedule, by default with the loop that was measured."""
         assert plan.schedule is not None
         sizes = plan.micro_batching
-        shape = PipelineShape(micro_batching=sizes, num_slots=SLOTS, num_stages=STAGES)
+        stages = len(plan.path(Phase.DECODE))
+        shape = PipelineShape(micro_batching=sizes, num_slots=SLOTS, num_stages=stages)
         answers = [item.new_tokens for item in self.trace]
         prompts = [item.prompt_tokens for item in self.trace]
         predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
@@ -197,6 +200,8 @@ class Bench:
     def _made(self, name: str) -> Plan:
         if name.startswith("rra"):
             return self._searched(self.bound_s(name))
+        if name == "waa":
+            return with_schedule(self.plan, self.costs, self._wanted(), "waa")
         batch = SLOTS
         answers = [item.new_tokens for item in self.trace]
         if name in BIN_RUNS:
@@ -228,9 +233,12 @@ class Bench:
         slow = figures(played.to_json(), played.makespan_s)["service_p99_s"]
         return max(float(made["service_p99_s"]), slow)
 
+    def _wanted(self) -> ScheduleRequest:
+        return ScheduleRequest(prompt_tokens=self.prompts, new_tokens=self.answers)
+
     def _searched(self, bound_s: float | None) -> Plan:
         """Return the search's best schedule, with a bound the one that is fastest when played."""
-        wanted = ScheduleRequest(prompt_tokens=self.prompts, new_tokens=self.answers)
+        wanted = self._wanted()
         if bound_s is None:
             return with_schedule(self.plan, self.costs, wanted)
         found: tuple[float, Plan] | None = None
