@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,11 +81,11 @@ class StageRunner:
 
 def micro_batch_of(rows: Sequence[Row], tokens: int) -> MicroBatch:
     """Return the rows as the layers want them, each ``tokens`` wide."""
-    first = torch.tensor([row.first for row in rows])  # [R]
+    table = np.array([(row.slot, row.first, row.length) for row in rows])  # [R, 3]
     return MicroBatch(
-        slots=torch.tensor([row.slot for row in rows]),
-        positions=first[:, None] + torch.arange(tokens),  # [R, T]
-        lengths=torch.tensor([row.length for row in rows]),
+        slots=torch.from_numpy(table[:, 0].copy()),
+        positions=torch.from_numpy(table[:, 1:2] + np.arange(tokens)),  # [R, T]
+        lengths=torch.from_numpy(table[:, 2].copy()),
     )
 
 
