@@ -62,7 +62,8 @@ TASKS = {
 }
 """Mean, standard deviation and longest of prompts and answers."""
 ANSWERS_BY = {"S": 1, "T": 2, "C1": 1}
-REQUESTS = 256
+REQUESTS = {"S": 512, "T": 256, "C1": 384}
+"""Enough to fill the slots a dozen times: what fills and drains the pipeline counts little."""
 POLICIES = ("static", "hybrid", "iteration", "rra", "waa", "multibin")
 BOUND_BATCHES = (24, 16)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
@@ -167,7 +168,7 @@ class Bench:
     def __init__(self, folder: Path, task: str) -> None:
         self.plan = read_plan(folder / "plan.json")
         self.prompts, self.answers = laws_of(task)
-        self.trace = draw_trace(REQUESTS, self.prompts, self.answers, seed=8)
+        self.trace = draw_trace(REQUESTS[task], self.prompts, self.answers, seed=8)
         self.folder = folder / "runs" / task
         self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = resolve_model(str(folder / "model"))
