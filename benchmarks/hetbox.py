@@ -1,24 +1,24 @@
 """Unlike clusters in one box: every planner's plan, predicted and measured; and the edge of memory.
 
-    sudo .venv/bin/python benchmarks/hetbox.py FOLDER model tables plans run report --picture FILE
+    sudo .venv/bin/python benchmarks/hetbox.py FOLDER model tables plans run
+    sudo .venv/bin/python benchmarks/hetbox_report.py FOLDER --picture FILE
     sudo .venv/bin/python benchmarks/hetbox.py FOLDER model edge
 
 Needs root and two cores (``scripts/hetbox``). Devices differ in speed (a share of a core's time,
 an older vector extension), in memory and in how far away they are. Every kind of device is profiled
-in its own box, ``llmpq-algo --method all`` plans each cluster, and every distinct plan is run
-``--repeats`` times, all plans of a cluster once before any a second time. ``edge`` runs plans with
-a little less and a little more memory than they are forecast to need. Every step goes on where it
-stopped.
+in its own box, ``llmpq-algo --method all`` plans each cluster, and the search plans again at the
+quality of every rival that loses more or less of it. Distinct plans are run: all of all clusters
+once before any a second time, and again only where it is close. ``edge`` runs plans with a little
+less and a little more memory than they are forecast to need. Every step goes on where it stopped;
+``hetbox_report.py`` tells what came out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from hetbox_report import AS, METHODS, SAME_QUALITY, close_ones, distinct, slug
 
 from llmpq.cli.profile_memory import even_plan
 from llmpq.spec.plan import Plan
@@ -43,10 +45,6 @@ SHAPE = {
 }
 WORK = {"global_bz": 16, "s": 128, "n": 32}
 LIMITS = {"batch": 16, "prompt": 128, "context": 160, "prefill": 2048}
-METHODS = (
-    "llmpq", "pipeedge", "uniform", "adaptive_even", "memory_proportional", "speed_proportional",
-    "fastest", "adabits", "heuristic",
-)  # fmt: skip
 LEFT_S = 30.0
 """A run is not begun with less time left."""
 MB = 1_000_000
@@ -105,7 +103,6 @@ def main() -> int:
         "tables": measure_tables,
         "plans": make_plans,
         "run": run_plans,
-        "report": report,
         "edge": find_edge,
     }
     parser.add_argument("steps", nargs="+", choices=steps)
@@ -114,7 +111,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="runs of every plan")
     parser.add_argument("--cases", type=int, default=20, help="on either side of the edge")
     parser.add_argument("--margin", type=float, default=0.04, help="how far from the edge")
-    parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     for step in options.steps:
@@ -157,6 +153,8 @@ def make_plans(options: argparse.Namespace) -> None:
     for name, (nodes, wire) in CLUSTERS.items():
         folder = options.folder / slug(name)
         folder.mkdir(exist_ok=True)
+        if (folder / "plan__llmpq.json").exists():
+            continue
         names = [f"n{number}" for number in range(len(nodes))]
         cluster = {
             "schema": 1,
@@ -168,37 +166,33 @@ def make_plans(options: argparse.Namespace) -> None:
             "links": [] if wire is None else [{"between": names, **wire}],
         }
         (folder / "cluster.json").write_text(json.dumps(cluster))
-        words = [word for key, value in WORK.items() for word in (f"--{key}", str(value))]
-        text = call([
-            str(Path(sys.executable).parent / "llmpq-algo"), "--model",
-            str(options.folder / "model"), "--cluster", str(folder / "cluster.json"), *words,
-            "--method", "all", "--no_explain", "--output", str(folder / "plan.json"),
-        ])  # fmt: skip
-        print(f"{name}\n{text}")
+        print(f"{name}\n{algo(folder, '--method', 'all', '--output', str(folder / 'plan.json'))}")
+        at_equal_quality(folder)
 
 
-def distinct(folder: Path) -> dict[str, list[str]]:
-    """Return the methods that planned, those with the same plan together under the first."""
-    found: dict[str, list[str]] = {}
-    for method in METHODS:
-        file = folder / f"plan__{method}.json"
+def at_equal_quality(folder: Path) -> None:
+    """Plan as fast as possible at the quality of every rival that differs from ours in it."""
+    planned = read_plan(folder / "plan__llmpq.json")
+    known = [planned.estimate.quality]
+    for rival in METHODS[1:]:
+        file = folder / f"plan__{rival}.json"
         if not file.exists():
             continue
-        plan = read_plan(file)
-        alike = [
-            first
-            for first in found
-            if decisions(read_plan(folder / f"plan__{first}.json")) == decisions(plan)
-        ]
-        found.setdefault(alike[0] if alike else method, []).append(method)
-    return found
+        quality = read_plan(file).estimate.quality
+        if any(abs(quality - other) <= SAME_QUALITY for other in known):
+            continue
+        known.append(quality)
+        algo(folder, "--quality_budget", repr(quality + SAME_QUALITY),
+             "--output", str(folder / f"plan__{AS}{rival}.json"))  # fmt: skip
 
 
-def decisions(plan: Plan) -> object:
-    """Return what makes two plans run alike: equal devices may change places."""
-    devices = [replace(plan.device_of(stage), local_index=0, ordinal=0) for stage in plan.stages]
-    layers = [(stage.first_layer, stage.end_layer, stage.bits) for stage in plan.stages]
-    return devices, layers, plan.micro_batching
+def algo(folder: Path, *words: str) -> str:
+    """Plan a cluster; return what is printed."""
+    work = [word for key, value in WORK.items() for word in (f"--{key}", str(value))]
+    return call([
+        str(Path(sys.executable).parent / "llmpq-algo"), "--model", str(folder.parent / "model"),
+        "--cluster", str(folder / "cluster.json"), *work, "--no_explain", *words,
+    ])  # fmt: skip
 
 
 def run_plans(options: argparse.Namespace) -> None:
@@ -207,20 +201,36 @@ def run_plans(options: argparse.Namespace) -> None:
     prompts = write_prompts(
         options.folder / "prompts.jsonl", WORK["global_bz"], WORK["s"], WORK["n"]
     )
-    for name in CLUSTERS:
-        folder = options.folder / slug(name)
-        for turn in range(options.repeats):
-            for method in distinct(folder):
+    for turn in range(options.repeats):
+        for name, (_, wire) in CLUSTERS.items():
+            folder = options.folder / slug(name)
+            methods = list(distinct(folder) if turn == 0 else close_ones(folder))
+            # Back and forth, so that a machine that slows down favours nobody.
+            for method in methods if turn % 2 == 0 else methods[::-1]:
                 done = folder / f"run__{method}__{turn}.json"
                 if done.exists():
                     continue
                 if time.monotonic() - start > options.seconds - LEFT_S:
                     return
-                found = run(folder / f"plan__{method}.json", prompts, CLUSTERS[name][1] is not None)
+                found = run_or_fail(folder / f"plan__{method}.json", prompts, wire is not None)
                 done.write_text(json.dumps(found, indent=2) + "\n")
-                latency = found["latency_s"]
-                print(f"{name}, {method}: {latency['measured']:.3f} s, "
-                      f"predicted {latency['predicted']:.3f}")  # fmt: skip
+                print(f"{name}, {method}: {outcome(found)}", flush=True)
+
+
+def run_or_fail(plan: Path, prompts: Path, has_links: bool) -> dict[str, Any]:
+    """Run a plan; return its report, or the exit status it failed with."""
+    try:
+        return run(plan, prompts, has_links)
+    except subprocess.CalledProcessError as error:
+        return {"failed": error.returncode}
+
+
+def outcome(found: dict[str, Any]) -> str:
+    """Say what a run took."""
+    if "failed" in found:
+        return f"failed with status {found['failed']}"
+    seconds = found["latency_s"]
+    return f"{seconds['measured']:.3f} s, predicted {seconds['predicted']:.3f}"
 
 
 def run(plan: Path, prompts: Path, has_links: bool) -> dict[str, Any]:
@@ -247,95 +257,6 @@ def write_prompts(file: Path, batch: int, prompt: int, new: int) -> Path:
     ]  # fmt: skip
     file.write_text("\n".join(lines) + "\n")
     return file
-
-
-def report(options: argparse.Namespace) -> None:
-    """Print a table, and draw it."""
-    rows = [row for name in CLUSTERS for row in rows_of(options.folder, name)]
-    print("| cluster | plan by | bits | layers | predicted | measured (spread) | error | x llmpq |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        print(
-            f"| {row['cluster']} | {', '.join(row['methods'])} | {row['bits']} | {row['layers']} | "
-            f"{row['predicted']:.2f} s | {row['measured']:.2f} s ({row['spread']:.0%}) | "
-            f"{row['predicted'] / row['measured'] - 1:+.0%} | {row['ratio']:.2f} |"
-        )
-    for method in METHODS[1:]:
-        gains = [row["ratio"] for row in rows if method in row["methods"]]
-        if gains:
-            mean = math.exp(statistics.mean(map(math.log, gains)))
-            span = f"{min(gains):.2f} to {max(gains):.2f}"
-            print(f"{method}: {mean:.2f}x over {len(gains)} clusters, {span}")
-    errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
-    if errors:
-        print(f"forecasts: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
-    if options.picture is not None:
-        draw(options.picture, rows)
-
-
-def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return a row for every distinct plan of a cluster that has run."""
-    found = []
-    place = folder / slug(name)
-    best = None
-    for method, methods in distinct(place).items():
-        files = sorted(place.glob(f"run__{method}__*.json"))
-        if not files:
-            continue
-        seconds = [json.loads(file.read_text())["latency_s"]["measured"] for file in files]
-        plan = read_plan(place / f"plan__{method}.json")
-        measured = statistics.median(seconds)
-        best = best or measured
-        found.append(
-            {
-                "cluster": name,
-                "methods": methods,
-                "bits": f"{statistics.mean(plan.bits):.1f}",
-                "layers": "+".join(str(stage.num_layers) for stage in plan.stages),
-                "predicted": plan.estimate.predicted_s,
-                "measured": measured,
-                "spread": (max(seconds) - min(seconds)) / measured,
-                "ratio": measured / best,
-            }
-        )
-    return found
-
-
-def draw(picture: Path, rows: list[dict[str, Any]]) -> None:
-    """Draw measured against predicted latency of every plan, a panel a cluster."""
-    import matplotlib as mpl  # noqa: PLC0415  only for the picture
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    names = [name for name in CLUSTERS if any(row["cluster"] == name for row in rows)]
-    columns = 2
-    lines = -(-len(names) // columns)
-    figure, panels = plt.subplots(
-        lines, columns, figsize=(11, 2.5 * lines), layout="constrained", squeeze=False
-    )
-    for place, panel in enumerate(panels.flat):
-        if place >= len(names):
-            panel.axis("off")
-            continue
-        own = [row for row in rows if row["cluster"] == names[place]][::-1]
-        bars = panel.barh(
-            range(len(own)), [row["measured"] for row in own],
-            color=["#1f6f8b" if "llmpq" in row["methods"] else "#b8c4cc" for row in own],
-        )  # fmt: skip
-        panel.scatter([row["predicted"] for row in own], range(len(own)), color="black", marker="|",
-                      s=120, label="predicted", zorder=3)  # fmt: skip
-        panel.bar_label(bars, [f"{row['ratio']:.2f}x" for row in own], padding=6, fontsize=8)
-        labels = [
-            ", ".join(row["methods"][:2]) + (" ..." if row["methods"][2:] else "") for row in own
-        ]
-        panel.set_yticks(range(len(own)), labels, fontsize=8)
-        panel.set_title(names[place], fontsize=10)
-        panel.margins(x=0.15)
-        panel.set_xlabel("seconds", fontsize=8)
-    panels.flat[0].legend(fontsize=8)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
 
 
 def find_edge(options: argparse.Namespace) -> None:
@@ -381,11 +302,6 @@ def survives(plan: Plan, memory_bytes: int, prompts: Path) -> bool:
     except subprocess.CalledProcessError:
         return False
     return True
-
-
-def slug(name: str) -> str:
-    """Return a name as a folder's."""
-    return "".join(char if char.isalnum() else "-" for char in name)
 
 
 def boxed(*words: str) -> str:

@@ -62,6 +62,9 @@ from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+NAME = "llmpq-rank-"
+"""Of a rank's process, its number behind: what ``ps`` and ``top`` call it once it has begun."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     job = read_job(job_file)
     os.umask(0o077)  # what a run writes is for whoever asked for it alone
     die_with(job.launcher_pid)
+    name_process(f"{NAME}{rank}")
     configure_logging(rank=rank)
     progress = PipeProgress(descriptor)
     pulse = Pulse(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
@@ -170,6 +174,12 @@ def die_with(launcher_pid: int) -> None:
         os._exit(1)
 
 
+def name_process(name: str) -> None:
+    """Have the kernel call this process so; of a name it keeps 15 characters."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
 def _requests(
     job: Job, plan: Plan, tokenizer: Tokenizer | None
 ) -> tuple[list[Request], list[SpecError]]:
@@ -207,6 +217,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         keeps_all_tokens=job.task == "hidden",
         schedule=job.schedule,
         prediction=job.prediction,
+        drift=job.drift,
         store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
         kernel=job.kernel,
         leave=_leaving(job),

@@ -11,15 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.cluster import Device, load_cluster
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
-from scripts.boxes.devices import Box, children_of, rank_of, spaces_of
-from scripts.boxes.groups import groups, remove_all
+from scripts.boxes.devices import Box, children_of, has_begun, rank_of, spaces_of
+from scripts.boxes.groups import Group, groups, remove_all
 from scripts.boxes.pace import Pace, paced
 from scripts.boxes.wire import Link, hosts, remove_hosts
 
@@ -82,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(_strategy(options.words))
     with contextlib.ExitStack() as stack:
-        boxes = stack.enter_context(_boxes([plan.device_of(stage) for stage in plan.stages]))
+        devices = [plan.device_of(stage) for stage in plan.stages]
+        # Reading libraries is no part of a run: a slow device may do it at full speed.
+        boxes = stack.enter_context(_boxes(devices, is_paced=has_begun))
         if not options.links:
             return _watch([_command(options.words)], boxes)
         return _watch(stack.enter_context(_on_hosts(plan, options.words)), boxes)
@@ -110,12 +113,23 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _boxes(devices: list[Device]) -> Iterator[list[Box]]:
+def _boxes(
+    devices: list[Device], is_paced: Callable[[int], bool] | None = None
+) -> Iterator[list[Box]]:
+    """Make the devices' boxes; all processes in them are slowed, or those ``is_paced`` says."""
+
+    def pids_of(group: Group) -> list[int]:
+        return [pid for pid in group.pids() if is_paced is None or is_paced(pid)]
+
     spaces = spaces_of(devices, sorted(os.sched_getaffinity(0)))
     with groups(len(spaces)) as found:
         boxes = [Box(space, group) for space, group in zip(spaces, found, strict=True)]
         paces = [
-            Pace(begin=one.space.begin, end=one.space.begin + one.space.share, pids=one.group.pids)
+            Pace(
+                begin=one.space.begin,
+                end=one.space.begin + one.space.share,
+                pids=partial(pids_of, one.group),
+            )
             for one in boxes
             if one.space.share < 1.0
         ]

@@ -13,6 +13,8 @@ from llmpq.spec.cluster import Device
 from scripts.boxes.groups import Group
 
 _EPSILON = 1e-9
+RANK_NAME = "llmpq-rank-"
+"""What ``llmpq.dist.worker`` calls its process, its number behind; it takes seconds to import."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,13 @@ def rank_of(pid: int) -> int | None:
         if b"llmpq.dist.worker" in words:
             return int(words[words.index(b"llmpq.dist.worker") + 2])
     return None
+
+
+def has_begun(pid: int) -> bool:
+    """Say whether a worker has read its libraries, and calls itself a rank."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME)
+    return False
 
 
 def children_of(parents: set[int]) -> list[int]:

@@ -17,7 +17,7 @@ from llmpq.dist.job import Job, write_job
 from llmpq.dist.launch import measurement_file
 from llmpq.dist.progress import Event
 from llmpq.dist.results import read_results
-from llmpq.dist.worker import die_with, main
+from llmpq.dist.worker import NAME, die_with, main, name_process
 from llmpq.spec.plan_io import write_plan
 
 torch.set_num_threads(1)
@@ -105,6 +105,17 @@ def test_a_damaged_weight_file_leaves_a_note(job, pipe):
     note = read_note(job.strategy.parent, 0)
     assert note is not None
     assert weights.name in note.message
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")
+def test_a_process_is_called_what_it_says():
+    own = Path("/proc/self/comm")
+    before = own.read_text().strip()
+    name_process(f"{NAME}12")
+    try:
+        assert own.read_text().strip() == "llmpq-rank-12"
+    finally:
+        name_process(before)
 
 
 def test_a_process_nobody_launched_dies_with_nobody():

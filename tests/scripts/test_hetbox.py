@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.dist.worker import NAME
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.boxes.devices import rank_of, spaces_of  # noqa: E402
+from scripts.boxes.devices import RANK_NAME, has_begun, rank_of, spaces_of  # noqa: E402
 from scripts.boxes.groups import groups  # noqa: E402
 
 CLUSTER = """{"schema": 1, "name": "box", "links": [], "nodes": [{"name": "here", "devices":
@@ -66,6 +67,25 @@ def test_more_than_the_host_has_is_refused(asked, cores, said):
 def test_only_workers_have_ranks():
     assert rank_of(os.getpid()) is None
     assert rank_of(2**22 + 1) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")
+def test_a_rank_has_begun_when_it_calls_itself_so():
+    steps = (
+        "import sys",
+        "print(flush=True); sys.stdin.readline()",
+        f"open('/proc/self/comm', 'w').write('{NAME}3')",
+        "print(flush=True); sys.stdin.readline()",
+    )
+    words = [sys.executable, "-c", "\n".join(steps)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert not has_begun(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert has_begun(process.pid)
+    assert RANK_NAME == NAME
 
 
 def hetbox(tmp_path, code):
