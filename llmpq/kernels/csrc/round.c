@@ -23,7 +23,7 @@ typedef struct {
 typedef uint8_t v16b __attribute__((vector_size(16)));
 typedef uint64_t v8u __attribute__((vector_size(64)));
 
-enum { ROWS_OF_PART = 16 };
+enum { ROWS_OF_PART = 16, GROUPS_AT_ONCE = 16 };
 /* Added to a number below 2^22, it leaves the nearest whole one, ties to even, in the low bits. */
 static const float MAGIC = 12582912.0f;
 enum { MAGIC_BITS = 0x4B400000, INFINITE = 0x7F800000 };
@@ -111,7 +111,11 @@ INLINE v16f either(v16i is, v16f a, v16f b) {
 }
 
 INLINE v16f greater(v16f a, v16f b) {
+#ifdef __AVX512F__ /* the same to the bit, where gcc makes a mask and a vector of it */
+    return (v16f)_mm512_max_ps((__m512)a, (__m512)b);
+#else
     return either(a > b, a, b);
+#endif
 }
 
 /* The least and the greatest of a group; `finite` is no longer 0 once a number is not. */
@@ -154,12 +158,9 @@ INLINE int fit_grid(const Rounding *r, int64_t group, float low, float high, flo
     return is_finite(*zero) && is_finite(*scale);
 }
 
-INLINE int round_group(const Rounding *r, int64_t row, int64_t group, v16f *finite,
-                       const int type, const int bits) {
-    int64_t groups = r->columns / r->group, at = row * r->columns + group * r->group;
-    float low, high, scale, zero;
-    range_of(r, at, &low, &high, finite, type);
-    if (!fit_grid(r, row * groups + group, low, high, &scale, &zero)) return 0;
+/* Codes of the group that begins at weight `at`. */
+INLINE void round_group(const Rounding *r, int64_t at, float scale, float zero, const int type,
+                        const int bits) {
     const int32_t half = 1 << (bits - 1);
     uint8_t *to = r->codes + at * bits / 8;
     for (int64_t k = 0; k < r->group; k += 16, to += 2 * bits) {
@@ -169,33 +170,43 @@ INLINE int round_group(const Rounding *r, int64_t row, int64_t group, v16f *fini
         code = (code | ((2 * half - 1 - code) >> 31)) & (2 * half - 1);
         put_codes(to, code, bits);
     }
-    return 1;
 }
 
-INLINE int round_row(const Rounding *r, int64_t row, const int type, const int bits) {
+/* Groups [first, end): all ranges, then all grids, then all codes. Within a group every step waits for
+ * the one before; those of many overlap. Returns 0 when a weight or a grid is not finite. */
+INLINE int round_groups(const Rounding *r, int64_t first, int64_t end, const int type,
+                        const int bits) {
+    float low[GROUPS_AT_ONCE], high[GROUPS_AT_ONCE], scale[GROUPS_AT_ONCE], zero[GROUPS_AT_ONCE];
+    int count = (int)(end - first), done = 1;
     v16f finite = {0};
-    for (int64_t group = 0; group < r->columns / r->group; group++)
-        if (!round_group(r, row, group, &finite, type, bits)) return 0;
+    for (int i = 0; i < count; i++)
+        range_of(r, (first + i) * r->group, low + i, high + i, &finite, type);
+    for (int i = 0; i < count; i++)
+        done &= fit_grid(r, first + i, low[i], high[i], scale + i, zero + i);
+    for (int i = 0; i < count; i++)
+        round_group(r, (first + i) * r->group, scale[i], zero[i], type, bits);
     float sum = 0;
     for (int i = 0; i < 16; i++) sum += finite[i];
-    return sum == 0;
+    return done && sum == 0;
 }
 
-INLINE int round_typed_row(const Rounding *r, int64_t row, const int bits) {
-    if (r->type == TYPE_BF16) return round_row(r, row, TYPE_BF16, bits);
-    if (r->type == TYPE_F16) return round_row(r, row, TYPE_F16, bits);
-    return round_row(r, row, TYPE_F32, bits);
+INLINE int round_typed_groups(const Rounding *r, int64_t first, int64_t end, const int bits) {
+    if (r->type == TYPE_BF16) return round_groups(r, first, end, TYPE_BF16, bits);
+    if (r->type == TYPE_F16) return round_groups(r, first, end, TYPE_F16, bits);
+    return round_groups(r, first, end, TYPE_F32, bits);
 }
 
 static void round_part(void *data, int64_t item) {
     Work *work = data;
     const Rounding *r = work->call;
-    int64_t first = ROWS_OF_PART * item, end = first + ROWS_OF_PART;
-    if (end > r->rows) end = r->rows;
-    for (int64_t row = first; row < end; row++) {
-        int done = r->bits == 4   ? round_typed_row(r, row, 4)
-                   : r->bits == 3 ? round_typed_row(r, row, 3)
-                                  : round_typed_row(r, row, 8);
+    int64_t groups = r->columns / r->group, row = ROWS_OF_PART * item;
+    int64_t rows = r->rows - row < ROWS_OF_PART ? r->rows - row : ROWS_OF_PART;
+    int64_t end = (row + rows) * groups; /* groups of a row, and rows, follow each other */
+    for (int64_t first = row * groups, last; first < end; first = last) {
+        last = first + GROUPS_AT_ONCE < end ? first + GROUPS_AT_ONCE : end;
+        int done = r->bits == 4   ? round_typed_groups(r, first, last, 4)
+                   : r->bits == 3 ? round_typed_groups(r, first, last, 3)
+                                  : round_typed_groups(r, first, last, 8);
         if (!done) __atomic_store_n(&work->refused, 1, __ATOMIC_RELAXED);
     }
 }
