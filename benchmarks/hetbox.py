@@ -5,12 +5,12 @@
     sudo .venv/bin/python benchmarks/hetbox.py FOLDER model edge
 
 Needs root and two cores (``scripts/hetbox``). Devices differ in speed (a share of a core's time,
-an older vector extension), in memory and in how far away they are. Every kind of device is profiled
-in its own box, ``llmpq-algo --method all`` plans each cluster, and the search plans again at the
-quality of every rival that loses more or less of it. Distinct plans are run: all of all clusters
-once before any a second time, and again only where it is close. ``edge`` runs plans with a little
-less and a little more memory than they are forecast to need. Every step goes on where it stopped;
-``hetbox_report.py`` tells what came out.
+an older vector extension), in memory and in how far away they are. Every kind of device is
+profiled, slowed ones in their own box; ``llmpq-algo --method all`` plans each cluster, and the
+search plans again at the quality of every rival that loses more or less of it. Distinct plans are
+run: all of all clusters once before any a second time, and again only where it is close. ``edge``
+runs plans with a little less and a little more memory than they are forecast to need. Every step
+goes on where it stopped; ``hetbox_report.py`` tells what came out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hetbox_report import AS, METHODS, SAME_QUALITY, close_ones, distinct, slug
 from llmpq.cli.profile_memory import even_plan
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.tables import read_latency_table, write_latency_table
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {
@@ -129,23 +130,44 @@ def make_model(options: argparse.Namespace) -> None:
 
 
 def measure_tables(options: argparse.Namespace) -> None:
-    """Profile every kind of device in its own box."""
+    """Profile every kind of device: whole ones beside a companion, slowed ones in their box."""
     folder = options.folder / "tables"
     folder.mkdir(exist_ok=True)
     for kind in KINDS:
         table = folder / f"{kind.name}.csv"
         if table.exists():
             continue
-        alone = {"schema": 1, "name": "one", "links": []}
-        alone["nodes"] = [{"name": "here", "devices": [kind.entry(profile=False)]}]
-        cluster = folder / f"{kind.name}.json"
-        cluster.write_text(json.dumps(alone))
         words = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
         words += ["--cpu_isa", kind.isa] if kind.isa else []
         words += ["--cpu_share", str(kind.share)] if kind.share else []
-        boxed("device", str(cluster), "here/cpu#0", "llmpq-profile", "layer", "--resume",
-              "--model", str(options.folder / "model"), "--points", "10", "--layers", "6", *words,
-              "--budget", str(options.budget), "--output", str(table))  # fmt: skip
+        profile = ("layer", "--resume", "--model", str(options.folder / "model"), "--points", "10",
+                   "--layers", "6", *words, "--budget", str(options.budget))  # fmt: skip
+        if kind.share is None:
+            core = str(min(os.sched_getaffinity(0)))
+            call([sys.executable, "-m", "llmpq.cli.profile", *profile, "--core", core,
+                  "--companions", "1", "--output", str(table)])  # fmt: skip
+            continue
+        cluster = folder / f"{kind.name}.json"
+        devices = [kind.entry(profile=False)]
+        nodes = [{"name": "here", "devices": devices}]
+        cluster.write_text(json.dumps({"schema": 1, "name": "one", "nodes": nodes, "links": []}))
+        alone = table.with_suffix(".alone.csv")
+        boxed("device", str(cluster), "here/cpu#0", "llmpq-profile", *profile,
+              "--output", str(alone))  # fmt: skip
+        add_company(alone, folder / f"{replace(kind, share=None).name}.csv", table)
+        alone.unlink()
+
+
+def add_company(alone: Path, whole: Path, table: Path) -> None:
+    """Write a slowed device's table with what company costs a whole one.
+
+    In its box a device has no second core to put a companion on; when it computes, it computes as
+    a whole one does, and so beside others.
+    """
+    measured = read_latency_table(alone)
+    company = dict(read_latency_table(whole).provenance)["company"]
+    provenance = (*measured.provenance, ("company", company), ("company of", whole.name))
+    write_latency_table(table, replace(measured, provenance=provenance))
 
 
 def make_plans(options: argparse.Namespace) -> None:

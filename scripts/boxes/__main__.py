@@ -28,7 +28,7 @@ START_S, WATCH_S = 0.004, 0.05
 """Seconds between two looks for new ranks: until all are there, and afterwards."""
 PORT = 29500
 _HELP = """\
-A device of "cpu_share": 0.5 computes in one of every two milliseconds, so its layers take twice as
+A device of "cpu_share": 0.5 computes in two of every four milliseconds, so its layers take twice as
 long; one of "memory_bytes": 600000000 is ended by the kernel beyond that, resident libraries
 included. With
 --links, every node of the cluster is a network namespace of its own, and the wire between two keeps
@@ -128,6 +128,7 @@ def _boxes(
             Pace(
                 begin=one.space.begin,
                 end=one.space.begin + one.space.share,
+                cores=one.space.cores,
                 pids=partial(pids_of, one.group),
             )
             for one in boxes

@@ -1,9 +1,11 @@
-"""Slower devices: processes that may compute in a part of every two milliseconds only.
+"""Slower devices: processes that may compute in a part of every four milliseconds only.
 
 A quota of the kernel limits an average: a worker that waits for its neighbours half of the time
 computes at full speed in the other half, so a stage of a pipeline is not slowed at all. A slower
 device is slow whenever it computes. So a pacer stops and continues the processes of a group, at
-real-time priority, and those that share a core in turn: measured in ``docs/hetbox.md``.
+real-time priority, and those that share a core in turn: measured in ``docs/hetbox.md``. A core that
+has nothing to do meanwhile would fall asleep and wake up late, so that a device alone were slower
+than one whose core another fills: a process that only runs when nobody else wants to keeps it up.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-PERIOD_S = 0.002
+PERIOD_S = 0.004
 REFRESH_S = 0.05
 """How often a group is asked for its processes."""
 _PRIORITY = 10
@@ -29,11 +32,13 @@ class Pace:
 
     Attributes:
         begin, end: in [0, 1].
+        cores: where the group computes.
         pids: tells the processes of the group.
     """
 
     begin: float
     end: float
+    cores: tuple[int, ...]
     pids: Callable[[], list[int]]
 
 
@@ -43,26 +48,41 @@ def paced(paces: Sequence[Pace]) -> Iterator[None]:
     if not paces:
         yield
         return
-    pacer = os.fork()
-    if pacer == 0:
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # ends with its parent; the janitor does the rest
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with contextlib.suppress(OSError):  # without the right to it, it is less exact
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_PRIORITY))
-        keep_pace(paces)
+    helpers = [_fork(lambda: keep_pace(paces))]
+    helpers += [_fork(partial(keep_awake, core)) for core in {c for p in paces for c in p.cores}]
     try:
         yield
     finally:
-        os.kill(pacer, signal.SIGKILL)
-        os.waitpid(pacer, 0)
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         for pace in paces:
             _send(pace.pids(), signal.SIGCONT)
 
 
+def _fork(work: Callable[[], None]) -> int:
+    """Do some work in a process of its own, which ends with this one; return its number."""
+    pid = os.fork()
+    if pid == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the janitor of the groups does the rest
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        work()
+        os._exit(1)
+    return pid
+
+
+def keep_awake(core: int) -> None:
+    """Compute for ever, when nobody else wants to."""
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while True:
+        pass
+
+
 def keep_pace(paces: Sequence[Pace]) -> None:
     """Stop and continue for ever."""
+    with contextlib.suppress(OSError):  # without the right to it, it is less exact
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_PRIORITY))
     start = time.monotonic()
     events = [
         (start + share * PERIOD_S, number, sign)

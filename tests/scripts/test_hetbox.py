@@ -18,7 +18,14 @@ from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.boxes.devices import RANK_NAME, has_begun, rank_of, spaces_of  # noqa: E402
+from scripts.boxes.devices import (  # noqa: E402
+    RANK_NAME,
+    _children_among_all,
+    children_of,
+    has_begun,
+    rank_of,
+    spaces_of,
+)
 from scripts.boxes.groups import groups  # noqa: E402
 
 CLUSTER = """{"schema": 1, "name": "box", "links": [], "nodes": [{"name": "here", "devices":
@@ -67,6 +74,16 @@ def test_more_than_the_host_has_is_refused(asked, cores, said):
 def test_only_workers_have_ranks():
     assert rank_of(os.getpid()) is None
     assert rank_of(2**22 + 1) is None
+
+
+@pytest.mark.parametrize("look", [children_of, _children_among_all])
+def test_children_are_found_and_nobody_else(look):
+    words = [sys.executable, "-c", "import sys; sys.stdin.readline()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        assert process.pid in look({os.getpid()})
+        assert os.getpid() not in look({os.getpid()})
+        assert look({process.pid}) == []
+        process.communicate(b"\n")
 
 
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")
