@@ -58,6 +58,7 @@ def _stage_record(plan: Plan, stage: StageAssignment, estimate: StageEstimate) -
         "rank": stage.rank,
         "device": plan.device_of(stage).label,
         "device_index": stage.device,
+        "phase": None if stage.phase is None else stage.phase.value,
         "first_layer": stage.first_layer,
         "end_layer": stage.end_layer,
         "bits": list(stage.bits),
@@ -159,8 +160,9 @@ def compact_bits(bits: Sequence[int]) -> str:
 
 
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the table of stages; with stages of either phase (WAA) a column says which."""
     rows: list[tuple[str, ...]] = [
-        ("rank", "device", "layers", "bits", "memory", "prefill", "decode")
+        ("rank", "device", *_phase(plan, "phase"), "layers", "bits", "memory", "prefill", "decode")
     ]
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
         layers = f"{stage.first_layer}-{stage.end_layer - 1}" if stage.num_layers else "none"
@@ -168,6 +170,7 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
             (
                 str(stage.rank),
                 plan.device_of(stage).label,
+                *_phase(plan, "both" if stage.phase is None else stage.phase.value),
                 layers,
                 compact_bits(stage.bits),
                 _memory_text(estimate.memory.total, estimate.capacity_bytes),
@@ -176,6 +179,10 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _phase(plan: Plan, cell: str) -> tuple[str, ...]:
+    return (cell,) if plan.is_split else ()
 
 
 def _memory_text(used: int, capacity: int) -> str:

@@ -9,8 +9,11 @@ from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.pareto import pareto_plans
+from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
+from llmpq.assigner.task import costs_of
 from llmpq.cli.front_plot import draw_front
-from llmpq.cli.report import compact_bits, front_table, memory_pair, plan_table
+from llmpq.cli.report import compact_bits, front_table, memory_pair, plan_record, plan_table
+from llmpq.spec.lengths import constant
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 MIB, GIB = 2**20, 2**30
@@ -40,6 +43,23 @@ def test_a_small_devices_row_shows_its_megabytes() -> None:
     text = plan_table(plan, {})
     stage = plan.estimate.stages[0]
     assert f"{stage.memory.total / MIB:.0f} of {stage.capacity_bytes / MIB:.0f} MiB" in text
+
+
+def test_stages_of_either_phase_say_which_they_are() -> None:
+    request = plan_request(cluster=cluster_of(("V100-32G", 1, 900), ("T4-16G", 1, 900)))
+    plan = make_plan(request)
+    assert "phase" not in plan_table(plan, {}).splitlines()[2].split()
+    laws = ScheduleRequest(
+        prompt_tokens=constant(request.workload.prompt_tokens),
+        new_tokens=constant(request.workload.new_tokens),
+    )
+    split = with_schedule(plan, costs_of(request, plan.cluster), laws, "waa")
+    head, *rows = plan_table(split, {}).splitlines()[2 : 3 + len(split.stages)]
+    assert head.split()[:3] == ["rank", "device", "phase"]
+    found = [row.split()[2] for row in rows]
+    assert found == [stage.phase.value for stage in split.stages]
+    assert set(found) == {"prefill", "decode"}
+    assert [one["phase"] for one in plan_record(split, None)["stages"]] == found
 
 
 def test_a_front_is_one_row_a_plan() -> None:
