@@ -17,7 +17,7 @@ import numpy as np
 
 from llmpq.assigner.decode import reprice
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra
-from llmpq.assigner.schedules.split import split_plans
+from llmpq.assigner.schedules.split import SHARINGS, Sharing, split_plans
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.assigner.split import excess_bytes
 from llmpq.batching import PipelineShape, make_policy, percentile
@@ -51,6 +51,7 @@ class ScheduleRequest:
         sla: what the bound is for (ExeGPT, Sec. 7.6). ``length``: an answer as long as the 99th
             percentile. ``queries``: 99 % of all requests.
         seed: of the simulated requests.
+        sharings: of WAA: layers by time (WAA-C), by memory (WAA-M), or whichever is better.
     """
 
     prompt_tokens: LengthDistribution
@@ -58,6 +59,7 @@ class ScheduleRequest:
     latency_bound_s: float = math.inf
     sla: Sla = "length"
     seed: int = 0
+    sharings: tuple[Sharing, ...] = SHARINGS
 
 
 Searched = Literal["rra", "waa"]
@@ -180,6 +182,7 @@ def _waa(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: flo
         costs,
         prompt=max(1, round(request.prompt_tokens.mean)),
         context=max(1, round(request.prompt_tokens.mean + request.new_tokens.mean / 2)),
+        sharings=request.sharings,
     ):
         task = _task(candidate, costs, request, bound_s)
         try:

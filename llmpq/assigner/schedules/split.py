@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Literal, get_args
 
 from llmpq.assigner.split import stage_memory
 from llmpq.costmodel import ClusterCosts
@@ -24,6 +25,10 @@ from llmpq.spec.plan import (
 )
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import default_schedule
+
+Sharing = Literal["time", "memory"]
+SHARINGS: tuple[Sharing, ...] = get_args(Sharing)
+"""By what a phase's layers are shared out: WAA-C by time, WAA-M by memory."""
 
 Cost = Callable[[int, int], float]
 """What layers ``[first, end)`` cost on one device; infinity where they do not fit."""
@@ -97,7 +102,14 @@ class _Share:
         return cost
 
 
-def split_plans(plan: Plan, costs: ClusterCosts, *, prompt: int, context: int) -> Iterator[Plan]:
+def split_plans(
+    plan: Plan,
+    costs: ClusterCosts,
+    *,
+    prompt: int,
+    context: int,
+    sharings: Sequence[Sharing] = SHARINGS,
+) -> Iterator[Plan]:
     """Yield plans with the layers and bits of ``plan`` and stages of either phase, as they fit.
 
     Their estimates and schedules are still to be made.
@@ -107,23 +119,22 @@ def split_plans(plan: Plan, costs: ClusterCosts, *, prompt: int, context: int) -
         costs: the cost models.
         prompt: mean prompt, and
         context: mean context in decode, by which time is shared out.
+        sharings: WAA-C, WAA-M, or both.
     """
     own = [stage.device for stage in plan.stages]
     order = [*own, *plan.dropped_devices]
     num_slots, num_layers = plan.workload.batch, plan.model.num_layers
     for count in range(1, len(order)):
-        ends = {(tuple(order[:-count]), tuple(order[-count:]))}
-        ends.add((tuple(order[count:]), tuple(order[:count])))
-        for decoders, encoders in sorted(ends):
+        for decoders, encoders in _ends(plan, order, count):
             rows = max(1, num_slots // (len(decoders) + 1))
-            for by_memory in (False, True):
+            for sharing in sharings:
                 decode = _Share(
                     plan=plan,
                     costs=costs,
                     phase=Phase.DECODE,
                     rows=rows,
                     tokens=context,
-                    by_memory=by_memory,
+                    by_memory=sharing == "memory",
                 )
                 encode = replace(decode, phase=Phase.PREFILL, rows=1, tokens=prompt)
                 first = len(decoders)
@@ -136,6 +147,25 @@ def split_plans(plan: Plan, costs: ClusterCosts, *, prompt: int, context: int) -
                 )
                 if cuts[0] is not None and cuts[1] is not None:
                     yield _assembled(plan, (decoders, encoders), (cuts[0], cuts[1]))
+
+
+def _ends(
+    plan: Plan, order: Sequence[int], encoders: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield devices that decode and that encode: either end, once where both ends are alike."""
+    found = sorted(
+        {
+            (tuple(order[:-encoders]), tuple(order[-encoders:])),
+            (tuple(order[encoders:]), tuple(order[:encoders])),
+        }
+    )
+    alike = set()
+    for one in found:
+        # Devices of one group are equal, and so are the links between them.
+        groups = tuple(tuple(plan.cluster.devices[device].group for device in end) for end in one)
+        if groups not in alike:
+            alike.add(groups)
+            yield one
 
 
 def evenly(costs: Sequence[Cost], num_layers: int) -> tuple[int, ...] | None:

@@ -88,6 +88,43 @@ def test_every_split_holds_both_copies_and_uses_every_device():
         assert one.dropped_devices == ()
 
 
+def test_ends_that_are_alike_are_tried_once():
+    plan, costs = problem()  # an L4, then two alike
+    found = [
+        ([s.device for s in one.stages], len(one.stages_of(Phase.PREFILL)))
+        for one in split_plans(plan, costs, prompt=20, context=26, sharings=("time",))
+    ]
+    assert len(found) == 4  # one or two encode, at either end: the ends differ
+    group = DeviceGroup(type="T4-16G", count=3, memory_bytes=2_000_000_000)
+    cluster = Cluster(name="c", nodes=(Node(name="n", devices=(group,)),))
+    alike = replace(plan, cluster=cluster)
+    same = replace(costs, cluster=cluster, specs=costs.specs[1:], latency=costs.latency[1:])
+    assert len(list(split_plans(alike, same, prompt=20, context=26, sharings=("time",)))) == 2
+
+
+def test_layers_are_shared_out_by_time_or_by_memory_and_the_better_is_taken():
+    plan, costs = problem()
+    (node,) = plan.cluster.nodes
+    large = replace(node.devices[0], memory_bytes=20_000_000_000)
+    nodes = (replace(node, devices=(large, node.devices[1])),)
+    plan = replace(plan, cluster=replace(plan.cluster, nodes=nodes))
+    rates = {
+        sharings: with_schedule(
+            plan, costs, replace(LAW, sharings=sharings), "waa"
+        ).schedule.estimate.requests_per_s
+        for sharings in (("time",), ("memory",), ("time", "memory"))
+    }
+    assert rates["time", "memory"] == max(rates.values())
+    cuts = {
+        sharing: {
+            tuple((stage.first_layer, stage.end_layer) for stage in one.stages)
+            for one in split_plans(plan, costs, prompt=20, context=26, sharings=(sharing,))
+        }
+        for sharing in ("time", "memory")
+    }
+    assert cuts["time"] != cuts["memory"]  # the first device holds ten times as much
+
+
 def test_a_plan_with_waa_is_priced_as_its_file_says():
     plan, costs = problem()
     made = with_schedule(plan, costs, LAW, "waa")
