@@ -33,6 +33,11 @@ def load_config(model_dir: Path | str) -> PreTrainedConfig:
         SpecError: no such file, not JSON, an unknown ``model_type``, a field that transformers
             refuses, or a model that is not a plain decoder.
     """
+    return load_skeleton(model_dir)[0]
+
+
+def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
+    """Return :func:`load_config`'s configuration and the map of its model, made on the way."""
     path = Path(model_dir) / "config.json"
     fields = _read_json_object(path)
     model_type = fields.get("model_type")
@@ -42,7 +47,7 @@ def load_config(model_dir: Path | str) -> PreTrainedConfig:
         config = CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # transformers validates with many exception types
         raise SpecError(f"{path}: transformers refuses this configuration: {error}") from error
-    return prepare_config(config)
+    return _prepared(config)
 
 
 def _read_json_object(path: Path) -> dict[str, object]:
@@ -65,6 +70,10 @@ def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
     Raises:
         SpecError: the model is not a decoder this package can cut into stages.
     """
+    return _prepared(config)[0]
+
+
+def _prepared(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton]:
     prepared = copy.deepcopy(config)
     _check_layers(prepared)
     model_type = prepared.model_type
@@ -72,11 +81,12 @@ def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
         raise SpecError(f"model family {model_type}: not supported: {REFUSED[model_type]}")
     if model_type not in CHECKED:
         _logger.warning("family %s was never checked against transformers", model_type)
-    chosen = Skeleton.of(prepared).model.config
+    skeleton = Skeleton.of(prepared)
+    chosen = skeleton.model.config
     prepared._attn_implementation = chosen._attn_implementation
     if hasattr(chosen, "_experts_implementation"):
         prepared._experts_implementation = chosen._experts_implementation
-    return prepared
+    return prepared, skeleton
 
 
 def _check_layers(config: PreTrainedConfig) -> None:

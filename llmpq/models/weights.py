@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.models.adapter import Skeleton
-from llmpq.models.config import load_config
+from llmpq.models.config import load_skeleton
 from llmpq.models.experts import find_stored, fused_source, is_expert_part
 from llmpq.models.master import Master
 from llmpq.models.sources import TORCH_DTYPES, TensorSource
@@ -49,9 +48,8 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path | str) -> None:
         self.directory = Path(model_dir)
-        self.config = load_config(self.directory)
+        self.config, self._skeleton = load_skeleton(self.directory)
         self.tensors = TensorFiles(self.directory)
-        self._skeleton = Skeleton.of(self.config)
         self._root = self._find_root()
 
     @property
