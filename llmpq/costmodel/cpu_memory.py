@@ -20,17 +20,19 @@ from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.spec.storage import needs_scratch
 from llmpq.units import MIB
 
-HEAP_FACTOR = 1.7
+HEAP_FACTOR = 1.5
 """Bytes the process takes for a byte of temporaries at their peak, beside ``FIRST_USE_BYTES``."""
-RAGGED_FACTOR = 3.4
+RAGGED_FACTOR = 2.6
 """Likewise where experts take turns: hardly a tensor has the size of the one before."""
-FIRST_USE_BYTES = 15_000_000
+FIRST_USE_BYTES = 8_000_000
 """What a first step leaves for good whatever its size: scratch of kernels, code of libraries."""
+MASTER_USE_BYTES = 4_000_000
+"""Likewise what embedding, projecting and choosing tokens leave on the master."""
 MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
-MESSAGES = 3
-"""Hidden states held on a ring beside a step's own: the buffer they arrive in, two on their way
-out. A pipeline of one stage holds its embedded tokens."""
+MESSAGES = 2
+"""Hidden states held on a ring beside a step's own: the buffer they arrive in, and those of the
+micro-batch before on their way out. A pipeline of one stage holds its embedded tokens."""
 MATRICES_UNDER_WAY = 3
 """16-bit matrices a loader holds beside what it has placed (``quant.loader``)."""
 EXPERT_SHARE = 2.0
@@ -38,7 +40,12 @@ EXPERT_SHARE = 2.0
 EAGER_ATTENTION = ("bloom", "gemma2")
 """Families whose attention writes out its scores (alibi added, or scores capped)."""
 STEPWISE_ACTIVATION = ("bloom", "phi")
-"""Families whose activation is a formula of tensor operations, with five tensors alive."""
+"""Families whose activation is a formula of tensor operations, with four or five tensors alive."""
+
+SLOT_LANES, MOST_SLOT_DIM = 16, 256
+"""Heads that ``kernels.slot_attention`` takes: of a multiple of the one size, up to the other."""
+INDEX_BYTES = 48
+"""Positions and places in the slots of one row of a step: six 64-bit integers."""
 
 Moment = list[int]
 """Bytes of each tensor alive at once."""
@@ -86,6 +93,7 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int
             found.append(_resident(_logits(step)))
         worst = max(worst, messages + max(found))
     kept = FIRST_USE_BYTES + _scratch_bytes(steps[0].model, steps[0].dtype)
+    kept += MASTER_USE_BYTES if is_master else 0
     return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
 
 
@@ -101,6 +109,14 @@ def loading_bytes(model: ModelSpec) -> int:
         if op.quantizable
     )
     return MATRICES_UNDER_WAY * 2 * largest
+
+
+def live_bytes(step: Step) -> int:
+    """Return the most bytes of tensors alive at once in a layer, what it was given among them."""
+    return max(
+        sum(_shared(step, layer)) + max(map(sum, _moments(step, layer)))
+        for layer in step.model.layer_types
+    )
 
 
 def read_buffer_bytes(steps: Sequence[Step]) -> int:
@@ -121,57 +137,96 @@ def _resident(moment: Moment, factor: float = HEAP_FACTOR) -> int:
 
 def _layer_bytes(step: Step, layer: LayerSpec) -> int:
     """Return the bytes taken at the worst moment of a layer."""
-    moments = [
+    shared = sum(_shared(step, layer))  # taken first, so no holes between
+    *dense, last = _moments(step, layer)
+    factor = RAGGED_FACTOR if _has_experts(layer) else HEAP_FACTOR
+    return shared + max(*map(_resident, dense), _resident(last, factor))
+
+
+def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
+    """Return what is alive in a layer's worst statements, its feed-forward last."""
+    found = [
         [step.hidden, *[step.of(step.model.hidden_size, 4)] * 2],  # a norm in float32
         _attention(step, layer),
         *_products(step, layer),
     ]
-    if any(op.count > 1 for op in layer.linears if op.quantizable):
-        return max(*map(_resident, moments), _resident(_experts(step, layer), RAGGED_FACTOR))
-    return max(map(_resident, [*moments, _feed_forward(step, layer)]))
+    if step.kv_bits == 8 and not _reads_in_place(step, layer):
+        found.append(_quantized_slots(step, layer))
+    return [*found, _experts(step, layer) if _has_experts(layer) else _feed_forward(step, layer)]
+
+
+def _has_experts(layer: LayerSpec) -> bool:
+    return any(op.count > 1 for op in layer.linears if op.quantizable)
+
+
+def _shared(step: Step, layer: LayerSpec) -> Moment:
+    """What all layers of a step share: cosines, sines, and where rows and tokens lie."""
+    return [step.of(layer.head_dim)] * 2 + [INDEX_BYTES * step.rows]
 
 
 def _attention(step: Step, layer: LayerSpec) -> Moment:
-    """Queries, keys and values, rotated too, and the output; or scores, where they are written.
+    """Queries and keys being rotated, or keys repeated for groups; or scores, where written out.
 
-    A decode step's rows are of unlike length and their slots anywhere: keys and values are picked
-    from the slots, and where heads are grouped, repeated for every query head.
+    Where the slots' own kernel attends, nothing is picked from them in decode. Elsewhere rows are
+    of unlike length and their slots anywhere: keys and values are picked, and where heads are
+    grouped, repeated for every query head.
     """
     value_bytes = DTYPE_BYTES[step.dtype]
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    own = [step.hidden, *[step.of(query)] * 3, *[step.of(key)] * 2]
     cached = step.batch * step.context * value_bytes
     mask = step.rows * step.context * value_bytes
+    picked = [cached * key] * 2
+    repeated = [cached * query] * 2 if key < query else []
+    own = [*[step.hidden] * 2, *[step.of(query)] * 4, *[step.of(key)] * 2]
     if step.model.family in EAGER_ATTENTION:
         scores = step.rows * layer.num_heads * step.context
-        return [*own[:5], mask, *[scores * value_bytes] * 2, *[scores * 4] * 2]
-    if step.tokens > 1:
+        own = [*[step.hidden] * 2, *[step.of(query)] * 2, *[step.of(key)] * 2]
+        return [*own, *picked, *repeated, mask, *[scores * value_bytes] * 2, *[scores * 4] * 2]
+    if step.tokens > 1 or _reads_in_place(step, layer):
         return own
-    picked = [cached * key] * 2 if step.kv_bits != 8 else [cached * key // value_bytes]
-    repeated = [cached * query] * 2 if key < query else []
+    if step.kv_bits == 8:
+        picked = [cached * key // value_bytes]
     return [*own, mask, *picked, *repeated]
 
 
+def _reads_in_place(step: Step, layer: LayerSpec) -> bool:
+    """Whether a decode step's attention reads the slots where they lie (``slot_attention``)."""
+    fits = layer.head_dim % SLOT_LANES == 0 and layer.head_dim <= MOST_SLOT_DIM
+    return step.tokens == 1 and fits and step.model.family not in EAGER_ATTENTION
+
+
+def _quantized_slots(step: Step, layer: LayerSpec) -> Moment:
+    """New keys and values on their way to 8 bits (``dist.kv_store``): joined, in float32 twice."""
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    both = step.of(2 * key)
+    wide = step.of(2 * key, 4)
+    scales = step.of(2 * layer.num_kv_heads, 4 + 4 + 2)
+    new = [step.of(query), *[step.of(key)] * 2]
+    return [*[step.hidden] * 2, *new, both, wide, wide, step.of(2 * key, 1), scales]
+
+
 def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
-    """The inner tensors of the feed-forward, beside the residual and the normed copy."""
+    """The inner tensors of the feed-forward, beside the layer's input, the residual, the normed."""
     *ups, down = [op for op in layer.linears if not _is_attention(op)]
     inner = step.of(down.in_features)
     residual = [step.hidden] * 2
     if step.model.family in STEPWISE_ACTIVATION:
-        heads = layer.num_heads if step.model.family in EAGER_ATTENTION else 0
-        kept = step.rows * heads * step.context * DTYPE_BYTES[step.dtype]  # attention's weights
-        return [*residual, kept, *[inner] * 5]
+        if step.model.family not in EAGER_ATTENTION:
+            return [*residual, step.hidden, *[inner] * 4]
+        kept = step.rows * layer.num_heads * step.context * DTYPE_BYTES[step.dtype]
+        return [*residual, kept, *[inner] * 5]  # attention's weights are still there
     if sum(op.out_features for op in ups) == down.in_features:
-        return [step.hidden, inner, inner]
+        return [*residual, inner, inner]
     joined = [2 * inner] if len(ups) == 1 else [inner]
-    return [*residual, *joined, inner, inner]  # gate and up, or up; activated gate; product
+    # Gate and up, or up; activated gate; product.
+    return [*residual, step.hidden, *joined, inner, inner]
 
 
 def _experts(step: Step, layer: LayerSpec) -> Moment:
     """One expert after the other, each on the rows that chose it; their sum besides."""
     *_, down = [op for op in layer.linears if op.count > 1]
     inner = math.ceil(step.of(down.in_features) * _share(down))
-    return [*[step.hidden] * 3, 2 * inner, inner, inner]
+    return [*[step.hidden] * 4, 2 * inner, inner, inner]
 
 
 def _share(op: LinearSpec) -> float:

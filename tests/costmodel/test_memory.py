@@ -1,16 +1,10 @@
-"""Bytes against the paper's formulas, against each other, and against tensors that really lived."""
-
-import json
-import weakref
+"""Bytes against the paper's formulas, against each other, and against what a loaded layer keeps."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmpq.costmodel.cpu_memory import FIRST_USE_BYTES, loading_bytes
 from llmpq.costmodel.memory import (
     layer_kv_bytes,
     layer_weight_bytes,
@@ -18,7 +12,7 @@ from llmpq.costmodel.memory import (
     temporary_bytes,
 )
 from llmpq.dist.kv_cache import KVCache
-from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
+from llmpq.models import build_layer, kv_shapes, load_config
 from llmpq.quant.layer import quantize_layer_, stored_bytes
 from llmpq.quant.linear import QuantLinear
 from llmpq.spec import catalog
@@ -145,100 +139,3 @@ def test_scores_that_are_written_out_grow_with_the_square_of_the_prompt():
         for tokens in (2048, 4096)
     )
     assert long > 3 * short
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all tensor memory that operators allocate, while it lives."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = {one.untyped_storage()._cdata for one in known}
-        self.sizes = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in _pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor.untyped_storage())
-        return out
-
-    def see(self, storage):
-        key = storage._cdata
-        if key not in self.known and key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.peak = max(self.peak, sum(self.sizes.values()))
-            weakref.finalize(storage, self.sizes.pop, key, None)
-
-
-SIZES = {
-    "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8, "vocab_size": 100,
-    "max_position_embeddings": 512,
-}  # fmt: skip
-GATED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 352}
-LIVE = {
-    "llama": {**GATED, "model_type": "llama"},
-    "gemma2": {**GATED, "model_type": "gemma2", "head_dim": 16},
-    "mixtral": {**GATED, "model_type": "mixtral"},
-    "phi": {**SIZES, "model_type": "phi", "intermediate_size": 512},
-    "opt": {**SIZES, "model_type": "opt", "ffn_dim": 512},
-    "bloom": {
-        "model_type": "bloom", "hidden_size": 128, "n_layer": 1, "n_head": 8, "vocab_size": 100,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("bits", [16, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", LIVE)
-def test_temporary_bytes_cover_what_really_lived(tmp_path, family, dtype, bits):
-    (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))
-    config, model = load_config(tmp_path), load_model_dir(tmp_path)
-    layer = random_layer(config)
-    quantize_layer_(layer, bits, dtype)
-    workload = Workload(batch=8, prompt_tokens=250, new_tokens=50)
-    stage = DecoderStage(config, [layer], 0)
-    cache = KVCache(kv_shapes(config, 0, 1), 0, num_slots=8, max_tokens=300, dtype=dtype)
-    slots = [tensor for store in cache._layers for tensor in (store._keys, store._values)]
-    known = [*stage.parameters(), *stage.buffers(), *slots]
-    worst = 0
-    # Rows of unlike length in slots out of order: masks are built and slots are copied.
-    for rows, width, starts, counts in (
-        (4, 250, [0] * 4, [250, 249, 248, 247]),
-        (8, 1, [299 - row for row in range(8)], [1] * 8),
-    ):
-        batch = MicroBatch.build(list(range(rows))[::-1], starts, counts)
-        hidden = torch.randn(rows, width, 128).to(dtype)
-        with LiveTensors(known) as live:
-            stage(hidden, batch, cache)
-        worst = max(worst, live.peak)
-    predicted = temporary_bytes(
-        model,
-        workload,
-        MicroBatching(prefill=4, decode=8),
-        dtype=str(dtype).removeprefix("torch."),
-        device_kind="cpu",
-        is_master=False,
-    )
-    assert worst <= predicted
-    # Not absurdly much beside what a first step leaves.
-    assert predicted - FIRST_USE_BYTES < 6 * worst
-
-
-def test_a_small_step_takes_what_loading_took():
-    tiny = Workload(batch=1, prompt_tokens=1, new_tokens=1)
-    assert peak(OPT_30B, 1, 1, tiny, kind="cpu") == loading_bytes(OPT_30B)
-    assert loading_bytes(OPT_30B) == 3 * 2 * 7168 * 4 * 7168  # three matrices at 16 bits
-
-
-def test_an_expert_is_counted_on_twice_its_share_of_the_rows():
-    fewer, more = (
-        model_from_config({**LIVE["mixtral"], "num_local_experts": count}, "m", "here")
-        for count in (4, 64)
-    )
-    work = Workload(batch=8, prompt_tokens=500, new_tokens=2)
-    dense = model_from_config(LIVE["llama"], "m", "here")
-    sizes = [peak(one, 8, 8, work, "bfloat16", "cpu") for one in (dense, fewer, more)]
-    # With 4 experts, 2 of them chosen, one of them may see every row.
-    assert sizes[0] <= sizes[1]
-    assert sizes[2] < sizes[1]
