@@ -25,6 +25,7 @@ from llmpq.batching.base import (
     WaitingRequest,
     check_decision,
 )
+from llmpq.batching.drift import DriftWatch
 from llmpq.errors import CapacityError, LlmpqError
 from llmpq.spec.precision import Phase
 
@@ -94,10 +95,14 @@ class RequestBook:
     Args:
         policy: decides.
         num_slots: sequences that may hold a slot at once.
+        watch: is told of every answer that begins and ends, ``None`` for nobody.
     """
 
-    def __init__(self, *, policy: BatchingPolicy, num_slots: int) -> None:
+    def __init__(
+        self, *, policy: BatchingPolicy, num_slots: int, watch: DriftWatch | None = None
+    ) -> None:
         self._policy = policy
+        self._watch = watch
         self._slots = SlotPool(num_slots)
         self._waiting: deque[WaitingRequest] = deque()
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
@@ -210,6 +215,8 @@ class RequestBook:
             if complete and not before.is_finished:
                 finished.append(before.request)
                 self._unfinished -= 1
+                if self._watch is not None:
+                    self._watch.ends(before.request, after.new_tokens)
             if after.is_finished and not self._policy.holds_finished:
                 self._slots.release(slot)
             else:
@@ -241,6 +248,8 @@ class RequestBook:
                 passed_over.append(item)
         self._waiting.extendleft(reversed(passed_over))
         self._unfinished += len(requests)
+        if self._watch is not None:
+            self._watch.begin(requests)
         return [
             ReadySequence(
                 request=request,

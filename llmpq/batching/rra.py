@@ -29,10 +29,8 @@ class RraPolicy:
     def __init__(
         self, *, admission: Admission, decode_iterations: int, micro_batching: MicroBatching
     ) -> None:
-        if decode_iterations < 1:
-            raise SpecError(f"RRA: found {decode_iterations} decode iterations, expected 1 or more")
         self._admission = admission
-        self._decode_iterations = decode_iterations
+        self.adjust(decode_iterations)
         self._sizes = micro_batching
         self._to_encode = 0  # requests that this cycle may still encode
         self._made: dict[int, int] = {}  # request -> tokens this cycle, in flight counted
@@ -41,6 +39,16 @@ class RraPolicy:
     def holds_finished(self) -> bool:
         """A finished sequence leaves its slot at once."""
         return False
+
+    def adjust(self, decode_iterations: int) -> None:
+        """Encode more often, or more rarely, from the next decision on.
+
+        Raises:
+            SpecError: less than one iteration.
+        """
+        if decode_iterations < 1:
+            raise SpecError(f"RRA: found {decode_iterations} decode iterations, expected 1 or more")
+        self._decode_iterations = decode_iterations
 
     def decide(self, view: SchedulerView) -> Decision:
         """Go on with the cycle, or begin the next one."""

@@ -17,11 +17,17 @@ from llmpq.cli import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
 from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
-from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
+from llmpq.cli.policy_options import (
+    add_drift_options,
+    add_policy_options,
+    prediction_of,
+    schedule_of,
+)
 from llmpq.cli.run_plot import draw_run
 from llmpq.cli.store_options import add_store_options, store_directory, store_limit_bytes
 from llmpq.dist import check_job, model_dir_of, run_job
-from llmpq.dist.job import Job, Sampling
+from llmpq.dist.drifting import drift_message, drift_of_run, lengths_of, write_lengths
+from llmpq.dist.job import DriftHandling, Job, Sampling
 from llmpq.dist.launch import rank_environment
 from llmpq.dist.measurement import Measurement
 from llmpq.dist.progress import BarProgress, SilentProgress
@@ -29,10 +35,13 @@ from llmpq.dist.prompts import sort_prompts
 from llmpq.dist.quantizer import quantizer_of
 from llmpq.dist.report import build_report, format_report
 from llmpq.errors import SpecError
+from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.schedule import Schedule
+
+logger = get_logger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_fault_options(parser)
     add_policy_options(parser)
+    add_drift_options(parser)
     add_store_options(parser.add_argument_group("loading"))
     hosts = add_host_options(parser)
     hosts.add_argument(
@@ -97,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
     measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)
     if measurement is None:
         return 0
-    _report(plan, measurement, options)
+    _report(plan, measurement, job, options)
     return outcome(measurement)
 
 
@@ -137,7 +147,13 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         kernel=options.kernel,
         pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
+        drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
     )
+
+
+def _lengths_file(options: argparse.Namespace) -> Path:
+    """Return where the answers' lengths are written: as told, else beside the results."""
+    return Path(options.lengths_out or f"{options.output}.lengths.json").resolve()
 
 
 def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
@@ -185,9 +201,18 @@ def _variable(name: str) -> int:
     return int(text)
 
 
-def _report(plan: Plan, measurement: Measurement, options: argparse.Namespace) -> None:
+def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
     """Print what was predicted against what was measured; write and draw it where asked."""
+    assert job.schedule is not None  # ``_job`` says which
     report = build_report(plan, measurement)
+    drift = drift_of_run(job.schedule, measurement)
+    if drift is not None:
+        report["drift"] = drift.to_json(measurement.adjusted)
+    has_drifted = drift is not None and drift.is_notable
+    if measurement.records and (has_drifted or options.lengths_out is not None):
+        write_lengths(_lengths_file(options), lengths_of(measurement))
+    if drift is not None and has_drifted:
+        logger.warning("%s", drift_message(drift, job.schedule, job.drift, measurement.adjusted))
     report["quantizer"] = quantizer_of(model_dir_of(plan, options.model))
     if options.report is not None:
         write_text(options.report, dump_json(report))

@@ -42,6 +42,22 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_drift_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a run does when answers leave the lengths that its schedule was made for."""
+    group = parser.add_argument_group("drift of answer lengths (schedules of rra and waa)")
+    group.add_argument(
+        "--replan",
+        action="store_true",
+        help="rra: encode as often as the answers' lengths ask for, without loading anew",
+    )
+    group.add_argument(
+        "--lengths_out",
+        metavar="FILE.json",
+        help="write the lengths of all answers, for llmpq-algo --lengths (default: beside "
+        "--output, and only when they have drifted)",
+    )
+
+
 def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[int]) -> Schedule:
     """Return the schedule to run: the one asked for, else the strategy's, else hybrid.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.batching import PipelineShape, make_policy
-from llmpq.batching.drift import Drift, drift_of
+from llmpq.batching.drift import Drift, DriftWatch, drift_of, drift_words, watch_of
 from llmpq.batching.length import make_predictor
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.fit_cache import fit_cache
@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--replan",
         action="store_true",
-        help="with an RRA schedule: encode as often as these requests' lengths ask for",
+        help="with an RRA schedule: when answers leave the lengths it was made for, encode as "
+        "often as theirs ask for, as llmpq-dist --replan does",
     )
     parser.add_argument("--trace_out", metavar="FILE.json", help="write the timeline for Perfetto")
     return parser
@@ -80,9 +81,6 @@ def _run(options: argparse.Namespace) -> int:
     trace, skipped = _fitting(_requests(options, plan), plan, options.too_long)
     answers = [item.new_tokens for item in trace]
     schedule = schedule_of(options, plan, answers)
-    drift = drift_of(schedule, answers)
-    if drift is not None and options.replan:
-        schedule = drift.suggested
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
@@ -90,26 +88,30 @@ def _run(options: argparse.Namespace) -> int:
     )
     prompts = [item.prompt_tokens for item in trace]
     predictor = make_predictor(prediction_of(options), prompts, answers)
+    policy = make_policy(schedule, shape, predictor)
+    watch = watch_of(schedule, policy, replans=options.replan)
     report = simulate(
         _costs(plan, options.profile),
-        make_policy(schedule, shape, predictor),
+        policy,
         trace,
         num_slots=plan.workload.batch,
         with_activities=options.trace_out is not None,
+        watch=watch,
     )
     if options.trace_out is not None:
         write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))
     record = {"policy": schedule.policy, "skipped": skipped, **report.to_json()}
-    if drift is not None:
-        record["drift"] = _drift_record(drift)
+    drift = drift_of(schedule, answers)
+    if drift is not None and watch is not None:
+        record["drift"] = drift.to_json(watch.adjusted)
     for stage, name in zip(record["stages"], _stage_names(plan), strict=True):
         stage["device"] = name
     if options.json:
         print_json(record)
     else:
         print(_text(plan, record, report))
-        if drift is not None and drift.is_notable:
-            print(_drift_text(drift, is_replanned=options.replan))
+        if drift is not None and watch is not None and drift.is_notable:
+            print(_drift_text(drift, watch))
     return 0
 
 
@@ -190,30 +192,16 @@ def _stage_names(plan: Plan) -> list[str]:
     return [plan.device_of(stage).label for stage in plan.stages]
 
 
-def _drift_record(drift: Drift) -> dict[str, Any]:
-    return {
-        "expected_phases": drift.expected_phases,
-        "observed_phases": drift.observed_phases,
-        "expected_longest": drift.expected_longest,
-        "observed_longest": drift.observed_longest,
-        "is_notable": drift.is_notable,
-        "suggested_decode_iterations": drift.suggested.decode_iterations,
-    }
-
-
-def _drift_text(drift: Drift, *, is_replanned: bool) -> str:
-    longest = ""
-    if drift.expected_longest is not None:
-        longest = (
-            f", the 99th percentile has {drift.observed_longest} tokens instead of "
-            f"{drift.expected_longest}"
-        )
-    advice = "played with" if is_replanned else "try --replan, which takes"
+def _drift_text(drift: Drift, watch: DriftWatch) -> str:
+    if watch.adjusted:
+        advice = f"went on with {', '.join(map(str, watch.adjusted))} decode iterations"
+    elif drift.suggested is not None:
+        advice = f"--replan would take {drift.suggested.decode_iterations} decode iterations"
+    else:
+        advice = "other stages would suit them"
     return (
-        f"drift          answers stay for {drift.observed_phases:.2f} encodings, the schedule is "
-        f"for {drift.expected_phases:.2f} ({drift.change:+.0%}){longest}; {advice} "
-        f"{drift.suggested.decode_iterations} decode iterations; a bound is kept only by a new "
-        "search (llmpq-algo --policy rra --lengths)"
+        f"drift          {drift_words(drift)}; {advice}; a bound is kept only by a new search "
+        "(llmpq-algo --policy, with --lengths of these)"
     )
 
 

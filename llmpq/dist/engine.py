@@ -29,6 +29,7 @@ from llmpq.batching import (
     WaitingRequest,
     straight_ways,
 )
+from llmpq.batching.drift import DriftWatch
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.flights import Answer, Sent, Split, record_of
 from llmpq.dist.messages import Frame, FrameKind, Row
@@ -62,6 +63,7 @@ class EngineStats:
         elapsed_s: from the first micro-batch sent off to the last token.
         prefill_s: of these, until the last prompt's first token.
         records: when each request came, began and ended, by number.
+        adjusted: decode iterations that the policy was given in the run, one after the other.
     """
 
     requests: int
@@ -69,6 +71,7 @@ class EngineStats:
     elapsed_s: float
     prefill_s: float
     records: tuple[RequestRecord, ...]
+    adjusted: tuple[int, ...] = ()
 
 
 class MasterEngine:
@@ -83,6 +86,7 @@ class MasterEngine:
         clock: collects the master's busy times.
         num_slots: KV slots of every stage.
         split: for prefill and decode stages of their own; ``None`` where they do both.
+        watch: compares answers with the policy's schedule; ``None`` for nobody.
     """
 
     def __init__(  # noqa: PLR0913  the parts a pipeline's head is made of
@@ -96,6 +100,7 @@ class MasterEngine:
         clock: StageClock,
         num_slots: int,
         split: Split | None = None,
+        watch: DriftWatch | None = None,
     ) -> None:
         self._master = master
         self._runners = dict.fromkeys(Phase, runner)
@@ -103,7 +108,8 @@ class MasterEngine:
         self._communicator = communicator
         self._sampler = sampler
         self._clock = clock
-        self._book = RequestBook(policy=policy, num_slots=num_slots)
+        self._book = RequestBook(policy=policy, num_slots=num_slots, watch=watch)
+        self._watch = watch
         self._holds_finished = policy.holds_finished
         self._ways = straight_ways(1 if communicator is None else len(communicator.names))
         way: deque[Sent] = deque()
@@ -153,6 +159,7 @@ class MasterEngine:
             elapsed_s=self._now_s(),
             prefill_s=self._prefill_s,
             records=tuple(sorted(self._records, key=lambda record: record.request)),
+            adjusted=() if self._watch is None else self._watch.adjusted,
         )
 
     def _now_s(self) -> float:

@@ -74,6 +74,22 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DriftHandling:
+    """What is done when answers are not those that the schedule was made for.
+
+    Attributes:
+        replans: whether RRA goes on with another number of decode iterations.
+        lengths: where the lengths seen are written, for a new search; ``None`` for nowhere.
+    """
+
+    replans: bool = False
+    lengths: Path | None = None
+
+
+TOLD_ONLY = DriftHandling()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run.
 
@@ -97,6 +113,7 @@ class Job:
         store_limit_bytes: what it may hold.
         kernel: backend that multiplies wherever it can run; ``None`` leaves it to the registry.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
+        drift: what is done when answers are not those that the schedule was made for.
         skips_bad_prompts: whether prompts that cannot be served are put aside and told of, instead
             of ending the run before it begins.
         launcher_pid: the process that started the workers of this host; they end with it.
@@ -121,6 +138,7 @@ class Job:
     kernel: str | None = None
     pins_workers: bool = True
     skips_bad_prompts: bool = False
+    drift: DriftHandling = TOLD_ONLY
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:
@@ -177,6 +195,7 @@ def read_job(path: Path) -> Job:
         kernel=fields.optional_text("kernel"),
         pins_workers=fields.flag("pins_workers"),
         skips_bad_prompts=fields.flag("skips_bad_prompts"),
+        drift=_drift(fields.child("drift")),
         launcher_pid=fields.integer("launcher_pid"),
     )
     fields.done()
@@ -211,6 +230,10 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "kernel": job.kernel,
         "pins_workers": job.pins_workers,
         "skips_bad_prompts": job.skips_bad_prompts,
+        "drift": {
+            "replans": job.drift.replans,
+            "lengths": None if job.drift.lengths is None else str(job.drift.lengths),
+        },
         "launcher_pid": job.launcher_pid,
     }
 
@@ -239,6 +262,12 @@ def _prediction(fields: Fields) -> Prediction:
     )
     fields.done()
     return prediction
+
+
+def _drift(fields: Fields) -> DriftHandling:
+    drift = DriftHandling(replans=fields.flag("replans"), lengths=_optional_path(fields, "lengths"))
+    fields.done()
+    return drift
 
 
 def _meeting(fields: Fields) -> Meeting:

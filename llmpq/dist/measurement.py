@@ -176,6 +176,7 @@ class Measurement:
             looked.
         policy: the batching policy that was obeyed.
         records: when each request came, began and ended.
+        adjusted: decode iterations that RRA was given in the run, one after the other.
         not_served: requests that had not begun when the run was told to end.
         refused: prompts that could not be served, each with where it stands and why.
         restarts: what befell the run before the ranks that measured this were started.
@@ -189,6 +190,7 @@ class Measurement:
     prefill_s: float | None = None
     policy: str = "hybrid"
     records: tuple[RequestRecord, ...] = ()
+    adjusted: tuple[int, ...] = ()
     not_served: int = 0
     refused: tuple[str, ...] = ()
     restarts: tuple[Restart, ...] = ()
@@ -204,6 +206,7 @@ class Measurement:
             "policy": self.policy,
             "stages": [stage.to_json() for stage in self.stages],
             "records": [asdict(record) for record in self.records],
+            "adjusted": list(self.adjusted),
             "not_served": self.not_served,
             "refused": list(self.refused),
         }
@@ -220,6 +223,7 @@ def measurement_from_fields(fields: Fields) -> Measurement:
         prefill_s=fields.optional_number("prefill_s"),
         policy=fields.text("policy"),
         records=tuple(_record(record) for record in fields.children("records")),
+        adjusted=tuple(int(one) for one in fields.items("adjusted")),
         not_served=fields.integer("not_served"),
         refused=tuple(str(text) for text in fields.items("refused")),
     )

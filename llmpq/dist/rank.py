@@ -18,10 +18,11 @@ from transformers import PreTrainedConfig
 from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.allocator import keep_memory
 from llmpq.dist.communicator import Communicator
+from llmpq.dist.drifting import watch_for
 from llmpq.dist.engine import Leave, MasterEngine, OnFinish
 from llmpq.dist.failures import stage_name
 from llmpq.dist.flights import split_of
-from llmpq.dist.job import Sampling, check_plan
+from llmpq.dist.job import TOLD_ONLY, DriftHandling, Sampling, check_plan
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.kv_store import token_bytes
 from llmpq.dist.kv_transfer import KVInlet, KVOutlet, door_of
@@ -60,16 +61,15 @@ class RankContext:
         rank: which of its stages this is.
         model_dir: where the weights are.
         communicator: the ring, ``None`` when there is only one stage.
-        outlets, inlets: its ends of the links for keys and values, where prefill and decode have
-            stages of their own.
+        outlets, inlets: its ends of the links for keys and values of a split plan (WAA).
         step_timeout_s: how long those links may be silent while somebody waits.
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
-        store: layers quantized by earlier runs.
-        kernel: backend to prefer; ``None`` leaves it to the registry.
+        store, kernel: layers quantized by earlier runs; backend to prefer, ``None`` for any.
         recorder: keeps what this rank did when.
         schedule: the batching policy to obey; ``None`` is the plan's own.
         prediction: what policies are told of answer lengths.
+        drift: what is done when answers are not those that the schedule was made for.
         leave: asked at every step whether to begin no further request.
     """
 
@@ -84,6 +84,7 @@ class RankContext:
     recorder: Recorder | None = None
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
+    drift: DriftHandling = TOLD_ONLY
     leave: Leave | None = None
     outlets: Sequence[KVOutlet] = ()
     inlets: Sequence[KVInlet] = ()
@@ -341,9 +342,9 @@ class _Master:
             clock=self._clock,
             num_slots=plan.workload.batch,
             split=split_of(plan, self._device),
+            watch=watch_for(self._schedule, policy, context.drift),
         )
-        self._made = 0
-        self._expected = 0
+        self._made = self._expected = 0
 
     def run(self, on_finish: OnFinish) -> Measurement:
         """Answer the requests and gather what every stage measured."""
@@ -367,6 +368,7 @@ class _Master:
             prefill_s=made.prefill_s,
             policy=self._schedule.policy,
             records=made.records,
+            adjusted=made.adjusted,
             not_served=len(self._requests) - made.requests,
         )
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from llmpq.batching import BatchingPolicy, RequestBook, RequestRecord, Step, Wait, WaitingRequest
+from llmpq.batching.drift import DriftWatch
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import Hop, Shape, StepCosts, mean_shape
 from llmpq.sim.report import Activity, SimReport
@@ -36,6 +37,7 @@ def simulate(
     *,
     num_slots: int,
     with_activities: bool = False,
+    watch: DriftWatch | None = None,
 ) -> SimReport:
     """Play a trace.
 
@@ -45,11 +47,13 @@ def simulate(
         trace: requests in order of arrival.
         num_slots: sequences that may hold a slot at once.
         with_activities: keep every block of work, for a timeline.
+        watch: compares answers with the policy's schedule, as in the runtime.
 
     Raises:
         LlmpqError: the policy makes a decision that is not allowed, or never ends.
     """
-    return _Simulation(costs, policy, trace, num_slots, with_activities).run()
+    book = RequestBook(policy=policy, num_slots=num_slots, watch=watch)
+    return _Simulation(costs, book, trace, with_activities).run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,16 +90,15 @@ class _Simulation:
     def __init__(
         self,
         costs: StepCosts,
-        policy: BatchingPolicy,
+        book: RequestBook,
         trace: Sequence[TraceRequest],
-        num_slots: int,
         with_activities: bool,
     ) -> None:
         self._costs = costs
         self._layout = costs.layout
         self._ways = self._layout.ways
         self._trace = trace
-        self._book = RequestBook(policy=policy, num_slots=num_slots)
+        self._book = book
         self._workers = [
             _Worker(rank=rank, host=self._layout.hosts[rank], threads=self._layout.threads[rank])
             for rank in range(self._layout.num_ranks)

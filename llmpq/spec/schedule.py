@@ -47,6 +47,7 @@ class Schedule:
         decode_iterations: RRA: iterations between two encodings ``N_D``.
         threshold: RRA, WAA: how far batches may be from their mean, as a share of it.
         mean_prompt_tokens: RRA, WAA: mean prompt, for even encoding work.
+        mean_new_tokens: RRA, WAA: mean answer it was made for, by which drift is told.
         boundaries: multi-bin: lengths between the bins, rising.
         max_wait_s: static, multi-bin: longest wait for a batch to fill.
         holds_finished: static, multi-bin: whether ended sequences stay until the batch is done.
@@ -59,6 +60,7 @@ class Schedule:
     decode_iterations: int | None = None
     threshold: float | None = None
     mean_prompt_tokens: float | None = None
+    mean_new_tokens: float | None = None
     boundaries: tuple[float, ...] | None = None
     max_wait_s: float | None = None
     holds_finished: bool | None = None
@@ -91,9 +93,12 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "multibin": (("decode_batch", "boundaries"), ("max_wait_s", "holds_finished")),
     "rra": (
         ("encode_batch", "decode_batch", "decode_iterations"),
-        ("threshold", "mean_prompt_tokens"),
+        ("threshold", "mean_prompt_tokens", "mean_new_tokens"),
     ),
-    "waa": (("encode_batch", "decode_batch"), ("threshold", "mean_prompt_tokens")),
+    "waa": (
+        ("encode_batch", "decode_batch"),
+        ("threshold", "mean_prompt_tokens", "mean_new_tokens"),
+    ),
 }
 """For every policy the fields it needs and those it may have besides."""
 
@@ -127,6 +132,7 @@ def schedule_from_fields(fields_: Fields) -> Schedule:
         ),
         threshold=fields_.optional_number("threshold"),
         mean_prompt_tokens=fields_.optional_number("mean_prompt_tokens"),
+        mean_new_tokens=fields_.optional_number("mean_new_tokens", minimum=1.0),
         boundaries=_boundaries(fields_),
         max_wait_s=fields_.optional_number("max_wait_s"),
         holds_finished=fields_.flag("holds_finished") if fields_.has("holds_finished") else None,

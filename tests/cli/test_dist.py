@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from helpers.ranks import make_plan
 
+from llmpq.batching.drift import COHORT
 from llmpq.cli.dist import main
+from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan_io import write_plan
 from llmpq.spec.schedule import Schedule
 
@@ -140,6 +142,45 @@ def test_a_run_obeys_a_schedule_and_tells_latencies(files, capsys, options, poli
     found = report["per_request"]
     assert 0 < found["time_to_first_token_s"]["mean"] <= found["latency_s"]["mean"]
     assert found["latency_s"]["p99"] <= report["elapsed_s"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("replan", [False, True])
+def test_a_run_tells_when_answers_are_not_those_planned_for(files, capfd, tmp_path, replan):
+    schedule = Schedule(
+        policy="rra", encode_batch=2, decode_batch=4, decode_iterations=2, mean_new_tokens=4.0
+    )
+    write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
+    lines = [
+        {"id": number, "prompt_token_ids": [1, 2], "max_new_tokens": 8, "ignore_eos": True}
+        for number in range(COHORT + 6)
+    ]
+    files["--prompts"].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "seen.json"
+    more = ["--replan", "--lengths_out", str(out)] if replan else []
+    assert _run(files, "--json", *more) == 0
+    told = capfd.readouterr()
+    drift = json.loads(told.out)["drift"]
+    assert drift["is_notable"]
+    assert (drift["expected_mean"], drift["observed_mean"]) == (4.0, 8.0)
+    assert drift["suggested_decode_iterations"] == 4  # seven iterations are two phases again
+    assert drift["adjusted_decode_iterations"] == ([4] if replan else [])
+    assert told.err.count("drift: answers have 8.0 tokens on average instead of 4.0") == 1
+    written = out if replan else Path(f"{files['--output']}.lengths.json")
+    assert f"llmpq-algo --policy rra --lengths {written}" in told.err
+    assert load_lengths(written) == constant(8)
+
+
+@pytest.mark.dist
+def test_a_run_as_planned_tells_nothing_of_drift(files, capfd):
+    schedule = Schedule(policy="rra", encode_batch=1, decode_batch=2, decode_iterations=4)
+    write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
+    line = {"id": "a", "prompt_token_ids": [1, 2], "max_new_tokens": 8, "ignore_eos": True}
+    files["--prompts"].write_text(json.dumps(line) + "\n")
+    assert _run(files) == 0
+    told = capfd.readouterr()
+    assert "drift" not in told.out + told.err
+    assert not Path(f"{files['--output']}.lengths.json").exists()
 
 
 def test_no_auto_needs_torchruns_environment(files, capsys, monkeypatch):

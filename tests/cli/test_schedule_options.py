@@ -53,6 +53,29 @@ def test_a_schedule_is_searched_written_and_simulated(tmp_path, lengths, capsys)
     assert found["throughput_requests_per_s"] == pytest.approx(tight["requests_per_s"], rel=0.15)
 
 
+def test_answers_that_are_not_those_planned_for_are_told_and_replanned(tmp_path, lengths, capsys):
+    made = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)["schedule"]
+    other = tmp_path / "other.json"
+    other.write_text('{"schema": 1, "truncated_normal": {"mean": 60, "std": 13, "longest": 80}}')
+    options = [str(tmp_path / "plan.json"), "--requests", "600", "--lengths"]
+
+    def drift(*more: object) -> dict:
+        assert sim(["--strategy", *options, *map(str, more), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["drift"]
+
+    assert not drift(lengths)["is_notable"]
+    assert drift(lengths, "--replan")["adjusted_decode_iterations"] == []
+    told = drift(other)
+    assert told["is_notable"]
+    assert told["expected_mean"] == pytest.approx(made["mean_new_tokens"])
+    assert 1.6 < told["observed_mean"] / told["expected_mean"] < 2
+    assert told["adjusted_decode_iterations"] == []
+    adjusted = drift(other, "--replan")["adjusted_decode_iterations"]
+    assert adjusted[-1] == pytest.approx(told["suggested_decode_iterations"], abs=2)
+    assert sim(["--strategy", *options, str(other), "--replan"]) == 0
+    assert f"went on with {adjusted[0]}" in capsys.readouterr().out
+
+
 def test_a_bound_for_all_queries_is_kept_in_simulation(tmp_path, lengths, capsys):
     free = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)
     bound_s = 0.9 * free["schedule"]["estimate"]["latency_s"]

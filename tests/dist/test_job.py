@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.batching.length import Prediction
-from llmpq.dist.job import Job, Meeting, Sampling, read_job, write_job
+from llmpq.dist.job import DriftHandling, Job, Meeting, Sampling, read_job, write_job
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import Schedule
 
@@ -34,6 +34,7 @@ def test_round_trip(tmp_path, meeting):
         schedule=Schedule(policy="multibin", decode_batch=4, boundaries=(3.0, 9.5)),
         prediction=Prediction(predictor="noisy", error=0.5, seed=3),
         pins_workers=False,
+        drift=DriftHandling(replans=True, lengths=Path("/somewhere/lengths.json")),
     )
     write_job(tmp_path / "job.json", job)
     assert read_job(tmp_path / "job.json") == job

@@ -23,6 +23,7 @@ from llmpq.batching import (
     Wait,
     make_policy,
 )
+from llmpq.batching.drift import DriftWatch, watch_of
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
 from llmpq.dist.engine import MasterEngine
@@ -303,28 +304,76 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     )
     shape = PipelineShape(micro_batching=sizes, num_slots=slots, num_stages=len(costs.prefill))
     answers = [item.new_tokens for item in trace]
+    replans, cohort = data.draw(st.booleans()), data.draw(st.integers(1, 4))
 
-    def fresh() -> Recorder:
+    def fresh() -> tuple[Recorder, DriftWatch | None]:
         prediction = Prediction(predictor="noisy", error=0.3)
         predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
-        return Recorder(make_policy(schedule, shape, predictor))
+        made = make_policy(schedule, shape, predictor)
+        return Recorder(made), watch_of(schedule, made, replans=replans, cohort=cohort)
 
-    played = fresh()
-    report = simulate(costs, played, trace, num_slots=slots)
-    obeyed = fresh()
+    played, seen = fresh()
+    report = simulate(costs, played, trace, num_slots=slots, watch=seen)
+    obeyed, watch = fresh()
+    made = run_engine(costs, trace, sizes, slots, obeyed, watch)
+    assert obeyed.decided == played.decided
+    assert made.records == report.requests
+    assert (watch is None) == (seen is None)
+    if watch is not None and seen is not None:
+        assert watch.drifts == seen.drifts
+        assert made.adjusted == watch.adjusted == seen.adjusted
+
+
+@pytest.mark.parametrize("replans", [False, True])
+def test_both_notice_the_same_drift_at_the_same_request(replans):
+    schedule = Schedule(policy="rra", encode_batch=2, decode_batch=4, decode_iterations=2)
+    costs = Costs(prefill=(1, 2), decode=(2, 1), embed=1, project=1, link=1)
+    sizes = MicroBatching(prefill=2, decode=2)
+    shape = PipelineShape(micro_batching=sizes, num_slots=6, num_stages=2)
+    # For answers of 5 tokens, two phases; they become longer, and then shorter again.
+    lengths = [5] * 8 + [17] * 16 + [3] * 40
+    trace = [TraceRequest(arrival_s=0.0, prompt_tokens=2, new_tokens=one) for one in lengths]
+    found = []
+    for runs in (False, True):
+        told: list[int] = []
+        policy = make_policy(schedule, shape)
+        recorder = Recorder(policy)
+
+        def tell(_, told=told, recorder=recorder) -> None:
+            told.append(len(recorder.decided))
+
+        watch = watch_of(schedule, policy, replans=replans, cohort=4, tell=tell)
+        if runs:
+            run_engine(costs, trace, sizes, 6, recorder, watch)
+        else:
+            simulate(costs, recorder, trace, num_slots=6, watch=watch)
+        found.append((told, watch.adjusted, watch.observed, recorder.decided))
+    assert found[0] == found[1]
+    told, adjusted, observed, _ = found[0]
+    assert sorted(observed) == sorted(lengths)
+    if replans:
+        assert adjusted[0] > 2  # rarer while answers are long
+        assert adjusted[-1] < max(adjusted)  # more often when they are short again
+    else:
+        assert (len(told), adjusted) == (1, ())
+
+
+def run_engine(costs, trace, sizes, slots, policy, watch):
+    """Run the runtime's engine on a clock that only costs advance; every request is answered."""
     clock = Clock()
     ends = TimedEnds(costs, clock)
     engine = MasterEngine(
         master=ends,
         runner=ends,
         communicator=TimedRing(costs, clock) if len(costs.prefill) > 1 else None,
-        policy=obeyed,
+        policy=policy,
         sampler=ends,
         clock=StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep),
         num_slots=slots,
         split=None
         if costs.decoding is None
         else Split(ways=costs.layout.ways, prefill_runner=ends),
+        watch=watch,
     )
     requests = [
         Request(
@@ -338,5 +387,4 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     finished: list[int] = []
     made = engine.run(requests, lambda request, *_: finished.append(request.id))
     assert sorted(finished) == list(range(len(trace))), "a request lost or answered twice"
-    assert obeyed.decided == played.decided
-    assert made.records == report.requests
+    return made

@@ -164,6 +164,7 @@ def _chosen(space: RraSpace, task: ScheduleTask, found: Found) -> ChosenSchedule
         decode_iterations=iterations,
         threshold=task.threshold,
         mean_prompt_tokens=task.prompt_tokens.mean,
+        mean_new_tokens=task.new_tokens.mean,
         estimate=ScheduleEstimate(
             requests_per_s=performance.requests_per_s,
             latency_s=performance.latency_s,

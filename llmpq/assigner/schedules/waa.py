@@ -223,6 +223,7 @@ def best_waa(task: ScheduleTask, fits: Fits = lambda _: True) -> ChosenSchedule:
             decode_batch=best.slots,
             threshold=task.threshold,
             mean_prompt_tokens=task.prompt_tokens.mean,
+            mean_new_tokens=task.new_tokens.mean,
             estimate=ScheduleEstimate(
                 requests_per_s=best.performance.requests_per_s,
                 latency_s=best.performance.latency_s,
