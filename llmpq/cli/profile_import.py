@@ -41,6 +41,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     take.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     take.add_argument("--context_tokens", type=int, default=512, help="where a layout has none")
     take.add_argument(
+        "--tensor_parallel", type=int, default=1, metavar="N",
+        help="seconds of a layer that N devices share, all-reduces included (aiconfigurator)",
+    )  # fmt: skip
+    take.add_argument(
         "--between", nargs=2, metavar=("NODE", "NODE"),
         help="a link table of these nodes instead, from the send_recv.csv of --path (vidur); "
         "twice the same for two devices of one node",
@@ -66,6 +70,7 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         path=options.path,
         engine=options.engine,
         context_tokens=options.context_tokens,
+        tensor_parallel=options.tensor_parallel,
     )
     table = import_table(options.layout, request)
     provenance = (command, *table.provenance)

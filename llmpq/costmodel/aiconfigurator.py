@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmpq.costmodel.operators import (
+    AllReduceTimes,
     AttentionTimes,
     ExpertShape,
     ExpertTimes,
@@ -42,6 +43,7 @@ GEMM_FILE = "gemm_perf.parquet"
 PREFILL_FILE = "context_attention_perf.parquet"
 DECODE_FILE = "generation_attention_perf.parquet"
 EXPERTS_FILE = "moe_perf.parquet"
+ALL_REDUCE_FILE = "custom_allreduce_perf.parquet"
 ROUTING = "power_law_1.2"
 """How the measured tokens were spread over the experts: unevenly, as real ones are."""
 _MS = 1e-3
@@ -66,7 +68,11 @@ class Database:
 
 
 def read_database(
-    path: Path | None, device: str, engine: str | None, experts: ExpertShape | None = None
+    path: Path | None,
+    device: str,
+    engine: str | None,
+    experts: ExpertShape | None = None,
+    degree: int = 1,
 ) -> Database:
     """Read the measured operators of one device.
 
@@ -75,6 +81,7 @@ def read_database(
         device: the database's name of it.
         engine: whose kernels, ``None`` for the first of ``ENGINES`` that was measured.
         experts: of the layer, ``None`` for a dense one.
+        degree: devices that share a layer.
 
     Raises:
         SpecError: the package is absent, the device or engine unknown, or a file malformed.
@@ -98,6 +105,7 @@ def read_database(
         stream_bytes_per_s=stream,
         launch_s=launch,
         experts={} if experts is None else _experts(base, engine, experts),
+        all_reduce=None if degree == 1 else _all_reduce(base, engine, degree),
     )
     return Database(times=times, kernels=kernels, engine=f"{engine} {folder.name}")
 
@@ -196,6 +204,26 @@ def _expert_points(file: Path, shape: ExpertShape) -> dict[str, dict[int, float]
             known = formats.setdefault(name, {})
             known[tokens] = min(known.get(tokens, inf), milliseconds * _MS)
     return formats
+
+
+def _all_reduce(base: Path, engine: str, degree: int) -> AllReduceTimes:
+    """Return the engine's all-reduces between so many devices; of several kernels the fastest."""
+    file = _newest(base / "comm" / engine, ALL_REDUCE_FILE) / ALL_REDUCE_FILE
+    columns = _read_parquet(
+        file,
+        ("num_gpus", "message_size", "latency"),
+        among={"allreduce_dtype": KERNELS[16]},
+    )
+    found: dict[int, float] = {}
+    for devices, values, milliseconds in zip(*columns, strict=True):
+        if devices == degree:
+            found[values] = min(found.get(values, inf), milliseconds * _MS)
+    if not found:
+        known = sorted(set(columns[0]))
+        raise SpecError(
+            f"--tensor_parallel: found {degree}, expected one of {known}: {file} has no others"
+        )
+    return AllReduceTimes(points=tuple(sorted(found.items())))
 
 
 def _attention(file: Path, phase: Phase) -> AttentionTimes:

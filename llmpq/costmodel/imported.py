@@ -18,6 +18,7 @@ from llmpq.costmodel.aiconfigurator import read_database
 from llmpq.costmodel.csv_rows import csv_rows, number
 from llmpq.costmodel.operators import expert_shape, layer_samples
 from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.costmodel.sharding import shard_of
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import device, device_types
 from llmpq.spec.model import ModelSpec
@@ -51,6 +52,8 @@ class ImportRequest:
         path: the database, where it is not the installed package.
         engine: whose kernels, ``None`` for the first known one that was measured.
         context_tokens: context that layouts without one (helix) were measured at.
+        tensor_parallel: devices that share a layer; the table's seconds are those of all of them,
+            with the all-reduces between them.
     """
 
     model: ModelSpec
@@ -61,6 +64,7 @@ class ImportRequest:
     path: Path | None = None
     engine: str | None = None
     context_tokens: int = 512
+    tensor_parallel: int = 1
 
 
 def import_table(layout: str, request: ImportRequest) -> LatencyTable:
@@ -80,6 +84,7 @@ def import_table(layout: str, request: ImportRequest) -> LatencyTable:
         ("device", request.device_type),
         ("dtype", request.dtype),
         ("imported_from", layout),
+        *_degree_line(request),
     )
     return LatencyTable(samples=tuple(samples), provenance=(*origin, *notes))
 
@@ -110,12 +115,13 @@ Imported = tuple[Sequence[LatencySample], tuple[tuple[str, str], ...]]
 
 def _aiconfigurator(request: ImportRequest) -> Imported:
     shape = expert_shape(request.model.layer_types[0])
-    database = read_database(request.path, request.device, request.engine, shape)
+    degree = request.tensor_parallel
+    layer = shard_of(request.model.layer_types[0], degree)
+    database = read_database(request.path, request.device, request.engine, shape, degree)
     times = replace(
         database.times,
         gemms={bits: one for bits, one in database.times.gemms.items() if bits in request.bits},
     )
-    layer = request.model.layer_types[0]
     samples = layer_samples(layer, request.model.hidden_size, times)
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     kernels = (f"{bits} bits {database.kernels[bits]}" for bits in sorted(times.gemms))
@@ -137,6 +143,11 @@ def _aiconfigurator(request: ImportRequest) -> Imported:
     sources = {bits for bits in summed if not database.kernels[bits].startswith("fp8")}
     filled, words = _fill_bits(request, samples, sources)
     return (*samples, *filled), (*notes, *words)
+
+
+def _degree_line(request: ImportRequest) -> tuple[tuple[str, str], ...]:
+    degree = request.tensor_parallel
+    return (("tensor_parallel", str(degree)),) if degree > 1 else ()
 
 
 def _fill_bits(
@@ -174,6 +185,7 @@ def _fill_bits(
 def _helix(request: ImportRequest) -> Imported:
     """Read Helix's layout: whole layers, by tokens of a prompt or by sequences in decode."""
     file = _file(request, "a CSV file with --path")
+    _refuse_sharing(request, "helix: its layers were measured on one device")
     samples = []
     for line, row in csv_rows(file, _HELIX_HEADER):
         if f"{row['model']}/{row['machine']}" != request.device:
@@ -202,7 +214,15 @@ def _vidur(request: ImportRequest) -> Imported:
     folder = _file(request, "the folder of one model with --path")
     if (shape := expert_shape(request.model.layer_types[0])) is not None:
         raise SpecError(f"vidur: found {shape.words}, expected a dense layer")
+    _refuse_sharing(request, "vidur: a model's folder has no all-reduces")
     return vidur.layer_samples(folder), ()
+
+
+def _refuse_sharing(request: ImportRequest, reason: str) -> None:
+    if request.tensor_parallel > 1:
+        raise SpecError(
+            f"--tensor_parallel: found {request.tensor_parallel}, expected 1 with {reason}"
+        )
 
 
 def _file(request: ImportRequest, expected: str) -> Path:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log
 
+from llmpq.costmodel.sharding import ALL_REDUCES
 from llmpq.errors import SpecError
 from llmpq.spec.model import LayerSpec
 from llmpq.spec.precision import Phase
@@ -105,6 +106,21 @@ class ExpertTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceTimes:
+    """Measured all-reduces between the devices of one tensor-parallel layer.
+
+    Attributes:
+        points: ``(values, seconds)`` in ascending order; values of 16 bits each.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def seconds(self, values: int) -> float:
+        """Return the seconds for so many values, linear between measured ones."""
+        return _along(self.points, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTimes:
     """What one device was measured at.
 
@@ -114,6 +130,7 @@ class OperatorTimes:
         stream_bytes_per_s: rate at which norms and activations move their values.
         launch_s: constant seconds of one small kernel.
         experts: the layer's experts by bitwidth, empty for a dense one.
+        all_reduce: between the devices that share a layer, ``None`` where none do.
     """
 
     gemms: Mapping[int, GemmTimes]
@@ -121,6 +138,7 @@ class OperatorTimes:
     stream_bytes_per_s: float
     launch_s: float
     experts: Mapping[int, ExpertTimes] = field(default_factory=dict)
+    all_reduce: AllReduceTimes | None = None
 
 
 def layer_samples(
@@ -129,7 +147,8 @@ def layer_samples(
     """Return one sample for every shape at which both attention and the products were measured.
 
     Args:
-        layer: a decoder layer; with experts, only bitwidths they were measured at.
+        layer: a decoder layer, or one device's share of it; with experts, only bitwidths they
+            were measured at.
         hidden_size: width of the residual stream.
         times: the measured operators.
         value_bytes: bytes of one activation.
@@ -164,6 +183,8 @@ def layer_samples(
                 seconds += experts.seconds(rows) if experts else 0.0
                 seconds += rows * small_values * value_bytes / times.stream_bytes_per_s
                 seconds += SMALL_KERNELS * times.launch_s
+                if times.all_reduce is not None:
+                    seconds += ALL_REDUCES * times.all_reduce.seconds(rows * hidden_size)
                 samples.append(
                     LatencySample(
                         phase=phase, bits=bits, batch=batch, tokens=tokens, seconds=seconds
