@@ -2,61 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 
 from scripts.reproduce.output import Record
 from scripts.reproduce.pictures import GRID, INK, PALE, QUALITY, SPEED
 
 WIDTH = 0.38
+SERIES = ("static", "RRA", "WAA-C", "WAA-M")
+COLOURS = (PALE, SPEED, QUALITY, "#e3a23c")
+SLOT = 0.8 / len(SERIES)
+"""Width of a bar; a group of them leaves a fifth of its place free."""
 
 
 def draw(record: Record, path: Path) -> None:
-    """Draw static batches beside RRA for every task and bound, and schedules on other lengths.
+    """Draw every schedule for every task and bound, and schedules on other lengths.
 
     Args:
         record: what ``exegpt.collect`` returns.
         path: the PNG file.
     """
-    tasks = list(dict.fromkeys(row["task"] for row in record["bounds"]))
-    figure = Figure(figsize=(12, 6.4), layout="constrained", dpi=120)
+    figure = Figure(figsize=(14, 10), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1)
-    for axes, task in zip(upper.subplots(1, len(tasks)), tasks, strict=True):
-        rows = [row for row in record["bounds"] if row["task"] == task]
-        for place, row in enumerate(rows):
-            axes.bar(place - WIDTH / 2, row.get("static", 0.0), WIDTH, color=PALE)
-            axes.bar(place + WIDTH / 2, row.get("rra", 0.0), WIDTH, color=SPEED)
-            top = max(row.get("static", 0.0), row.get("rra", 0.0))
-            if "gain" in row:
-                axes.text(place, 1.02 * top, f"{row['gain']:.1f}x", ha="center", fontsize=8)
-        names = ["none" if row["bound_s"] is None else f"{row['bound_s']:.1f}" for row in rows]
-        axes.set_xticks(range(len(rows)), names, fontsize=8)
-        axes.set_title(task, loc="left", fontsize=10, weight="bold", color=INK)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(5, 6))
+    _bounds(upper, record["bounds"])
+    _shifts(lower, record["figure 11"])
+    figure.savefig(path)
+
+
+def _bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for axes, task in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
+        of_task = [row for row in rows if row["task"] == task]
+        for place, row in enumerate(of_task):
+            rates = [row.get("static", 0.0)]
+            rates += [
+                row["schedules"].get(name, {}).get("requests_per_s", 0.0) for name in SERIES[1:]
+            ]
+            left = place - (len(SERIES) - 1) / 2 * SLOT
+            for step, (rate, colour) in enumerate(zip(rates, COLOURS, strict=True)):
+                label = SERIES[step] if place == 0 else None
+                axes.bar(left + step * SLOT, rate, SLOT, color=colour, label=label)
+            if row.get("gains"):
+                text = f"{max(row['gains'].values()):.1f}x"
+                axes.text(place, 1.02 * max(rates), text, ha="center", fontsize=8)
+        names = ["none" if row["bound_s"] is None else f"{row['bound_s']:.1f}" for row in of_task]
+        axes.set_xticks(range(len(of_task)), names, fontsize=8)
+        axes.set_title(f"task {task}", loc="left", fontsize=10, weight="bold", color=INK)
         axes.set_xlabel("bound, s", fontsize=9, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
-    upper.supylabel("requests/s", fontsize=9, color=INK)
-    upper.suptitle("Static batches (grey) and RRA (blue) under four bounds", fontsize=10)
-    for axes, what in zip(lower.subplots(1, 2), ("mean", "deviation"), strict=True):
-        rows = [row for row in record["figure 11"] if row["what"] == what]
-        places = range(len(rows))
-        left, right = [p - WIDTH / 2 for p in places], [p + WIDTH / 2 for p in places]
-        axes.bar(left, [row["kept"] for row in rows], WIDTH, color=PALE, label="kept schedule")
-        again = [row["replanned"] or 0.0 for row in rows]
-        axes.bar(right, again, WIDTH, color=SPEED, label="planned anew")
-        axes.set_xticks(places, [f"{row['shift']:g}" for row in rows])
-        axes.set_xlabel(f"{what} of the answers, times what was planned for", fontsize=9, color=INK)
-        axes.set_ylabel("requests/s", fontsize=9, color=INK)
-        late = axes.twinx()
-        late.plot(places, [row["p99"] for row in rows], "o-", color=QUALITY, ms=4)
-        late.axhline(1.0, color=GRID, lw=0.8)
-        late.set_ylabel("99 % in service, kept schedule", fontsize=9, color=QUALITY)
-        axes.spines["top"].set_visible(False)
-        late.spines["top"].set_visible(False)
-        axes.set_ylim(0, 1.35 * max([row["kept"] for row in rows] + again))
-        late.set_ylim(0, 1.5)
-        axes.legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
-    lower.suptitle("Figure 11: answers that are not those planned for (task T)", fontsize=10)
-    figure.savefig(path)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.supylabel("requests/s", fontsize=9, color=INK)
+    figure.suptitle("Figures 6 to 8: four bounds; times: the best over static batches", fontsize=11)
+
+
+def _shifts(figure: SubFigure, rows: Sequence[Record]) -> None:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    grid = figure.subplots(len(policies), 2, squeeze=False)
+    for line, policy in zip(grid, policies, strict=True):
+        for axes, what in zip(line, ("mean", "deviation"), strict=True):
+            _shift(axes, policy, [r for r in rows if (r["policy"], r["what"]) == (policy, what)])
+    figure.suptitle("Figure 11: answers that are not those planned for (task T)", fontsize=11)
+
+
+def _shift(axes: Axes, policy: str, rows: Sequence[Record]) -> None:
+    places = range(len(rows))
+    left, right = [p - WIDTH / 2 for p in places], [p + WIDTH / 2 for p in places]
+    kept, again = [row["kept"] for row in rows], [row["replanned"] or 0.0 for row in rows]
+    axes.bar(left, kept, WIDTH, color=PALE, label="kept schedule")
+    axes.bar(right, again, WIDTH, color=SPEED, label="planned anew")
+    axes.set_xticks(places, [f"{row['shift']:g}" for row in rows])
+    axes.set_title(policy, loc="left", fontsize=10, weight="bold", color=INK)
+    axes.set_xlabel(f"{rows[0]['what']} of the answers, times what was planned for", fontsize=9)
+    axes.set_ylabel("requests/s", fontsize=9, color=INK)
+    late = axes.twinx()
+    late.plot(places, [row["p99"] for row in rows], "o-", color=QUALITY, ms=4)
+    late.axhline(1.0, color=GRID, lw=0.8)
+    late.set_ylabel("99 % in service, kept", fontsize=9, color=QUALITY)
+    axes.spines["top"].set_visible(False)
+    late.spines["top"].set_visible(False)
+    # Headroom for the legend, so that it lies on no bar and no line.
+    axes.set_ylim(0, 1.6 * max(kept + again))
+    late.set_ylim(0, 1.8)
+    axes.legend(fontsize=8, frameon=False, loc="upper right", ncols=2)

@@ -6,14 +6,16 @@ import pytest
 
 from llmpq.batching.binning import uniform_throughput
 from llmpq.spec.lengths import truncated_normal
-from scripts.reproduce.exegpt import TASKS, law
+from scripts.reproduce.exegpt_published import TASKS
+from scripts.reproduce.exegpt_served import law
 from scripts.reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform
 
 
-@pytest.mark.parametrize("bins", [1, 4])
+@pytest.mark.parametrize("bins", [1, 2, 3, 5, 8, 13, 21, 32])
 def test_the_queue_serves_what_the_theorem_promises(bins):
+    # One bin is the noisiest: 2,500 batches whose seconds deviate by 11 % err by 0.2 %.
     rate, _ = _uniform(bins).play(float("inf"), seed=1, requests=20_000)
-    assert rate == pytest.approx(uniform_throughput(SHORTEST_S, LONGEST_S, BATCH, bins), rel=0.02)
+    assert rate == pytest.approx(uniform_throughput(SHORTEST_S, LONGEST_S, BATCH, bins), rel=0.005)
 
 
 def test_servers_serve_beside_each_other():
