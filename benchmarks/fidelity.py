@@ -44,6 +44,10 @@ WARM_UP_ROWS = 128
 EVEN = 0.02
 """How far the mean context may lie from the longest: a table has one length for all sequences."""
 
+PAPERS_RANGE = "paper's range"
+PAPERS_BATCH, PAPERS_TOKENS = 32, (128, 2048)
+"""What LLM-PQ profiled: its regression is at home here."""
+
 Point = tuple[LatencySample, float]
 
 
@@ -63,7 +67,9 @@ def main() -> int:
     pooled: dict[str, dict[tuple[Phase, str], list[Point]]] = {}
     for group, name, table in tables(options.database, data):
         points = held_out(table, seeds)
-        figures[name] = report(points) | {"group": group, "outside": outside(table)}
+        figures[name] = report(points) | {"group": group}
+        if group != PAPERS_RANGE:
+            figures[name]["outside"] = outside(table)
         if group == "one layer":
             figures[name]["learning_curve"] = learning_curve(table, seeds)
         for key, found in points.items():
@@ -86,9 +92,12 @@ def tables(database: Path | None, data: Path) -> Iterator[tuple[str, str, Latenc
     for device in DEVICES:
         for model in MODELS:
             try:
-                yield "one layer", f"{device} {model}", one_layer(database, device, model)
+                table = one_layer(database, device, model)
             except SpecError as error:
                 print(f"left out: {device} {model}: {error}", file=sys.stderr)
+                continue
+            yield "one layer", f"{device} {model}", table
+            yield PAPERS_RANGE, f"{device} {model} in the {PAPERS_RANGE}", in_papers_range(table)
     for machine in ("t4", "v100", "a100", "l4"):
         for model in ("llama1_30b", "llama2_70b"):
             if (file := data / "helix" / "per_layer_bs2time.csv").is_file():
@@ -110,6 +119,13 @@ def one_layer(database: Path | None, device: str, model: str) -> LatencyTable:
     filled = {key for key, _ in table.provenance if key.startswith("filled_")}
     samples = (one for one in table.samples if f"filled_{one.bits}_bits" not in filled)
     return LatencyTable(samples=tuple(samples), provenance=table.provenance)
+
+
+def in_papers_range(table: LatencyTable) -> LatencyTable:
+    """Return only the shapes of the paper's range, to be learned and asked there."""
+    least, most = PAPERS_TOKENS
+    samples = (one for one in table.samples if one.batch <= PAPERS_BATCH)
+    return LatencyTable(samples=tuple(one for one in samples if least <= one.tokens <= most))
 
 
 def helix(file: Path, model: str, machine: str) -> LatencyTable:
@@ -252,6 +268,8 @@ def draw(
 
     folder.mkdir(parents=True, exist_ok=True)
     for group, points in pooled.items():
+        if group == PAPERS_RANGE:  # in the picture of the whole tables already
+            continue
         figure, axes = pyplot.subplots(2, 2, figsize=(8, 6), layout="constrained")
         for row, phase in zip(axes, Phase, strict=True):
             for law, colour in (("paper", "tab:orange"), ("hinged", "tab:blue")):

@@ -78,7 +78,7 @@ class Curve:
                 values = values + self._residual.log_factor(*self._box.clamped(rows, tokens))
             return values
 
-        self._surface = Surface(rows, samples.tokens, log_seconds)
+        self._surface = Surface(rows, samples.tokens, log_seconds, self._choice.strip)
         self._bounds = measured_bounds(samples)
 
     def seconds(self, batch: float, tokens: float) -> float:

@@ -23,6 +23,8 @@ from llmpq.spec.precision import Phase
 
 TILES = (64, 128)
 """Rows of the tiles in which kernels multiply."""
+STRIPS = (4, 6, 8)
+"""Rows that kernels for few rows take at a time; one at most, where samples tell it."""
 STEPS = (16, 32, 64, 128, 256, 512)
 """Rows behind which libraries switch to another kernel, for a step up or none."""
 SMOOTHNESS = 0.05
@@ -143,6 +145,7 @@ class HingedLaw:
         phase: prefill or decode.
         row_knots: rows at which their slope may change.
         work_knots: work at which its slope may change.
+        tiles: rows that are multiplied as one.
         coefficients: none negative: ``1``, tokens, one a tile size, the slopes of rows and of work,
             and last, in prefill, ``v``.
     """
@@ -150,6 +153,7 @@ class HingedLaw:
     phase: Phase
     row_knots: Array
     work_knots: Array
+    tiles: tuple[int, ...]
     coefficients: Array
 
     def seconds(self, batch: Array, tokens: Array) -> Array:
@@ -163,12 +167,14 @@ class HingedLaw:
 
     def shared(self, rows: Array, tokens: Array) -> Array:
         """Return the seconds that grow with rows and with tokens ``[P]``."""
-        features = _hinged_features(rows, tokens, self.row_knots, self.work_knots)
+        features = _hinged_features(rows, tokens, self.tiles, self.row_knots, self.work_knots)
         result: Array = features @ self.coefficients[: features.shape[1]]
         return result
 
 
-def fit_hinged(samples: Samples, hinges: int, power: float = 1.0) -> HingedLaw:
+def fit_hinged(
+    samples: Samples, hinges: int, power: float = 1.0, strip: int | None = None
+) -> HingedLaw:
     """Fit hinges to relative errors, with a mild preference for equal neighbouring slopes.
 
     Args:
@@ -176,8 +182,9 @@ def fit_hinged(samples: Samples, hinges: int, power: float = 1.0) -> HingedLaw:
         hinges: knots on the rows, at most, spread over the measured sizes; half as many on work.
         power: errors are weighted by ``seconds^-power``. 1 is relative; less trusts the large
             ones more, as a clock with a coarse tick asks for.
+        strip: rows below the tiles' that are also multiplied as one.
     """
-    return HingedProblem.of(samples, hinges, power).solved()
+    return HingedProblem.of(samples, hinges, power, strip).solved()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,7 +193,7 @@ class HingedProblem:
 
     Attributes:
         samples: the measurements.
-        row_knots, work_knots: as in ``HingedLaw``.
+        row_knots, work_knots, tiles: as in ``HingedLaw``.
         weighted: features times weights ``[P, C]``.
         target: seconds times weights ``[P]``.
         smooth: rows that charge steps and changes of slope ``[K, C]``.
@@ -195,22 +202,26 @@ class HingedProblem:
     samples: Samples
     row_knots: Array
     work_knots: Array
+    tiles: tuple[int, ...]
     features: Array
     weighted: Array
     target: Array
     smooth: Array
 
     @classmethod
-    def of(cls, samples: Samples, hinges: int, power: float) -> HingedProblem:
+    def of(
+        cls, samples: Samples, hinges: int, power: float, strip: int | None = None
+    ) -> HingedProblem:
         """Set the problem up; arguments as of ``fit_hinged``."""
         phase, tokens = samples.phase, samples.tokens
         rows = rows_of(phase, samples.batch, tokens)
         knots = _knots(rows, hinges), _knots(rows * tokens, max(2, hinges // 2))
-        features = _hinged_features(rows, tokens, *knots)
+        tiles = TILES if strip is None else (strip, *TILES)
+        features = _hinged_features(rows, tokens, tiles, *knots)
         if phase is Phase.PREFILL:
             features = np.column_stack([features, samples.batch])
         weights = samples.weights(power)
-        first = 2 + len(TILES)
+        first = 2 + len(tiles)
         features[:, first : first + len(STEPS)] *= _seen(rows)
         smooth = [_charged_steps(rows, weights, features.shape[1], first)]
         first += len(STEPS)
@@ -221,6 +232,7 @@ class HingedProblem:
             samples=samples,
             row_knots=knots[0],
             work_knots=knots[1],
+            tiles=tiles,
             features=features,
             weighted=features * weights[:, None],
             target=samples.seconds * weights,
@@ -233,6 +245,7 @@ class HingedProblem:
             phase=self.samples.phase,
             row_knots=self.row_knots,
             work_knots=self.work_knots,
+            tiles=self.tiles,
             coefficients=solve_gram(self._gram(), self.weighted.T @ self.target),
         )
 
@@ -292,14 +305,15 @@ def rows_of(phase: Phase, batch: Array, tokens: Array) -> Array:
     return batch * tokens if phase is Phase.PREFILL else batch
 
 
-def _hinged_features(rows: Array, tokens: Array, row_knots: Array, work_knots: Array) -> Array:
-    tiles = [np.ceil(rows / tile) for tile in TILES]
+def _hinged_features(
+    rows: Array, tokens: Array, tiles: Sequence[int], row_knots: Array, work_knots: Array
+) -> Array:
     steps = [(rows > step).astype(float) for step in STEPS]
     return np.column_stack(
         [
             np.ones_like(rows),
             tokens,
-            *tiles,
+            *(np.ceil(rows / tile) for tile in tiles),
             *steps,
             _pieces(rows, row_knots),
             _pieces(rows * tokens, work_knots),
@@ -338,14 +352,13 @@ def _smoothing(values: Array, weights: Array, knots: Array, columns: int, first:
 
 
 def _seen(rows: Array) -> npt.NDArray[np.bool_]:
-    """Return which steps have a sample within an octave on both sides ``[S]``.
+    """Return which steps lie between samples less than an octave apart ``[S]``.
 
     In a wider gap nobody can tell where a step lies, nor a step from a bend.
     """
-    steps = np.array(STEPS)[:, None]
-    below = (rows <= steps) & (rows > steps / 2)
-    above = (rows > steps) & (rows <= steps * 2)
-    result: npt.NDArray[np.bool_] = np.logical_and(below.any(axis=1), above.any(axis=1))
+    below = [max(rows[rows <= step], default=0.0) for step in STEPS]
+    above = [min(rows[rows > step], default=np.inf) for step in STEPS]
+    result: npt.NDArray[np.bool_] = np.array(above) < 2.0 * np.array(below)
     return result
 
 

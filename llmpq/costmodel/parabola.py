@@ -73,9 +73,13 @@ def only_rows_differ(samples: Samples) -> bool:
 
 
 def fit_parabola(samples: Samples, power: float) -> Law:
-    """Fit the parabola to errors weighted by ``seconds^-power``; a straight law where it falls."""
+    """Fit the parabola to errors weighted by ``seconds^-power``; a straight law where it falls.
+
+    With a power of 0 it is the paper's plain least squares, whatever the clock.
+    """
     rows = rows_of(samples.phase, samples.batch, samples.tokens)
-    share, weights = rows / rows.max(), samples.weights(power)
+    share = rows / rows.max()
+    weights = samples.weights(power) if power else np.ones(len(samples))
     features = np.stack([np.ones_like(share), share, share**2], axis=1) * weights[:, None]
     fitted = np.linalg.lstsq(features, samples.seconds * weights, rcond=None)[0]
     found = ParabolaLaw(

@@ -2,7 +2,8 @@
 
 Every candidate, LLM-PQ's own regression among them, is cross-validated on the samples alone. The
 better ones are blended, the best counting most: with few or coarsely timed samples the winner is
-often luck, and a mean errs less. Where nothing beats the paper's regression clearly, it answers.
+often luck, and a mean errs less. Where no more than one sample says that the blend beats the
+paper's regression, that one answers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmpq.costmodel.laws import (
+    STRIPS,
     BlendedLaw,
     HingedProblem,
     Law,
@@ -38,12 +40,14 @@ _FEW = 150
 _POWERS = (1.0, 0.5, 0.0)
 _SAMPLES_A_HINGE = (12, 6, 3)
 _FINE = (6, 3)
+_STRIPS_SEEN = 8
+"""Strips behind which one more is nothing to be seen."""
+_STRIP_WORTH = 0.9
+"""Share of the error without strips that one with them must stay under."""
 _MAX_HINGES = 24
 _SHARPNESS = 6.0
 """Power of (least error / its error) that is a law's share of the blend."""
 _LEAST_SHARE = 0.05
-_CLEARLY = 0.98
-"""Share of the paper's validated error that a blend must stay under to replace it."""
 _FLOOR = 0.5
 """A validated law answers at least this share of the least measured seconds, as a fit does."""
 
@@ -56,16 +60,13 @@ class Candidate:
         power: errors are weighted by ``seconds^-power``.
         hinges: how many at most, ``None`` for a law without.
         is_bent: the paper's features as a parabola of the rows alone, of any sign.
+        strip: rows that a kernel for few rows takes at a time, ``None`` for a law without.
     """
 
     power: float
     hinges: int | None = None
     is_bent: bool = False
-
-    @property
-    def is_paper(self) -> bool:
-        """Whether it is the paper's regression: its features, plain least squares."""
-        return self.hinges is None and self.power == 0.0
+    strip: int | None = None
 
     def fit(self, samples: Samples) -> Law:
         """Fit it."""
@@ -73,7 +74,7 @@ class Candidate:
             return fit_parabola(samples, self.power)
         if self.hinges is None:
             return fit_straight(samples, self.power)
-        return fit_hinged(samples, self.hinges, self.power)
+        return fit_hinged(samples, self.hinges, self.power, self.strip)
 
     def validated(
         self, samples: Samples, folds: Sequence[npt.NDArray[np.bool_]]
@@ -82,7 +83,7 @@ class Candidate:
         if self.hinges is None:
             pairs = ((samples.take(fold), self.fit(samples.take(~fold))) for fold in folds)
             return self.fit(samples), [law.seconds(one.batch, one.tokens) for one, law in pairs]
-        problem = HingedProblem.of(samples, self.hinges, self.power)
+        problem = HingedProblem.of(samples, self.hinges, self.power, self.strip)
         law = problem.solved()
         return law, problem.left_out(law, folds)
 
@@ -103,6 +104,11 @@ class Choice:
     power: float
     deviation: float
 
+    @property
+    def strip(self) -> int | None:
+        """Rows that a kernel takes at a time, the same in all laws that know any."""
+        return max((one.strip for one in self.candidates if one.strip), default=None)
+
     def fit(self, samples: Samples) -> Law:
         """Fit the blend to other samples."""
         return BlendedLaw(
@@ -117,7 +123,8 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
             candidates=(Candidate(power=1.0),), shares=(1.0,), power=1.0, deviation=BLIND_GROWTH
         )
         return choice, choice.fit(samples)
-    candidates, folds = _candidates(samples), _folds(len(samples))
+    folds = _folds(len(samples))
+    candidates = _candidates(samples, _strip(samples, folds))
     held = np.concatenate([samples.seconds[fold] for fold in folds])
     floor = _FLOOR * float(samples.seconds.min())
     laws, columns = [], []
@@ -126,8 +133,9 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
         laws.append(law)
         columns.append(np.maximum(np.concatenate(found), floor) / held)
     ratios = np.stack(columns, axis=1)
+    order = np.argsort(np.concatenate([np.flatnonzero(fold) for fold in folds]), kind="stable")
     errors = np.abs(ratios - 1.0).mean(axis=0)
-    shares = _shares(ratios, errors, sum(one.is_paper for one in candidates))
+    shares = _shares(ratios[order], errors, len(samples))
     kept = np.flatnonzero(shares)
     choice = Choice(
         candidates=tuple(candidates[index] for index in kept),
@@ -138,7 +146,7 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
     return choice, BlendedLaw(laws=tuple(laws[index] for index in kept), shares=choice.shares)
 
 
-def _candidates(samples: Samples) -> tuple[Candidate, ...]:
+def _candidates(samples: Samples, strip: int | None) -> tuple[Candidate, ...]:
     """Return the candidates, the paper's first.
 
     Many samples need neither the coarsest hinges nor the trust in large ones alone.
@@ -147,30 +155,77 @@ def _candidates(samples: Samples) -> tuple[Candidate, ...]:
     powers, densities = (_POWERS, _SAMPLES_A_HINGE) if count < _FEW else (_POWERS[:2], _FINE)
     found = [Candidate(power=0.0)]
     if only_rows_differ(samples):
-        found += [Candidate(power=power, is_bent=True) for power in sorted({0.0, *powers})]
+        found = [Candidate(power=power, is_bent=True) for power in sorted({0.0, *powers})] + found
     for power in powers:
         found += [Candidate(power=power)] if power else []
         hinges = (min(max(2, count // density), _MAX_HINGES) for density in densities)
-        found += [Candidate(power=power, hinges=one) for one in hinges]
+        found += [Candidate(power=power, hinges=one, strip=strip) for one in hinges]
     return tuple(found)
 
 
-def _shares(ratios: Array, errors: Array, papers: int) -> Array:
+def _strip(samples: Samples, folds: Sequence[npt.NDArray[np.bool_]]) -> int | None:
+    """Return the rows that a kernel for few rows takes at a time, where samples tell any.
+
+    Only decode multiplies so few. One law, with and without, is cross-validated for all others.
+    """
+    inside = [one for one in STRIPS if _tells_strips(np.unique(samples.batch), one)]
+    if samples.phase is not Phase.DECODE or not inside:
+        return None
+    order = np.argsort(np.concatenate([np.flatnonzero(fold) for fold in folds]), kind="stable")
+    errors = {}
+    for strip in (None, *inside):
+        one = Candidate(power=1.0, hinges=max(2, len(samples) // _FINE[0]), strip=strip)
+        _, found = one.validated(samples, folds)
+        parts = zip(found, folds, strict=True)
+        ratios = np.concatenate([part / samples.seconds[fold] for part, fold in parts])[order]
+        errors[strip] = np.abs(ratios - 1.0).reshape(len(samples), -1).mean(axis=1)
+    best = min(inside, key=lambda strip: float(errors[strip].mean()))
+    told = believed(errors[None] - errors[best]) >= 1.0
+    return best if told and errors[best].mean() < _STRIP_WORTH * errors[None].mean() else None
+
+
+def _tells_strips(rows: Array, strip: int) -> bool:
+    """Return whether sizes ``[R]``, ascending, tell steps behind every strip from a bend.
+
+    Two neighbours less than a strip apart must lie on both sides of an edge, and two such within
+    one strip, behind the first: powers of two take strips for a bend.
+    """
+    near = (rows[:-1] >= strip) & (np.diff(rows) < strip) & (rows[:-1] <= _STRIPS_SEEN * strip)
+    crossed = np.diff(np.ceil(rows / strip)) > 0
+    return bool((near & crossed).any() and (near & ~crossed).any())
+
+
+def _shares(ratios: Array, errors: Array, count: int) -> Array:
     """Return the weights of the candidates ``[C]``.
 
     Args:
-        ratios: foretold over measured ``[R, C]``.
+        ratios: foretold over measured ``[R, C]``, those of one sample together; the paper's
+            regression first, which may answer alone.
         errors: their mean errors ``[C]``.
-        papers: how many of the first candidates are the paper's, one of which may answer alone.
+        count: of the samples ``P``.
     """
     weights = (errors.min() / errors) ** _SHARPNESS
     weights = np.where(weights < _LEAST_SHARE, 0.0, weights)
     weights = weights / weights.sum()
     alone = np.zeros(len(errors))
-    best = int(np.argmin(errors[:papers]))
-    alone[best] = 1.0
-    blended = float(np.abs(ratios @ weights - 1.0).mean())
-    return weights if blended < _CLEARLY * errors[best] else alone
+    alone[0] = 1.0
+    gains = np.abs(ratios[:, 0] - 1.0) - np.abs(ratios @ weights - 1.0)
+    share = believed(gains.reshape(count, -1).mean(axis=1))
+    result: Array = share * weights + (1.0 - share) * alone
+    return result
+
+
+def believed(gains: Array) -> float:
+    """Return how far what samples gain ``[P]`` is to be believed, from 0 to 1.
+
+    A mean may be the luck of one sample. Kish's effective number of samples behind it is 1 then,
+    and 2 where two gain alike: what one says alone is not believed, what two agree on is.
+    """
+    largest = float(np.abs(gains).max())
+    if float(gains.sum()) <= 0.0:
+        return 0.0
+    alike = gains / largest  # whose squares do not vanish, however small the gains
+    return min(max(float(alike.sum() ** 2 / (alike**2).sum()) - 1.0, 0.0), 1.0)
 
 
 def _folds(count: int) -> list[npt.NDArray[np.bool_]]:

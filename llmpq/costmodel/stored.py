@@ -21,7 +21,7 @@ def stored(
     choice: Choice, each: float, residual: Residual | None, surface: Surface, bounds: Bounds
 ) -> dict[str, Array]:
     """Return the parts of a curve as arrays."""
-    members = [(one.power, _kind(one)) for one in choice.candidates]
+    members = [(one.power, _kind(one), one.strip or 0) for one in choice.candidates]
     arrays = surface.arrays() | {
         "figures": np.array([each, choice.power, choice.deviation]),
         "members": np.column_stack([np.array(members, dtype=float), np.array(choice.shares)]),
@@ -47,10 +47,15 @@ def restored(arrays: Mapping[str, Array]) -> Parts:
     each, power, deviation = arrays["figures"].tolist()
     choice = Choice(
         candidates=tuple(
-            Candidate(power=power, hinges=int(kind) if kind >= 0.0 else None, is_bent=kind == _BENT)
-            for power, kind, _ in arrays["members"].tolist()
+            Candidate(
+                power=power,
+                hinges=int(kind) if kind >= 0.0 else None,
+                is_bent=kind == _BENT,
+                strip=int(strip) or None,
+            )
+            for power, kind, strip, _ in arrays["members"].tolist()
         ),
-        shares=tuple(arrays["members"][:, 2].tolist()),
+        shares=tuple(arrays["members"][:, 3].tolist()),
         power=power,
         deviation=deviation,
     )

@@ -32,9 +32,15 @@ LogSeconds = Callable[[Array, Array], Array]
 class Surface:
     """Seconds at any rows and tokens; positive, growing with both."""
 
-    def __init__(self, rows: Array, tokens: Array, log_seconds: LogSeconds) -> None:
-        """Lay ``log_seconds`` out over a grid around the samples' rows and tokens ``[P]``."""
-        grid = np.array(_nodes(rows, TILES, STEPS)), np.array(_nodes(tokens))
+    def __init__(
+        self, rows: Array, tokens: Array, log_seconds: LogSeconds, strip: int | None = None
+    ) -> None:
+        """Lay ``log_seconds`` out over a grid around the samples' rows and tokens ``[P]``.
+
+        Its nodes take in the edges of tiles, and of strips where there are any.
+        """
+        tiles = TILES if strip is None else (strip, *TILES)
+        grid = np.array(_nodes(rows, tiles, STEPS)), np.array(_nodes(tokens))
         mesh = np.meshgrid(*grid, indexing="ij")
         values = log_seconds(mesh[0].ravel(), mesh[1].ravel())
         self._lay(*grid, _monotone(values.reshape(mesh[0].shape)))
