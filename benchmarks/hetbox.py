@@ -5,8 +5,8 @@
     sudo .venv/bin/python benchmarks/hetbox.py FOLDER model edge
 
 Needs root and two cores (``scripts/hetbox``). Devices differ in speed (a share of a core's time,
-an older vector extension), in memory and in how far away they are. Every kind of device is
-profiled, slowed ones in their own box; ``llmpq-algo --method all`` plans each cluster, and the
+an older vector extension), in memory and in how far away they are. Whole devices are profiled,
+slowed ones compared with them in their box; ``llmpq-algo --method all`` plans each cluster, and the
 search plans again at the quality of every rival that loses more or less of it. Distinct plans are
 run: all of all clusters once before any a second time, and again only where it is close. ``edge``
 runs plans with a little less and a little more memory than they are forecast to need. Every step
@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -48,6 +49,19 @@ WORK = {"global_bz": 16, "s": 128, "n": 32}
 LIMITS = {"batch": 16, "prompt": 128, "context": 160, "prefill": 2048}
 LEFT_S = 30.0
 """A run is not begun with less time left."""
+PAIRS, PAIR_S = 5, 2
+"""How often and how long a slowed device is compared with a whole one."""
+STAGE_KEY = "stage_s"
+PRODUCTS = """
+import sys, time
+import numpy
+ones = numpy.ones((96, 96), numpy.float32)
+end, count = time.perf_counter() + int(sys.argv[1]), 0
+while time.perf_counter() < end:
+    ones @ ones
+    count += 1
+print(count)
+"""
 MB = 1_000_000
 
 
@@ -130,44 +144,56 @@ def make_model(options: argparse.Namespace) -> None:
 
 
 def measure_tables(options: argparse.Namespace) -> None:
-    """Profile every kind of device: whole ones beside a companion, slowed ones in their box."""
+    """Profile whole devices beside a companion; a slowed one's table follows from a whole one's."""
     folder = options.folder / "tables"
     folder.mkdir(exist_ok=True)
     for kind in KINDS:
         table = folder / f"{kind.name}.csv"
         if table.exists():
             continue
+        if kind.share is not None:
+            slow_down(folder, kind)
+            continue
         words = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
         words += ["--cpu_isa", kind.isa] if kind.isa else []
-        words += ["--cpu_share", str(kind.share)] if kind.share else []
-        profile = ("layer", "--resume", "--model", str(options.folder / "model"), "--points", "10",
-                   "--layers", "6", *words, "--budget", str(options.budget))  # fmt: skip
-        if kind.share is None:
-            core = str(min(os.sched_getaffinity(0)))
-            call([sys.executable, "-m", "llmpq.cli.profile", *profile, "--core", core,
-                  "--companions", "1", "--output", str(table)])  # fmt: skip
-            continue
-        cluster = folder / f"{kind.name}.json"
-        devices = [kind.entry(profile=False)]
-        nodes = [{"name": "here", "devices": devices}]
-        cluster.write_text(json.dumps({"schema": 1, "name": "one", "nodes": nodes, "links": []}))
-        alone = table.with_suffix(".alone.csv")
-        boxed("device", str(cluster), "here/cpu#0", "llmpq-profile", *profile,
-              "--output", str(alone))  # fmt: skip
-        add_company(alone, folder / f"{replace(kind, share=None).name}.csv", table)
-        alone.unlink()
+        call([sys.executable, "-m", "llmpq.cli.profile", "layer", "--resume", "--model",
+              str(options.folder / "model"), "--points", "10", "--layers", "6", *words, "--core",
+              str(min(os.sched_getaffinity(0))), "--companions", "1", "--budget",
+              str(options.budget), "--output", str(table)])  # fmt: skip
 
 
-def add_company(alone: Path, whole: Path, table: Path) -> None:
-    """Write a slowed device's table with what company costs a whole one.
+def slow_down(folder: Path, kind: Kind) -> None:
+    """Write a slowed device's table: a whole one's seconds times what its box costs.
 
-    In its box a device has no second core to put a companion on; when it computes, it computes as
-    a whole one does, and so beside others.
+    A layer takes a few milliseconds, as long as the device's turns: single timings in the box come
+    in steps of a pause, and their median lies up to a sixth off the mean that a run adds up.
+    Thousands of turns on end have no such error.
     """
-    measured = read_latency_table(alone)
-    company = dict(read_latency_table(whole).provenance)["company"]
-    provenance = (*measured.provenance, ("company", company), ("company of", whole.name))
-    write_latency_table(table, replace(measured, provenance=provenance))
+    whole = replace(kind, share=None)
+    table = read_latency_table(folder / f"{whole.name}.csv")
+    ratios = [speed(folder, whole) / speed(folder, kind) for _ in range(PAIRS)]
+    factor = statistics.median(ratios)
+    samples = tuple(replace(one, seconds=factor * one.seconds) for one in table.samples)
+    told = {
+        **dict(table.provenance),
+        "cpu_share": str(kind.share),
+        "slowed": f"{factor:.4f} times {whole.name}.csv, {min(ratios):.3f} to {max(ratios):.3f} "
+        f"in {PAIRS} pairs of {PAIR_S} s",
+    }
+    words = told[STAGE_KEY].split()
+    words[1::2] = [repr(factor * float(seconds)) for seconds in words[1::2]]
+    told[STAGE_KEY] = " ".join(words)
+    slowed = replace(table, samples=samples, provenance=tuple(told.items()))
+    write_latency_table(folder / f"{kind.name}.csv", slowed)
+
+
+def speed(folder: Path, kind: Kind) -> int:
+    """Return how many small products a device computes in its box in a while."""
+    file = folder / f"{kind.name}.json"
+    nodes = [{"name": "here", "devices": [kind.entry(profile=False)]}]
+    file.write_text(json.dumps({"schema": 1, "name": "one", "nodes": nodes, "links": []}))
+    return int(boxed("device", str(file), "here/cpu#0", "env", "OPENBLAS_NUM_THREADS=1",
+                     sys.executable, "-c", PRODUCTS, str(PAIR_S)))  # fmt: skip
 
 
 def make_plans(options: argparse.Namespace) -> None:

@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         devices = [plan.device_of(stage) for stage in plan.stages]
         # Reading libraries is no part of a run: a slow device may do it at full speed.
-        boxes = stack.enter_context(_boxes(devices, is_paced=has_begun))
+        boxes = stack.enter_context(_boxes(devices, is_begun=has_begun))
         if not options.links:
             return _watch([_command(options.words)], boxes)
         return _watch(stack.enter_context(_on_hosts(plan, options.words)), boxes)
@@ -114,12 +114,15 @@ def _clean(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _boxes(
-    devices: list[Device], is_paced: Callable[[int], bool] | None = None
+    devices: list[Device], is_begun: Callable[[int], bool] | None = None
 ) -> Iterator[list[Box]]:
-    """Make the devices' boxes; all processes in them are slowed, or those ``is_paced`` says."""
+    """Make the devices' boxes; one is slowed at once, or when ``is_begun`` of a process in it."""
 
     def pids_of(group: Group) -> list[int]:
-        return [pid for pid in group.pids() if is_paced is None or is_paced(pid)]
+        # All or none: a child is called as its parent until it is a program of its own, and
+        # whoever was stopped must be continued.
+        pids = group.pids()
+        return pids if is_begun is None or any(map(is_begun, pids)) else []
 
     spaces = spaces_of(devices, sorted(os.sched_getaffinity(0)))
     with groups(len(spaces)) as found:
