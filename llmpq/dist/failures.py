@@ -34,6 +34,15 @@ def silent_peer(name: str, rank: int, timeout_s: float) -> PeerLostError:
     return PeerLostError(f"{name}: found no sign of life for {timeout_s:g} s, expected one", rank)
 
 
+def unstarted_peer(name: str, rank: int, timeout_s: float) -> PeerLostError:
+    """Build the error for a process that never began: libraries and files took too long."""
+    return PeerLostError(
+        f"{name}: did not start within {timeout_s:g} s, expected its libraries to be loaded by "
+        "then; the machine may be short of memory or busy",
+        rank,
+    )
+
+
 def closed_peer(name: str, rank: int) -> PeerLostError:
     """Build the error for a peer that ended."""
     return PeerLostError(f"{name}: closed its connection before the run was over", rank)

@@ -30,6 +30,7 @@ from llmpq.dist.failures import (
     read_note,
     silent_peer,
     stage_name,
+    unstarted_peer,
 )
 from llmpq.dist.job import START_TIMEOUT_S, Job, write_job
 from llmpq.dist.measurement import Measurement, measurement_from_fields
@@ -126,9 +127,12 @@ def launch(
             workers[rank] = _start(job, plan, rank, ranks, folder, writer)
         os.close(writer)
         writer = -1
-        silent = _Watch(workers, reader, job.step_timeout_s + GRACE_S).run(overseer)
+        watch = _Watch(workers, reader, job.step_timeout_s + GRACE_S)
+        silent = watch.run(overseer)
         if silent is not None:
             name = stage_name(plan, silent, os.uname().nodename)
+            if not watch.has_heard(silent):
+                raise unstarted_peer(name, silent, START_TIMEOUT_S)
             raise silent_peer(name, silent, job.step_timeout_s)
         if any(worker.poll() for worker in workers.values()):
             _wait_for_notes(workers, folder)
@@ -231,7 +235,12 @@ class _Watch:
         self._timeout_s = timeout_s
         self._silent_s = dict.fromkeys(workers, 0.0)
         self._allowed_s = dict.fromkeys(workers, START_TIMEOUT_S)
+        self._heard: set[int] = set()
         self._rest = b""
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether a rank ever gave a sign of life: its libraries are loaded then."""
+        return rank in self._heard
 
     def run(self, overseer: Overseer) -> int | None:
         """Pass events on until all ranks ended well or one did not.
@@ -261,6 +270,7 @@ class _Watch:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = Event.decode(line)
+            self._heard.add(event.rank)
             self._silent_s[event.rank] = 0.0
             self._allowed_s[event.rank] = self._timeout_s
             overseer.hear(event)
