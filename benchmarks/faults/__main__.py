@@ -30,6 +30,9 @@ import soak
 import inputs
 
 Case = Callable[[], dict[str, Any]]
+PLANNER_LIMITS_S = (0.02, 0.3)
+"""Less than the planner needs to begin, and less than it needs to prove."""
+
 KINDS = ("plan", "cluster", "workload", "prompts", "table", "model")
 WHAT = {
     "R1": "a rank is killed: typed error naming it",
@@ -56,6 +59,7 @@ def main() -> int:
     parser.add_argument("--files", type=int, default=100_000, help="damaged ones, of all kinds")
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--soak_s", type=float, default=1800.0)
+    parser.add_argument("--soak_requests", type=int, default=10_000, help="at least")
     parser.add_argument("--kill_every_s", type=float, default=60.0)
     parser.add_argument("--output", type=Path, default=Path("runs/faults.jsonl"))
     options = parser.parse_args()
@@ -121,7 +125,7 @@ def cases_of(options: argparse.Namespace, folder: Path) -> dict[str, Case]:
         found[f"S1 {transport}"] = partial(soak.sockets, folder, transport)
     found["S6"] = partial(soak.traces, folder)
     found[f"R11 {options.soak_s:g} s"] = partial(
-        soak.soak, folder, options.soak_s, options.kill_every_s
+        soak.soak, folder, options.soak_s, options.soak_requests, options.kill_every_s
     )
     return {key: case for key, case in found.items() if key.split()[0] in options.only}
 
@@ -148,8 +152,10 @@ def fuzzed(folder: Path, options: argparse.Namespace) -> dict[str, Case]:
         share = -(-options.files // len(KINDS))
         found[f"R9 {kind} {share}"] = partial(inputs.files, folder, kind, share, seed)
     found[f"R10 {options.frames}"] = partial(inputs.frames, options.frames, 0)
-    for solver, limit_s in (("exact", 1.0), ("highs", 5.0), ("cbc", 5.0)):
-        found[f"R12 {solver}"] = partial(inputs.planner, folder, solver, limit_s)
+    for solver in ("exact", "highs", "cbc"):
+        for limit_s in PLANNER_LIMITS_S:
+            key = f"R12 {solver} {limit_s:g} s"
+            found[key] = partial(inputs.planner, folder, solver, limit_s)
     return found
 
 

@@ -5,8 +5,10 @@ Shared machines pause processes: figures of time are of this machine at that mom
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import signal
 import stat
 import statistics
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +32,10 @@ SOAK_STAGES = 2
 SOAK_REQUESTS = 2000
 SOAK_TOKENS = 12
 SAMPLE_S = 2.0
+LEAST_SAMPLES = 5
+LEAST_SERVED = 200
+"""Requests a process must have seen for its slope to be told."""
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -40,35 +47,64 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def open_files(pid: int) -> int:
-    """Return how many descriptors a process has open."""
-    try:
-        return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return 0
+def open_files(pid: int) -> list[str]:
+    """Return what the descriptors of a process are of, numbers in names left out."""
+    found = []
+    with contextlib.suppress(OSError):  # it ended
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                found.append(re.sub(r"[0-9]+", "#", str(link.readlink())))
+    return sorted(found)
 
 
 class Samples:
-    """Memory and descriptors of the launcher and of the master, beside requests served."""
+    """Memory and descriptors of the launcher and of the ranks, beside requests served."""
 
     def __init__(self) -> None:
         self.served = 0.0
         self.rows: list[tuple[int, float, int, int]] = []  # pid, served, bytes, descriptors
+        self._names: dict[tuple[int, int], list[str]] = {}  # of a process with so many
 
     def take(self) -> None:
         """Take one sample of each process."""
-        pids = [os.getpid(), *workers_of(os.getpid()).values()]
-        self.rows += [(p, self.served, resident_bytes(p), open_files(p)) for p in pids]
+        for pid in (os.getpid(), *workers_of(os.getpid()).values()):
+            names = open_files(pid)
+            self._names[pid, len(names)] = names
+            self.rows.append((pid, self.served, resident_bytes(pid), len(names)))
 
     def slopes(self, pid: int) -> tuple[float, int] | None:
         """Return MB per 1,000 requests, and descriptors gained, over the later half of a life."""
-        rows = [row for row in self.rows if row[0] == pid and row[2]]
-        rows = rows[len(rows) // 2 :]
+        rows = self._later(pid)
         served = [row[1] for row in rows]
-        if len(rows) < 5 or max(served) - min(served) < 200:
+        if len(rows) < LEAST_SAMPLES or max(served) - min(served) < LEAST_SERVED:
             return None
         slope = statistics.linear_regression(served, [row[2] for row in rows]).slope
-        return slope * 1000 / 1e6, rows[-1][3] - rows[0][3]
+        first, last = self._usual(rows)
+        return slope * 1000 / 1e6, last - first
+
+    def gained(self, pid: int) -> list[str]:
+        """Return what the descriptors are of that a process gained."""
+        first, last = self._usual(self._later(pid))
+        names = Counter(self._names[pid, last])
+        return sorted((names - Counter(self._names[pid, first])).elements())
+
+    def most(self, pid: int) -> list[str]:
+        """Return what was open beside the usual when most was, if only for a moment."""
+        usual = self._usual(self._later(pid))[1]
+        most = max(count for one, count in self._names if one == pid)
+        names = Counter(self._names[pid, most])
+        return sorted((names - Counter(self._names[pid, usual])).elements())
+
+    def _later(self, pid: int) -> list[tuple[int, float, int, int]]:
+        rows = [row for row in self.rows if row[0] == pid and row[2]]
+        return rows[len(rows) // 2 :]
+
+    @staticmethod
+    def _usual(rows: list[tuple[int, float, int, int]]) -> tuple[int, int]:
+        """Return how many were open at first and at last; a file being read is not counted."""
+        ends = rows[:LEAST_SAMPLES], rows[-LEAST_SAMPLES:]
+        first, last = (statistics.median_low([row[3] for row in end]) for end in ends)
+        return first, last
 
 
 class Soak:
@@ -94,14 +130,14 @@ class Soak:
         self._sampled_s = 0.0
         self._heard_s = time.monotonic()
 
-    def run(self, duration_s: float) -> None:
-        """Go on for at least so long."""
+    def run(self, duration_s: float, least: int) -> None:
+        """Go on for at least so long, and until so many requests are answered."""
         end_s = time.monotonic() + duration_s
         is_over = threading.Event()
         killer = threading.Thread(target=self._kill_until, args=(is_over,))
         killer.start()
         try:
-            while time.monotonic() < end_s:
+            while time.monotonic() < end_s or self.served < least:
                 self._run_once()
         finally:
             is_over.set()
@@ -143,15 +179,22 @@ class Soak:
             self.kills += send(chance.randrange(SOAK_STAGES), signal.SIGKILL)
 
 
-def soak(folder: Path, duration_s: float, every_s: float) -> dict[str, Any]:
+def soak(folder: Path, duration_s: float, least: int, every_s: float) -> dict[str, Any]:
     """Serve for a while under kills; look for hangs, leaks, and answers that differ or repeat."""
     start_s = time.monotonic()
     run = Soak(folder, every_s)
-    run.run(duration_s)
+    run.run(duration_s, least)
     lives = {pid: run.samples.slopes(pid) for pid in {row[0] for row in run.samples.rows}}
+    names = {
+        "launcher_gained": run.samples.gained(os.getpid()),
+        "launcher_at_times": run.samples.most(os.getpid()),
+    }
     launcher = lives.pop(os.getpid(), None)
     slopes = [one[0] for one in lives.values() if one is not None]
     gained = max([one[1] for one in lives.values() if one is not None], default=0)
+    grows = [statistics.median(slopes) if slopes else 0.0, launcher[0] if launcher else 0.0]
+    leaks = gained > 0 or (launcher is not None and launcher[1] > 0)
+    is_met = not run.bad and not leaks and max(grows) < 1.0
     return {
         "total_s": time.monotonic() - start_s,
         "count": run.served,
@@ -164,8 +207,9 @@ def soak(folder: Path, duration_s: float, every_s: float) -> dict[str, Any]:
         "ranks_median_mb_per_1000": statistics.median(slopes) if slopes else None,
         "ranks_measured": len(slopes),
         "ranks_fds": gained,
+        **names,
         "bad": run.bad,
-        "ok": not run.bad and gained <= 0 and (not slopes or statistics.median(slopes) < 1.0),
+        "ok": is_met,
     }
 
 
