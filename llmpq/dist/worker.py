@@ -22,6 +22,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmpq.dist import lean  # noqa: F401  before what imports transformers
 from llmpq.dist.allocator import give_memory_back
 from llmpq.dist.connect import Me, Ring, connect
 from llmpq.dist.doctor import examine, gather, report, time_link

@@ -1,0 +1,20 @@
+"""A worker does not load what it never uses."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+LOADED = "import sys; print(*[name for name in sys.modules if name.startswith('scipy.')])"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="SciPy is not installed")
+def test_a_worker_does_not_load_scipy():
+    loaded = subprocess.run(
+        [sys.executable, "-c", f"import llmpq.dist.worker; {LOADED}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert loaded.stdout.split() == []
