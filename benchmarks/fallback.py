@@ -24,6 +24,7 @@ import numpy as np
 from exact_planner import CLUSTERS, PAPER_MODELS, uneven
 
 from llmpq import __version__
+from llmpq.assigner.deadline import NEVER
 from llmpq.assigner.exact.method import find_exact, space_of
 from llmpq.assigner.planner import silent
 from llmpq.assigner.programs.search import find_plan
@@ -111,7 +112,8 @@ def _figure(cluster: str, name: str, task: PlanningTask, time_limit_s: float | N
     started = time.process_time()
     exact = find_exact(replace(task, request=replace(task.request, gap=0.0)), silent)
     between = time.process_time()
-    limited = replace(task, request=replace(task.request, time_limit_s=time_limit_s))
+    deadline = NEVER.within(time_limit_s)
+    limited = replace(task, request=replace(task.request, deadline=deadline))
     found = find_plan(limited, silent)
     ended = time.process_time()
     assert exact.solver == "exact"

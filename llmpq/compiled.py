@@ -10,8 +10,10 @@ that is ctypes, in the package that knows the functions.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -28,7 +30,9 @@ class NotCompiledError(LlmpqError):
     """There is no compiled library, and none can be made or kept here."""
 
 
-def library_path(package: Path, name: str, flags: Sequence[str], brought: str) -> Path:
+def library_path(
+    package: Path, name: str, flags: Sequence[str], brought: str, limit_s: float = math.inf
+) -> Path:
     """Return the compiled library of ``package``, compiling it unless it is there already.
 
     Args:
@@ -36,6 +40,7 @@ def library_path(package: Path, name: str, flags: Sequence[str], brought: str) -
         name: what the library's file name starts with.
         flags: the compiler's, part of the digest.
         brought: pattern of the file that a wheel may have put into ``package``; it goes first.
+        limit_s: seconds that compiling may take, ``COMPILE_LIMIT_S`` at most.
 
     Raises:
         NotCompiledError: there is none, and it cannot be compiled or kept.
@@ -52,7 +57,7 @@ def library_path(package: Path, name: str, flags: Sequence[str], brought: str) -
     units = [str(source) for source in sources if source.suffix == ".c"]
     for folder in folders:
         try:
-            return _compile([*flags, *units], folder / file_name)
+            return _compile([*flags, *units], folder / file_name, min(limit_s, COMPILE_LIMIT_S))
         except OSError:
             continue
     raise NotCompiledError(f"found no folder to keep the compiled code in, such as {package}")
@@ -78,24 +83,41 @@ def _folders(package: Path) -> Iterator[Path]:
             yield folder
 
 
-def _compile(arguments: Sequence[str], target: Path) -> Path:
+def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> Path:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise NotCompiledError(f"found no C compiler ({', '.join(COMPILERS)}) and no compiled code")
     # Made aside and renamed: processes that start together each see a whole library or none.
     with tempfile.TemporaryDirectory(prefix="made-", dir=target.parent) as folder:
         made = Path(folder) / target.name
-        try:
-            done = subprocess.run(
-                [compiler, *arguments, "-o", str(made), "-lm"],
-                capture_output=True,
-                text=True,
-                timeout=COMPILE_LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotCompiledError(f"{compiler} took over {COMPILE_LIMIT_S:.0f} s") from error
-        if done.returncode:
-            raise NotCompiledError(f"{compiler} failed: {done.stderr.strip()[-400:]}")
+        status, said = _run([compiler, *arguments, "-o", str(made), "-lm"], folder, limit_s)
+        if status:
+            raise NotCompiledError(f"{compiler} failed: {said.strip()[-400:]}")
         made.replace(target)
     return target
+
+
+def _run(command: Sequence[str], folder: str, limit_s: float) -> tuple[int, str]:
+    """Run a compiler; return its exit status and what it said.
+
+    It works in ``folder``, and all of its processes end at the limit: its parts would go on
+    without the one that started them, and hold the pipe that is read here.
+    """
+    if limit_s <= 0:
+        raise NotCompiledError("found no time to compile")
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": folder},
+        text=True,
+        process_group=0,
+    ) as compiler:
+        try:
+            _, said = compiler.communicate(timeout=limit_s)
+        except BaseException as error:
+            os.killpg(compiler.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise NotCompiledError(f"{command[0]} took over {limit_s:.3g} s") from None
+            raise
+    return compiler.returncode, said

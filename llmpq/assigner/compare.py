@@ -58,6 +58,7 @@ def compare_methods(
     """
     check_method(request, SEARCH)
     started = time.perf_counter()
+    request = request.begun()
     task = build_task(request)
     build_s = time.perf_counter() - started
 

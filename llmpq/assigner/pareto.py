@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from llmpq.assigner.deadline import NEVER
 from llmpq.assigner.planner import blamed, check_method, plan_task
 from llmpq.assigner.programs.search import OutOfTimeError
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, build_task
@@ -172,6 +173,8 @@ class _Front:
             given,
             theta_s=price * self.unit_s,
             quality_budget=budget,
-            time_limit_s=SEARCH_LIMIT_S if given.time_limit_s is None else given.time_limit_s,
+            deadline=NEVER.within(
+                SEARCH_LIMIT_S if given.time_limit_s is None else given.time_limit_s
+            ),
         )
         return plan_task(replace(self.task, request=request), self.method, command=self.command)

@@ -73,6 +73,7 @@ def make_plan(
     """
     check_method(request, method)
     started = time.perf_counter()
+    request = request.begun()
     task = build_task(request)
     try:
         return plan_task(task, method, command=command, progress=progress, started=started)
@@ -140,7 +141,7 @@ def silent(done: int, total: int, best_s: float | None) -> None:
 def blamed(request: PlanRequest, method: str, error: InfeasibleError) -> InfeasibleError:
     """Return the error with the manual decisions that leave no plan, found by planning without."""
     overrides = request.overrides
-    if not overrides or isinstance(error, OutOfTimeError):
+    if not overrides or isinstance(error, OutOfTimeError) or request.deadline.has_passed:
         return error
     guilty = [
         text
@@ -164,7 +165,7 @@ def blamed(request: PlanRequest, method: str, error: InfeasibleError) -> Infeasi
 
 
 def _has_plan(request: PlanRequest, method: str) -> bool:
-    easier = replace(request, gap=ANY_PLAN_GAP, time_limit_s=BLAME_LIMIT_S)
+    easier = replace(request, gap=ANY_PLAN_GAP, deadline=request.deadline.within(BLAME_LIMIT_S))
     try:
         METHODS[method](build_task(easier), silent)
     except (InfeasibleError, SpecError):

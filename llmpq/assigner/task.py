@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from llmpq.assigner.deadline import NEVER, Deadline
 from llmpq.assigner.decisions.limits import Limits
 from llmpq.assigner.decisions.overrides import NO_OVERRIDES, Overrides
 from llmpq.assigner.decisions.resolve import resolve
@@ -63,7 +64,10 @@ class PlanRequest:
         quality_budget: largest allowed degradation, ``None`` for no limit.
         formula: latency formula to minimise.
         solver: the exact search, or integer programs by one of the solvers.
-        gap, time_limit_s: how well to solve, and for how long at most.
+        gap: how well to solve.
+        time_limit_s: seconds after which the best plan so far is told. They run from the start of
+            planning, unless the request has begun before.
+        deadline: when they are over; ``begun`` sets it.
         orders: which device orders to try.
         layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
         profile_dir: folder of measured tables.
@@ -86,12 +90,19 @@ class PlanRequest:
     solver: Literal["exact"] | SolverName = "exact"
     gap: float = 0.0
     time_limit_s: float | None = None
+    deadline: Deadline = NEVER
     orders: OrderMode = "types"
     layer_group: int = 1
     profile_dir: Path | None = None
     cache_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
+
+    def begun(self) -> PlanRequest:
+        """Return the request with its time running: from now on, or as it runs already."""
+        if self.time_limit_s is None or self.deadline != NEVER:
+            return self
+        return replace(self, deadline=NEVER.within(self.time_limit_s))
 
     @property
     def program_solver(self) -> SolverName:
@@ -237,6 +248,7 @@ class Solution:
 
 def build_task(request: PlanRequest) -> PlanningTask:
     """Build every array of a request; ``pairs`` is empty when the model fits nowhere."""
+    request = request.begun()
     bits = tuple(sorted(set(request.bits), reverse=True))
     compositions, kinds, lengths = _runs(request.model.layer_kinds, request.layer_group)
     resolved = resolve(request.overrides, request.cluster, np.cumsum([0, *lengths]).tolist(), bits)
@@ -281,6 +293,7 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
         profile_dir=request.profile_dir,
         cache_dir=request.cache_dir,
         latency=request.latency,
+        is_late=None if request.deadline == NEVER else lambda: request.deadline.has_passed,
     )
 
 

@@ -6,17 +6,23 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
 from llmpq.assigner.compare import compare_methods
+from llmpq.assigner.deadline import Deadline
 from llmpq.assigner.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.task import Progress, costs_of
-from llmpq.cli.common import command_line, make_parser, print_json, run_command
+from llmpq.cli.common import (
+    command_line,
+    command_start_s,
+    make_parser,
+    print_json,
+    run_command,
+)
 from llmpq.cli.comparison import comparison_table
 from llmpq.cli.explanation import Explanation, explain_plan, explanation_record, explanation_text
 from llmpq.cli.override_options import add_override_options
@@ -29,11 +35,14 @@ from llmpq.cli.plan_options import (
 )
 from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
 from llmpq.cli.schedule_options import add_schedule_options, schedule_text, scheduled
-from llmpq.cli.trust import plan_trust, trust_record, trust_text
+from llmpq.cli.trust import hurried_text, plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import write_plan
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 NAME = "llmpq-algo"
 V = TypeVar("V")
@@ -44,9 +53,10 @@ QUIET_S = 2.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
+    started_s = command_start_s(argv)
 
     def body(options: argparse.Namespace) -> int:
-        return _run(options, command_line(NAME, argv))
+        return _run(options, command_line(NAME, argv), started_s)
 
     return run_command(_parser(), body, argv)
 
@@ -84,8 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, command: str) -> int:
+def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
     request = request_of(options)
+    if request.time_limit_s is not None:
+        request = replace(request, deadline=Deadline(started_s + request.time_limit_s))
     if options.pareto is not None:
         return _run_pareto(options, request, command)
     if options.method == "all":
@@ -97,14 +109,17 @@ def _run(options: argparse.Namespace, command: str) -> int:
     plan = scheduled(options, request, plan)
     path = _write(plan, _output(options, request, options.method))
     found = _explained(options, request, plan)
-    trust = plan_trust(plan, costs_of(request, plan.cluster))
+    costs = costs_of(request, plan.cluster)
+    trust = plan_trust(plan, costs)
     if options.json:
         record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
         stored = [str(precision) for precision in request.model.stored]
-        print_json({**record, "stored": stored, "trust": trust_record(trust)})
+        more = {"trust": trust_record(trust), "hurried": list(costs.hurried)}
+        print_json({**record, "stored": stored, **more})
     else:
-        more = [*stored_text(request.model), *schedule_text(plan), *trust_text(plan, trust)]
-        _print_plan(plan, found, [*more, f"written        {path}"])
+        lines = [*stored_text(request.model), *schedule_text(plan), *trust_text(plan, trust)]
+        lines += [*hurried_text(costs), f"written        {path}"]
+        _print_plan(plan, found, lines)
     if options.plot is not None:
         from llmpq.cli.plots import draw_plan
 
@@ -241,6 +256,8 @@ class _Bar:
         if self.bar is None:
             if time.monotonic() - self.started < QUIET_S:
                 return
+            from tqdm import tqdm  # most plans are there before it would be shown
+
             self.bar = tqdm(
                 total=total,
                 desc=self.name,

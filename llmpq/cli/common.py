@@ -10,8 +10,10 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from llmpq import __version__
@@ -19,6 +21,8 @@ from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
 
 INTERRUPTED = 130
+LONGEST_START_S = 60.0
+"""A process that is older when its command begins was not started for that command alone."""
 
 EXTRAS = {
     "torch": "runtime",
@@ -93,6 +97,27 @@ def require(*packages: str) -> None:
 def print_json(value: dict[str, Any]) -> None:
     """Print exactly one JSON object on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def command_start_s(argv: Sequence[str] | None) -> float:
+    """Return the moment a command began, by ``time.monotonic``.
+
+    That is when its process was started: loading libraries is part of what a user waits for.
+    A command that is called with arguments of its own, or on a system that does not tell, begins
+    now.
+    """
+    age_s = _process_age_s() if argv is None else 0.0
+    return time.monotonic() - (age_s if 0 <= age_s <= LONGEST_START_S else 0.0)
+
+
+def _process_age_s() -> float:
+    """Return how long ago this process was started (``man 5 proc``, field 22), 0 if unknown."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
 
 
 def command_line(name: str, argv: Sequence[str] | None) -> str:

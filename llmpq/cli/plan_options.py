@@ -146,7 +146,13 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         metavar="GAP",
         help="stop when proven this close to the optimum (default: 0, programs 0.001)",
     )
-    search.add_argument("--time_limit", type=float, metavar="SECONDS")
+    search.add_argument(
+        "--time_limit",
+        type=float,
+        metavar="SECONDS",
+        help="of the whole command: then the best plan so far is told, with its bound and gap; "
+        "--pareto: of each of its searches",
+    )
 
 
 def request_of(options: argparse.Namespace) -> PlanRequest:

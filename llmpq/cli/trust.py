@@ -78,6 +78,16 @@ def trust_record(found: Sequence[StageTrust]) -> list[dict[str, Any]]:
     ]
 
 
+def hurried_text(costs: ClusterCosts) -> list[str]:
+    """Return a line about devices that a time limit left to the roofline; none without any."""
+    if not costs.hurried:
+        return []
+    return [
+        f"hurried        {', '.join(costs.hurried)}: the time limit left no time to make their "
+        "tables ready, so the roofline prices them; a run without it keeps them for the next"
+    ]
+
+
 def trust_text(plan: Plan, found: Sequence[StageTrust]) -> list[str]:
     """Return lines for people: the least sure phase, what is extrapolated, and the remedy."""
     if not found:

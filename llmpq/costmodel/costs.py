@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from llmpq.costmodel.profiles import (
     read_folder,
     read_links,
 )
-from llmpq.costmodel.public import public_source, public_table
+from llmpq.costmodel.public import is_measured, public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
@@ -81,6 +82,8 @@ class ClusterCosts:
             masks, a message unpacked), in prefill and in decode, by ``Device.group``.
         company: how much longer a device computes while other workers of its host do, by
             ``Device.group``.
+        hurried: types of devices with tables that there was no time to make ready; the roofline
+            prices them.
     """
 
     model: ModelSpec
@@ -92,6 +95,7 @@ class ClusterCosts:
     comm: CommModel
     stage: tuple[StageSeconds, ...] = ()
     company: tuple[Company, ...] = ()
+    hurried: tuple[str, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
         """Return the memory the owner gives: the cluster's figure, or the catalogue's."""
@@ -195,6 +199,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
     profile_dir: Path | None = None,
     latency: LatencySource = "table",
     cache_dir: Path | None = None,
+    is_late: Callable[[], bool] | None = None,
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster: measured where there are tables, else roofline.
 
@@ -210,6 +215,8 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
             device and for link tables of this cluster's nodes.
         latency: how tables answer; devices without one are roofline either way.
         cache_dir: where fits and assembled tables are kept between runs, ``None`` for nowhere.
+        is_late: whether the time is up: then nothing is fitted or assembled any more, and devices
+            whose tables no earlier run has made ready are priced by the roofline. ``None`` waits.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
@@ -220,6 +227,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
     models: list[LatencyModel] = []
     stage: list[StageSeconds] = []
     company: list[Company] = []
+    hurried: list[str] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -228,11 +236,17 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
             model=model, device=spec, dtype=dtype, kv_bits=kv_bits, threads=device.threads or 1
         )
         key = ProfileKey(model=model, dtype=dtype, device=device)
-        profile = None if latency == "roofline" else _profile(key, tables, cache)
+        profile, ready = None, True
+        if latency != "roofline":
+            profile, ready = _profile(key, tables, cache, is_late)
+        chosen = None if profile is None else _measured(profile, analytic, latency, cache)
+        if chosen is not None and is_late is not None and not chosen.prepare(is_late):
+            profile, chosen, ready = None, None, False
+        hurried += [] if ready else [device.type]
         specs.append(spec)
         stage.append(StageSeconds() if profile is None else profile.stage)
         company.append(Company() if profile is None else profile.company)
-        models.append(analytic if profile is None else _measured(profile, analytic, latency, cache))
+        models.append(chosen or analytic)
     return ClusterCosts(
         model=model,
         cluster=cluster,
@@ -245,20 +259,28 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         ),
         stage=tuple(stage),
         company=tuple(company),
+        hurried=tuple(dict.fromkeys(hurried)),
     )
 
 
 def _profile(
-    key: ProfileKey, tables: dict[str, LatencyTable], cache: Cache | None
-) -> Profile | None:
-    """Return the table of a device: the cluster's, the folder's, else the public database's."""
+    key: ProfileKey,
+    tables: dict[str, LatencyTable],
+    cache: Cache | None,
+    is_late: Callable[[], bool] | None,
+) -> tuple[Profile | None, bool]:
+    """Return the table of a device: the cluster's, the folder's, else the public database's.
+
+    Also whether that is the last word: it is not where it was too late to assemble a table.
+    """
     found = find_profile(key, tables)
     if found is not None:
-        return found
-    table = public_table(key.model, key.device.type, key.dtype, cache)
+        return found, True
+    type_name, late = key.device.type, is_late is not None and is_late()
+    table = public_table(key.model, type_name, key.dtype, cache, known_only=late)
     if table is None:
-        return None
-    return Profile(table=table, file=public_source(key.device.type), layer=0)
+        return None, not (late and is_measured(type_name, key.dtype))
+    return Profile(table=table, file=public_source(type_name), layer=0), True
 
 
 def _measured(

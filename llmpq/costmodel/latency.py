@@ -9,7 +9,7 @@ how sure it is. It refuses to answer for a phase or bitwidth without samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import hypot, inf, log
 from typing import Literal
 
@@ -208,6 +208,19 @@ class RegressionLatencyModel:
         """Return the same with how far to trust it."""
         return self._curve(phase, bits).estimate(batch, tokens)
 
+    def prepare(self, is_late: Callable[[], bool]) -> bool:
+        """Have every curve at hand; tell whether they are, before it was too late to fit them.
+
+        Curves that an earlier run kept are read however late it is: that takes no time.
+        """
+        for phase, bits in self._samples:
+            if (phase, bits) not in self._curves and is_late():
+                key = self._key(gather(self._samples[phase, bits]))
+                if self._cache is None or key is None or self._cache.read(key) is None:
+                    return False
+            self._curve(phase, bits)
+        return True
+
     def _curve(self, phase: Phase, bits: int) -> Curve | PaperCurve:
         if (phase, bits) not in self._curves:
             if not self.has(phase, bits):
@@ -221,16 +234,22 @@ class RegressionLatencyModel:
     def _made(self, samples: Samples) -> Curve | PaperCurve:
         if self._law == "paper":
             return PaperCurve(samples)
-        if self._cache is None or len(samples) < MIN_HINGED:
+        key = self._key(samples)
+        if self._cache is None or key is None:
             return Curve(samples)
-        columns = (samples.batch, samples.tokens, samples.seconds)
-        key = digest(samples.phase.value.encode(), *(one.tobytes() for one in columns))
         known = self._cache.read(key)
         if known is not None:
             return Curve(samples, known)
         curve = Curve(samples)
         self._cache.write(key, curve.arrays())
         return curve
+
+    def _key(self, samples: Samples) -> str | None:
+        """Return the name under which a fit is kept, ``None`` where it is not worth it."""
+        if self._cache is None or len(samples) < MIN_HINGED:
+            return None
+        columns = (samples.batch, samples.tokens, samples.seconds)
+        return digest(samples.phase.value.encode(), *(one.tobytes() for one in columns))
 
 
 def gather(samples: Sequence[LatencySample]) -> Samples:

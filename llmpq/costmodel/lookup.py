@@ -82,6 +82,10 @@ class TableLatencyModel:
 
         object.__setattr__(self, "_answer", answer)
 
+    def prepare(self, is_late: Callable[[], bool]) -> bool:
+        """Have every fit at hand; tell whether they are, before it was too late to make them."""
+        return self._regression.prepare(is_late)
+
     @property
     def source(self) -> str:
         """Where the seconds come from."""

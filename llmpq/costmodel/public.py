@@ -40,15 +40,26 @@ def is_installed() -> bool:
     return all(find_spec(name) is not None for name in (PACKAGE, "pyarrow"))
 
 
+def is_measured(device_type: str, dtype: Dtype) -> bool:
+    """Return whether there may be a table of this type of device here."""
+    return dtype != "float32" and is_known(device_type) and is_installed()
+
+
 @lru_cache(maxsize=32)
 def public_table(
-    model: ModelSpec, device_type: str, dtype: Dtype, cache: Cache | None = None
+    model: ModelSpec,
+    device_type: str,
+    dtype: Dtype,
+    cache: Cache | None = None,
+    *,
+    known_only: bool = False,
 ) -> LatencyTable | None:
     """Return the table of a model's layer on a device, ``None`` where none can be assembled.
 
     Assembling takes a second or so, and a planner asks more than once: the last ones are kept.
+    With ``known_only`` nothing is assembled: what an earlier run kept, or ``None``.
     """
-    if dtype == "float32" or not is_known(device_type) or not is_installed():
+    if not is_measured(device_type, dtype):
         return None
     request = ImportRequest(
         model=model,
@@ -61,6 +72,8 @@ def public_table(
     known = None if cache is None else cache.read(key)
     if known is not None:
         return _restored(known)
+    if known_only:
+        return None
     try:
         table = import_table("aiconfigurator", request)
     except SpecError:

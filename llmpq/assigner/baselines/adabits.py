@@ -52,6 +52,8 @@ def best_adabits(table: PairTable, progress: Progress) -> Choice | None:
     best: Choice | None = None
     before: tuple[AssignmentProblem, Assignment] | None = None
     for number, (order, pairs) in enumerate(classes):
+        if best is not None and task.request.deadline.has_passed:
+            break
         progress(number, len(classes), best.objective_s if best else None)
         problem = task.problem(task.pairs[int(np.flatnonzero(pairs)[0])], order)
         if before is not None and _still_best(*before, problem):
@@ -77,6 +79,8 @@ def find_adaptive_even(task: PlanningTask, progress: Progress) -> Solution:
     classes = _classes(table, order)
     best: Choice | None = None
     for number, pairs in enumerate(classes):
+        if best is not None and task.request.deadline.has_passed:
+            break
         progress(number, len(classes), best.objective_s if best else None)
         problem = task.problem(task.pairs[int(np.flatnonzero(pairs)[0])], order)
         assignment = least_degradation_of_split(problem, positions)

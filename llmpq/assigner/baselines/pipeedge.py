@@ -38,6 +38,8 @@ def find_pipeedge(task: PlanningTask, progress: Progress) -> Solution:
     total = len(task.request.bits) * len(orders)
     for width in range(len(task.request.bits)):
         for number, order in enumerate(orders):
+            if best is not None and task.request.deadline.has_passed:
+                break
             progress(width * len(orders) + number, total, best.objective_s if best else None)
             for positions in _splits(task, order, width):
                 assignment = Assignment(positions, (width,) * len(positions))

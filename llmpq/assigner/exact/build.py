@@ -7,6 +7,7 @@ covered.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from llmpq.assigner.exact.coverage import NotCoveredError
@@ -16,16 +17,17 @@ FLAGS = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O3", "-ffp-contract=off", "-
 """Contraction is off so that a plan does not depend on whether a machine has fused operations."""
 
 
-def core_path(here: Path | None = None) -> Path:
+def core_path(here: Path | None = None, limit_s: float = math.inf) -> Path:
     """Return the compiled core, compiling it unless it is there already.
 
     Args:
         here: the package's folder.
+        limit_s: seconds that compiling may take.
 
     Raises:
         NotCoveredError: there is none, and it cannot be compiled or kept.
     """
     try:
-        return library_path(here or Path(__file__).parent, "exact", FLAGS, "_core*.so")
+        return library_path(here or Path(__file__).parent, "exact", FLAGS, "_core*.so", limit_s)
     except NotCompiledError as error:
         raise NotCoveredError(f"the core of the exact search: {error}") from error

@@ -11,6 +11,7 @@ from llmpq.assigner.exact.result import ExactResult
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.exact.space import SearchSpace
 from llmpq.assigner.explanation.explain import explain_budget, explain_memory
+from llmpq.assigner.heuristic.quick import find_quick
 from llmpq.assigner.programs.search import GAP_SLACK, OutOfTimeError, find_plan
 from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
@@ -30,7 +31,7 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
             space_of(task),
             orders=orders_of(task),
             gap=request.gap,
-            time_limit_s=request.time_limit_s,
+            deadline=request.deadline,
             progress=progress,
         )
     except NotCoveredError:
@@ -38,12 +39,14 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
         programs = replace(task.request, gap=max(task.request.gap, DEFAULT_GAP))
         return find_plan(replace(task, request=programs), progress)
     except OutOfTimeError:
-        raise
+        if (hasty := find_quick(task)) is None:
+            raise
+        return hasty
     except InfeasibleError as error:
         if request.quality_budget is None:
             raise InfeasibleError(explain_memory(request)) from error
         raise InfeasibleError(explain_budget(task, task.orders())) from error
-    return _solution(task, result)
+    return never_worse(_solution(task, result), task)
 
 
 def space_of(task: PlanningTask) -> SearchSpace:
@@ -74,6 +77,23 @@ def num_orders(task: PlanningTask) -> int:
     if task.request.orders == "types":
         return math.factorial(len(counts))
     return math.factorial(sum(counts)) // math.prod(math.factorial(count) for count in counts)
+
+
+def never_worse(found: Solution, task: PlanningTask) -> Solution:
+    """Return what the search found, or out of time the proportional split that is better."""
+    if found.status == "optimal" or not task.request.deadline.has_passed:
+        return found
+    hasty = find_quick(task)
+    if hasty is None or hasty.price.objective_s >= found.price.objective_s:
+        return found
+    assert found.bound_s is not None
+    return replace(
+        found,
+        problem=hasty.problem,
+        assignment=hasty.assignment,
+        price=hasty.price,
+        bound_s=min(found.bound_s, hasty.price.objective_s),
+    )
 
 
 def _solution(task: PlanningTask, result: ExactResult) -> Solution:

@@ -196,6 +196,16 @@ def search(
     return status, stages[: limits.stages][::-1], counts[: limits.stages][::-1]
 
 
+def prepare(left_s: float) -> None:
+    """Have the compiled core at hand, compiling it within the time that is left.
+
+    Raises:
+        NotCoveredError: as ``library``, and when it is not there and time is up first.
+    """
+    core_path(limit_s=left_s)
+    library()
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Load the compiled core, building it when needed.

@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from llmpq.assigner.deadline import NEVER, Deadline
 from llmpq.assigner.decisions.limits import obeys
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.bounds import (
+    HASTY,
     LONG,
+    POOL,
     SHORT,
     lattice_bound,
     lattice_start,
@@ -106,7 +109,7 @@ def solve_exact(
     *,
     orders: Orders,
     gap: float = 0.0,
-    time_limit_s: float | None = None,
+    deadline: Deadline = NEVER,
     progress: Progress | None = None,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over all pairs, orders, placements and bitwidths.
@@ -115,7 +118,8 @@ def solve_exact(
         space: what to choose from.
         orders: blocks of groups, every interleaving, or one fixed order.
         gap: relative gap to the proven bound at which to stop.
-        time_limit_s: seconds after which the best plan so far is told with its bound.
+        deadline: when the best plan so far is told with its bound. Past it the core is not
+            compiled, pairs are bounded in fewer steps, and the first plan is taken.
         progress: told how far the search is.
 
     Raises:
@@ -123,9 +127,9 @@ def solve_exact(
         InfeasibleError: no plan exists; an ``OutOfTimeError`` when that is not known.
         SolverError: the core's value is not the price of its plan.
     """
-    native.library()
+    native.prepare(deadline.left_s)
     _ = space.radices
-    search = _Search(space, build_lattice(space, orders), gap, time_limit_s)
+    search = _Search(space, build_lattice(space, orders), gap, deadline)
     search.run(progress or _silent)
     return search.result()
 
@@ -137,13 +141,13 @@ def _silent(done: int, total: int, best_s: float | None) -> None:
 
 class _Search:
     def __init__(
-        self, space: SearchSpace, lattice: OrderLattice, gap: float, time_limit_s: float | None
+        self, space: SearchSpace, lattice: OrderLattice, gap: float, deadline: Deadline
     ) -> None:
         self.space = space
         self.lattice = lattice
         self.keep = 1 - max(gap, ROUNDING)
         self.started = time.monotonic()
-        self.deadline = self.started + (math.inf if time_limit_s is None else time_limit_s)
+        self.deadline = deadline
         self.best: Plan | None = None
         self.best_s = math.inf
         self.work = _Work()
@@ -157,7 +161,7 @@ class _Search:
     @property
     def left_s(self) -> float:
         """Seconds left."""
-        return self.deadline - time.monotonic()
+        return self.deadline.left_s
 
     def run(self, progress: Progress) -> None:
         """Take the pair of least bound one step further, until that bound cannot win."""
@@ -235,7 +239,8 @@ class _Search:
                 self.candidates.append(_Candidate(index, pair, math.inf, nothing, "memory"))
                 continue
             warm = warm or (pair, start_multipliers(self.space, pair))
-            bound_s, multipliers = pool_bound(self.space, pair, self.lattice, warm)
+            steps = POOL if self.left_s > 0 else HASTY
+            bound_s, multipliers = pool_bound(self.space, pair, self.lattice, warm, steps)
             self.candidates.append(_Candidate(index, pair, bound_s, multipliers))
             if math.isfinite(bound_s):
                 warm = pair, multipliers

@@ -145,9 +145,7 @@ def _costs(request: PlanRequest) -> ClusterCosts:
         request.cluster,
         dtype=request.dtype,
         kv_bits=request.kv_bits,
-        profile_dir=request.profile_dir,
-        cache_dir=request.cache_dir,
-        latency=request.latency,
+        latency="roofline",  # only bytes are asked for, and no table is to be read for them
     )
 
 

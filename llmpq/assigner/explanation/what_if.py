@@ -109,7 +109,9 @@ def _alike(plan: Plan, devices: Sequence[int]) -> list[list[int]]:
 def _answer(request: PlanRequest, plan: Plan, devices: tuple[str, ...]) -> Alternative:
     search = plan.search
     limit_s = min(LONGEST_LIMIT_S, max(SHORTEST_LIMIT_S, 2 * search.planning_s))
-    request = replace(request, time_limit_s=limit_s)
+    if request.deadline.has_passed:
+        return Alternative(devices=devices, plan=None, reason="not asked: the time was up")
+    request = replace(request, deadline=request.deadline.within(limit_s))
     try:
         found = plan_task(build_task(request), search.method)
     except OutOfTimeError:

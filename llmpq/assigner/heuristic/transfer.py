@@ -15,13 +15,13 @@ which it returns what it has.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import numpy as np
 
 from llmpq.assigner.baselines.adabits import best_adabits, least_degradation
+from llmpq.assigner.deadline import Deadline
 from llmpq.assigner.explanation.explain import explain_memory
 from llmpq.assigner.heuristic.exchange import BYTES, Exchange, Layout, Stages
 from llmpq.assigner.heuristic.pair_table import (
@@ -61,8 +61,7 @@ def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
     """
     if not task.pairs:
         raise InfeasibleError(explain_memory(task.request))
-    limit = task.request.time_limit_s
-    deadline = math.inf if limit is None else time.monotonic() + limit
+    deadline = task.request.deadline
     table, orders = PairTable(task), block_orders(task)
     best = best_adabits(table, progress)
     if best is not None:
@@ -70,7 +69,7 @@ def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
     starts = _starts(task, orders)
     for number, (bound_s, pair, order) in enumerate(starts):
         progress(number, len(starts), best.objective_s if best else None)
-        if best is not None and time.monotonic() >= deadline:
+        if best is not None and deadline.has_passed:
             break
         if best is not None and bound_s >= best.objective_s:
             continue
@@ -103,7 +102,7 @@ def _starts(
 class _Transfer:
     """The transfer for one order of the devices."""
 
-    def __init__(self, table: PairTable, order: tuple[int, ...], deadline: float) -> None:
+    def __init__(self, table: PairTable, order: tuple[int, ...], deadline: Deadline) -> None:
         self.table = table
         self.order = order
         self.deadline = deadline
@@ -144,7 +143,7 @@ class _Transfer:
     def _exchanged(self, problem: AssignmentProblem, assignment: Assignment) -> Assignment:
         """Make the best exchange as long as one helps, then give every layer its best bits."""
         layout = Layout(Stages(problem), _counts(problem, assignment))
-        while time.monotonic() < self.deadline:
+        while not self.deadline.has_passed:
             better_layout = self._step(layout)
             if better_layout is None:
                 break

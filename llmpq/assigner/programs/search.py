@@ -10,11 +10,11 @@ quicker at proving that there is none below a cutoff.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.enumeration import layers_that_fit
 from llmpq.assigner.explanation.explain import explain_budget, explain_memory
+from llmpq.assigner.heuristic.quick import find_quick
 from llmpq.assigner.heuristic.transfer import find_transfer
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
 from llmpq.assigner.programs.ilp import IlpOptions, IlpResult, is_exact_without_steps, solve_ilp
@@ -50,6 +50,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
         raise InfeasibleError(explain_memory(request))
     search = _Search(task, progress, _candidates(task, orders))
     search.run()
+    search.finish()
     total = len(orders) * task.num_pairs
     if search.best is None:
         if search.out_of_time:
@@ -114,8 +115,7 @@ class _Search:
         self.proven_s = math.inf
         self.searched = 0
         self.out_of_time = False
-        limit = task.request.time_limit_s
-        self.deadline = math.inf if limit is None else time.monotonic() + limit
+        self.deadline = task.request.deadline
 
     def run(self) -> None:
         """Solve until the next bound cannot win, or time is up."""
@@ -124,22 +124,13 @@ class _Search:
         self._pass(sorted(still_open, key=lambda item: item.bound_s), contiguous=True)
         self.progress(len(self.candidates), len(self.candidates), self.best_s)
 
-    def _start(self) -> None:
-        """Take the plan of bitwidth transfer as the first to beat, where it may be asked."""
-        task, limit_s = self.task, self.task.request.time_limit_s
-        # It knows no manual decisions about layers, and with layers alike programs find plans fast.
-        if task.limits is not None or task.fixed_order is not None or not self.candidates:
-            return
-        if is_exact_without_steps(task.problem(task.pairs[0], self.candidates[0].order)):
-            return
-        if limit_s is not None:
-            limit_s *= TRANSFER_SHARE
-        try:
-            found = find_transfer(
-                replace(task, request=replace(task.request, time_limit_s=limit_s)), _silent
-            )
-        except InfeasibleError:
-            return
+    def finish(self) -> None:
+        """Out of time, take the plan of proportional splits where that is the better one."""
+        hasty = find_quick(self.task) if self.out_of_time else None
+        if hasty is not None and hasty.price.objective_s < self.best_s:
+            self._take(hasty)
+
+    def _take(self, found: Solution) -> None:
         result = IlpResult(
             status="feasible",
             assignment=found.assignment,
@@ -149,13 +140,30 @@ class _Search:
         self.best = found.problem, result
         self.best_s = found.price.objective_s
 
+    def _start(self) -> None:
+        """Take the plan of bitwidth transfer as the first to beat, where it may be asked."""
+        task, deadline = self.task, self.task.request.deadline
+        # It knows no manual decisions about layers, and with layers alike programs find plans fast.
+        if task.limits is not None or task.fixed_order is not None or not self.candidates:
+            return
+        if is_exact_without_steps(task.problem(task.pairs[0], self.candidates[0].order)):
+            return
+        share = deadline.within(TRANSFER_SHARE * deadline.left_s)
+        try:
+            found = find_transfer(
+                replace(task, request=replace(task.request, deadline=share)), _silent
+            )
+        except InfeasibleError:
+            return
+        self._take(found)
+
     def _pass(self, candidates: list[_Candidate], *, contiguous: bool) -> list[_Candidate]:
         """Solve best bound first; return the candidates whose full program may still win."""
         still_open = []
         for done, candidate in enumerate(candidates):
             self.progress(done, len(self.candidates), self.best_s if self.best else None)
             pruned = candidate.bound_s >= self._cutoff_s()
-            if pruned or time.monotonic() >= self.deadline:
+            if pruned or (self.deadline.has_passed and (self.best or self.searched)):
                 self.out_of_time |= not pruned
                 self.proven_s = min(self.proven_s, candidate.bound_s)
                 break
@@ -173,7 +181,7 @@ class _Search:
     def _solve(self, problem: AssignmentProblem, *, contiguous: bool) -> float:
         """Solve one program for plans below the cutoff; return a bound of all its plans."""
         request, cutoff_s = self.task.request, self._cutoff_s()
-        left_s = self.deadline - time.monotonic()
+        left_s = self.deadline.left_s
         options = IlpOptions(
             solver=request.program_solver,
             gap=request.gap,

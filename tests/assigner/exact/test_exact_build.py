@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from exact_cases import Shape, random_space
+from helpers.processes import is_running, wait_for
 
 from llmpq import compiled
 from llmpq.assigner.exact import NotCoveredError, build, solve_exact
@@ -94,3 +96,31 @@ def test_a_budget_that_nothing_meets_is_infeasible() -> None:
     space = random_space(np.random.default_rng(0), Shape(memory=0.5))
     with pytest.raises(InfeasibleError, match="quality budget"):
         solve_exact(replace(space, quality_budget=0.0), orders="types")
+
+
+def test_without_time_left_no_compiler_is_started(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled.subprocess, "Popen", None)
+    with pytest.raises(NotCoveredError, match="no time to compile"):
+        build.core_path(package, limit_s=0.0)
+
+
+def test_a_kept_core_needs_no_time(package: Path) -> None:
+    assert build.core_path(package) == build.core_path(package, limit_s=-1.0)
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_its_parts(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "cc"
+    slow.write_text('#!/bin/sh\nsleep 60 &\necho $! > "$0.part"\ntouch "$TMPDIR/rest"\nwait\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
+    started = time.monotonic()
+    with pytest.raises(NotCoveredError, match=r"took over 0\.5 s"):
+        build.core_path(package, limit_s=0.5)
+    assert time.monotonic() - started < 20
+    part = int((tmp_path / "cc.part").read_text())
+    wait_for(lambda: is_running(part), lambda alive: not alive)
+    assert list((package / "__pycache__").iterdir()) == []

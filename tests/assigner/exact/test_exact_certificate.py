@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, best_value, random_space
 
+from llmpq.assigner.deadline import NEVER
 from llmpq.assigner.exact import PairProof, SearchSpace, search, solve_exact
 from llmpq.assigner.problem import PairCosts
 
@@ -103,7 +104,7 @@ def test_multipliers_of_a_pool_proof_attain_its_bound_by_plain_arithmetic() -> N
 def test_out_of_time_the_incumbent_is_told_with_an_honest_gap(seed: int) -> None:
     space = random_space(np.random.default_rng(seed), SHAPES[seed % 3])
     best = best_value(space, "types")
-    result = solve_exact(space, orders="types", time_limit_s=0.0)
+    result = solve_exact(space, orders="types", deadline=NEVER.within(0.0))
     assert result.bound_s <= best * (1 + 1e-9)
     assert best <= result.value_s * (1 + 1e-9)
     assert any(proof.reason == "open" for proof in result.proofs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -9,7 +10,10 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request
 
 from llmpq.assigner import make_plan
+from llmpq.assigner.decisions.overrides import Overrides
 from llmpq.assigner.explanation.explain import dropped_reasons, held_layers
+from llmpq.assigner.programs import ilp
+from llmpq.assigner.programs.solvers import SolverResult
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import LinkSpec
@@ -84,8 +88,14 @@ def test_an_unreachable_budget_names_the_one_within_reach() -> None:
     reason_of(replace(request, quality_budget=0.98 * reachable))
 
 
-def test_time_limit_is_told_from_no_memory() -> None:
-    text = reason_of(plan_request(solver="highs", time_limit_s=0.0))
+def test_time_limit_is_told_from_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SolverResult(
+        status="unknown", values={}, objective=math.inf, bound=-math.inf, seconds=0.0
+    )
+    monkeypatch.setattr(ilp, "solve", lambda *_, **__: nothing)
+    # No split in proportion stands in for the search: it would not know of the order.
+    decided = Overrides(order=("node1", "node0"))
+    text = reason_of(plan_request(solver="highs", time_limit_s=0.0, overrides=decided))
     assert "time limit" in text
     assert "does not fit" not in text
 
