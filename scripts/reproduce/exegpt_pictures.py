@@ -49,7 +49,10 @@ def _bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
                 axes.bar(left + step * SLOT, rate, SLOT, color=colour, label=label)
             if row.get("gains"):
                 text = f"{max(row['gains'].values()):.1f}x"
-                axes.text(place, 1.02 * max(rates), text, ha="center", fontsize=8)
+                axes.annotate(
+                    text, (place, max(rates)), (0, 3), textcoords="offset points", ha="center",
+                    fontsize=8,
+                )  # fmt: skip
         names = ["none" if row["bound_s"] is None else f"{row['bound_s']:.1f}" for row in of_task]
         axes.set_xticks(range(len(of_task)), names, fontsize=8)
         axes.set_title(f"task {task}", loc="left", fontsize=10, weight="bold", color=INK)
