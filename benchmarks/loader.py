@@ -11,7 +11,6 @@ computes, as in a worker of one thread; ``one core`` holds the whole process to 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -28,7 +27,6 @@ from transformers import LlamaConfig
 
 from llmpq.dist.allocator import give_memory_back
 from llmpq.models import Checkpoint
-from llmpq.models.read_ahead import ReadAhead
 from llmpq.quant import quantize, stored_bytes
 from llmpq.quant.assembly import LayerAssembly, matrices_of
 from llmpq.quant.loader import budget_bytes, load_stage
@@ -161,13 +159,11 @@ def _parts(options: argparse.Namespace) -> Figures:
     seconds = {"read": 0.0, "quantize": 0.0, "place": 0.0}
     drop_caches(options.folder)
     transfer = transfer_to("cpu", reused_bytes=budget_bytes(checkpoint.empty_layer(0)))
-    ahead = ReadAhead(checkpoint.tensors)
-    sources = [list(checkpoint.layer_sources(index).values()) for index in range(options.layers)]
-    for layer_sources in sources:
-        ahead.follow(layer_sources)
-    with _timed(seconds, "read"):
-        for source in itertools.chain.from_iterable(sources):
-            ahead.load(source, transfer.borrow)
+    for index in range(options.layers):
+        sources = checkpoint.layer_sources(index)
+        with _timed(seconds, "read"):
+            for source in sources.values():
+                checkpoint.tensors.load(source, transfer.borrow)
     for index in range(options.layers):
         layer = checkpoint.empty_layer(index)
         matrices = matrices_of(layer) if precision.bits != 16 else []

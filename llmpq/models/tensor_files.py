@@ -106,14 +106,6 @@ class TensorFiles:
         """
         return read_source(self.directory, source, self._stamps, allocate)
 
-    def will_need(self, part: ByteRange) -> None:
-        """Ask the system to read some bytes before anybody waits for them.
-
-        Raises:
-            SpecError: the file cannot be opened any more.
-        """
-        self._open(part.file, lambda descriptor: will_need(descriptor, part.begin, part.nbytes))
-
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors, each read when reached.
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.models import Checkpoint
-from llmpq.models.read_ahead import ReadAhead
 from llmpq.models.sources import TensorSource
 from llmpq.quant.assembly import LayerAssembly, Matrix, matrices_of
 from llmpq.quant.pipeline import Budget
@@ -119,15 +118,11 @@ class PlainSource:
     Args:
         checkpoint: the weights.
         store: quantized layers of earlier runs; ``None`` keeps none.
-        end_layer: index after the last layer that will be asked for, one after the other.
     """
 
-    def __init__(self, checkpoint: Checkpoint, store: Store | None, end_layer: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, store: Store | None) -> None:
         self._checkpoint = checkpoint
         self._store = store
-        self._end_layer = end_layer
-        self._ahead = ReadAhead(checkpoint.tensors)
-        self._opened: dict[int, _Opened] = {}
 
     def pieces(self, index: int, precision: Precision, reader: Reader) -> Iterator[Piece]:
         """Yield what layer ``index`` is made of, reading each piece when it is asked for.
@@ -135,8 +130,8 @@ class PlainSource:
         Raises:
             SpecError: what ``Checkpoint`` refuses.
         """
-        opened = self._layer(index)
-        layer, sources = opened.layer, opened.sources
+        layer = self._checkpoint.empty_layer(index)
+        sources = self._checkpoint.layer_sources(index, layer)
         matrices = [] if precision.bits == 16 else matrices_of(layer)
         weights = _weights(matrices, sources)
         job = reader.job(layer, index, precision)
@@ -144,7 +139,7 @@ class PlainSource:
             if key not in {matrix.key for matrix in matrices}:
                 held = held_bytes(source, reader.dtype)
                 reader.budget.take(held)
-                tensor = self._load_plain(source, reader)
+                tensor = self._checkpoint.tensors.load(source, reader.transfer.allocate)
                 yield reader.plain(job, key, tensor, held)
         fingerprint = self._fingerprint(weights)
         entry = self._begin(job, fingerprint, matrices, reader)
@@ -153,32 +148,9 @@ class PlainSource:
             yield from _stored(job, matrices, entry)
             yield LayerEnd(job=job, held_bytes=entry.held_bytes)
             return
-        if self._store is not None:
-            self._ahead.follow(weights.values())
         yield from self._raw(job, matrices, weights, reader)
         # Only bytes that were those of the fingerprint all the while may go by its name.
         yield LayerEnd(job=job, keep=fingerprint == self._fingerprint(weights))
-
-    def _layer(self, index: int) -> _Opened:
-        """Open a layer and, where its bytes are sure to be wanted, the next one behind it.
-
-        With a store they are not: a layer may come from there instead.
-        """
-        if self._store is not None:
-            return self._open(index)
-        for each in range(index, min(index + 2, self._end_layer)):
-            if each not in self._opened:
-                self._opened[each] = self._open(each)
-                self._ahead.follow(self._opened[each].sources.values())
-        return self._opened.pop(index)
-
-    def _open(self, index: int) -> _Opened:
-        layer = self._checkpoint.empty_layer(index)
-        return _Opened(layer=layer, sources=self._checkpoint.layer_sources(index, layer))
-
-    def _load_plain(self, source: TensorSource, reader: Reader) -> Tensor:
-        load = self._ahead.load if self._store is None else self._checkpoint.tensors.load
-        return load(source, reader.transfer.allocate)
 
     def _raw(
         self,
@@ -194,7 +166,7 @@ class PlainSource:
                 matrix, job.precision, reader.dtype
             )
             reader.budget.take(held)
-            sent = reader.transfer.send(self._ahead.load(source, reader.transfer.borrow))
+            sent = reader.transfer.send(tensors.load(source, reader.transfer.borrow))
             where = tensors.where(source.name)
             yield Raw(job=job, matrix=matrix, sent=sent, where=where, held_bytes=held)
 
@@ -220,14 +192,6 @@ class PlainSource:
         reader.budget.give(held)
         job.begin_entry = partial(self._store.writer, key, layout)
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Opened:
-    """A layer on the meta device, and where its tensors are."""
-
-    layer: nn.Module
-    sources: dict[str, TensorSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -77,7 +77,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     gptq = GptqCheckpoint(model_dir) if is_gptq(model_dir) else None
     checkpoint = Checkpoint(model_dir) if gptq is None else gptq.checkpoint
     _check_range(checkpoint, first_layer, end_layer, bits)
-    source: PlainSource | GptqSource = PlainSource(checkpoint, store, end_layer)
+    source: PlainSource | GptqSource = PlainSource(checkpoint, store)
     if gptq is not None:
         gptq.check_bits(first_layer, bits)
         source = GptqSource(gptq)

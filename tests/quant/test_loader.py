@@ -12,7 +12,7 @@ from helpers.tiny_models import load_reference
 from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint, MicroBatch, TensorFiles
+from llmpq.models import MicroBatch
 from llmpq.quant import QuantLinear, quantize_layer_, stored_bytes
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.quant.store import Store
@@ -118,38 +118,6 @@ def test_weights_do_not_hang_on_the_file(tiny_model, tmp_path):
     with weights.open("r+b") as file:
         file.write(b"\0" * weights.stat().st_size)
     assert torch.equal(stage.layers[0].self_attn.q_proj.weight, before)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Byte ranges that the disk was asked for ahead of reading; it still is."""
-    found = []
-    real = TensorFiles.will_need
-
-    def noted(self, part):
-        found.append(part)
-        real(self, part)
-
-    monkeypatch.setattr(TensorFiles, "will_need", noted)
-    return found
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_the_disk_is_asked_once_for_every_byte_of_the_stage(tiny_model, asked, family):
-    model_dir = tiny_model(family, seed=1, shape=SHAPE)
-    load_stage(model_dir, 1, 3, BITS[1:3], dtype=torch.float32, device="cpu")
-    checkpoint = Checkpoint(model_dir)
-    wanted = [s for i in (1, 2) for s in checkpoint.layer_sources(i).values()]
-    expected = sorted((r.file, r.begin, r.nbytes) for s in wanted for r in s.ranges)
-    assert sorted((r.file, r.begin, r.nbytes) for r in asked) == expected
-
-
-def test_the_disk_is_not_asked_for_weights_that_the_store_has(own_model, store, asked):
-    load_telling(own_model, store)
-    assert asked
-    asked.clear()
-    load_telling(own_model, store)
-    assert not asked
 
 
 @pytest.fixture
