@@ -50,7 +50,11 @@ THEIRS = {
     "theirs-mixed": PLAIN | {"desc_act": True, "dynamic": MIXED},
 }
 TRANSFORMERS_TOLERANCE = 2e-2
-"""Likewise: at 4 bits gptqmodel gives transformers a CPU kernel that rounds to bfloat16."""
+"""Likewise: at 4 bits gptqmodel gives transformers a CPU kernel that rounds to bfloat16. Our own
+logits of these files change by 1.4 to 3.2 % in bfloat16 (the last column)."""
+TRANSFORMERS_WEIGHTS = 2.0**-7
+"""Of the largest weight: that kernel rounds a group's zero and the product to bfloat16, each by at
+most 2^-8 of the number. What gptqmodel itself says the weights are is held to ``TOLERANCE``."""
 OF_MIXED_BITS = ("ours-mixed", "theirs-mixed")
 """What transformers cannot load, whoever made it: optimum knows no ``dynamic``."""
 FIXTURES = ("theirs-mixed", "theirs-asymmetric")
@@ -101,26 +105,40 @@ def make(work: Path) -> None:
 def compare(work: Path) -> int:
     prompt = load_file(work / "tokens.safetensors")["prompt"]
     refused = json.loads((work / "transformers.json").read_text())
-    worst_weight = worst_logit = worst_library = 0.0
-    print(f"{'checkpoint':20} {'operators':>9} {'weights':>9} {'logits':>9} {'transformers':>12}")
+    columns = (
+        "weights",
+        "logits",
+        "transformers: weights",
+        "transformers: logits",
+        "ours in bfloat16",
+    )
+    print(f"{'checkpoint':20} {'operators':>9} " + " ".join(f"{c:>21}" for c in columns))
+    worst = [0.0] * len(columns)
     for name in (*THEIRS, *OURS):
-        weights = load_file(work / f"{name}.weights.safetensors")
-        logits = load_file(work / f"{name}.logits.safetensors")["logits"]
-        ours = _logits(work / name, prompt)
-        weight, logit = _weights_apart(work / name, weights), _relative(logits, ours)
-        library = refused.get(name, "-")[:60]
-        if (path := work / f"{name}.transformers.safetensors").exists():
-            stored = load_file(path)["logits"]
-            worst_library = max(worst_library, _relative(stored, ours))
-            library = f"{_relative(stored, ours):.1e}"
-        worst_weight, worst_logit = max(worst_weight, weight), max(worst_logit, logit)
-        print(f"{name:20} {len(weights):9} {weight:9.1e} {logit:9.1e} {library:>12}")
-    print(f"weights at most {worst_weight:.1e} apart, allowed {TOLERANCE:.0e}")
-    print(f"logits at most {worst_logit:.1e} of the largest, allowed {LOGITS_TOLERANCE:.0e}")
-    print(f"in transformers at most {worst_library:.1e}, allowed {TRANSFORMERS_TOLERANCE:.0e}")
-    is_close = worst_weight <= TOLERANCE and worst_logit <= LOGITS_TOLERANCE
-    is_close = is_close and worst_library <= TRANSFORMERS_TOLERANCE
+        theirs = load_file(work / f"{name}.weights.safetensors")
+        ours = _logits(work / name, prompt, torch.float32)
+        figures = [*_apart_from(work, name, "", ours)]
+        if (work / f"{name}.transformers.logits.safetensors").exists():
+            apart, logits = _apart_from(work, name, ".transformers", ours)
+            largest = max(float(weight.abs().max()) for weight in theirs.values())
+            figures += [apart / largest, logits]
+            figures.append(_relative(_logits(work / name, prompt, torch.bfloat16), ours))
+        told = " ".join(f"{figure:21.1e}" for figure in figures)
+        print(f"{name:20} {len(theirs):9} {told} {refused.get(name, '')[:60]}")
+        for place, figure in enumerate(figures):
+            worst[place] = max(worst[place], figure)
+    limits = (TOLERANCE, LOGITS_TOLERANCE, TRANSFORMERS_WEIGHTS, TRANSFORMERS_TOLERANCE)
+    for column, most, limit in zip(columns, worst, limits, strict=False):
+        print(f"{column}: at most {most:.1e} apart, allowed {limit:.0e}")
+    is_close = all(most <= limit for most, limit in zip(worst, limits, strict=False))
     return 0 if is_close and set(refused) <= set(OF_MIXED_BITS) else 1
+
+
+def _apart_from(work: Path, name: str, reader: str, ours: Tensor) -> tuple[float, float]:
+    """How far a reader's weights are from ours, and its logits relative to the largest."""
+    weights = load_file(work / f"{name}{reader}.weights.safetensors")
+    logits = load_file(work / f"{name}{reader}.logits.safetensors")["logits"]
+    return _weights_apart(work / name, weights), _relative(logits, ours)
 
 
 def keep_fixtures(work: Path, output: Path) -> None:
@@ -161,15 +179,15 @@ def _relative(one: Tensor, other: Tensor) -> float:
     return _apart(one, other) / float(other.abs().max())
 
 
-def _logits(model_dir: Path, prompt: Tensor) -> Tensor:
+def _logits(model_dir: Path, prompt: Tensor, dtype: torch.dtype) -> Tensor:
     source = GptqCheckpoint(model_dir)
     count = source.config.num_hidden_layers
-    layers = [gptq_layer(source, i, dtype=torch.float32) for i in range(count)]
-    master = load_master(model_dir, dtype=torch.float32, device="cpu")
+    layers = [gptq_layer(source, i, dtype=dtype) for i in range(count)]
+    master = load_master(model_dir, dtype=dtype, device="cpu")
     rows, width = prompt.shape
     batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
     hidden = DecoderStage(source.config, layers, 0)(master.embed(prompt, batch.positions), batch)
-    return master.logits(hidden.flatten(0, 1)).view(rows, width, -1)
+    return master.logits(hidden.flatten(0, 1)).view(rows, width, -1).float()
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -1,7 +1,8 @@
 """gptqmodel's side of ``scripts/gptqmodel_interop``: quantize its cases and read ours.
 
 Runs in gptqmodel's own environment and imports nothing of llmpq. For every checkpoint it leaves
-``<case>.weights.safetensors`` (what every quantized weight means) and the same of its logits.
+``<case>.weights.safetensors`` (what every quantized weight means) and the same of its logits; for
+what transformers itself loads, both again under ``<case>.transformers``.
 """
 
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -55,10 +57,25 @@ def through_transformers(work: Path, names: list[str], prompt: torch.Tensor) -> 
             model = AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float32)
             with torch.inference_mode():
                 logits = model(prompt).logits.float()
-            save_file({"logits": logits}, work / f"{name}.transformers.safetensors")
+            save_file({"logits": logits}, work / f"{name}.transformers.logits.safetensors")
+            weights = {
+                path: multiplied(module)
+                for path, module in model.named_modules()
+                if isinstance(module, BaseQuantLinear)
+            }
+            save_file(weights, work / f"{name}.transformers.weights.safetensors")
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     (work / "transformers.json").write_text(json.dumps(said))
+
+
+@torch.inference_mode()
+def multiplied(module: BaseQuantLinear) -> torch.Tensor:
+    """Return the weight that an operator multiplies with, whatever its kernel keeps of it."""
+    product = module(torch.eye(module.in_features))
+    if module.bias is not None:
+        product = product - module.bias
+    return product.T.float().contiguous()
 
 
 main()
