@@ -16,7 +16,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from llmpq.assigner.decode import reprice
-from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra
+from llmpq.assigner.schedules.polish import polished
+from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, estimated
 from llmpq.assigner.schedules.split import SHARINGS, Sharing, split_plans
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.assigner.split import excess_bytes
@@ -38,6 +39,8 @@ Sla = Literal["length", "queries"]
 PERCENT = 99
 _TRIES = 6
 _TRACE_REQUESTS = 2000
+_POLISH_REQUESTS, _POLISH_ROUNDS = 500, 8
+"""Requests that neighbours are compared on: at least so many, and so many fillings of the slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +88,13 @@ def with_schedule(
     bound_s, reached_s = request.latency_bound_s, math.inf
     for _ in range(_TRIES):
         made = _MAKERS[policy](plan, costs, request, bound_s)
-        if request.sla == "length" or math.isinf(request.latency_bound_s):
+        if math.isinf(request.latency_bound_s):
+            return _polished(made, costs, request)
+        if request.sla == "length":
             return made
         reached_s = _kept_s(simulated(made, costs, request))
         if reached_s <= request.latency_bound_s:
-            return made
+            return _polished(made, costs, request)
         # Aim lower by as much as the simulation is above the bound, and a little more.
         bound_s *= 0.98 * request.latency_bound_s / reached_s
     raise InfeasibleError(
@@ -132,12 +137,34 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
     return best[1]
 
 
-def simulated(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> SimReport:
+def _polished(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
+    """Return the plan, or under RRA the best of its neighbours that keep the bound when played."""
+    if plan.schedule is None or plan.schedule.policy != "rra":
+        return plan
+    count = max(_POLISH_REQUESTS, _POLISH_ROUNDS * plan.workload.batch)
+
+    def score(candidate: Plan) -> float:
+        if not _fits(candidate, costs, candidate.micro_batching):
+            return 0.0
+        report = simulated(candidate, costs, request, count)
+        kept = _kept_s(report) <= request.latency_bound_s
+        return report.throughput_requests_per_s if kept else 0.0
+
+    best = polished(plan, request.prompt_tokens, request.new_tokens, score)
+    if best is plan:
+        return plan
+    if _kept_s(simulated(best, costs, request)) > request.latency_bound_s:
+        return plan  # on the longer trace it does not
+    task = _task(best, costs, request, request.latency_bound_s)
+    return _repriced(replace(best, schedule=estimated(best, task)), costs)
+
+
+def simulated(
+    plan: Plan, costs: ClusterCosts, request: ScheduleRequest, count: int = _TRACE_REQUESTS
+) -> SimReport:
     """Play requests of the given laws, all there at once, under the plan's schedule."""
     assert plan.schedule is not None
-    trace = draw_trace(
-        _TRACE_REQUESTS, request.prompt_tokens, request.new_tokens, seed=request.seed
-    )
+    trace = draw_trace(count, request.prompt_tokens, request.new_tokens, seed=request.seed)
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
@@ -243,20 +270,30 @@ def _applied(plan: Plan, costs: ClusterCosts, chosen: ChosenSchedule) -> Plan:
         ),
         schedule=chosen.schedule,
     )
-    nothing = np.zeros((plan.model.num_layers, len(BITS)))
+    return _repriced(made, costs)
+
+
+def _repriced(made: Plan, costs: ClusterCosts) -> Plan:
+    """Price a plan whose micro-batches have changed; they must fit in memory.
+
+    Raises:
+        InfeasibleError: they do not.
+    """
+    nothing = np.zeros((made.model.num_layers, len(BITS)))
     estimate, excess = reprice(made, costs, nothing)
     if excess:
         raise InfeasibleError(
-            f"the schedule's micro-batches of {sizes.prefill} and {sizes.decode} sequences need "
+            f"the schedule's micro-batches of {made.micro_batching.prefill} and "
+            f"{made.micro_batching.decode} sequences need "
             f"{excess} bytes more than there are; plan for fewer sequences (--global_bz)"
         )
-    quality = plan.estimate.quality
+    quality = made.estimate.quality
     return replace(
         made,
         estimate=replace(
             estimate,
             quality=quality,
-            objective_s=estimate.latency_s + plan.search.theta_s * quality,
+            objective_s=estimate.latency_s + made.search.theta_s * quality,
         ),
     )
 

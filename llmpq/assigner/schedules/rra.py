@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.assigner.schedules.expected import SteadyBatch
 from llmpq.assigner.schedules.monotone import Found, Point, Value, search
@@ -11,7 +11,7 @@ from llmpq.assigner.schedules.steady import Performance, encode_s, rra_performan
 from llmpq.errors import InfeasibleError
 from llmpq.sim import StepCosts
 from llmpq.spec.lengths import LengthDistribution
-from llmpq.spec.plan import MicroBatching
+from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.schedule import Schedule, ScheduleEstimate
 
 THROUGHPUT_TOLERANCE = 0.1
@@ -177,6 +177,29 @@ def _chosen(space: RraSpace, task: ScheduleTask, found: Found) -> ChosenSchedule
         micro_batching=space.sizes(found.point),
         performance=performance,
         found=found,
+    )
+
+
+def estimated(plan: Plan, task: ScheduleTask) -> Schedule:
+    """Return the schedule of an RRA plan with what the closed form says of it."""
+    schedule = plan.schedule
+    assert schedule is not None
+    assert schedule.encode_batch is not None
+    assert schedule.decode_iterations is not None
+    assert schedule.estimate is not None
+    steady = SteadyBatch(
+        prompt_tokens=task.prompt_tokens,
+        new_tokens=task.new_tokens,
+        decode_iterations=schedule.decode_iterations,
+    )
+    found = rra_performance(
+        task.costs, steady, schedule.encode_batch, plan.micro_batching, task.bound_tokens
+    )
+    return replace(
+        schedule,
+        estimate=replace(
+            schedule.estimate, requests_per_s=found.requests_per_s, latency_s=found.latency_s
+        ),
     )
 
 
