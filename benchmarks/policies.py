@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -37,6 +38,7 @@ from typing import Any
 from workbench import ROOT, command, make_model, write_prompts
 
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
+from llmpq.assigner.schedules.polish import polished
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
@@ -254,7 +256,13 @@ class Bench:
                 found = rate, plan
         if found is None:
             raise SystemExit(f"no schedule keeps {bound_s} s in simulation")
-        return found[1]
+        return polished(found[1], self.prompts, self.answers, partial(self._score, bound_s))
+
+    def _score(self, bound_s: float, plan: Plan) -> float:
+        """Return requests a second when played, 0 where the bound is broken."""
+        played = self.simulate(plan)
+        slow = figures(played.to_json(), played.makespan_s)["service_p99_s"]
+        return played.throughput_requests_per_s if slow <= MARGIN * bound_s else 0.0
 
     def run(self, name: str, turn: int) -> None:
         """Run what is called for."""
