@@ -20,13 +20,13 @@ from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.spec.storage import needs_scratch
 from llmpq.units import MIB
 
-HEAP_FACTOR = 1.5
+HEAP_FACTOR = 1.65
 """Bytes the process takes for a byte of temporaries at their peak, beside ``FIRST_USE_BYTES``."""
 RAGGED_FACTOR = 2.6
 """Likewise where experts take turns: hardly a tensor has the size of the one before."""
-FIRST_USE_BYTES = 8_000_000
+FIRST_USE_BYTES = 6_000_000
 """What a first step leaves for good whatever its size: scratch of kernels, code of libraries."""
-MASTER_USE_BYTES = 4_000_000
+MASTER_USE_BYTES = 5_000_000
 """Likewise what embedding, projecting and choosing tokens leave on the master."""
 MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
