@@ -177,7 +177,7 @@ def tell_plans(found: dict[str, list[Row]]) -> None:
             plan = row.plan
             layers = "+".join(str(stage.num_layers) for stage in plan.stages)
             cells = [name, ", ".join(row.methods), f"{statistics.mean(plan.bits):.1f}"]
-            cells += [f"{row.quality:.2f}", layers, f"{row.predicted_s:.2f} s"]
+            cells += [f"{row.quality:.3g}", layers, f"{row.predicted_s:.2f} s"]
             if not row.seconds:
                 print(f"| {' | '.join(cells)} | failed | | | |")
                 continue
