@@ -148,11 +148,11 @@ def test_a_run_obeys_a_schedule_and_tells_latencies(files, capsys, options, poli
 @pytest.mark.parametrize("replan", [False, True])
 def test_a_run_tells_when_answers_are_not_those_planned_for(files, capfd, tmp_path, replan):
     schedule = Schedule(
-        policy="rra", encode_batch=2, decode_batch=4, decode_iterations=2, mean_new_tokens=4.0
+        policy="rra", encode_batch=2, decode_batch=4, decode_iterations=1, mean_new_tokens=3.0
     )
     write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
     lines = [
-        {"id": number, "prompt_token_ids": [1, 2], "max_new_tokens": 8, "ignore_eos": True}
+        {"id": number, "prompt_token_ids": [1, 2], "max_new_tokens": 5, "ignore_eos": True}
         for number in range(COHORT + 6)
     ]
     files["--prompts"].write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -162,13 +162,13 @@ def test_a_run_tells_when_answers_are_not_those_planned_for(files, capfd, tmp_pa
     told = capfd.readouterr()
     drift = json.loads(told.out)["drift"]
     assert drift["is_notable"]
-    assert (drift["expected_mean"], drift["observed_mean"]) == (4.0, 8.0)
-    assert drift["suggested_decode_iterations"] == 4  # seven iterations are two phases again
-    assert drift["adjusted_decode_iterations"] == ([4] if replan else [])
-    assert told.err.count("drift: answers have 8.0 tokens on average instead of 4.0") == 1
+    assert (drift["expected_mean"], drift["observed_mean"]) == (3.0, 5.0)
+    assert drift["suggested_decode_iterations"] == 2  # four iterations are two phases again
+    assert drift["adjusted_decode_iterations"] == ([2] if replan else [])
+    assert told.err.count("drift: answers have 5.0 tokens on average instead of 3.0") == 1
     written = out if replan else Path(f"{files['--output']}.lengths.json")
     assert f"llmpq-algo --policy rra --lengths {written}" in told.err
-    assert load_lengths(written) == constant(8)
+    assert load_lengths(written) == constant(5)
 
 
 @pytest.mark.dist
