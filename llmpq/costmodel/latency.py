@@ -138,9 +138,9 @@ class Curve:
         return self._growth
 
     def _corrected(self, law: Law, choice: Choice, rows: Array) -> Residual | None:
-        """Return the correction of a law; ``None`` from too few samples."""
+        """Return the correction of a law; ``None`` from too few samples, or of the paper's own."""
         samples = self._samples
-        if len(samples) < MIN_HINGED:
+        if len(samples) < MIN_HINGED or choice.is_paper:
             return None
         shared = np.maximum(law.shared(rows, samples.tokens), self._least)
         # What one sequence costs apart is taken off, but never so much that noise is left.

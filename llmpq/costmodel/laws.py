@@ -31,6 +31,8 @@ SMOOTHNESS = 0.05
 """Weight of equal neighbouring slopes against relative errors; larger is straighter."""
 STEP_CHARGE = 0.03
 """Weight of a step's relative height against relative errors: what bends needs no step."""
+STEP_DOUBT = 3.0
+"""How much more a step is charged for every octave between the samples on both sides of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -352,21 +354,36 @@ def _smoothing(values: Array, weights: Array, knots: Array, columns: int, first:
 
 
 def _seen(rows: Array) -> npt.NDArray[np.bool_]:
-    """Return which steps lie between samples less than an octave apart ``[S]``.
+    """Return which steps have a sample within an octave on both sides ``[S]``.
 
     In a wider gap nobody can tell where a step lies, nor a step from a bend.
     """
-    below = [max(rows[rows <= step], default=0.0) for step in STEPS]
-    above = [min(rows[rows > step], default=np.inf) for step in STEPS]
-    result: npt.NDArray[np.bool_] = np.array(above) < 2.0 * np.array(below)
+    below, above = _neighbours(rows)
+    steps = np.array(STEPS)
+    result: npt.NDArray[np.bool_] = (below > steps / 2) & (above <= steps * 2)
     return result
 
 
+def _neighbours(rows: Array) -> tuple[Array, Array]:
+    """Return the measured rows next to each step, below and above it ``[S]``; 0 and infinite."""
+    below = [max(rows[rows <= step], default=0.0) for step in STEPS]
+    above = [min(rows[rows > step], default=np.inf) for step in STEPS]
+    return np.array(below, dtype=float), np.array(above, dtype=float)
+
+
 def _charged_steps(rows: Array, weights: Array, columns: int, first: int) -> Array:
-    """Return one row a step that charges its height, in the errors' own unit ``[S, C]``."""
+    """Return one row a step that charges its height, in the errors' own unit ``[S, C]``.
+
+    The wider the gap between the samples around it, the likelier a bend is taken for a step.
+    """
+    below, above = _neighbours(rows)
+    gaps = np.log2(
+        above / np.maximum(below, 1.0), where=np.isfinite(above), out=np.zeros(len(STEPS))
+    )
     index = np.arange(len(STEPS))
     found = np.zeros((len(STEPS), columns))
-    found[index, first + index] = STEP_CHARGE * _near(np.array(STEPS), rows, weights)
+    charges = STEP_CHARGE * (1.0 + STEP_DOUBT * gaps)
+    found[index, first + index] = charges * _near(np.array(STEPS), rows, weights)
     return found
 
 

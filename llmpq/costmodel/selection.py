@@ -2,8 +2,8 @@
 
 Every candidate, LLM-PQ's own regression among them, is cross-validated on the samples alone. The
 better ones are blended, the best counting most: with few or coarsely timed samples the winner is
-often luck, and a mean errs less. Where no more than one sample says that the blend beats the
-paper's regression, that one answers.
+often luck, and a mean errs less. Where nothing beats the paper's features clearly, they answer; and
+where they are the paper's regression as it stands, two samples at least must say so.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ _MAX_HINGES = 24
 _SHARPNESS = 6.0
 """Power of (least error / its error) that is a law's share of the blend."""
 _LEAST_SHARE = 0.05
+_CLEARLY = 0.98
+"""Share of the straight law's validated error that a blend must stay under to replace it."""
 _FLOOR = 0.5
 """A validated law answers at least this share of the least measured seconds, as a fit does."""
 
@@ -105,6 +107,11 @@ class Choice:
     deviation: float
 
     @property
+    def is_paper(self) -> bool:
+        """Whether the paper's regression answers alone, any sign: nothing was seen to beat it."""
+        return self.candidates == (Candidate(power=0.0, is_bent=True),)
+
+    @property
     def strip(self) -> int | None:
         """Rows that a kernel takes at a time, the same in all laws that know any."""
         return max((one.strip for one in self.candidates if one.strip), default=None)
@@ -135,7 +142,7 @@ def choose_law(samples: Samples) -> tuple[Choice, Law]:
     ratios = np.stack(columns, axis=1)
     order = np.argsort(np.concatenate([np.flatnonzero(fold) for fold in folds]), kind="stable")
     errors = np.abs(ratios - 1.0).mean(axis=0)
-    shares = _shares(ratios[order], errors, len(samples))
+    shares = _shares(ratios[order], errors, len(samples), is_paper=candidates[0].is_bent)
     kept = np.flatnonzero(shares)
     choice = Choice(
         candidates=tuple(candidates[index] for index in kept),
@@ -195,14 +202,15 @@ def _tells_strips(rows: Array, strip: int) -> bool:
     return bool((near & crossed).any() and (near & ~crossed).any())
 
 
-def _shares(ratios: Array, errors: Array, count: int) -> Array:
+def _shares(ratios: Array, errors: Array, count: int, *, is_paper: bool) -> Array:
     """Return the weights of the candidates ``[C]``.
 
     Args:
-        ratios: foretold over measured ``[R, C]``, those of one sample together; the paper's
-            regression first, which may answer alone.
+        ratios: foretold over measured ``[R, C]``, those of one sample together; first that of the
+            paper's features, which may answer alone.
         errors: their mean errors ``[C]``.
         count: of the samples ``P``.
+        is_paper: whether that first is the paper's regression, any sign, and not only akin to it.
     """
     weights = (errors.min() / errors) ** _SHARPNESS
     weights = np.where(weights < _LEAST_SHARE, 0.0, weights)
@@ -210,7 +218,10 @@ def _shares(ratios: Array, errors: Array, count: int) -> Array:
     alone = np.zeros(len(errors))
     alone[0] = 1.0
     gains = np.abs(ratios[:, 0] - 1.0) - np.abs(ratios @ weights - 1.0)
-    share = believed(gains.reshape(count, -1).mean(axis=1))
+    if is_paper:
+        share = believed(gains.reshape(count, -1).mean(axis=1))
+    else:
+        share = float(gains.mean() > (1.0 - _CLEARLY) * errors[0])
     result: Array = share * weights + (1.0 - share) * alone
     return result
 

