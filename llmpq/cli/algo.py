@@ -106,7 +106,9 @@ def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
         "candidates",
         lambda told: make_plan(request, options.method, command=command, progress=told),
     )
-    plan = scheduled(options, request, plan)
+    request, plan = scheduled(
+        options, request, plan, lambda own: make_plan(own, options.method, command=command)
+    )
     path = _write(plan, _output(options, request, options.method))
     found = _explained(options, request, plan)
     costs = costs_of(request, plan.cluster)

@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strat_file_name)
+    _check_runs(plan, options.strat_file_name)
     require("torch", "transformers")
     job = _job(options, plan)
     measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)
@@ -109,6 +110,20 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     _report(plan, measurement, job, options)
     return outcome(measurement)
+
+
+def _check_runs(plan: Plan, file: str) -> None:
+    """Refuse what is planned and simulated only.
+
+    Raises:
+        SpecError: devices that share layers.
+    """
+    for device in plan.cluster.devices:
+        if device.members > 1:
+            raise SpecError(
+                f"{file}: cluster: {device.label}: found tensor_parallel {device.members}, "
+                "expected none: the pipeline's stages are of one device each; llmpq-sim plays it"
+            )
 
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.schedules.plan import ScheduleRequest, best_of_policies, with_schedule
+from llmpq.assigner.schedules.plan import (
+    ScheduleRequest,
+    best_of_policies,
+    simulated,
+    with_schedule,
+)
 from llmpq.assigner.task import costs_of
-from llmpq.errors import SpecError
+from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import with_tensor_parallel
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
@@ -49,15 +56,65 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="law of prompt lengths (default: all as long as --s)",
     )
+    group.add_argument(
+        "--tensor_parallel",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="rra, waa, auto: let N like devices share every layer, of all N given the best when "
+        "played; needs tables measured so, and is planned and simulated only",
+    )
 
 
-def scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Plan:
-    """Return the plan with the schedule asked for.
+def scheduled(
+    options: argparse.Namespace,
+    request: PlanRequest,
+    plan: Plan,
+    planned: Callable[[PlanRequest], Plan],
+) -> tuple[PlanRequest, Plan]:
+    """Return the plan with the schedule asked for, and what it is a plan of.
+
+    With ``--tensor_parallel`` every degree gets a plan of its own, and the one that answers most
+    requests a second when played is returned (ExeGPT, Sec. 4.2: the degree is a variable).
+
+    Args:
+        options: parsed.
+        request: what was planned.
+        plan: its plan, of devices by themselves.
+        planned: makes a plan of another request.
 
     Raises:
         SpecError: options that do not go together.
         InfeasibleError: no schedule meets the bound.
     """
+    degrees = options.tensor_parallel or [1]
+    if degrees == [1]:
+        return request, _scheduled(options, request, plan)
+    if options.policy not in SEARCHED:
+        raise SpecError("--tensor_parallel: expected together with --policy rra, waa or auto")
+    found: list[tuple[float, PlanRequest, Plan]] = []
+    failures: list[InfeasibleError] = []
+    for degree in sorted(set(degrees)):
+        if degree < 1:
+            raise SpecError(f"--tensor_parallel: found {degree}, expected 1 or more")
+        own, base = request, plan
+        try:
+            if degree > 1:
+                own = replace(request, cluster=with_tensor_parallel(request.cluster, degree))
+                base = planned(own)
+            made = _scheduled(options, own, base)
+        except InfeasibleError as error:
+            failures.append(error)
+            continue
+        report = simulated(made, costs_of(own, made.cluster), _wanted(options, own))
+        found.append((report.throughput_requests_per_s, own, made))
+    if not found:
+        raise failures[0]
+    _, best, made = max(found, key=lambda item: item[0])
+    return best, made
+
+
+def _scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Plan:
     if options.policy not in SEARCHED:
         if options.latency_bound is not None or options.lengths or options.prompt_lengths:
             raise SpecError(
@@ -67,6 +124,18 @@ def scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> 
         if options.policy in (None, "hybrid"):
             return plan
         return replace(plan, schedule=default_schedule(options.policy, plan.workload.batch))
+    costs, wanted = costs_of(request, plan.cluster), _wanted(options, request)
+    if options.policy == "auto":
+        return best_of_policies(plan, costs, wanted)
+    return with_schedule(plan, costs, wanted, options.policy)
+
+
+def _wanted(options: argparse.Namespace, request: PlanRequest) -> ScheduleRequest:
+    """Return what is wanted of a schedule.
+
+    Raises:
+        SpecError: no law of lengths, or a bound of nothing.
+    """
     if options.lengths is None:
         raise SpecError(f"--policy {options.policy}: expected --lengths, the law of answer lengths")
     bound_s = math.inf if options.latency_bound is None else options.latency_bound
@@ -77,16 +146,12 @@ def scheduled(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> 
         if options.prompt_lengths
         else constant(request.workload.prompt_tokens)
     )
-    wanted = ScheduleRequest(
+    return ScheduleRequest(
         prompt_tokens=prompts,
         new_tokens=load_lengths(options.lengths),
         latency_bound_s=bound_s,
         sla=options.sla,
     )
-    costs = costs_of(request, plan.cluster)
-    if options.policy == "auto":
-        return best_of_policies(plan, costs, wanted)
-    return with_schedule(plan, costs, wanted, options.policy)
 
 
 def schedule_text(plan: Plan) -> list[str]:
@@ -96,6 +161,8 @@ def schedule_text(plan: Plan) -> list[str]:
         return []
     sizes = plan.micro_batching
     lines = [f"policy         {schedule.policy}"]
+    degrees = {device.members for device in plan.cluster.devices} - {1}
+    lines += [f"sharing        {degree} devices share every layer" for degree in sorted(degrees)]
     if schedule.policy == "rra":
         lines[0] += (
             f": encode {schedule.encode_batch} in micro-batches of {sizes.prefill}, then decode "

@@ -23,6 +23,7 @@ from llmpq.costmodel.profiles import (
 )
 from llmpq.costmodel.public import is_measured, public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
 from llmpq.spec.model import ModelSpec
@@ -98,12 +99,16 @@ class ClusterCosts:
     hurried: tuple[str, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
-        """Return the memory the owner gives: the cluster's figure, or the catalogue's."""
-        return device.memory_bytes or self.specs[device.group].memory_bytes
+        """Return the memory the owner gives: the cluster's figure, or the catalogue's.
+
+        Devices that share their layers hold equal parts of weights and slots: their memories add.
+        """
+        own = device.memory_bytes or self.specs[device.group].memory_bytes
+        return device.members * own
 
     def runtime_bytes(self, device: Device) -> int:
         """Return what the process and its context hold before any tensor of ours."""
-        return self.specs[device.group].runtime_bytes
+        return device.members * self.specs[device.group].runtime_bytes
 
     def layer_s(
         self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
@@ -170,7 +175,7 @@ class ClusterCosts:
         is_master: bool,
     ) -> int:
         """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
-        return memory.temporary_bytes(
+        each = memory.temporary_bytes(
             self.model,
             workload,
             micro_batching,
@@ -180,6 +185,7 @@ class ClusterCosts:
             kv_bits=self.kv_bits,
             is_alone=len(self.cluster.devices) == 1,
         )
+        return device.members * each  # hidden states are whole on every device that shares layers
 
     def master_bytes(self) -> int:
         """Return the bytes of embeddings, final norm and head."""
@@ -242,6 +248,12 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         chosen = None if profile is None else _measured(profile, analytic, latency, cache)
         if chosen is not None and is_late is not None and not chosen.prepare(is_late):
             profile, chosen, ready = None, None, False
+        if chosen is None and device.members > 1:
+            raise SpecError(
+                f"device {device.label}: found no table of {device.members} devices that share a "
+                "layer, expected one in the profile folder (llmpq-profile import "
+                f"--tensor_parallel {device.members}), or the 'profiles' extra with such layers"
+            )
         hurried += [] if ready else [device.type]
         specs.append(spec)
         stage.append(StageSeconds() if profile is None else profile.stage)
@@ -277,7 +289,8 @@ def _profile(
     if found is not None:
         return found, True
     type_name, late = key.device.type, is_late is not None and is_late()
-    table = public_table(key.model, type_name, key.dtype, cache, known_only=late)
+    members = key.device.members
+    table = public_table(key.model, type_name, key.dtype, cache, known_only=late, members=members)
     if table is None:
         return None, not (late and is_measured(type_name, key.dtype))
     return Profile(table=table, file=public_source(type_name), layer=0), True

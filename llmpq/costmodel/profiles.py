@@ -138,11 +138,8 @@ class ProfileKey:
             if key in provenance and provenance[key] != value:
                 return f"found {key} '{provenance[key]}', expected '{value}'"
         degree = provenance.get("tensor_parallel", "1")
-        if degree != "1":
-            return (
-                f"found tensor_parallel '{degree}', expected '1': plans have no stages of several "
-                "devices"
-            )
+        if degree != str(self.device.members):
+            return f"found tensor_parallel '{degree}', expected '{self.device.members}'"
         # A table that states no share was measured with all of its threads' time.
         share, own = provenance.get("cpu_share", "1.0"), str(self.device.cpu_share or 1.0)
         if share != own:

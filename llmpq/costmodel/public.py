@@ -53,8 +53,11 @@ def public_table(
     cache: Cache | None = None,
     *,
     known_only: bool = False,
+    members: int = 1,
 ) -> LatencyTable | None:
     """Return the table of a model's layer on a device, ``None`` where none can be assembled.
+
+    With ``members`` the layer is shared by so many devices (tensor parallelism).
 
     Assembling takes a second or so, and a planner asks more than once: the last ones are kept.
     With ``known_only`` nothing is assembled: what an earlier run kept, or ``None``.
@@ -67,6 +70,7 @@ def public_table(
         device_type=device_type,
         bits=BITS,
         dtype=dtype,
+        tensor_parallel=members,
     )
     key = digest(*(part.encode() for part in (repr(request), *_database(request.device))))
     known = None if cache is None else cache.read(key)

@@ -20,6 +20,8 @@ CPU_ISAS = ("sse4", "avx2", "avx512")
 
 MIN_CPU_SHARE = 0.01
 MAX_DEVICES = 1024
+MAX_MEMBERS = 64
+_OPTIONAL = ("memory_bytes", "profile", "threads", "cpu_isa", "cpu_share", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ class DeviceGroup:
         cpu_isa: newest vector extension a CPU worker may use (an older CPU, or one made so).
         cpu_share: share of its threads' time that a CPU worker gets, in (0, 1]; less than 1 in a
             container with a quota, or in ``scripts/hetbox``.
+        tensor_parallel: devices that share every layer of a stage; ``count`` then counts such
+            teams, and ``memory_bytes`` is of one member. Planned and simulated, not run.
     """
 
     type: str
@@ -116,6 +120,7 @@ class DeviceGroup:
     threads: int | None = None
     cpu_isa: str | None = None
     cpu_share: float | None = None
+    tensor_parallel: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +174,7 @@ class Device:
         local_index: number within the group.
         ordinal: number among the devices of its type on its node.
         type, memory_bytes, profile, threads, cpu_isa, cpu_share: as in ``DeviceGroup``.
+        members: devices that share its layers, 1 without tensor parallelism.
     """
 
     node: str
@@ -181,6 +187,7 @@ class Device:
     threads: int | None
     cpu_isa: str | None
     cpu_share: float | None
+    members: int = 1
 
     @property
     def label(self) -> str:
@@ -267,7 +274,38 @@ def _device(
         threads=group.threads,
         cpu_isa=group.cpu_isa,
         cpu_share=group.cpu_share,
+        members=group.tensor_parallel or 1,
     )
+
+
+def with_tensor_parallel(cluster: Cluster, degree: int) -> Cluster:
+    """Return a cluster whose devices share layers in teams of ``degree``, where they can.
+
+    A group can whose devices divide into such teams and have no table of their own; its devices
+    must not share layers yet.
+
+    Raises:
+        SpecError: no group can.
+    """
+    teams = 0
+    nodes = []
+    for node in cluster.nodes:
+        groups = []
+        for group in node.devices:
+            fits = group.count % degree == 0 and (group.tensor_parallel or 1) == 1
+            if fits and group.profile is None and group.threads is None:
+                count = group.count // degree
+                teams += count
+                groups.append(replace(group, count=count, tensor_parallel=degree))
+            else:
+                groups.append(group)
+        nodes.append(replace(node, devices=tuple(groups)))
+    if not teams:
+        raise SpecError(
+            f"cluster {cluster.name}: found no devices of one group that divide into teams of "
+            f"{degree}, expected some to share layers"
+        )
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -340,6 +378,7 @@ def _group(fields: Fields, base: Path | None) -> DeviceGroup:
         threads=fields.optional_integer("threads", minimum=1, maximum=4096),
         cpu_isa=fields.text("cpu_isa", CPU_ISAS) if fields.has("cpu_isa") else None,
         cpu_share=fields.optional_number("cpu_share", minimum=MIN_CPU_SHARE, maximum=1.0),
+        tensor_parallel=fields.optional_integer("tensor_parallel", minimum=2, maximum=MAX_MEMBERS),
     )
     fields.done()
     if base is not None and group.profile is not None:
@@ -362,7 +401,7 @@ def _link(fields: Fields) -> LinkSpec:
 
 def _group_to_json(group: DeviceGroup) -> dict[str, Any]:
     value: dict[str, Any] = {"type": group.type, "count": group.count}
-    for field in ("memory_bytes", "profile", "threads", "cpu_isa", "cpu_share"):
+    for field in _OPTIONAL:
         if (found := getattr(group, field)) is not None:
             value[field] = found
     return value

@@ -9,6 +9,7 @@ import pytest
 
 from llmpq.cli.algo import main as algo
 from llmpq.cli.check import main as check
+from llmpq.cli.dist import main as dist
 from llmpq.cli.sim import main as sim
 from llmpq.spec.plan_io import read_plan
 
@@ -161,3 +162,65 @@ def test_lengths_beyond_the_workload_are_refused(tmp_path, capsys):
     options = ["--policy", "rra", "--lengths", str(path), "--output", str(tmp_path / "p.json")]
     assert algo([*COMMAND, *options]) == 2
     assert "answers of up to 500 tokens" in capsys.readouterr().err
+
+
+def _shared_tables(folder: Path, prefill_gain: float) -> Path:
+    """Tables of T4s alone and in twos, the twos faster by so much and otherwise alike."""
+    folder.mkdir()
+    for degree in (1, 2):
+        rows = [
+            (phase, bits, batch, tokens, 1e-4 * batch * (tokens if phase == "prefill" else 8))
+            for phase in ("prefill", "decode")
+            for bits in (16, 8, 4, 3)
+            for batch in (1, 4, 16, 64)
+            for tokens in (64, 256, 512)
+        ]
+        gain = 1.0 if degree == 1 else prefill_gain
+        origin = "# model: facebook/opt-13b\n# device: T4-16G\n# dtype: float16\n"
+        origin += "" if degree == 1 else f"# tensor_parallel: {degree}\n"
+        lines = [f"{p},{b},{n},{t},{s / gain}" for p, b, n, t, s in rows]
+        text = "\n".join([origin + "phase,bits,batch,tokens,seconds", *lines])
+        (folder / f"t4-{degree}.csv").write_text(text + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(("gain", "members"), [(1.9, 2), (1.05, 1)])
+def test_the_degree_that_answers_most_is_chosen_and_only_simulated(
+    tmp_path, lengths, capsys, gain, members
+):
+    tables = _shared_tables(tmp_path / "tables", gain)
+    path = tmp_path / "plan.json"
+    command = [
+        *["--model", "facebook/opt-13b", "--device_names", "T4-16G", "--device_numbers", "4"],
+        *["--global_bz", "32", "--s", "256", "--n", "80", "--bits", "8", "--no_explain"],
+        *["--profile", str(tables), "--policy", "rra", "--lengths", str(lengths)],
+    ]
+    assert algo([*command, "--tensor_parallel", "1", "2", "--output", str(path)]) == 0
+    told = capsys.readouterr().out
+    plan = read_plan(path)
+    assert {device.members for device in plan.cluster.devices} == {members}
+    assert ("2 devices share every layer" in told) == (members == 2)
+    options = ["--strategy", str(path), "--profile", str(tables), "--lengths", str(lengths)]
+    assert sim([*options, "--requests", "200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == "rra"
+    if members == 2:
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "x"}\n')
+        words = ["--strat_file_name", path, "--prompts", prompts, "--output", tmp_path / "out"]
+        assert dist([*map(str, words)]) == 2
+        assert "found tensor_parallel 2, expected none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tensor_parallel", "2"], "expected together with --policy rra, waa or auto"),
+        (["--policy", "rra", "--tensor_parallel", "0"], "found 0, expected 1 or more"),
+        (["--policy", "rra", "--tensor_parallel", "3"], "divide into teams of 3"),
+    ],
+)
+def test_degrees_that_mean_nothing_are_refused(tmp_path, lengths, capsys, options, said):
+    more = ["--lengths", str(lengths)] if "--policy" in options else []
+    words = [*COMMAND, *options, *more, "--output", str(tmp_path / "plan.json")]
+    assert algo(words) == 2
+    assert said in capsys.readouterr().err

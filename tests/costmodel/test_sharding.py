@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from llmpq.costmodel import build_costs
 from llmpq.costmodel.aiconfigurator import _all_reduce
 from llmpq.costmodel.imported import ImportRequest, import_table
 from llmpq.costmodel.operators import (
@@ -21,8 +24,17 @@ from llmpq.costmodel.profiles import ProfileKey
 from llmpq.costmodel.sharding import ALL_REDUCES, shard_of
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.cluster import cluster_of_types
+from llmpq.spec.cluster import (
+    cluster_from_fields,
+    cluster_of_types,
+    cluster_to_json,
+    with_tensor_parallel,
+)
+from llmpq.spec.fields import Fields
+from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table
+from llmpq.spec.workload import Workload
 
 LLAMA = catalog.model("meta-llama/Llama-3.1-8B")
 LAYER = LLAMA.layer_types[0]
@@ -133,6 +145,53 @@ def test_a_plan_refuses_the_table_of_a_shared_layer():
     told = key.mismatch(origin | {"tensor_parallel": "2"})
     assert told is not None
     assert "tensor_parallel '2', expected '1'" in told
+    team = replace(key, device=replace(device, members=2))
+    assert team.mismatch(origin | {"tensor_parallel": "2"}) is None
+    assert "tensor_parallel '1', expected '2'" in (team.mismatch(origin) or "")
+
+
+def test_a_team_has_the_memory_of_all_and_every_one_its_own_step(tmp_path: Path):
+    alone = cluster_of_types({"L40S": 4})
+    teams = with_tensor_parallel(alone, 2)
+    assert [device.members for device in teams.devices] == [2, 2]
+    table = LatencyTable(
+        samples=tuple(
+            LatencySample(phase=phase, bits=16, batch=batch, tokens=256, seconds=1e-3 * batch)
+            for phase in Phase
+            for batch in (1, 2, 4)
+        ),
+        provenance=(("model", LLAMA.name), ("device", "L40S"), ("tensor_parallel", "2")),
+    )
+    write_latency_table(tmp_path / "shared.csv", table)
+    built = partial(build_costs, LLAMA, dtype="bfloat16", kv_bits=16)
+    one = built(alone, latency="roofline")
+    two = built(teams, profile_dir=tmp_path)
+    first, team = one.cluster.devices[0], two.cluster.devices[0]
+    assert two.layer_s(team, Phase.DECODE, 16, 2, 256, 0) == pytest.approx(2e-3, rel=0.05)
+    assert two.capacity_bytes(team) == 2 * one.capacity_bytes(first)
+    assert two.runtime_bytes(team) == 2 * one.runtime_bytes(first)
+    work = Workload(batch=4, prompt_tokens=256, new_tokens=16)
+    step = (work, MicroBatching(prefill=2, decode=4), True)
+    assert two.temporary_bytes(team, *step) == 2 * one.temporary_bytes(first, *step)
+    # Weights and slots are cut: a team holds each once.
+    assert two.layer_weight_bytes(team, 0, 16) == one.layer_weight_bytes(first, 0, 16)
+
+
+def test_a_team_without_a_table_is_refused():
+    teams = with_tensor_parallel(cluster_of_types({"T4-16G": 4}), 2)
+    with pytest.raises(SpecError, match=r"node0/T4-16G#0: found no table of 2 devices"):
+        build_costs(LLAMA, teams, dtype="float16", kv_bits=16, latency="roofline")
+
+
+def test_only_whole_teams_of_one_group_share():
+    mixed = cluster_of_types({"L40S": 4, "H100": 3})
+    shared = with_tensor_parallel(mixed, 2)
+    assert [(one.type, one.members) for one in shared.devices] == [
+        ("L40S", 2), ("L40S", 2), ("H100", 1), ("H100", 1), ("H100", 1),
+    ]  # fmt: skip
+    assert cluster_from_fields(Fields(cluster_to_json(shared), "c")) == shared
+    with pytest.raises(SpecError, match="teams of 4"):
+        with_tensor_parallel(shared, 4)  # they share already, and three are no team
 
 
 def test_the_installed_database_has_layers_shared_by_several_devices():
