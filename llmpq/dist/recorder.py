@@ -99,10 +99,14 @@ class Recorder:
         setattr(thing, method, timed)
 
     def frames(self) -> list[Frame]:
-        """Return the frames that carry this rank's spans to rank 0."""
+        """Return the frames that carry this rank's new spans to rank 0, and forget these.
+
+        Statistics of the ranks before this one pass through it too: a span goes with the first.
+        """
         rows = [
             [span.name, span.start_us, span.duration_us, span.micro_batch] for span in self._spans
         ]
+        self._spans, self._unnamed = [], 0
         parts = [rows[at : at + _EVENTS_A_FRAME] for at in range(0, len(rows), _EVENTS_A_FRAME)]
         texts = [json.dumps([self.rank, part]).encode() for part in parts]
         assert all(len(text) <= MAX_TEXT_BYTES for text in texts)

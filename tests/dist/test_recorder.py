@@ -87,6 +87,15 @@ def test_every_ranks_spans_come_together_under_their_micro_batches():
     assert all(span["dur"] >= 0 for span in spans)
 
 
+def test_spans_are_told_once_though_statistics_of_others_pass():
+    made = ranks(is_on=True)
+    run(made)
+    before = made[0][1].to_json(["a", "b"])["traceEvents"]
+    made[1][0].send(Frame(kind=FrameKind.STATS, text=b"{}"))  # those of the rank before it
+    assert made[0][0].recv().kind is FrameKind.STATS
+    assert made[0][1].to_json(["a", "b"])["traceEvents"] == before
+
+
 def test_spans_are_told_in_the_clock_of_rank_0():
     made = ranks(is_on=True, offset_s=100.0)
     run(made)
