@@ -3,11 +3,11 @@
 The trials of all bitwidths are dealt in turn in a seeded random order and repeated in rounds: a
 slow minute of a shared machine spoils no single point, and no stage finds its own weights in the
 cache because it ran just before. A fixed reference is timed before and after each; a timing beside
-which it ran slow says more of the neighbours than of the layer, and is thrown away. A point is
-settled once the error of its median is small; from then on the time left goes to the others. The
-table keeps medians and tells the noise: a run sums up thousands of steps, so its latency follows
-their mean, and without the disturbed ones the median is its steadiest estimate. A minimum would be
-steadier still, and too low.
+which it ran slow says more of the neighbours than of the layer, and no point's median has it. A
+point is settled once the error of its median is small; from then on the time left goes to the
+others. A run sums up thousands of steps, disturbed ones too, so its latency follows their mean: the
+table holds medians, the steadiest estimate, times how far all timings of a phase, disturbed ones
+too, are above their medians in the mean (``slack`` in the provenance). It also tells the noise.
 
 How much longer everything takes beside other workers (``company`` in the provenance) is measured
 in pairs, with and without them.
@@ -20,6 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from statistics import mean, median, quantiles
 
@@ -57,7 +58,7 @@ Times = Mapping[Trial, Sequence[float]]
 def profile_layer(
     job: LayerJob, progress: Progress | None = None, journal: Journal | None = None
 ) -> LatencyTable:
-    """Measure the first decoder layers and the master's work; return medians.
+    """Measure the first decoder layers and the master's work; return what a run meets in the mean.
 
     Args:
         job: what to measure.
@@ -70,13 +71,17 @@ def profile_layer(
     bench = Bench(job)
     rounds = _Rounds(bench, progress, journal)
     times = rounds.run()
+    slack = {phase: rounds.slack(phase) for phase in Phase}
     warm_s = {phase: _stage_s(times, phase) for phase in Phase}
-    stage_s = {phase: warm_s[phase] + _cold_s(bench, phase) for phase in Phase}
+    stage_s = {phase: slack[phase] * (warm_s[phase] + _cold_s(bench, phase)) for phase in Phase}
     return LatencyTable(
-        samples=_samples(times, warm_s),
+        samples=tuple(
+            replace(one, seconds=slack[one.phase] * one.seconds) for one in _samples(times, warm_s)
+        ),
         provenance=(
             *_provenance(times, job, bench.depth, stage_s),
             ("reference_s", f"{median(rounds.usual or rounds.references):.6f}"),
+            ("slack", " ".join(f"{phase.value} {slack[phase]:.4f}" for phase in Phase)),
             ("thrown away", f"{rounds.dropped.total()} timings beside a slow reference"),
             *_company(bench, times),
         ),
@@ -105,6 +110,7 @@ class _Rounds:
         self.dropped: Counter[Trial] = Counter()
         self.references: list[float] = []
         self.usual: list[float] = []  # those beside the timings that were kept
+        self.disturbed: list[tuple[Trial, float]] = []
         self.times: dict[Trial, list[float]] = {}
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
@@ -164,12 +170,23 @@ class _Rounds:
         # Never many more than are kept: a machine may be slow for good.
         if is_slow and self.dropped[trial] <= len(self.times.get(trial, ())):
             self.dropped[trial] += 1
+            self.disturbed += [(timing.trial, timing.seconds) for timing in timings]
             return
         self.usual.append(slowest_s)
         for timing in timings:
             self.times.setdefault(timing.trial, []).append(timing.seconds)
         if self.journal is not None:
             self.journal.add(timings)
+
+    def slack(self, phase: Phase) -> float:
+        """Return how far all timings of layers in a phase are above their kept ones' median."""
+        kept = [(trial, seconds) for trial, own in self.times.items() for seconds in own]
+        ratios = [
+            seconds / median(self.times[trial])
+            for trial, seconds in chain(kept, self.disturbed)
+            if trial.shape.phase is phase and trial.bits != MASTER_BITS and trial in self.times
+        ]
+        return mean(ratios) if ratios else 1.0
 
     def _tell(self, elapsed_s: float, share_of_round: float) -> None:
         if self.progress is None:

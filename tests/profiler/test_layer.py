@@ -137,9 +137,13 @@ def test_timings_beside_a_slow_reference_are_thrown_away(job, monkeypatch):
     monkeypatch.setattr(Bench, "reference_s", reference_s)
     monkeypatch.setattr(Bench, "run", run)
     table = profile_layer(replace(job, layers=1, budget_s=0.2))
-    assert {sample.seconds for sample in table.samples} == {1.0}
-    thrown = dict(table.provenance)["thrown away"]
-    assert int(thrown.split()[0]) > 0
+    provenance = dict(table.provenance)
+    assert int(provenance["thrown away"].split()[0]) > 0
+    words = provenance["slack"].split()
+    slack = {Phase(name): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    for sample in table.samples:  # the median is 1.0, and what a run meets is the mean
+        assert sample.seconds == pytest.approx(slack[sample.phase], abs=1e-4)
+    assert all(1.1 < value < 3.0 for value in slack.values())
 
 
 def test_a_machine_that_is_slow_for_good_does_not_stop_the_profiler(job, monkeypatch):
