@@ -29,22 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from hetbox_report import AS, METHODS, SAME_QUALITY, close_ones, distinct, slug
+from workbench import ROOT, make_model, write_prompts
 
 from llmpq.cli.profile_memory import even_plan
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.tables import read_latency_table, write_latency_table
 
-ROOT = Path(__file__).resolve().parents[1]
-SHAPE = {
-    "layers": 12,
-    "hidden": 768,
-    "intermediate": 2048,
-    "heads": 12,
-    "kv_heads": 4,
-    "vocab": 32000,
-    "max_positions": 1024,
-}
 WORK = {"global_bz": 16, "s": 128, "n": 32}
 LIMITS = {"batch": 16, "prompt": 128, "context": 160, "prefill": 2048}
 LEFT_S = 30.0
@@ -114,7 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     steps: dict[str, Callable[[argparse.Namespace], None]] = {
-        "model": make_model,
+        "model": write_model,
         "tables": measure_tables,
         "plans": make_plans,
         "run": run_plans,
@@ -133,14 +124,9 @@ def main() -> int:
     return 0
 
 
-def make_model(options: argparse.Namespace) -> None:
+def write_model(options: argparse.Namespace) -> None:
     """Write the random model."""
-    if (options.folder / "model").exists():
-        return
-    sizes = [word for name, value in SHAPE.items() for word in (f"--{name}", str(value))]
-    script = str(ROOT / "scripts" / "make_tiny_model.py")
-    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
-          "--output", str(options.folder / "model")])  # fmt: skip
+    make_model(options.folder / "model")
 
 
 def measure_tables(options: argparse.Namespace) -> None:
@@ -246,9 +232,8 @@ def algo(folder: Path, *words: str) -> str:
 def run_plans(options: argparse.Namespace) -> None:
     """Run every distinct plan, as often as asked, while there is time."""
     start = time.monotonic()
-    prompts = write_prompts(
-        options.folder / "prompts.jsonl", WORK["global_bz"], WORK["s"], WORK["n"]
-    )
+    prompts = options.folder / "prompts.jsonl"
+    write_prompts(prompts, [(WORK["s"], WORK["n"])] * WORK["global_bz"])
     for turn in range(options.repeats):
         for name, (_, wire) in CLUSTERS.items():
             folder = options.folder / slug(name)
@@ -292,21 +277,6 @@ def run(plan: Path, prompts: Path, has_links: bool) -> dict[str, Any]:
     return dict(json.loads(done))
 
 
-def write_prompts(file: Path, batch: int, prompt: int, new: int) -> Path:
-    """Write prompts of exactly these lengths."""
-    lines = [
-        json.dumps({
-            "id": number,
-            "prompt_token_ids": [(number * 997 + i * 31) % SHAPE["vocab"] for i in range(prompt)],
-            "max_new_tokens": new,
-            "ignore_eos": True,
-        })
-        for number in range(batch)
-    ]  # fmt: skip
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
 def find_edge(options: argparse.Namespace) -> None:
     """Run plans with a little more memory than they need, and with a little less."""
     folder = options.folder / "edge"
@@ -323,7 +293,8 @@ def find_edge(options: argparse.Namespace) -> None:
             micro_batch=(chance.randint(1, min(batch, 4)), batch),
         )
         need = plan.estimate.stages[0].memory.total
-        prompts = write_prompts(folder / "prompts.jsonl", batch, prompt, new)
+        prompts = folder / "prompts.jsonl"
+        write_prompts(prompts, [(prompt, new)] * batch)
         for fits in (True, False):
             done = folder / f"{number:02}-{'above' if fits else 'below'}.json"
             if not done.exists():
