@@ -113,6 +113,7 @@ def test_measured_layers_are_forecast_within_the_target(device, prefill, decode)
     means = helix_means(device)
     assert means["hinged", Phase.PREFILL] < prefill
     assert means["hinged", Phase.DECODE] < decode
+    assert all(means["hinged", phase] < means["paper", phase] for phase in Phase)
 
 
 @pytest.mark.slow
