@@ -72,7 +72,7 @@ class RooflineLatencyModel:
         stored, kept = touched_bytes(
             layer, self.model.precision(bits), DTYPE_BYTES[self.dtype], work.rows
         )
-        weights_s = (stored / cost.stream + kept) / self._stream
+        weights_s = (stored / cost.stream_of(phase, work.rows) + kept) / self._stream
         is_prefill = phase is Phase.PREFILL
         share = 1.0 if is_prefill else DECODE_ARITHMETIC / cost.thin
         # A short prompt does not fill the device: as if it had that many more tokens.

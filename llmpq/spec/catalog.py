@@ -182,6 +182,7 @@ def _cost(fields: Fields) -> PrecisionCost:
     bits = fields.integer("bits")
     if bits not in BITS or bits == 16:
         raise fields.error("bits", bits, "3, 4 or 8")
+    few_rows = fields.integer("few_rows", minimum=1) if fields.has("few_rows") else None
     cost = PrecisionCost(
         bits=bits,
         compute=fields.number("compute", minimum=0.01),
@@ -189,6 +190,8 @@ def _cost(fields: Fields) -> PrecisionCost:
         overhead=fields.number("overhead", minimum=0.01),
         dequantize=fields.number("dequantize"),
         thin=fields.number("thin", minimum=0.01) if fields.has("thin") else 1.0,
+        few_rows=few_rows,
+        stream_beyond=1.0 if few_rows is None else fields.number("stream_beyond", minimum=0.01),
     )
     fields.done()
     return cost

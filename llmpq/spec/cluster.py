@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import SCHEMA, Fields, read_json
+from llmpq.spec.precision import Phase
 
 DeviceKind = Literal["cpu", "cuda"]
 CPU_ISAS = ("sse4", "avx2", "avx512")
@@ -36,6 +37,9 @@ class PrecisionCost:
         dequantize: times the layer's unquantized weights cross memory once more in prefill, where
             kernels widen a whole matrix before they multiply.
         thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
+        few_rows: most rows of a decode step that the kernel for few rows takes; ``None`` when no
+            other kernel is known to follow.
+        stream_beyond: factor on achieved memory bandwidth in decode with more rows than those.
     """
 
     bits: int
@@ -44,6 +48,14 @@ class PrecisionCost:
     overhead: float = 1.0
     dequantize: float = 0.0
     thin: float = 1.0
+    few_rows: int | None = None
+    stream_beyond: float = 1.0
+
+    def stream_of(self, phase: Phase, rows: float) -> float:
+        """Return the factor on memory bandwidth while a step of so many rows reads weights."""
+        if phase is Phase.DECODE and self.few_rows is not None and rows > self.few_rows:
+            return min(self.stream, self.stream_beyond)
+        return self.stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
