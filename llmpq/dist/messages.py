@@ -9,12 +9,13 @@ transport has its own, and hashing them would cost more than sending them.
 
 Header, little-endian, then one row of the table for each of ``max_rows`` sequences::
 
-    4s magic | B version | B kind | B dtype | B zero | 8s plan digest | Q sequence | Q micro_batch
+    4s magic | B version | B kind | B dtype | B place | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
     | table: rows x (I slot, I first, I length, Q origin), zeros | I crc32 of everything before
 
-A frame of keys and values (``KV``) has in ``tokens`` those of all its rows, in ``hidden`` the bytes
-of one of them, and names its layer, 0 in every other kind.
+``place`` is 0 where the payload follows in the stream, else where it lies in memory that both ends
+share (``dist.arena``). A frame of keys and values (``KV``) has in ``tokens`` those of all its rows,
+in ``hidden`` the bytes of one of them, and names its layer, 0 in every other kind.
 
 Shapes: R rows (sequences), T tokens a row, H hidden size, N tokens of all rows, B bytes of a token.
 """
@@ -32,7 +33,7 @@ from torch import Tensor
 from llmpq.errors import StageError
 
 MAGIC = b"LPQ1"
-VERSION = 2
+VERSION = 3
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text a control frame may carry."""
 
@@ -167,10 +168,18 @@ class Header:
     shape: tuple[int, int, int]
     payload_bytes: int
     layer: int = 0
+    place: int = 0
 
 
-def encode_header(frame: Frame, limits: FrameLimits, sequence: int) -> bytes:
-    """Return the header of ``frame`` as the ``sequence``-th frame of its link."""
+def encode_header(frame: Frame, limits: FrameLimits, sequence: int, place: int = 0) -> bytes:
+    """Return the header of ``frame`` as the ``sequence``-th frame of its link.
+
+    Args:
+        frame: to be sent.
+        limits: of this run.
+        sequence: how many frames went over this link before.
+        place: of the payload in shared memory; 0 when it follows.
+    """
     rows, tokens, hidden, dtype, size = 0, 0, 0, 0, len(frame.text)
     if frame.hidden is not None:
         rows, tokens, hidden = frame.hidden.shape
@@ -178,7 +187,7 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int) -> bytes:
     elif frame.cached is not None:
         rows, (tokens, hidden), size = len(frame.rows), frame.cached.shape, frame.cached.nbytes
     fixed = _FIXED.pack(
-        MAGIC, VERSION, frame.kind, dtype, 0, limits.digest, sequence, frame.micro_batch,
+        MAGIC, VERSION, frame.kind, dtype, place, limits.digest, sequence, frame.micro_batch,
         rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
     table = b"".join(_ROW.pack(row.slot, row.first, row.length, row.origin) for row in frame.rows)
@@ -186,13 +195,14 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int) -> bytes:
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def decode_header(data: bytes, limits: FrameLimits, sequence: int) -> Header:
+def decode_header(data: bytes, limits: FrameLimits, sequence: int, places: int = 0) -> Header:
     """Check a received header against the run's limits.
 
     Args:
         data: exactly ``limits.header_bytes`` bytes.
         limits: what the run allows.
         sequence: how many frames came over this link before.
+        places: in memory that both ends of this link share.
 
     Raises:
         StageError: anything is not as this run's own encoder would have written it.
@@ -201,14 +211,15 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int) -> Header:
     body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
     _expect("checksum", _CHECKSUM.unpack(checksum)[0], zlib.crc32(body))
     (
-        magic, version, kind, dtype, zero, digest, number, micro_batch,
+        magic, version, kind, dtype, place, digest, number, micro_batch,
         rows, tokens, hidden, layer, size,
     ) = _FIXED.unpack_from(body)  # fmt: skip
     _expect("magic", magic, MAGIC)
     _expect("version", version, VERSION)
     _expect("plan digest", digest, limits.digest)
     _expect("sequence number", number, sequence)
-    _expect("reserved byte", zero, 0)
+    if place > (places if kind in _TENSOR_KINDS else 0):
+        raise _refused("place", place, f"at most {places}, and 0 for what is no tensor")
     if kind not in FrameKind._value2member_map_:
         raise _refused("kind", kind, f"one of {[int(known) for known in FrameKind]}")
     header = Header(
@@ -218,6 +229,7 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int) -> Header:
         shape=(rows, tokens, hidden),
         payload_bytes=size,
         layer=layer,
+        place=place,
     )
     if header.kind is FrameKind.KV:
         _check_cached(header, dtype, limits)

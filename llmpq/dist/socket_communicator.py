@@ -62,10 +62,10 @@ class SocketCommunicator:
         self.next_rank = self.ranks[(place + 1) % len(self.ranks)]
         self._previous = self.ranks[place - 1]
         self._timeout_s = timeout_s
-        self._inbox = Inbox(incoming, limits, timeout_s)
+        self._inbox = Inbox(incoming, limits, timeout_s, is_shared=True)
         self._arrived: Frame | None = None
         self._failure: StageError | None = None
-        self._outbox = Outbox(outgoing, limits)
+        self._outbox = Outbox(outgoing, limits, is_shared=True)
         self._lock = threading.Lock()  # of the outbox and the five below
         self._has_rest = False
         self._is_lost = False

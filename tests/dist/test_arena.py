@@ -1,0 +1,240 @@
+"""Large payloads in memory that two ends share: whole, in order, bounded, and nothing believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import gc
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.dist.arena import LEAST_BYTES, PLACES, ArenaReader, ArenaWriter
+from llmpq.dist.links import Inbox, LinkClosedError, Outbox
+from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.errors import StageError
+
+HIDDEN = 256
+LIMITS = FrameLimits(
+    digest=b"12345678",
+    num_slots=4,
+    max_context=600,
+    prefill_rows=4,
+    prefill_tokens=512,
+    decode_rows=4,
+    hidden_size=HIDDEN,
+    dtype=torch.float32,
+)
+LEAST_TOKENS = LEAST_BYTES // (4 * HIDDEN)
+
+
+class Link:
+    """Both ends of one stream socket."""
+
+    def __init__(self, family: int = socket.AF_UNIX) -> None:
+        self.into, self.out = socket.socketpair() if family == socket.AF_UNIX else tcp_pair()
+        self.outbox = Outbox(self.into, LIMITS, is_shared=True)
+        self.inbox = Inbox(self.out, LIMITS, timeout_s=1.0, is_shared=True)
+
+    def take(self) -> Frame:
+        while (frame := self.inbox.take(is_waiting=True)) is None:
+            self.outbox.flush()
+        return frame
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        into = socket.create_connection(listener.getsockname())
+        return into, listener.accept()[0]
+
+
+@pytest.fixture(params=[socket.AF_UNIX, socket.AF_INET], ids=["unix", "tcp"])
+def any_link(request) -> Iterator[Link]:
+    made = Link(request.param)
+    yield made
+    made.inbox.close()
+    made.outbox.close(0.0)
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link()
+    yield made
+    made.inbox.close()
+    made.outbox.close(0.0)
+
+
+def frame(number: int, tokens: int = 512, rows: int = 4) -> Frame:
+    generator = torch.Generator().manual_seed(number)
+    return Frame(
+        kind=FrameKind.PREFILL,
+        micro_batch=number,
+        rows=tuple(Row(slot=slot, first=0, length=tokens) for slot in range(rows)),
+        hidden=torch.randn(rows, tokens, HIDDEN, generator=generator),
+    )
+
+
+def bytes_in_stream(sock: socket.socket) -> int:
+    """Return what lies in a socket, unread."""
+    return len(sock.recv(1 << 24, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+
+
+def same(got: Frame, sent: Frame) -> bool:
+    equal = (got.kind, got.micro_batch, got.rows) == (sent.kind, sent.micro_batch, sent.rows)
+    return equal and torch.equal(got.hidden, sent.hidden)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_sending_and_taking_brings_every_frame_whole(any_link, seed):
+    rng = random.Random(seed)
+    waiting: list[Frame] = []
+    for number in range(40):
+        tokens = rng.choice([1, LEAST_TOKENS - 1, LEAST_TOKENS, 512])
+        waiting.append(frame(number, tokens, rows=1))
+        any_link.outbox.put(waiting[-1])
+        while waiting and rng.random() < 0.5:
+            assert same(any_link.take(), waiting.pop(0))
+    for sent in waiting:
+        assert same(any_link.take(), sent)
+
+
+def test_a_large_payload_leaves_only_its_header_in_the_stream(link):
+    link.outbox.put(frame(0))
+    assert bytes_in_stream(link.out) == LIMITS.header_bytes
+    link.take()
+    link.outbox.put(frame(1, LEAST_TOKENS - 1, rows=1))
+    assert bytes_in_stream(link.out) > LIMITS.header_bytes + LEAST_BYTES // 2
+
+
+def test_without_a_free_place_a_payload_follows_in_the_stream(link):
+    sent = [frame(number) for number in range(PLACES + 1)]
+    for one in sent:
+        link.outbox.put(one)
+    taken = [link.take() for _ in range(PLACES)]
+    held = taken[-1].hidden.clone()
+    assert same(link.take(), sent[-1])
+    assert torch.equal(held, sent[PLACES - 1].hidden)
+
+
+def test_a_payload_stays_until_the_reader_asks_for_the_next(link):
+    link.outbox.put(frame(0))
+    first = link.take()
+    for number in (1, 2):
+        link.outbox.put(frame(number))
+    assert same(first, frame(0))
+
+
+def test_what_was_sent_before_a_death_is_read_after_it(link):
+    link.outbox.put(frame(0))
+    link.into.shutdown(socket.SHUT_WR)
+    assert same(link.take(), frame(0))
+    with pytest.raises(LinkClosedError):
+        link.inbox.take(is_waiting=True)
+
+
+def test_no_descriptor_stays_open():
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        one = Link()
+        for number in range(3):
+            one.outbox.put(frame(number))
+        one.take()
+        one.inbox.close()
+        one.outbox.close(0.0)
+        unread = Link()
+        unread.into.setblocking(True)
+        unread.outbox.put(frame(0))
+        unread.outbox.close(0.0)
+        unread.inbox.close()
+    del one, unread
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_an_end_that_shares_nothing_takes_no_memory_and_no_place():
+    into, out = socket.socketpair()
+    outbox, inbox = Outbox(into, LIMITS, is_shared=True), Inbox(out, LIMITS, timeout_s=1.0)
+    outbox.put(frame(0))
+    with pytest.raises(StageError, match="place"):
+        inbox.take(is_waiting=True)
+    inbox.close()
+    outbox.close(0.0)
+
+
+@pytest.mark.parametrize("place", [2, 3, 255])
+def test_a_place_that_is_not_the_next_is_refused(link, place):
+    link.outbox.put(frame(0))
+    link.take()
+    link.outbox.put(frame(1))
+    link.take()  # both places were used once: the first comes next
+    link.into.sendall(encode_header(frame(2), LIMITS, 2, place))
+    with pytest.raises(StageError, match="place"):
+        link.take()
+
+
+def test_a_place_before_any_memory_was_offered_is_refused(link):
+    link.into.sendall(encode_header(frame(0), LIMITS, 0, 1))
+    with pytest.raises(StageError, match="place"):
+        link.take()
+
+
+def test_a_text_lies_in_no_shared_memory(link):
+    link.outbox.put(frame(0))
+    link.take()
+    link.into.sendall(encode_header(Frame(kind=FrameKind.STATS, text=b"x"), LIMITS, 1, 2))
+    with pytest.raises(StageError, match="place"):
+        link.take()
+
+
+def offered(descriptor: int) -> None:
+    """Offer memory with the first header of a link."""
+    into, out = socket.socketpair()
+    inbox = Inbox(out, LIMITS, timeout_s=1.0, is_shared=True)
+    socket.send_fds(into, [encode_header(frame(0), LIMITS, 0, 1)], [descriptor])
+    try:
+        inbox.take(is_waiting=True)
+    finally:
+        inbox.close()
+        into.close()
+
+
+def test_memory_that_could_shrink_or_has_another_size_is_refused():
+    writer = ArenaWriter(LIMITS.max_payload_bytes)
+    size = os.fstat(writer.fileno).st_size
+    offered(writer.fileno)
+    smaller = ArenaWriter(LIMITS.max_payload_bytes // 2)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, size)
+    with Path("/dev/null").open("rb") as null:
+        for descriptor in (smaller.fileno, unsealed, null.fileno()):
+            with pytest.raises(StageError, match="shared memory refused"):
+                offered(descriptor)
+    os.close(unsealed)
+    for one in (writer, smaller):
+        one.handed_over()
+
+
+def test_the_memory_cannot_be_taken_from_under_its_reader():
+    writer = ArenaWriter(1 << 20)
+    reader = ArenaReader(os.dup(writer.fileno), 1 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.fileno, 4096)
+    assert writer.put(torch.arange(256, dtype=torch.uint8)) == 1
+    assert reader.view(1, 256).tolist() == list(range(256))
+    assert fcntl.fcntl(writer.fileno, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    writer.handed_over()
+
+
+def test_pages_are_touched_as_far_as_payloads_reach():
+    limits = dataclasses.replace(LIMITS, prefill_tokens=1 << 16)
+    writer = ArenaWriter(limits.max_payload_bytes)
+    writer.put(torch.ones(LEAST_BYTES, dtype=torch.uint8))
+    assert os.fstat(writer.fileno).st_size > 500 << 20
+    assert os.fstat(writer.fileno).st_blocks * 512 < 2 * LEAST_BYTES
+    writer.handed_over()
