@@ -25,6 +25,12 @@ _ISA_LIMITS: dict[str, dict[str, str]] = {
     },
 }
 
+_WHOLE_HOLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+"""torch asks for blocks at multiples of 64 bytes, and glibc cuts each from one 96 bytes larger. It
+keeps the cut ends for small blocks (a thread's cache, fast bins), so that the hole of a freed
+tensor is too small for the next of its size, and the heap grows. Given back at once, ends join the
+hole again. Replaces whatever tunables the launching process has."""
+
 
 def cpu_environment(threads: int, cpu_isa: str | None = None) -> dict[str, str]:
     """Return the variables for a CPU worker.
@@ -43,6 +49,7 @@ def cpu_environment(threads: int, cpu_isa: str | None = None) -> dict[str, str]:
         # oneDNN keeps a compiled kernel of 0.3 MB for every number of rows it has met: given
         # prompts of all lengths, it would keep 1024.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        "GLIBC_TUNABLES": _WHOLE_HOLES,
     }
     if cpu_isa is not None:
         variables.update(_ISA_LIMITS[cpu_isa])
