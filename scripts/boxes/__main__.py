@@ -131,7 +131,6 @@ def _boxes(
             Pace(
                 begin=one.space.begin,
                 end=one.space.begin + one.space.share,
-                cores=one.space.cores,
                 pids=partial(pids_of, one.group),
             )
             for one in boxes

@@ -3,9 +3,7 @@
 A quota of the kernel limits an average: a worker that waits for its neighbours half of the time
 computes at full speed in the other half, so a stage of a pipeline is not slowed at all. A slower
 device is slow whenever it computes. So a pacer stops and continues the processes of a group, at
-real-time priority, and those that share a core in turn: measured in ``docs/hetbox.md``. A core that
-has nothing to do meanwhile would fall asleep and wake up late, so that a device alone were slower
-than one whose core another fills: a process that only runs when nobody else wants to keeps it up.
+real-time priority, and those that share a core in turn: measured in ``docs/hetbox.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 PERIOD_S = 0.004
 REFRESH_S = 0.05
@@ -32,13 +29,11 @@ class Pace:
 
     Attributes:
         begin, end: in [0, 1].
-        cores: where the group computes.
         pids: tells the processes of the group.
     """
 
     begin: float
     end: float
-    cores: tuple[int, ...]
     pids: Callable[[], list[int]]
 
 
@@ -48,14 +43,12 @@ def paced(paces: Sequence[Pace]) -> Iterator[None]:
     if not paces:
         yield
         return
-    helpers = [_fork(lambda: keep_pace(paces))]
-    helpers += [_fork(partial(keep_awake, core)) for core in {c for p in paces for c in p.cores}]
+    pacer = _fork(lambda: keep_pace(paces))
     try:
         yield
     finally:
-        for pid in helpers:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        os.kill(pacer, signal.SIGKILL)
+        os.waitpid(pacer, 0)
         for pace in paces:
             _send(pace.pids(), signal.SIGCONT)
 
@@ -69,14 +62,6 @@ def _fork(work: Callable[[], None]) -> int:
         work()
         os._exit(1)
     return pid
-
-
-def keep_awake(core: int) -> None:
-    """Compute for ever, when nobody else wants to."""
-    os.sched_setaffinity(0, {core})
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while True:
-        pass
 
 
 def keep_pace(paces: Sequence[Pace]) -> None:
