@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.spec.storage import needs_scratch
+from llmpq.spec.transfer import SHARED_FROM_BYTES, SHARED_PLACES
 from llmpq.units import MIB
 
 HEAP_FACTOR = 1.65
@@ -32,7 +33,8 @@ MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
 MESSAGES = 2
 """Hidden states held on a ring beside a step's own: the buffer they arrive in, and those of the
-micro-batch before on their way out. A pipeline of one stage holds its embedded tokens."""
+micro-batch before on their way out. A pipeline of one stage holds its embedded tokens. Large ones
+lie in places shared with either neighbour of the host (``dist.arena``)."""
 MATRICES_UNDER_WAY = 3
 """16-bit matrices a loader holds beside what it has placed (``quant.loader``)."""
 EXPERT_SHARE = 2.0
@@ -87,7 +89,7 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int
     """
     worst = 0
     for step in steps:
-        messages = step.hidden * (1 if is_alone else MESSAGES)
+        messages = step.hidden * (1 if is_alone else _messages(step))
         found = [_layer_bytes(step, layer) for layer in step.model.layer_types]
         if is_master:
             found.append(_resident(_logits(step)))
@@ -95,6 +97,11 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int
     kept = FIRST_USE_BYTES + _scratch_bytes(steps[0].model, steps[0].dtype)
     kept += MASTER_USE_BYTES if is_master else 0
     return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
+
+
+def _messages(step: Step) -> int:
+    """Return how many hidden states of a step a ring holds."""
+    return 2 * SHARED_PLACES if step.hidden >= SHARED_FROM_BYTES else MESSAGES
 
 
 def loading_bytes(model: ModelSpec) -> int:

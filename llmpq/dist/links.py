@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from llmpq.dist.arena import LEAST_BYTES, PLACES, ArenaReader, ArenaWriter
+from llmpq.dist.arena import ArenaReader, ArenaWriter
 from llmpq.dist.messages import (
     MAX_TEXT_BYTES,
     Frame,
@@ -34,6 +34,7 @@ from llmpq.dist.messages import (
     decode_header,
     encode_header,
 )
+from llmpq.spec.transfer import SHARED_FROM_BYTES, SHARED_PLACES
 
 BUFFER_BYTES: Final = 8 << 20
 """Bytes on their way for which no thread must be woken: some micro-batches of decode."""
@@ -143,7 +144,7 @@ class Outbox:
 
         The memory is made for the first of them.
         """
-        if not self._is_shared or payload.numel() < LEAST_BYTES:
+        if not self._is_shared or payload.numel() < SHARED_FROM_BYTES:
             return 0
         if self._arena is None:
             self._arena = ArenaWriter(self._limits.max_payload_bytes)
@@ -228,7 +229,7 @@ class Inbox:
             if not self._fill(socket.MSG_WAITALL if is_gathering else socket.MSG_DONTWAIT):
                 return None
             if self._header is None:
-                places = 0 if self._arena is None else PLACES
+                places = 0 if self._arena is None else SHARED_PLACES
                 header = decode_header(
                     bytes(self._header_bytes), self._limits, self._received, places
                 )

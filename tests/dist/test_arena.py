@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.dist.arena import LEAST_BYTES, PLACES, ArenaReader, ArenaWriter
+from llmpq.dist.arena import ArenaReader, ArenaWriter
 from llmpq.dist.links import Inbox, LinkClosedError, Outbox
 from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, encode_header
 from llmpq.errors import StageError
+from llmpq.spec.transfer import SHARED_FROM_BYTES as LEAST_BYTES
+from llmpq.spec.transfer import SHARED_PLACES as PLACES
 
 HIDDEN = 256
 LIMITS = FrameLimits(
