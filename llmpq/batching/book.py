@@ -145,7 +145,9 @@ class RequestBook:
 
     def num_flights(self, phase: Phase | None = None) -> int:
         """Return how many micro-batches are on their way, in one phase or in both."""
-        return sum(phase in (None, flight.phase) for flight in self._flights.values())
+        if phase is None:
+            return len(self._flights)
+        return sum(flight.phase is phase for flight in self._flights.values())
 
     def view(self, now_s: float, open_phases: tuple[Phase, ...] = BOTH_PHASES) -> SchedulerView:
         """Return what a policy may see."""

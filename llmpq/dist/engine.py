@@ -3,6 +3,8 @@
 The master embeds, runs the first stage's layers, sends the hidden states round the ring, projects
 what comes back and samples. It keeps a few micro-batches in flight so that every stage has work,
 and takes in what has arrived before it sends more: nothing can pile up, so nothing can deadlock.
+What it does beside the model no stage computes in: answers that are complete are handed over once
+the next micro-batch is on its way.
 Where prefill and decode have stages of their own (WAA), its layers only decode, and micro-batches
 come back over two rings, each in order.
 Stages know nothing of requests; slots and lengths in a frame are all they need.
@@ -17,7 +19,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.batching import (
@@ -46,6 +50,7 @@ from llmpq.spec.precision import Phase
 
 OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
 OnTokens = Callable[[int], None]
+Ids = NDArray[np.int64]
 Leave = Callable[[], bool]
 """Asked at every step: whether to finish what has begun and to begin nothing else."""
 
@@ -122,6 +127,7 @@ class MasterEngine:
         self._arrived = 0
         self._answers: dict[int, Answer] = {}  # of requests that hold a slot, by number
         self._landed: deque[Tensor] = deque()  # answers of a way that is this process alone
+        self._finished: deque[Answer] = deque()  # complete, and not handed over yet
         self._records: list[RequestRecord] = []
         self._wake_s = math.inf  # when the policy would decide otherwise than to wait
         self._tokens = 0
@@ -149,10 +155,10 @@ class MasterEngine:
         self._requests = in_order(requests)
         self._start_s = self._clock.now()
         self._take_arrivals()
-        while not self._is_over(leave):
-            if self._must_land() or not self._launch_next():
-                self._advance(on_finish, on_tokens)
-            self._take_arrivals()
+        try:
+            self._serve(on_finish, on_tokens, leave)
+        finally:
+            self._hand_over(on_finish)  # what is complete is kept, whatever ends the run
         return EngineStats(
             requests=len(self._records),
             generated_tokens=self._tokens,
@@ -161,6 +167,24 @@ class MasterEngine:
             records=tuple(sorted(self._records, key=lambda record: record.request)),
             adjusted=() if self._watch is None else self._watch.adjusted,
         )
+
+    def _serve(self, on_finish: OnFinish, on_tokens: OnTokens | None, leave: Leave | None) -> None:
+        while not self._is_over(leave):
+            open_phases = self._ways.open_phases(self._book)
+            if self._must_land(open_phases):
+                self._land(on_tokens)
+            elif self._launch_next(open_phases):
+                self._hand_over(on_finish)
+            else:
+                self._hand_over(on_finish)
+                self._await_change(on_tokens)
+            self._take_arrivals()
+
+    def _hand_over(self, on_finish: OnFinish) -> None:
+        while self._finished:
+            answer = self._finished.popleft()
+            assert answer.finish_reason is not None
+            on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
 
     def _now_s(self) -> float:
         return self._clock.now() - self._start_s
@@ -190,14 +214,11 @@ class MasterEngine:
             self._arrived += 1
         self._book.close()
 
-    def _advance(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
+    def _await_change(self, on_tokens: OnTokens | None) -> None:
         """Take in an answer, or sleep until one is there, a request arrives or the policy wakes."""
         wake_s = min(self._wake_s, self._next_arrival_s())
-        if not self._book.is_idle and (wake_s == math.inf or self._must_land()):
-            before = self._tokens
-            self._land(on_finish)
-            if on_tokens is not None:
-                on_tokens(self._tokens - before)
+        if not self._book.is_idle and wake_s == math.inf:
+            self._land(on_tokens)
             return
         nap_s = min(max(wake_s - self._now_s(), 0.0), MAX_NAP_S)
         if self._book.is_idle:
@@ -211,17 +232,17 @@ class MasterEngine:
             return math.inf
         return self._requests[self._arrived].arrival_s
 
-    def _must_land(self) -> bool:
+    def _must_land(self, open_phases: tuple[Phase, ...]) -> bool:
         """Whether to take in an answer before asking the policy."""
         if self._book.is_idle:
             return False
-        if self._landed or not self._ways.open_phases(self._book):
+        if self._landed or not open_phases:
             return True
         return self._communicator is not None and self._communicator.has_frame()
 
-    def _launch_next(self) -> bool:
+    def _launch_next(self, open_phases: tuple[Phase, ...]) -> bool:
         """Send off what the policy decides; tell whether that was anything."""
-        decision, step = self._book.decide(self._now_s(), self._ways.open_phases(self._book))
+        decision, step = self._book.decide(self._now_s(), open_phases)
         if step is None:
             until_s = decision.until_s if isinstance(decision, Wait) else None
             self._wake_s = math.inf if until_s is None else until_s
@@ -247,7 +268,7 @@ class MasterEngine:
             Row(slot=slot, first=0, length=len(prompt), origin=step.flight.number)
             for slot, prompt in zip(step.flight.slots, prompts, strict=True)
         ]
-        self._launch(step, FrameKind.PREFILL, rows, torch.tensor(padded))
+        self._launch(step, FrameKind.PREFILL, rows, np.array(padded))
 
     def _launch_decode(self, step: Step) -> None:
         # The newest token is not in the cache yet: its position is one less than the context.
@@ -261,18 +282,21 @@ class MasterEngine:
             for item in step.sequences
         ]
         newest = [[self._answers[item.request].token_ids[-1]] for item in step.sequences]
-        self._launch(step, FrameKind.DECODE, rows, torch.tensor(newest))
+        self._launch(step, FrameKind.DECODE, rows, np.array(newest))
 
-    def _launch(self, step: Step, kind: FrameKind, rows: list[Row], token_ids: Tensor) -> None:
+    def _launch(self, step: Step, kind: FrameKind, rows: list[Row], token_ids: Ids) -> None:
         phase = step.flight.phase
         runner = self._runners[phase]
         waiting_s = self._clock.now()
         here = runner.enter(rows)
         start = self._clock.now()
         self._clock.wait_s += start - waiting_s
-        first = torch.tensor([row.first for row in rows])
-        positions = first[:, None] + torch.arange(token_ids.shape[1])  # [R, T]
-        hidden = self._master.embed(token_ids.to(self._device), positions)
+        # NumPy's calls cost a third of torch's, and less yet with a model's weights in the caches.
+        positions = np.array([[row.first] for row in rows])  # [R, 1]
+        if token_ids.shape[1] > 1:
+            positions = positions + np.arange(token_ids.shape[1])  # [R, T]
+        ids = torch.from_numpy(token_ids).to(self._device)
+        hidden = self._master.embed(ids, torch.from_numpy(positions))
         embed_s = self._clock.now() - start
         hidden = runner.run(hidden, here)  # [R, T, H]
         synchronize(self._device)
@@ -293,7 +317,7 @@ class MasterEngine:
             )
         self._sent[phase].append(sent)
 
-    def _land(self, on_finish: OnFinish) -> None:
+    def _land(self, on_tokens: OnTokens | None) -> None:
         """Take in a micro-batch, the oldest of its way: one new token for each of its sequences."""
         sent, hidden = self._next_answer()
         start = self._clock.now()
@@ -301,11 +325,12 @@ class MasterEngine:
         answers = [self._answers[number] for number in sent.step.flight.requests]
         keys = [(str(answer.request.id), len(answer.token_ids)) for answer in answers]
         tokens = self._sampler.sample(logits, keys)
-        master_s = sent.embed_s + self._clock.now() - start
-        spent_s = sent.spent_s + self._clock.now() - start
+        spent_s = self._clock.now() - start
         longest = max(row.length for row in sent.rows)
-        phase = PHASES[sent.kind]
-        self._clock.record(phase, len(sent.rows), spent_s, longest, master_s)
+        phase = sent.step.flight.phase
+        self._clock.record(
+            phase, len(sent.rows), sent.spent_s + spent_s, longest, sent.embed_s + spent_s
+        )
         now_s = self._now_s()
         if phase is Phase.PREFILL:
             self._prefill_s = now_s
@@ -316,15 +341,17 @@ class MasterEngine:
         for answer, token, is_new in zip(answers, tokens, going_on, strict=True):
             if is_new:
                 answer.token_ids.append(token)
-        self._tokens += sum(going_on)
+        made = sum(going_on)
+        self._tokens += made
         is_complete = [answer.finish_reason is not None for answer in answers]
         for number in self._book.land(sent.step.flight.number, is_complete):
             answer = self._answers[number]
-            assert answer.finish_reason is not None
             self._records.append(record_of(number, answer, now_s))
-            on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
+            self._finished.append(answer)
             if not self._holds_finished:
                 del self._answers[number]
+        if on_tokens is not None:
+            on_tokens(made)
 
     def _next_answer(self) -> tuple[Sent, Tensor]:
         """Return what has come back, waiting for it; what this process alone has done is first."""

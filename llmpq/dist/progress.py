@@ -13,6 +13,8 @@ from typing import IO, Literal, NoReturn, Protocol
 from tqdm import tqdm
 
 EventKind = Literal["load", "tokens", "alive", "busy"]
+TELL_S = 0.05
+"""How often the master tells of new tokens at most."""
 MAX_EVENT_BYTES = 200
 """Below PIPE_BUF, so that events of several ranks never mix on one pipe."""
 
@@ -81,6 +83,44 @@ class PipeProgress:
             os.write(self._descriptor, event.encode())
         except OSError:
             return
+
+
+class TokenProgress:
+    """Counts the tokens that the master makes, and tells of them now and then.
+
+    Each telling wakes the launcher, which shares its core with a stage.
+
+    Args:
+        progress: takes the events.
+        expected: tokens of the whole run.
+        clock: seconds from some moment on.
+    """
+
+    def __init__(
+        self, progress: Progress, expected: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress = progress
+        self._clock = clock
+        self._made = 0
+        self._expected = expected
+        self._tell_s = 0.0
+        self.tell()
+
+    def add(self, count: int) -> None:
+        """Count new tokens; tell of them when ``TELL_S`` have passed since the last time."""
+        self._made += count
+        if self._clock() >= self._tell_s:
+            self.tell()
+
+    def expect_fewer(self, count: int) -> None:
+        """An answer ended so many tokens early."""
+        self._expected -= count
+
+    def tell(self) -> None:
+        """Tell how many there are, at once."""
+        self._tell_s = self._clock() + TELL_S
+        event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
+        self._progress.report(event)
 
 
 class Pulse:

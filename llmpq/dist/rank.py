@@ -29,7 +29,7 @@ from llmpq.dist.kv_transfer import KVInlet, KVOutlet, door_of
 from llmpq.dist.measurement import HeldBytes, Measurement
 from llmpq.dist.messages import FrameLimits
 from llmpq.dist.policy import policy_of, schedule_of
-from llmpq.dist.progress import Event, Progress
+from llmpq.dist.progress import Event, Progress, TokenProgress
 from llmpq.dist.prompts import Request
 from llmpq.dist.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.results import FinishReason
@@ -306,7 +306,7 @@ def run_master(
 
 
 class _Master:
-    """The master's parts, and its progress in tokens."""
+    """The master's parts."""
 
     def __init__(
         self, context: RankContext, sampling: Sampling, requests: Sequence[Request]
@@ -344,18 +344,18 @@ class _Master:
             split=split_of(plan, self._device),
             watch=watch_for(self._schedule, policy, context.drift),
         )
-        self._made = self._expected = 0
 
     def run(self, on_finish: OnFinish) -> Measurement:
         """Answer the requests and gather what every stage measured."""
-        self._expected = sum(request.max_new_tokens for request in self._requests)
+        expected = sum(request.max_new_tokens for request in self._requests)
+        told = TokenProgress(self._context.progress, expected)  # says that serving begins
 
         def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-            self._expected -= request.max_new_tokens - len(token_ids)
+            told.expect_fewer(request.max_new_tokens - len(token_ids))
             on_finish(request, token_ids, reason)
 
-        self._on_tokens(0)  # says that serving begins
-        made = self._engine.run(self._requests, finish, self._on_tokens, self._context.leave)
+        made = self._engine.run(self._requests, finish, told.add, self._context.leave)
+        told.tell()
         stages = [self._clock.stats(0, self._device)]
         if self._communicator is not None:
             stages += shut_down(self._communicator)
@@ -380,11 +380,6 @@ class _Master:
         _watch(self._context, runner)
         recorder.watch(master, "logits", "project", self._device)
         recorder.watch(sampler, "sample", "sample", self._device)
-
-    def _on_tokens(self, count: int) -> None:
-        self._made += count
-        event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
-        self._context.progress.report(event)
 
 
 def described(error: Exception, name: str) -> LlmpqError:

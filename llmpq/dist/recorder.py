@@ -33,12 +33,17 @@ _US = 1e6
 
 @dataclass(slots=True)
 class _Span:
-    """Something that was done: in microseconds of rank 0's clock, for a micro-batch if known."""
+    """Something that was done: in seconds of this rank's clock, for a micro-batch if known."""
 
     name: str
-    start_us: int
-    duration_us: int
+    start_s: float
+    end_s: float
     micro_batch: int | None
+
+    def row(self, offset_s: float) -> list[Any]:
+        """Return it as it travels: in microseconds of rank 0's clock."""
+        start_us = round((self.start_s + offset_s) * _US)
+        return [self.name, start_us, round((self.end_s - self.start_s) * _US), self.micro_batch]
 
 
 class Recorder:
@@ -62,10 +67,8 @@ class Recorder:
     def add(self, name: str, start_s: float, end_s: float, micro_batch: int | None = None) -> None:
         """Keep a span of this rank's ``time.perf_counter``."""
         if self.is_on and len(self._spans) < MAX_EVENTS:
-            start_us = round((start_s + self._offset_s) * _US)
-            duration_us = round((end_s - start_s) * _US)
             number = self._current if micro_batch is None else micro_batch
-            self._spans.append(_Span(name, start_us, duration_us, number))
+            self._spans.append(_Span(name, start_s, end_s, number))
 
     def landed(self, micro_batch: int) -> None:
         """What follows is done for this micro-batch."""
@@ -73,10 +76,11 @@ class Recorder:
 
     def sent(self, micro_batch: int) -> None:
         """What was done since the last landing or sending was done for this micro-batch."""
-        for span in self._spans[self._unnamed :]:
-            if span.micro_batch is None:
-                span.micro_batch = micro_batch
-        self._unnamed = len(self._spans)
+        if self.is_on:
+            for span in self._spans[self._unnamed :]:
+                if span.micro_batch is None:
+                    span.micro_batch = micro_batch
+            self._unnamed = len(self._spans)
         self._current = None
 
     def watch(self, thing: object, method: str, name: str, device: torch.device) -> None:
@@ -90,9 +94,8 @@ class Recorder:
             result = inner(*args, **kwargs)
             synchronize(device)
             if name == "embed":
-                self._current = (
-                    None  # a new micro-batch begins; its number is known when it is sent
-                )
+                # A new micro-batch begins; its number is known when it is sent.
+                self._current = None
             self.add(name, start_s, time.perf_counter())
             return result
 
@@ -103,9 +106,7 @@ class Recorder:
 
         Statistics of the ranks before this one pass through it too: a span goes with the first.
         """
-        rows = [
-            [span.name, span.start_us, span.duration_us, span.micro_batch] for span in self._spans
-        ]
+        rows = [span.row(self._offset_s) for span in self._spans]
         self._spans, self._unnamed = [], 0
         parts = [rows[at : at + _EVENTS_A_FRAME] for at in range(0, len(rows), _EVENTS_A_FRAME)]
         texts = [json.dumps([self.rank, part]).encode() for part in parts]
@@ -133,9 +134,7 @@ class Recorder:
         Args:
             names: of all ranks.
         """
-        own = [
-            [span.name, span.start_us, span.duration_us, span.micro_batch] for span in self._spans
-        ]
+        own = [span.row(self._offset_s) for span in self._spans]
         everyone = {self.rank: own} | self._others
         first = min((row[1] for rows in everyone.values() for row in rows), default=0)
         events = [

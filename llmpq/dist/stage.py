@@ -57,7 +57,6 @@ class StageRunner:
         if self.door is not None:
             self.door.leave(rows)
 
-    @torch.inference_mode()
     def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
         """Run the layers over one micro-batch.
 
@@ -73,7 +72,7 @@ class StageRunner:
         if self.layers is not None:
             batch = micro_batch_of(rows, hidden.shape[1])
             hidden = self.layers(hidden, batch, self.cache)
-        if self.is_last:
+        if self.is_last and hidden.shape[1] > 1:
             last = torch.tensor([row.length - row.first - 1 for row in rows], device=self.device)
             hidden = hidden[torch.arange(len(rows), device=self.device), last][:, None]
         return hidden
@@ -81,11 +80,15 @@ class StageRunner:
 
 def micro_batch_of(rows: Sequence[Row], tokens: int) -> MicroBatch:
     """Return the rows as the layers want them, each ``tokens`` wide."""
-    table = np.array([(row.slot, row.first, row.length) for row in rows])  # [R, 3]
+    slots = np.array([row.slot for row in rows])
+    positions = np.array([[row.first] for row in rows])  # [R, 1]
+    if tokens > 1:
+        positions = positions + np.arange(tokens)  # [R, T]
+    lengths = np.array([row.length for row in rows])
     return MicroBatch(
-        slots=torch.from_numpy(table[:, 0].copy()),
-        positions=torch.from_numpy(table[:, 1:2] + np.arange(tokens)),  # [R, T]
-        lengths=torch.from_numpy(table[:, 2].copy()),
+        slots=torch.from_numpy(slots),
+        positions=torch.from_numpy(positions),
+        lengths=torch.from_numpy(lengths),
     )
 
 

@@ -16,9 +16,36 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+LOOK_S = 0.1
+"""How often the master looks for the sign to drain."""
+
+
 def drain_sign(folder: Path) -> Path:
     """Return the file whose existence tells the master to begin no further request."""
     return folder / "drain"
+
+
+class DrainWatch:
+    """Whether the sign to drain is there; asked at every step, it looks now and then.
+
+    Args:
+        folder: where the sign would be.
+        clock: seconds from some moment on.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sign = drain_sign(folder)
+        self._clock = clock
+        self._look_s = clock()
+        self._is_seen = False
+
+    def __call__(self) -> bool:
+        """Tell whether the sign was there at the last look, at most ``LOOK_S`` ago."""
+        now_s = self._clock()
+        if not self._is_seen and now_s >= self._look_s:
+            self._look_s = now_s + LOOK_S
+            self._is_seen = self._sign.exists()
+        return self._is_seen
 
 
 class StopRequest:

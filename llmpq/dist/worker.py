@@ -51,7 +51,7 @@ from llmpq.dist.rank import (
 )
 from llmpq.dist.recorder import Recorder
 from llmpq.dist.results import FinishReason, Result, ResultWriter
-from llmpq.dist.stopping import drain_sign
+from llmpq.dist.stopping import DrainWatch
 from llmpq.dist.teacher import run_teacher
 from llmpq.dist.wiring import wiring_of
 from llmpq.errors import LlmpqError, SpecError
@@ -228,7 +228,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
 def _leaving(job: Job) -> Leave | None:
     """Look for the launcher's sign to begin nothing else; torchrun has none to give."""
     folder = job.meeting.folder if job.meeting.file is None else job.meeting.file.parent
-    return None if folder is None else drain_sign(folder).exists
+    return None if folder is None else DrainWatch(folder)
 
 
 def _me(job: Job, plan: Plan, rank: int) -> Me:

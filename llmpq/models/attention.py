@@ -60,15 +60,17 @@ class MicroBatch:
             )
         if self.positions.dim() != 2 or self.positions.numel() == 0:
             raise SpecError("micro-batch: expected at least one row and one token")
-        positions = self.positions.numpy()  # NumPy's calls cost a third of torch's; steps are short
-        first = positions[:, :1]  # [R, 1]
-        if first.min() < 0 or (positions != first + np.arange(self.width)).any():
+        # Steps are short: NumPy's calls cost a third of torch's, and Python's numbers less yet.
+        width, positions = self.width, self.positions.numpy()
+        first: list[int] = positions[:, 0].tolist()
+        is_rising = width == 1 or (positions == positions[:, :1] + np.arange(width)).all()
+        if min(first) < 0 or not is_rising:
             raise SpecError("micro-batch: expected positions from 0 on, rising by one along a row")
-        added = self.lengths.numpy() - first[:, 0]
-        if added.min() < 1 or added.max() > self.width:
+        lengths: list[int] = self.lengths.tolist()
+        added = [length - start for length, start in zip(lengths, first, strict=True)]
+        if min(added) < 1 or max(added) > width:
             raise SpecError(
-                f"micro-batch: found rows with {added.tolist()} new tokens, expected 1 to "
-                f"{self.width} in each"
+                f"micro-batch: found rows with {added} new tokens, expected 1 to {width} in each"
             )
 
     @classmethod

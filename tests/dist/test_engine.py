@@ -177,3 +177,41 @@ def test_the_engine_takes_any_policy(tiny_model):
     assert {number: list(tokens) for number, tokens in answers.items()} == expected
     assert next(iter(answers)) in (len(requests) - 1, len(requests) - 2)
     assert made.requests == len(requests)
+
+
+class StopsAfterAnAnswer(LastFirst):
+    """A policy that breaks once a request has left."""
+
+    def __init__(self) -> None:
+        self._most_alive = 0
+
+    def decide(self, view: SchedulerView) -> Decision:
+        alive = view.alive + len(view.waiting)
+        self._most_alive = max(self._most_alive, alive)
+        if alive < self._most_alive:
+            raise RuntimeError("broken")
+        return super().decide(view)
+
+
+def test_an_answer_that_is_complete_is_handed_over_though_the_run_breaks(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    requests, expected = requests_with_stops(model_dir)
+    device = torch.device("cpu")
+    plan = make_plan((0, 3), batch=2)
+    context = RankContext(
+        plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
+    )
+    answers = {}
+    engine = MasterEngine(
+        master=load_master(model_dir, dtype=torch.float32, device=device),
+        runner=load_runner(context, device),
+        communicator=None,
+        policy=StopsAfterAnAnswer(),
+        sampler=Sampler(Sampling()),
+        clock=StageClock(micro_batching=plan.micro_batching),
+        num_slots=2,
+    )
+    with pytest.raises(RuntimeError, match="broken"):
+        engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
+    (number,) = answers
+    assert list(answers[number]) == expected[number]

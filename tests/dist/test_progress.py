@@ -6,7 +6,15 @@ import io
 import os
 import queue
 
-from llmpq.dist.progress import MAX_EVENT_BYTES, BarProgress, Event, PipeProgress, Pulse
+from llmpq.dist.progress import (
+    MAX_EVENT_BYTES,
+    TELL_S,
+    BarProgress,
+    Event,
+    PipeProgress,
+    Pulse,
+    TokenProgress,
+)
 
 
 def _event(done: int, kind: str = "tokens", rank: int = 0, total: int = 10) -> Event:
@@ -43,6 +51,28 @@ def test_a_pulse_beats_until_it_stops():
     first, second = events.get(timeout=5), events.get(timeout=5)
     pulse.stop()
     assert first == second == _event(0, "alive", rank=3, total=0)
+
+
+def test_tokens_are_told_now_and_then_and_all_in_the_end():
+    told: list[tuple[int, int]] = []
+    now_s = [0.0]
+
+    class Collect:
+        def report(self, event: Event) -> None:
+            told.append((event.done, event.total))
+
+    tokens = TokenProgress(Collect(), 100, lambda: now_s[0])
+    assert told == [(0, 100)]  # says that serving begins
+    for _ in range(10):
+        tokens.add(2)
+    assert told == [(0, 100)]
+    now_s[0] = TELL_S
+    tokens.expect_fewer(30)
+    tokens.add(2)
+    tokens.add(2)
+    assert told == [(0, 100), (22, 70)]
+    tokens.tell()
+    assert told[-1] == (24, 70)
 
 
 def test_bars_count_layers_of_all_ranks_and_then_tokens():

@@ -1,0 +1,31 @@
+"""The master hears of the sign to drain soon, and for good."""
+
+from __future__ import annotations
+
+from llmpq.dist.stopping import LOOK_S, DrainWatch, drain_sign
+
+
+def test_the_sign_is_seen_within_the_promised_time_and_not_forgotten(tmp_path):
+    now_s = [5.0]
+    watch = DrainWatch(tmp_path, lambda: now_s[0])
+    assert not watch()
+    drain_sign(tmp_path).touch()
+    now_s[0] += LOOK_S
+    assert watch()
+    drain_sign(tmp_path).unlink()
+    now_s[0] += LOOK_S
+    assert watch()
+
+
+def test_the_folder_is_not_looked_into_at_every_step(tmp_path):
+    now_s = [5.0]
+    watch = DrainWatch(tmp_path, lambda: now_s[0])
+    assert not watch()
+    drain_sign(tmp_path).touch()
+    now_s[0] += LOOK_S / 2
+    assert not watch()
+
+
+def test_a_sign_from_before_is_seen_at_once(tmp_path):
+    drain_sign(tmp_path).touch()
+    assert DrainWatch(tmp_path)()
