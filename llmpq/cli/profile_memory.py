@@ -101,6 +101,7 @@ def even_plan(  # noqa: PLR0913  the options of the command
     micro_batch: Sequence[int],
     kv_bits: int | None = None,
     dtype: Dtype | None = None,
+    cuts: Sequence[int] | None = None,
 ) -> Plan:
     """Return a plan of even stages on CPU workers of this machine, with its memory forecast.
 
@@ -112,6 +113,7 @@ def even_plan(  # noqa: PLR0913  the options of the command
         micro_batch: sequences of a prefill and of a decode micro-batch.
         kv_bits: bits of cached values, ``None`` for the dtype's.
         dtype: number format of the run, ``None`` for the checkpoint's.
+        cuts: the stages' first layers and the end of the last, where they are not to be even.
 
     Raises:
         SpecError: more stages than layers, or what a ``Plan`` refuses.
@@ -126,7 +128,7 @@ def even_plan(  # noqa: PLR0913  the options of the command
     costs = build_costs(model, cluster, dtype=form, kv_bits=width)
     workload = Workload(batch=shape[0], prompt_tokens=shape[1], new_tokens=shape[2])
     sizes = MicroBatching(prefill=micro_batch[0], decode=micro_batch[1])
-    cuts = [model.num_layers * rank // stages for rank in range(stages + 1)]
+    cuts = cuts or [model.num_layers * rank // stages for rank in range(stages + 1)]
     assignments = tuple(
         StageAssignment(
             rank=rank,
