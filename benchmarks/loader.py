@@ -163,7 +163,7 @@ def _parts(options: argparse.Namespace) -> Figures:
         sources = checkpoint.layer_sources(index)
         with _timed(seconds, "read"):
             for source in sources.values():
-                checkpoint.tensors.load(source, transfer.borrow)
+                checkpoint.tensors.load(source, transfer.borrow, is_temporary=True)
     for index in range(options.layers):
         layer = checkpoint.empty_layer(index)
         matrices = matrices_of(layer) if precision.bits != 16 else []

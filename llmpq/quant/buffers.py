@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 4096  # a page, so that no two loans share one; more than any kernel wants
+_LARGE_BYTES = 2 << 20  # below, a page of that size would be memory nobody counts
 
 
 class BufferPool:
@@ -36,12 +37,13 @@ class BufferPool:
     def lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor with undefined content; only one thread may ask."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        while self._returned:
-            self._join(*self._returned.popleft())
-        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._collect()
+        taken = _rounded(nbytes)
         begin = self._cut(taken) if nbytes else None
-        if begin is None:
+        if begin is None and nbytes < _LARGE_BYTES:
             return torch.empty(shape, dtype=dtype)
+        if begin is None:
+            return _in_large_pages(nbytes).view(dtype).view(shape)
         if self._memory is None:
             self._memory = _in_large_pages(self._size)
         # An object of its own: its end is that of the loan.
@@ -49,14 +51,24 @@ class BufferPool:
         weakref.finalize(loan, self._returned.append, (begin, begin + taken)).atexit = False
         return torch.from_numpy(loan).view(dtype).view(shape)
 
+    def _collect(self) -> None:
+        while self._returned:
+            self._join(*self._returned.popleft())
+
     def _cut(self, nbytes: int) -> int | None:
-        """Take the front of the first gap that is large enough."""
-        for place, (begin, end) in enumerate(self._free):
-            if end - begin >= nbytes:
-                rest = [(begin + nbytes, end)] if end - begin > nbytes else []
-                self._free[place : place + 1] = rest
-                return begin
-        return None
+        """Take the front of the first gap that is large enough, or the back of the last.
+
+        Small loans lie at the back: amid the memory they would leave no gap for a large one.
+        """
+        fitting = [gap for gap in self._free if gap[1] - gap[0] >= nbytes]
+        if not fitting:
+            return None
+        is_small = 4 * nbytes < self._size
+        begin, end = gap = fitting[-1 if is_small else 0]
+        place = self._free.index(gap)
+        rest = (begin, end - nbytes) if is_small else (begin + nbytes, end)
+        self._free[place : place + 1] = [rest] if rest[0] < rest[1] else []
+        return end - nbytes if is_small else begin
 
     def _join(self, begin: int, end: int) -> None:
         """Put a part back among the gaps, and make one of those that touch."""
@@ -69,9 +81,14 @@ class BufferPool:
         self._free = gaps
 
 
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _in_large_pages(nbytes: int) -> Tensor:
     """Return memory apart from the heap, in pages of 2 MiB where the system has some."""
-    memory = mmap.mmap(-1, nbytes)
+    # Private: shared memory, mmap's default, gets large pages only where the system is told so.
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -166,7 +166,9 @@ class PlainSource:
                 matrix, job.precision, reader.dtype
             )
             reader.budget.take(held)
-            sent = reader.transfer.send(tensors.load(source, reader.transfer.borrow))
+            read = tensors.load(source, reader.transfer.borrow, is_temporary=True)
+            sent = reader.transfer.send(read)
+            del read
             where = tensors.where(source.name)
             yield Raw(job=job, matrix=matrix, sent=sent, where=where, held_bytes=held)
 

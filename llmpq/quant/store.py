@@ -18,8 +18,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.models.headers import DTYPE_BITS, read_header_from
-from llmpq.models.sources import TORCH_DTYPES, Allocate, on_host, read_into, will_need
+from llmpq.models.direct import pages_around, read_pages
+from llmpq.models.headers import DTYPE_BITS
+from llmpq.models.sources import TORCH_DTYPES, Allocate, on_host, read_into
 
 _logger = get_logger(__name__)
 
@@ -39,6 +41,7 @@ CODES = ".codes"
 """How the name of a tensor of codes ends."""
 
 _CHECKSUMS = "checksums"
+_PIECE_BYTES = 8 << 20  # whole pages, and as much as keeps a disk busy
 _ABANDONED_S = 24 * 3600.0
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -85,8 +88,9 @@ class Store:
     ) -> dict[str, Tensor] | None:
         """Return an entry's tensors; ``None`` when there is none that is whole.
 
-        A damaged entry is removed with a warning. ``allocate`` makes the memory of the codes,
-        which most kernels copy into a layout of their own and drop; they may keep the rest.
+        A damaged entry is removed with a warning. ``allocate`` makes the memory of the entry, in
+        which the codes stay: most kernels copy them into a layout of their own and drop them. The
+        rest is copied, for kernels may keep it.
         """
         path = self._path(key)
         try:
@@ -245,29 +249,38 @@ def _header(layout: Layout) -> bytes:
 def _read_entry(
     descriptor: int, layout: Layout, where: str, allocate: Allocate
 ) -> dict[str, Tensor]:
-    will_need(descriptor)
-    with os.fdopen(descriptor, "rb", closefd=False) as stream:
-        header = read_header_from(stream, file_bytes=os.fstat(descriptor).st_size, where=where)
     expected = _header(layout)
-    if len(header.raw).to_bytes(8, "little") + header.raw != expected:
+    sizes = [len(expected), *(_nbytes(*item) for item in layout.values())]
+    total = sum(sizes) + 4 * len(sizes)
+    if os.fstat(descriptor).st_size != total:
         raise SpecError(f"{where}: found another layout than the layer's")
-    tensors: dict[str, Tensor] = {}
-    position = header.data_begin
-    # The sum of one tensor is taken while the next is read: both run without Python's lock.
+    whole = allocate((pages_around(0, total),), torch.uint8)
+    memory = whole.numpy().data
+    ends = list(accumulate(sizes))
+    # Sums are taken of what has come while more is read: both run without Python's lock.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-check") as checking:
-        found = [checking.submit(zlib.crc32, expected)]
-        for name, (dtype, shape) in layout.items():
-            make = allocate if name.endswith(CODES) else on_host
-            tensors[name] = make(shape, dtype)
-            view = _bytes_of(tensors[name])
-            read_into(descriptor, position, view, where)
-            found.append(checking.submit(zlib.crc32, view))
-            position += len(view)
-    stored = bytearray(4 * len(found))
-    read_into(descriptor, position, memoryview(stored), where)
-    if stored != _joined([checksum.result() for checksum in found]):
+        found: list[Future[int]] = []
+        for begin in range(0, total, _PIECE_BYTES):
+            piece = memory[begin : begin + _PIECE_BYTES]
+            done = read_pages(descriptor, begin, min(len(piece), total - begin), piece)
+            read_into(descriptor, begin + done, piece[done : total - begin], where)
+            while len(found) < len(ends) and ends[len(found)] <= begin + len(piece):
+                end = ends[len(found)]
+                part = memory[end - sizes[len(found)] : end]
+                found.append(checking.submit(zlib.crc32, part))
+    if memory[: len(expected)] != expected:
+        raise SpecError(f"{where}: found another layout than the layer's")
+    if memory[ends[-1] : total] != _joined([checksum.result() for checksum in found]):
         raise SpecError(f"{where}: found another checksum than was written")
-    return tensors
+    parts = zip(layout.items(), pairwise(ends), strict=True)
+    return {name: _tensor(name, whole[begin:end], item) for (name, item), (begin, end) in parts}
+
+
+def _tensor(name: str, content: Tensor, item: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+    """Return one tensor of an entry: codes where they were read, of the rest a copy."""
+    dtype, shape = item
+    own = content if name.endswith(CODES) else content.clone()
+    return own.view(dtype).view(shape)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
