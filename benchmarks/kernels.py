@@ -121,7 +121,7 @@ def _calls(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[torch.Tensor],
     """Yield the plain matmul, then every backend at every bitwidth it runs."""
     yield PLAIN, lambda x: F.linear(x, weight)
     if can_prepack("cpu", weight.dtype, *weight.shape):
-        yield f"{DENSE_BACKEND} 16", partial(prepacked_linear, layout=prepack(weight), bias=None)
+        yield f"{DENSE_BACKEND} 16", partial(prepacked_linear, weight=prepack(weight), bias=None)
     for bits in (8, 4, 3):
         precision: Precision = default_precision(bits)
         packed = quantize(weight, precision, weight.dtype)

@@ -7,7 +7,7 @@ process's global scope, where the C finds it (``csrc/parts.c``), so one pool ser
 
 One library holds the kernels for one instruction set, named by the newest extensions it may use:
 
-* ``avx512_bf16``: products of bf16 pairs and of bytes (VNNI), all kernels;
+* ``avx512_bf16``: products of bf16 pairs and of bytes (VNNI), dense ones too, all kernels;
 * ``avx512``, ``avx2``, ``baseline``: the float32 kernel, the first of them attention too.
 
 A process that was held to an older extension (``dist.environment``) gets the older library: it is
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 4
+ABI = 5
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -45,7 +45,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class Weight(Structure):
-    """A weight in tiles (``csrc/kernels.h``)."""
+    """A weight in tiles (``csrc/kernels.h``), or in panels (``csrc/dense_bf16.c``)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tiles", "scales", "zeros")),
@@ -185,6 +185,8 @@ def load(name: str) -> ctypes.CDLL:
     if name == "avx512_bf16":
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
+        loaded.kernels_dense.argtypes = (POINTER(Product),)
+        loaded.kernels_dense_holds.argtypes = (POINTER(Weight), c_void_p, c_int32)
     return loaded
 
 

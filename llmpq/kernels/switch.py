@@ -1,12 +1,13 @@
-"""From how many rows on a weight is decoded first: measured, once a machine.
+"""Up to how many rows a kernel for few rows is the faster one: measured, once a machine.
 
 A few rows are multiplied while the codes are decoded, again for every eight of them; with more it
 pays to decode a panel once. Where the lines cross depends on the processor, so both ways are timed
 on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
 beside the compiled library under the processor's name, for every process of the machine. Both ways
 give the same bits, so a measurement that was disturbed costs time and never another answer. Threads
-share out the rows of the weight, so one thread's answer is that of all. This module refuses to
-choose a backend: that is the registry's, and never depends on rows.
+share out the rows of the weight, so one thread's answer is that of all. ``cpu_dense`` has its own
+two ways measured by the same rule. This module refuses to choose a backend: that is the registry's,
+and never depends on rows.
 """
 
 from __future__ import annotations
@@ -43,16 +44,19 @@ def few_rows_limit(bits: int) -> int:
 
     0 at 8 bits, whose codes are always decoded first.
     """
-    if bits == 8:
-        return 0
+    return 0 if bits == 8 else kept_limit(f"{bits} bits", partial(_measure, bits))
+
+
+def kept_limit(name: str, measure: Callable[[], int]) -> int:
+    """Return what ``measure`` found on this machine, by this process or an earlier one."""
     kept = kernels_path(instruction_set()).with_suffix(".json")
-    key = f"{_processor()}, {bits} bits"
+    key = f"{_processor()}, {name}"
     known = _read(kept)
     if key not in known:
         with _alone(kept):
             known = _read(kept)  # who was first has measured for all
             if key not in known:
-                known[key] = _measure(bits)
+                known[key] = measure()
                 _write(kept, known)
     return known[key]
 
@@ -90,11 +94,20 @@ def _measure(bits: int) -> int:
         zeros=torch.zeros_like(scales),
     )
     weight = to_tiles(packed, "cpu_packed")
+
+    def timed(count: int) -> tuple[float, float]:
+        x = torch.ones(count, columns, dtype=torch.bfloat16)
+        few = fastest(partial(bf16_product, x, weight, None, count, threads=1))
+        return few, fastest(partial(bf16_product, x, weight, None, 0, threads=1))
+
+    return crossing(timed)
+
+
+def crossing(timed: Callable[[int], tuple[float, float]]) -> int:
+    """Return up to how many rows the way for few wins; ``timed`` gives seconds of both ways."""
     limit, gained, most_gained = 1, 0.0, 0.0
     for count in TRIED_ROWS:
-        x = torch.ones(count, columns, dtype=torch.bfloat16)
-        few = _fastest(partial(bf16_product, x, weight, None, count, threads=1))
-        many = _fastest(partial(bf16_product, x, weight, None, 0, threads=1))
+        few, many = timed(count)
         # Summed over the counts so far, so that one disturbed timing does not decide.
         gained += 1 - few / many
         if gained > most_gained:
@@ -102,7 +115,8 @@ def _measure(bits: int) -> int:
     return limit
 
 
-def _fastest(call: Callable[[], object]) -> float:
+def fastest(call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of some calls."""
     seconds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

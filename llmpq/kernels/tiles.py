@@ -1,7 +1,8 @@
-"""A weight in the tiles that the compiled kernels read (``csrc/kernels.h`` draws them).
+"""A weight in the order that the compiled kernels read, and their products.
 
-The codes weigh what they weigh in a ``PackedWeight``; scales and zeros are transposed and keep
-their dtype. This module refuses to choose a kernel: the backends do.
+Few bits lie in tiles (``csrc/kernels.h`` draws them), bf16 in panels (``csrc/dense_bf16.c``). Codes
+weigh what they weigh in a ``PackedWeight``; scales and zeros are transposed and keep their dtype.
+This module refuses to choose a kernel: the backends do.
 
 Shape legend: N output features, K input features, G groups of a row, b bits.
 """
@@ -99,6 +100,26 @@ def int8_product(
     ``x`` is float32 or bf16; the weight has one scale a channel and no zeros.
     """
     return _multiply(_kernels().kernels_int8, x, weight, bias, threshold, TYPES[x.dtype])
+
+
+def panels_of(layout: int, weight: Tensor) -> Weight | None:
+    """Return the handle of panels at the address ``layout``, if they hold bf16 ``weight``.
+
+    Every number is compared, so what passes is right whoever made the layout; ``weight``
+    ``[N, K]`` is contiguous, N a multiple of 64 and K of 32.
+    """
+    rows, columns = weight.shape
+    handle = Weight(tiles=layout, rows=rows, columns=columns, group=columns, bits=16)
+    threads = torch.get_num_threads()
+    holds = _kernels().kernels_dense_holds(byref(handle), weight.data_ptr(), threads)
+    return handle if holds else None
+
+
+def dense_product(
+    x: Tensor, weight: PreparedWeight, bias: Tensor | None, threads: int | None = None
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` for bf16 ``x`` and a bf16 weight in panels."""
+    return _multiply(_kernels().kernels_dense, x, weight, bias, threads=threads)
 
 
 def _multiply(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import KernelBackend, tensor_bytes
-from llmpq.kernels.cpu_dense import DENSE_BACKEND, prepack, prepacked_linear
+from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.cpu_dense import prepack, prepacked_linear
 from llmpq.kernels.packed import PackedWeight
 
 
@@ -96,22 +96,22 @@ class DenseLinear(nn.Module):
         """Reorder ``weight`` ``[N, K]``; the caller drops it."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._layout = prepack(weight)
+        self._weight = prepack(weight)
         self.register_buffer("bias", None if bias is None else bias.detach().to(weight.dtype))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight, without the bias."""
-        return tensor_bytes(self._layout)
+        return self._weight.nbytes
 
     @property
     def backend_name(self) -> str:
         """Name of the way it multiplies."""
-        return DENSE_BACKEND
+        return self._weight.backend
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]``."""
-        return prepacked_linear(x, self._layout, self.bias)
+        return prepacked_linear(x, self._weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return what ``print(module)`` shows."""

@@ -1,0 +1,174 @@
+"""The kernel for few rows at 16 bits: exact enough, and only where the order is known."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.dist.environment import cpu_environment
+from llmpq.kernels import cpu_dense
+from llmpq.kernels.cpu_dense import can_prepack, few_dense_rows, prepack, prepacked_linear
+from llmpq.kernels.native import has_bf16_products, library
+from llmpq.kernels.switch import TRIED_ROWS
+from llmpq.kernels.tiles import dense_product, panels_of
+
+torch.set_num_threads(1)
+
+has_kernel = library() is not None and has_bf16_products()
+needs_kernel = pytest.mark.skipif(not has_kernel, reason="no bf16 kernels here")
+
+
+def _drawn(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return numbers.to(torch.bfloat16)
+
+
+@needs_kernel
+@settings(deadline=None, max_examples=60)
+@given(
+    panels=st.integers(1, 6),
+    columns=st.integers(1, 20),
+    rows=st.integers(1, 40),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_errs_by_the_rounding_of_the_answer_alone(panels, columns, rows, has_bias, threads, seed):
+    out_features, in_features = 64 * panels, 64 * columns
+    plain = _drawn(seed, out_features, in_features, scale=0.05)
+    x = _drawn(seed + 1, rows, in_features, scale=3.0)
+    bias = _drawn(seed + 2, out_features) if has_bias else None
+    weight = prepack(plain)
+
+    y = dense_product(x, weight, bias, threads=threads)
+
+    exact = x.double() @ plain.double().T + (0 if bias is None else bias.double())
+    # Half a step of bf16, and what a sum of K products in float32 may lose of their sizes.
+    lost = x.double().abs() @ plain.double().abs().T * in_features * 2.0**-24
+    assert y.dtype == torch.bfloat16
+    assert ((y.double() - exact).abs() <= exact.abs() * 2.0**-8 + lost).all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (256, 768), (832, 2048)])
+def test_neither_threads_nor_other_rows_change_an_answer(out_features, in_features):
+    weight = prepack(_drawn(1, out_features, in_features, scale=0.05))
+    x = _drawn(2, 32, in_features)
+    alone = torch.cat([dense_product(row[None], weight, None, threads=1) for row in x])
+    for rows in (1, 2, 6, 7, 13, 32):
+        for threads in (1, 2, 3):
+            assert torch.equal(dense_product(x[:rows], weight, None, threads=threads), alone[:rows])
+
+
+@needs_kernel
+def test_one_row_and_many_are_the_same_layer_whoever_multiplies():
+    plain, bias = _drawn(3, 256, 512, scale=0.05), _drawn(4, 256)
+    weight = prepack(plain)
+    for shape in ((1, 512), (1, 1, 512), (2, 3, 512), (300, 512), (0, 512)):
+        x = _drawn(5, *shape)
+        y = prepacked_linear(x, weight, bias)
+        right = x.float() @ plain.float().T + bias.float()
+        assert y.shape == right.shape
+        assert torch.allclose(y.float(), right, rtol=2**-7, atol=1e-3)
+
+
+@needs_kernel
+def test_the_weight_is_held_once():
+    plain = _drawn(6, 128, 192)
+    weight = prepack(plain)
+    assert weight.handle is not None
+    assert weight.nbytes == plain.nbytes
+
+
+@needs_kernel
+def test_any_other_order_is_refused():
+    plain = _drawn(7, 128, 256)
+    layout = prepack(plain).tensors[0]
+    address = int(torch.ops.mkldnn.data_ptr(layout))
+    assert panels_of(address, plain) is not None
+    moved = plain.clone()
+    moved[-1, -2:] = moved[-1, -2:].flip(0)
+    assert panels_of(address, moved) is None
+    assert panels_of(plain.data_ptr(), plain) is None
+
+
+@needs_kernel
+@pytest.mark.parametrize("missing", ["operator", "compiler", "order"])
+def test_what_cannot_be_read_is_left_to_onednn(missing, monkeypatch):
+    plain, x = _drawn(8, 128, 256), _drawn(9, 2, 256)
+    if missing == "compiler":
+        monkeypatch.setattr(cpu_dense, "library", lambda: None)
+    elif missing == "order":
+        monkeypatch.setattr(cpu_dense, "panels_of", lambda *_: None)
+    else:
+        known = ("_reorder_linear_weight", "_linear_pointwise", "_nbytes")
+        operators = {name: getattr(torch.ops.mkldnn, name) for name in known}
+        older = type("Older", (), {name: staticmethod(call) for name, call in operators.items()})
+        monkeypatch.setattr(torch.ops, "mkldnn", older)
+
+    weight = prepack(plain)
+
+    assert weight.handle is None
+    monkeypatch.setattr(cpu_dense, "dense_product", lambda *_: pytest.fail("read anyway"))
+    right = x.float() @ plain.float().T
+    assert torch.allclose(prepacked_linear(x, weight, None).float(), right, rtol=2**-7, atol=1e-2)
+
+
+@needs_kernel
+def test_rows_beyond_the_switch_and_long_ones_are_onednns(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 16)
+    monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_: asked.append(len(x)))
+    for columns in (256, 8192):
+        weight = prepack(_drawn(10, 64, columns))
+        for rows in (1, 6, 7, 16, 17):
+            prepacked_linear(_drawn(11, rows, columns), weight, None)
+    assert asked == [1, 6, 7, 16, 1, 6]
+
+
+@needs_kernel
+def test_activations_of_another_type_are_refused_as_before():
+    weight = prepack(_drawn(12, 64, 64))
+    with pytest.raises(RuntimeError):
+        prepacked_linear(torch.ones(1, 64), weight, None)
+
+
+@needs_kernel
+def test_the_switch_is_one_of_the_counts_tried():
+    assert few_dense_rows() in (1, *TRIED_ROWS)
+
+
+PROGRAM = """
+import torch
+from llmpq.quant.layer import prepack_
+
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(256, 128)).to(torch.bfloat16).requires_grad_(False)
+plain = module[0].weight.detach().float().clone(), module[0].bias.detach().float().clone()
+prepack_(module)
+x = torch.randn(2, 256).to(torch.bfloat16)
+y = module(x).float()
+right = x.float() @ plain[0].T + plain[1]
+print(type(module[0]).__name__, float((y - right).norm() / right.norm()))
+"""
+
+
+@pytest.mark.parametrize("cpu_isa", ["avx512", "avx2"])
+def test_older_processors_keep_torchs_product(cpu_isa):
+    environment = {**os.environ, **cpu_environment(1, cpu_isa)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
+    kind, error = done.stdout.split()
+    assert kind == "Linear"
+    assert float(error) < 0.01
+
+
+def test_what_would_be_padded_is_refused():
+    assert not can_prepack("cpu", torch.bfloat16, 96, 64)
+    assert not can_prepack("cpu", torch.bfloat16, 64, 96)
+    assert not can_prepack("cpu", torch.float32, 64, 64)
