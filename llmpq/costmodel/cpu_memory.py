@@ -21,14 +21,12 @@ from llmpq.spec.storage import needs_scratch
 from llmpq.spec.transfer import SHARED_FROM_BYTES, SHARED_PLACES
 from llmpq.units import MIB
 
-HEAP_FACTOR = 1.65
-"""Bytes the process takes for a byte of temporaries at their peak, beside ``FIRST_USE_BYTES``."""
+HEAP_FACTOR = 1.45
+"""Bytes the process takes for a byte of temporaries at their peak."""
 RAGGED_FACTOR = 2.6
 """Likewise where experts take turns: hardly a tensor has the size of the one before."""
-FIRST_USE_BYTES = 6_000_000
-"""What a first step leaves for good whatever its size: scratch of kernels, code of libraries."""
-MASTER_USE_BYTES = 5_000_000
-"""Likewise what embedding, projecting and choosing tokens leave on the master."""
+MASTER_USE_BYTES = 4_000_000
+"""What embedding, projecting and choosing tokens leave on the master for good."""
 MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
 MESSAGES = 2
@@ -94,7 +92,7 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int
         if is_master:
             found.append(_resident(_logits(step)))
         worst = max(worst, messages + max(found))
-    kept = FIRST_USE_BYTES + _scratch_bytes(steps[0].model, steps[0].dtype)
+    kept = _scratch_bytes(steps[0].model, steps[0].dtype)
     kept += MASTER_USE_BYTES if is_master else 0
     return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
 
