@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from llmpq.quant.assembly import matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint
 from llmpq.quant.layer_source import LayerEnd, Piece, Reader, Ready, held_bytes
@@ -24,14 +26,15 @@ class GptqSource:
     def __init__(self, checkpoint: GptqCheckpoint) -> None:
         self._gptq = checkpoint
 
-    def pieces(self, index: int, precision: Precision, reader: Reader) -> Iterator[Piece]:
-        """Yield what layer ``index`` is made of, reading each piece when it is asked for.
+    def pieces(
+        self, index: int, layer: nn.Module, precision: Precision, reader: Reader
+    ) -> Iterator[Piece]:
+        """Yield what fills ``layer``, number ``index``, reading each piece when it is asked for.
 
         Raises:
             SpecError: what ``GptqCheckpoint`` refuses.
         """
         plain = self._gptq.checkpoint
-        layer = plain.empty_layer(index)
         keys = self._gptq.packed_keys(index)
         matrices = [matrix for matrix in matrices_of(layer) if matrix.key in keys]
         job = reader.job(layer, index, precision)

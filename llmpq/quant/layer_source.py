@@ -124,13 +124,14 @@ class PlainSource:
         self._checkpoint = checkpoint
         self._store = store
 
-    def pieces(self, index: int, precision: Precision, reader: Reader) -> Iterator[Piece]:
-        """Yield what layer ``index`` is made of, reading each piece when it is asked for.
+    def pieces(
+        self, index: int, layer: nn.Module, precision: Precision, reader: Reader
+    ) -> Iterator[Piece]:
+        """Yield what fills ``layer``, number ``index``, reading each piece when it is asked for.
 
         Raises:
             SpecError: what ``Checkpoint`` refuses.
         """
-        layer = self._checkpoint.empty_layer(index)
         sources = self._checkpoint.layer_sources(index, layer)
         matrices = [] if precision.bits == 16 else matrices_of(layer)
         weights = _weights(matrices, sources)

@@ -9,6 +9,7 @@ comes from the store. This module refuses to decide bitwidths: they come from a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -86,8 +87,14 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
 
     def pieces() -> Iterator[Piece]:
-        for index, width in zip(range(first_layer, end_layer), bits, strict=True):
-            yield from source.pieces(index, default_precision(width), reader)
+        # Each layer's module is built while the one before is read: the disk never waits for it.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-build") as building:
+            ahead = building.submit(checkpoint.empty_layer, first_layer)
+            for index, width in zip(range(first_layer, end_layer), bits, strict=True):
+                layer = ahead.result()
+                if index + 1 < end_layer:
+                    ahead = building.submit(checkpoint.empty_layer, index + 1)
+                yield from source.pieces(index, layer, default_precision(width), reader)
 
     bench = _Bench(reader=reader, device=torch.device(device), total=len(bits), progress=progress)
     try:
