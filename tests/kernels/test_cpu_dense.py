@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.dist.environment import cpu_environment
-from llmpq.kernels import cpu_dense
+from llmpq.kernels import cpu_dense, switch
 from llmpq.kernels.cpu_dense import can_prepack, few_dense_rows, prepack, prepacked_linear
 from llmpq.kernels.native import has_bf16_products, library
 from llmpq.kernels.switch import TRIED_ROWS
@@ -113,7 +114,7 @@ def test_what_cannot_be_read_is_left_to_onednn(missing, monkeypatch):
     weight = prepack(plain)
 
     assert weight.handle is None
-    monkeypatch.setattr(cpu_dense, "dense_product", lambda *_: pytest.fail("read anyway"))
+    monkeypatch.setattr(cpu_dense, "dense_product", lambda *_, **__: pytest.fail("read anyway"))
     right = x.float() @ plain.float().T
     assert torch.allclose(prepacked_linear(x, weight, None).float(), right, rtol=2**-7, atol=1e-2)
 
@@ -122,7 +123,7 @@ def test_what_cannot_be_read_is_left_to_onednn(missing, monkeypatch):
 def test_rows_beyond_the_switch_and_long_ones_are_onednns(monkeypatch):
     asked = []
     monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 16)
-    monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_: asked.append(len(x)))
+    monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_, **__: asked.append(len(x)))
     for columns in (256, 8192):
         weight = prepack(_drawn(10, 64, columns))
         for rows in (1, 6, 7, 16, 17):
@@ -135,6 +136,31 @@ def test_activations_of_another_type_are_refused_as_before():
     weight = prepack(_drawn(12, 64, 64))
     with pytest.raises(RuntimeError):
         prepacked_linear(torch.ones(1, 64), weight, None)
+
+
+@needs_kernel
+def test_a_thread_is_woken_for_a_mebibyte(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 32)
+    monkeypatch.setattr(cpu_dense, "dense_product", lambda *_, threads: asked.append(threads))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for features in (64, 1024):  # 0.125 and 2 MiB
+        weight = prepack(_drawn(13, features, 1024))
+        for rows in (1, 6, 7, 32):
+            prepacked_linear(_drawn(14, rows, 1024), weight, None)
+    assert asked == [1, 1, 1, 1, 2, 2, 4, 4]
+
+
+@needs_kernel
+def test_a_machine_that_never_measured_does_not_wait_for_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(switch, "kernels_path", lambda _: tmp_path / "kernels.so")
+    few_dense_rows.cache_clear()
+    found = []
+    measuring = threading.Thread(target=lambda: found.append(few_dense_rows()), daemon=True)
+    measuring.start()
+    measuring.join(timeout=30)
+    assert found
+    assert found[0] in (1, *TRIED_ROWS)
 
 
 @needs_kernel
