@@ -101,6 +101,7 @@ def main() -> int:
     for _ in range(options.repeats):
         for case in cases:
             found[case].append(measure(folder, *case))
+            print(*case, found[case][-1], file=sys.stderr)
     heads = ("model", "stages", "bits", "phase", "step, ms", "beside it, ms", "efficiency")
     print("| " + " | ".join(heads) + " |\n" + "| --- " * len(heads) + "|")
     for case, runs in found.items():
