@@ -106,21 +106,23 @@ class LayerAssembly:
         if unknown:
             raise SpecError(f"{type(self.layer).__name__}: has no place for '{unknown[0]}'")
 
-    def install(self, matrix: Matrix, packed: PackedWeight) -> None:
-        """Put in one quantized matrix; a bias of its operator must be there already.
+    def install(self, matrix: Matrix, packed: PackedWeight | QuantLinear) -> None:
+        """Put in one quantized matrix, or what ``linear`` made of it.
 
-        Experts are replaced when the last of their matrices has come.
+        A bias of its operator must be there already. Experts are replaced when the last of their
+        matrices has come.
         """
+        linear = packed if isinstance(packed, QuantLinear) else self.linear(packed)
         module = self.layer.get_submodule(matrix.module)
         if matrix.expert is None:
             assert isinstance(module, nn.Linear)
-            linear = self._linear(packed, module.bias)
+            linear.set_bias(module.bias)
             self.layer.set_submodule(matrix.module, linear)
             return
         lists = self._experts.setdefault(matrix.module, {"gate_up_proj": [], "down_proj": []})
         own = lists[matrix.key.rpartition(".")[2]]
         assert matrix.expert == len(own)
-        own.append(self._linear(packed, None))
+        own.append(linear)
         gate_up, down = lists["gate_up_proj"], lists["down_proj"]
         if len(gate_up) == len(down) == module.get_parameter("down_proj").shape[0]:
             experts = QuantExperts(gate_up, down, module.get_submodule("act_fn"))
@@ -140,7 +142,11 @@ class LayerAssembly:
             raise SpecError(f"{kind}: tensor '{missing[0]}' is neither stored nor known")
         return self.layer
 
-    def _linear(self, packed: PackedWeight, bias: Tensor | None) -> QuantLinear:
+    def linear(self, packed: PackedWeight) -> QuantLinear:
+        """Bring a matrix into its kernel's layout; it gets its bias when it is installed.
+
+        Touches nothing of the layer: any thread may do it.
+        """
         kernel = choose_backend(
             packed.codes.device.type,
             packed.precision,
@@ -149,4 +155,4 @@ class LayerAssembly:
             packed.in_features,
             prefer=self._backend,
         )
-        return QuantLinear(packed, bias, kernel)
+        return QuantLinear(packed, None, kernel)

@@ -40,18 +40,26 @@ class QuantLinear(nn.Module):
             SpecError: the backend cannot run this weight, or the bias does not fit it.
         """
         super().__init__()
-        if bias is not None and tuple(bias.shape) != (packed.out_features,):
-            raise SpecError(
-                f"quantized linear: found a bias {list(bias.shape)}, "
-                f"expected [{packed.out_features}]"
-            )
         self.in_features = packed.in_features
         self.out_features = packed.out_features
         self.precision = packed.precision
         self._backend = backend
         self._weight = backend.prepare(packed.in_stored_order())
+        self._dtype = packed.dtype
         self.register_buffer("order", packed.order)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(packed.dtype))
+        self.set_bias(bias)
+
+    def set_bias(self, bias: Tensor | None) -> None:
+        """Add ``bias`` ``[N]`` from now on.
+
+        Raises:
+            SpecError: it does not fit.
+        """
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise SpecError(
+                f"quantized linear: found a bias {list(bias.shape)}, expected [{self.out_features}]"
+            )
+        self.register_buffer("bias", None if bias is None else bias.detach().to(self._dtype))
 
     @property
     def weight_bytes(self) -> int:

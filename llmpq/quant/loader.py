@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, Master
-from llmpq.quant.assembly import matrices_of
+from llmpq.quant.assembly import Matrix, matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint, is_gptq
 from llmpq.quant.gptq_source import GptqSource
 from llmpq.quant.layer import prepack_, quantize_layer_
@@ -32,6 +32,7 @@ from llmpq.quant.layer_source import (
     Reader,
     Ready,
 )
+from llmpq.quant.linear import QuantLinear
 from llmpq.quant.methods import quantize
 from llmpq.quant.norms import fuse_norms_
 from llmpq.quant.pipeline import Budget, run_pipeline
@@ -139,8 +140,9 @@ class _Bench:
     progress: Progress | None
     layers: list[nn.Module] = field(default_factory=list)
     writer: EntryWriter | None = None
+    stored: int = 0
 
-    def work(self, piece: Piece) -> Piece | _Placeable:
+    def work(self, piece: Piece) -> Piece | _Placeable | _Installable:
         """Cast what stays, quantize what does not."""
         if isinstance(piece, Plain):
             tensor = _cast(self._transfer.receive(piece.sent), self.reader.dtype)
@@ -150,16 +152,25 @@ class _Bench:
         if isinstance(piece, Raw):
             return self._quantized(piece)
         if isinstance(piece, Ready):
-            return replace(piece, packed=piece.packed.to(self.device))
+            piece = replace(piece, packed=piece.packed.to(self.device))
+            self.stored += 1
+            # Nothing to quantize: this thread takes half of what the other would have to do.
+            if self.stored % 2:
+                linear = piece.job.assembly.linear(piece.packed)
+                return _Installable(
+                    job=piece.job, matrix=piece.matrix, linear=linear, held_bytes=piece.held_bytes
+                )
         return piece
 
-    def place(self, piece: Piece | _Placeable) -> None:
+    def place(self, piece: Piece | _Placeable | _Installable) -> None:
         """Put a piece where it belongs, and its bytes back into the budget."""
         if isinstance(piece, _Placeable):
             piece.job.assembly.fill({piece.key: piece.tensor})
         elif isinstance(piece, Ready):
             self._write(piece)
             piece.job.assembly.install(piece.matrix, piece.packed)
+        elif isinstance(piece, _Installable):
+            piece.job.assembly.install(piece.matrix, piece.linear)
         elif isinstance(piece, LayerEnd):
             self._end(piece)
         self.reader.budget.give(piece.held_bytes)
@@ -223,6 +234,16 @@ class _Placeable:
     job: LayerJob
     key: str
     tensor: Tensor
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Installable:
+    """A matrix in its kernel's layout."""
+
+    job: LayerJob
+    matrix: Matrix
+    linear: QuantLinear
     held_bytes: int
 
 
