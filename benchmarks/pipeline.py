@@ -28,6 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from workbench import call, command, make_model, write_prompts
 
+from llmpq.dist.environment import cpu_environment
 from llmpq.dist.job import Sampling
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.messages import Row
@@ -151,7 +152,11 @@ def run(folder: Path, case: str, name: str) -> dict[str, float]:
             str(folder / "prompts.jsonl"), "--output", str(output), "--json",
         ])  # fmt: skip
         return {"seconds": json.loads(text)["latency_s"]["measured"]}
-    text = call([sys.executable, str(Path(__file__)), "--folder", str(folder), "--one", case, name])
+    # Rivals wait as they would for their user; ours as its workers do.
+    threads = len(os.sched_getaffinity(0))
+    variables = {} if name.startswith(RIVAL) else cpu_environment(threads)
+    words = [sys.executable, str(Path(__file__)), "--folder", str(folder), "--one", case, name]
+    text = call(words, variables)
     return dict(json.loads(text.splitlines()[-1]))
 
 

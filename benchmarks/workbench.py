@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 SMALL_LLAMA = {
     "layers": 12,
     "hidden": 768,
@@ -57,15 +58,24 @@ def command(words: Sequence[str]) -> str:
     return call([str(Path(sys.executable).parent / words[0]), *words[1:]])
 
 
-def call(words: Sequence[str]) -> str:
+def call(words: Sequence[str], variables: Mapping[str, str] = PASSIVE) -> str:
     """Run a program from the root of the project; return what it prints.
+
+    Args:
+        words: program and arguments.
+        variables: of its environment, beside those of this process that say nothing of threads.
 
     Raises:
         SystemExit: it failed; with the end of what it said.
     """
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    inherited = {name: value for name, value in os.environ.items() if name not in PASSIVE}
     done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        words,
+        cwd=ROOT,
+        env={**inherited, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(f"{words[:4]}: status {done.returncode}\n{done.stderr[-2000:]}")

@@ -32,16 +32,25 @@ tensor is too small for the next of its size, and the heap grows. Given back at 
 hole again. Replaces whatever tunables the launching process has."""
 
 
-def cpu_environment(threads: int, cpu_isa: str | None = None) -> dict[str, str]:
+_SPINS = "2000"
+"""Turns, some 0.1 ms, that an OpenMP thread waits awake for its next share of a step. To sleep and
+be woken costs more than a small product: one sequence on two threads decodes in 0.49 s without and
+0.35 s with them (125 M parameters, 128 tokens)."""
+
+
+def cpu_environment(
+    threads: int, cpu_isa: str | None = None, *, has_own_cores: bool = True
+) -> dict[str, str]:
     """Return the variables for a CPU worker.
 
     Args:
         threads: threads it may compute with.
         cpu_isa: newest vector extension it may use (``spec.cluster.CPU_ISAS``), ``None`` for all.
+        has_own_cores: whether nobody else computes on the cores of its threads.
     """
     count = str(threads)
     variables = {
-        # A spinning OpenMP thread takes the core that another worker computes on.
+        # A thread that spins for long takes the core that another worker computes on.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
@@ -51,6 +60,8 @@ def cpu_environment(threads: int, cpu_isa: str | None = None) -> dict[str, str]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         "GLIBC_TUNABLES": _WHOLE_HOLES,
     }
+    if threads > 1 and has_own_cores:
+        variables["GOMP_SPINCOUNT"] = _SPINS
     if cpu_isa is not None:
         variables.update(_ISA_LIMITS[cpu_isa])
     return variables

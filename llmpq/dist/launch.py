@@ -89,7 +89,9 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
 def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[str, str]:
     """Return the variables of one rank, in torchrun's names and the numeric libraries'."""
     device = plan.device_of(plan.stages[rank])
-    return cpu_environment(_threads(plan, rank, local_ranks), device.cpu_isa) | {
+    own = bool(_cores(plan, rank, local_ranks))
+    threads = _threads(plan, rank, local_ranks)
+    return cpu_environment(threads, device.cpu_isa, has_own_cores=own) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(plan.stages)),
         "LOCAL_RANK": str(list(local_ranks).index(rank)),

@@ -10,6 +10,7 @@ import time
 import pytest
 from helpers.ranks import make_plan
 
+from llmpq.dist.environment import cpu_environment
 from llmpq.dist.failures import ErrorNote, write_note
 from llmpq.dist.job import Job, Meeting
 from llmpq.dist.launch import _cause, _cores, _start, rank_environment, ranks_of_node
@@ -26,6 +27,12 @@ def _cluster(**group: object) -> Cluster:
             Node(name="b", devices=(DeviceGroup(type="cpu", count=1, threads=3),)),
         ),
     )
+
+
+def _of_threads(threads: int) -> Cluster:
+    """One device."""
+    group = DeviceGroup(type="cpu", count=1, threads=threads)
+    return Cluster(name="x", nodes=(Node(name="x", devices=(group,)),))
 
 
 def _plan(**group: object):
@@ -59,17 +66,19 @@ def test_a_rank_gets_torchruns_variables_and_its_devices():
     assert "ATEN_CPU_CAPABILITY" not in other
 
 
+def test_threads_wait_awake_for_each_other_on_cores_of_their_own_alone():
+    for threads in (1, 4096):
+        found = rank_environment(make_plan((0, 3), cluster=_of_threads(threads)), 0, [0])
+        assert "GOMP_SPINCOUNT" not in found
+    assert int(cpu_environment(2)["GOMP_SPINCOUNT"]) > 0
+    assert "GOMP_SPINCOUNT" not in cpu_environment(2, has_own_cores=False)
+
+
 def test_cores_are_shared_out_only_when_they_suffice():
     available = sorted(os.sched_getaffinity(0))
     plan = make_plan((0, 3))
     assert _cores(plan, 0, [0]) == {available[0]}
-    many = make_plan(
-        (0, 3),
-        cluster=Cluster(
-            name="x",
-            nodes=(Node(name="x", devices=(DeviceGroup(type="cpu", count=1, threads=4096),)),),
-        ),
-    )
+    many = make_plan((0, 3), cluster=_of_threads(4096))
     assert _cores(many, 0, [0]) == set()
 
 
