@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
-
 from llmpq.quant.assembly import matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint
-from llmpq.quant.layer_source import LayerEnd, Piece, Reader, Ready, held_bytes
+from llmpq.quant.layer_source import LayerEnd, Piece, Prepared, Reader, Ready, held_bytes
 from llmpq.spec.precision import Precision
 
 
@@ -26,20 +24,34 @@ class GptqSource:
     def __init__(self, checkpoint: GptqCheckpoint) -> None:
         self._gptq = checkpoint
 
-    def pieces(
-        self, index: int, layer: nn.Module, precision: Precision, reader: Reader
-    ) -> Iterator[Piece]:
-        """Yield what fills ``layer``, number ``index``, reading each piece when it is asked for.
+    def prepare(self, index: int, precision: Precision) -> Prepared:
+        """Make a layer ready to be read; may run in another thread.
 
         Raises:
             SpecError: what ``GptqCheckpoint`` refuses.
         """
         plain = self._gptq.checkpoint
+        layer = plain.empty_layer(index)
         keys = self._gptq.packed_keys(index)
-        matrices = [matrix for matrix in matrices_of(layer) if matrix.key in keys]
-        job = reader.job(layer, index, precision)
+        return Prepared(
+            index=index,
+            precision=precision,
+            layer=layer,
+            sources=plain.layer_sources(index, layer, without=keys),
+            matrices=[matrix for matrix in matrices_of(layer) if matrix.key in keys],
+        )
+
+    def pieces(self, layer: Prepared, reader: Reader) -> Iterator[Piece]:
+        """Yield what fills a layer, reading each piece when it is asked for.
+
+        Raises:
+            SpecError: what ``GptqCheckpoint`` refuses.
+        """
+        plain = self._gptq.checkpoint
+        matrices = layer.matrices
+        job = reader.job(layer)
         job.origin = "as stored" if matrices else ""
-        for key, source in plain.layer_sources(index, layer, without=keys).items():
+        for key, source in layer.sources.items():
             held = held_bytes(source, reader.dtype)
             reader.budget.take(held)
             tensor = plain.tensors.load(source, reader.transfer.allocate)
@@ -48,7 +60,7 @@ class GptqSource:
             # Codes as stored, unpacked to a byte each, and packed again: within 16 bits a weight.
             held = 2 * matrix.out_features * matrix.in_features
             reader.budget.take(held)
-            packed = self._gptq.packed(index, matrix.name, reader.dtype)
+            packed = self._gptq.packed(layer.index, matrix.name, reader.dtype)
             assert packed is not None
             yield Ready(job=job, matrix=matrix, packed=packed, held_bytes=held)
         yield LayerEnd(job=job)

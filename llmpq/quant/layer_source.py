@@ -44,6 +44,27 @@ class LayerJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """A layer of which nothing has been read: made ahead, so that the disk never waits for it.
+
+    Attributes:
+        index: its place in the model.
+        precision: of its matrices.
+        layer: on the meta device.
+        sources: where its tensors are, by their names in it; without those of codes.
+        matrices: to be quantized, or stored as codes.
+        fingerprint: of the stored bytes of all matrices; ``None`` where nothing is to be kept.
+    """
+
+    index: int
+    precision: Precision
+    layer: nn.Module
+    sources: Mapping[str, TensorSource]
+    matrices: list[Matrix]
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plain:
     """A tensor that only has to be cast and placed."""
 
@@ -102,10 +123,10 @@ class Reader:
     dtype: torch.dtype
     backend: str | None
 
-    def job(self, layer: nn.Module, index: int, precision: Precision) -> LayerJob:
+    def job(self, layer: Prepared) -> LayerJob:
         """Begin a layer."""
-        assembly = LayerAssembly(layer, self.dtype, self.backend)
-        return LayerJob(index=index, precision=precision, assembly=assembly)
+        assembly = LayerAssembly(layer.layer, self.dtype, self.backend)
+        return LayerJob(index=layer.index, precision=layer.precision, assembly=assembly)
 
     def plain(self, job: LayerJob, key: str, tensor: Tensor, held_bytes: int) -> Plain:
         """Make a piece of a tensor whose bytes the budget has given."""
@@ -124,25 +145,39 @@ class PlainSource:
         self._checkpoint = checkpoint
         self._store = store
 
-    def pieces(
-        self, index: int, layer: nn.Module, precision: Precision, reader: Reader
-    ) -> Iterator[Piece]:
-        """Yield what fills ``layer``, number ``index``, reading each piece when it is asked for.
+    def prepare(self, index: int, precision: Precision) -> Prepared:
+        """Make a layer ready to be read; may run in another thread.
 
         Raises:
             SpecError: what ``Checkpoint`` refuses.
         """
+        layer = self._checkpoint.empty_layer(index)
         sources = self._checkpoint.layer_sources(index, layer)
         matrices = [] if precision.bits == 16 else matrices_of(layer)
-        weights = _weights(matrices, sources)
-        job = reader.job(layer, index, precision)
-        for key, source in sources.items():
+        return Prepared(
+            index=index,
+            precision=precision,
+            layer=layer,
+            sources=sources,
+            matrices=matrices,
+            fingerprint=self._fingerprint(_weights(matrices, sources)),
+        )
+
+    def pieces(self, layer: Prepared, reader: Reader) -> Iterator[Piece]:
+        """Yield what fills a layer, reading each piece when it is asked for.
+
+        Raises:
+            SpecError: what ``Checkpoint`` refuses.
+        """
+        matrices, fingerprint = layer.matrices, layer.fingerprint
+        weights = _weights(matrices, layer.sources)
+        job = reader.job(layer)
+        for key, source in layer.sources.items():
             if key not in {matrix.key for matrix in matrices}:
                 held = held_bytes(source, reader.dtype)
                 reader.budget.take(held)
                 tensor = self._checkpoint.tensors.load(source, reader.transfer.allocate)
                 yield reader.plain(job, key, tensor, held)
-        fingerprint = self._fingerprint(weights)
         entry = self._begin(job, fingerprint, matrices, reader)
         if entry is not None:
             job.origin = "from the store"

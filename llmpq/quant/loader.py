@@ -8,9 +8,11 @@ comes from the store. This module refuses to decide bitwidths: they come from a 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -88,14 +90,14 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
 
     def pieces() -> Iterator[Piece]:
-        # Each layer's module is built while the one before is read: the disk never waits for it.
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-build") as building:
-            ahead = building.submit(checkpoint.empty_layer, first_layer)
-            for index, width in zip(range(first_layer, end_layer), bits, strict=True):
-                layer = ahead.result()
-                if index + 1 < end_layer:
-                    ahead = building.submit(checkpoint.empty_layer, index + 1)
-                yield from source.pieces(index, layer, default_precision(width), reader)
+        # A layer is made ready while the one before is read: the disk never waits for it.
+        layers = zip(range(first_layer, end_layer), map(default_precision, bits), strict=True)
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-prepare") as preparing:
+            ahead = deque([preparing.submit(source.prepare, *next(layers))])
+            while ahead:
+                layer = ahead.popleft().result()
+                ahead.extend(preparing.submit(source.prepare, *one) for one in islice(layers, 1))
+                yield from source.pieces(layer, reader)
 
     bench = _Bench(reader=reader, device=torch.device(device), total=len(bits), progress=progress)
     try:
