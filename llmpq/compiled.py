@@ -9,6 +9,8 @@ that is ctypes, in the package that knows the functions.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import math
 import os
@@ -17,6 +19,7 @@ import signal
 import subprocess
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from llmpq.errors import LlmpqError
 
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 60.0
+_NAP_S = 0.05
 
 
 class NotCompiledError(LlmpqError):
@@ -40,7 +44,7 @@ def library_path(
         name: what the library's file name starts with.
         flags: the compiler's, part of the digest.
         brought: pattern of the file that a wheel may have put into ``package``; it goes first.
-        limit_s: seconds that compiling may take, ``COMPILE_LIMIT_S`` at most.
+        limit_s: seconds that this may take; compiling takes ``COMPILE_LIMIT_S`` at most.
 
     Raises:
         NotCompiledError: there is none, and it cannot be compiled or kept.
@@ -56,8 +60,13 @@ def library_path(
             return folder / file_name
     units = [str(source) for source in sources if source.suffix == ".c"]
     for folder in folders:
+        target = folder / file_name
         try:
-            return _compile([*flags, *units], folder / file_name, min(limit_s, COMPILE_LIMIT_S))
+            # Ranks start together: one compiles, where all at once would take as many times longer.
+            with _alone(target.with_suffix(".lock"), limit_s) as left_s:
+                if not target.is_file():
+                    _compile([*flags, *units], target, min(left_s, COMPILE_LIMIT_S))
+                return target
         except OSError:
             continue
     raise NotCompiledError(f"found no folder to keep the compiled code in, such as {package}")
@@ -83,7 +92,27 @@ def _folders(package: Path) -> Iterator[Path]:
             yield folder
 
 
-def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> Path:
+@contextlib.contextmanager
+def _alone(lock: Path, limit_s: float) -> Iterator[float]:
+    """Wait until no other process holds the lock, for so long at most; yield the seconds left."""
+    end_s = time.monotonic() + limit_s
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if left_s <= 0:
+                    raise NotCompiledError("found no time to compile") from None
+                time.sleep(_NAP_S)
+        yield left_s
+    finally:
+        os.close(descriptor)
+
+
+def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> None:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise NotCompiledError(f"found no C compiler ({', '.join(COMPILERS)}) and no compiled code")
@@ -94,7 +123,6 @@ def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> Path:
         if status:
             raise NotCompiledError(f"{compiler} failed: {said.strip()[-400:]}")
         made.replace(target)
-    return target
 
 
 def _run(command: Sequence[str], folder: str, limit_s: float) -> tuple[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,40 @@ def test_the_core_is_compiled_once_and_kept(package: Path, monkeypatch: pytest.M
     assert first.parent == package / "__pycache__"
     monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
     assert build.core_path(package) == first
+
+
+def test_who_starts_together_compiles_once(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "cc"
+    slow.write_text(
+        f"#!/bin/sh\necho begun >> {tmp_path}/log\nsleep 0.3\n"
+        'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n'
+    )
+    slow.chmod(0o700)
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
+    with ThreadPoolExecutor(max_workers=4) as together:
+        found = set(together.map(build.core_path, [package] * 4))
+    assert len(found) == 1
+    assert (tmp_path / "log").read_text() == "begun\n"
+
+
+def test_who_may_not_wait_for_another_s_compiler_does_not(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "cc"
+    slow.write_text("#!/bin/sh\nexec sleep 5\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
+    with ThreadPoolExecutor(max_workers=1) as other:
+        first = other.submit(build.core_path, package, 1.0)
+        time.sleep(0.3)
+        start = time.monotonic()
+        with pytest.raises(NotCoveredError, match="no time"):
+            build.core_path(package, 0.1)
+        assert time.monotonic() - start < 0.5
+        with pytest.raises(NotCoveredError, match="took over"):
+            first.result()
 
 
 def test_changed_sources_are_compiled_again(package: Path) -> None:
