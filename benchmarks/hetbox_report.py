@@ -243,14 +243,19 @@ def draw(picture: Path, found: dict[str, list[Row]]) -> None:
         places = range(len(own))
         low = [row.median_s - min(row.seconds.values()) for row in own]
         high = [max(row.seconds.values()) - row.median_s for row in own]
-        bars = panel.barh(
+        panel.barh(
             places, [row.median_s for row in own], xerr=[low, high],
             error_kw={"elinewidth": 1, "ecolor": "#c0392b"},
             color=["#1f6f8b" if row.is_ours else "#b8c4cc" for row in own],
         )  # fmt: skip
         panel.scatter([row.predicted_s for row in own], places, color="black", marker="|", s=120,
                       label="predicted", zorder=3)  # fmt: skip
-        panel.bar_label(bars, [f"{row.median_s:.2f} s" for row in own], padding=8, fontsize=7)
+        for place, row in zip(places, own, strict=True):
+            right = max(row.predicted_s, *row.seconds.values())  # beyond every mark of the row
+            words = f"{row.median_s:.2f} s"
+            panel.annotate(
+                words, (right, place), (6, 0), textcoords="offset points", va="center", fontsize=7
+            )
         panel.set_yticks(places, [label_of(row) for row in own], fontsize=7)
         panel.set_title(name, fontsize=10)
         panel.margins(x=0.18)
