@@ -63,7 +63,7 @@ def library_path(
         target = folder / file_name
         try:
             # Ranks start together: one compiles, where all at once would take as many times longer.
-            with _alone(target.with_suffix(".lock"), limit_s) as left_s:
+            with _alone(folder, limit_s) as left_s:
                 if not target.is_file():
                     _compile([*flags, *units], target, min(left_s, COMPILE_LIMIT_S))
                 return target
@@ -93,10 +93,10 @@ def _folders(package: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path, limit_s: float) -> Iterator[float]:
-    """Wait until no other process holds the lock, for so long at most; yield the seconds left."""
+def _alone(folder: Path, limit_s: float) -> Iterator[float]:
+    """Wait until no other process compiles there, for so long at most; yield the seconds left."""
     end_s = time.monotonic() + limit_s
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while True:
             left_s = end_s - time.monotonic()
