@@ -50,6 +50,7 @@ from llmpq.spec.precision import Phase
 
 OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
 OnTokens = Callable[[int], None]
+"""Told how many tokens a step made; 0 before waiting with nothing under way."""
 Ids = NDArray[np.int64]
 Leave = Callable[[], bool]
 """Asked at every step: whether to finish what has begun and to begin nothing else."""
@@ -222,6 +223,8 @@ class MasterEngine:
             return
         nap_s = min(max(wake_s - self._now_s(), 0.0), MAX_NAP_S)
         if self._book.is_idle:
+            if on_tokens is not None:
+                on_tokens(0)
             self._clock.sleep(nap_s)
         else:
             assert self._communicator is not None  # else the answer were here

@@ -101,15 +101,18 @@ class TokenProgress:
     ) -> None:
         self._progress = progress
         self._clock = clock
-        self._made = 0
+        self._made = self._told = 0
         self._expected = expected
         self._tell_s = 0.0
         self.tell()
 
     def add(self, count: int) -> None:
-        """Count new tokens; tell of them when ``TELL_S`` have passed since the last time."""
+        """Count new tokens; tell of them when ``TELL_S`` have passed since the last time.
+
+        0 says that none will come for a while: what has not been told is told now.
+        """
         self._made += count
-        if self._clock() >= self._tell_s:
+        if self._made > self._told and (not count or self._clock() >= self._tell_s):
             self.tell()
 
     def expect_fewer(self, count: int) -> None:
@@ -118,7 +121,7 @@ class TokenProgress:
 
     def tell(self) -> None:
         """Tell how many there are, at once."""
-        self._tell_s = self._clock() + TELL_S
+        self._tell_s, self._told = self._clock() + TELL_S, self._made
         event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
         self._progress.report(event)
 

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-LOOK_S = 0.1
+LOOK_S = 0.02
 """How often the master looks for the sign to drain."""
 
 

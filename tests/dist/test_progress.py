@@ -71,8 +71,12 @@ def test_tokens_are_told_now_and_then_and_all_in_the_end():
     tokens.add(2)
     tokens.add(2)
     assert told == [(0, 100), (22, 70)]
-    tokens.tell()
+    tokens.add(0)  # nothing will come for a while
     assert told[-1] == (24, 70)
+    tokens.add(0)
+    assert len(told) == 3
+    tokens.tell()
+    assert len(told) == 4
 
 
 def test_bars_count_layers_of_all_ranks_and_then_tokens():
