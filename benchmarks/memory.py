@@ -143,7 +143,7 @@ def _plot(compared: Sequence[tuple[Row, float, float, bool]], path: Path) -> Non
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.set_xlabel("measured peak resident memory of a stage, MB")
     axes.set_ylabel("predicted, % above measured")
-    axes.legend(ncols=2, fontsize="small")
+    axes.legend(ncols=2, fontsize="small", loc="upper right")
     figure.savefig(path, dpi=120)
 
 
