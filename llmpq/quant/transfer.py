@@ -63,7 +63,7 @@ class HostTransfer:
     """
 
     def __init__(self, reused_bytes: int) -> None:
-        self._pool = BufferPool(reused_bytes)
+        self._pool = BufferPool(reused_bytes * 3 // 4)
         self._work = BufferPool(reused_bytes // 4)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

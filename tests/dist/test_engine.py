@@ -155,24 +155,29 @@ class LastFirst:
         return Wait()
 
 
-def test_the_engine_takes_any_policy(tiny_model):
-    model_dir = tiny_model("llama", seed=1)
-    requests, expected = requests_with_stops(model_dir)
+def lone_engine(model_dir, policy):
+    """Return a master that has all layers and two slots."""
     device = torch.device("cpu")
     plan = make_plan((0, 3), batch=2)
     context = RankContext(
         plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
     )
-    answers = {}
-    engine = MasterEngine(
+    return MasterEngine(
         master=load_master(model_dir, dtype=torch.float32, device=device),
         runner=load_runner(context, device),
         communicator=None,
-        policy=LastFirst(),
+        policy=policy,
         sampler=Sampler(Sampling()),
         clock=StageClock(micro_batching=plan.micro_batching),
         num_slots=2,
     )
+
+
+def test_the_engine_takes_any_policy(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    requests, expected = requests_with_stops(model_dir)
+    answers = {}
+    engine = lone_engine(model_dir, LastFirst())
     made = engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
     assert {number: list(tokens) for number, tokens in answers.items()} == expected
     assert next(iter(answers)) in (len(requests) - 1, len(requests) - 2)
@@ -196,21 +201,8 @@ class StopsAfterAnAnswer(LastFirst):
 def test_an_answer_that_is_complete_is_handed_over_though_the_run_breaks(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     requests, expected = requests_with_stops(model_dir)
-    device = torch.device("cpu")
-    plan = make_plan((0, 3), batch=2)
-    context = RankContext(
-        plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
-    )
     answers = {}
-    engine = MasterEngine(
-        master=load_master(model_dir, dtype=torch.float32, device=device),
-        runner=load_runner(context, device),
-        communicator=None,
-        policy=StopsAfterAnAnswer(),
-        sampler=Sampler(Sampling()),
-        clock=StageClock(micro_batching=plan.micro_batching),
-        num_slots=2,
-    )
+    engine = lone_engine(model_dir, StopsAfterAnAnswer())
     with pytest.raises(RuntimeError, match="broken"):
         engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
     (number,) = answers
