@@ -7,18 +7,33 @@ of it. They exist where there is a C compiler, or a wheel that brought the libra
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight, check_supported
 from llmpq.kernels.cpu import OUTLIER_THRESHOLD
 from llmpq.kernels.native import has_bf16_products, library
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
 from llmpq.kernels.switch import few_rows_limit
-from llmpq.kernels.tiles import bf16_product, fits_tiles, float_product, int8_product, to_tiles
+from llmpq.kernels.tiled import TiledWeight, fits_tiles
+from llmpq.kernels.tiles import (
+    bf16_product,
+    float_product,
+    int8_product,
+    prepared_tiles,
+    to_tiles,
+)
 from llmpq.spec.precision import Precision, linear_bytes
+
+
+@runtime_checkable
+class TileBackend(KernelBackend, Protocol):
+    """A backend that keeps tiles: it can take a weight in them where it lies."""
+
+    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
+        """Return ``tiled`` without a copy; ``supports`` must have said yes to its shape."""
 
 
 class CpuPackedBackend:
@@ -62,9 +77,13 @@ class CpuPackedBackend:
     def prepare(self, packed: PackedWeight) -> PreparedWeight:
         """Rearrange the codes into tiles; the first call on a machine also measures the switch."""
         check_supported(self, packed)
-        if packed.dtype == torch.bfloat16 and has_bf16_products():
-            few_rows_limit(packed.precision.bits)
+        self._measure(packed.precision.bits, packed.dtype)
         return to_tiles(packed, self.name)
+
+    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
+        """Take tiles as they are; the first call measures the switch, too."""
+        self._measure(tiled.precision.bits, tiled.dtype)
+        return prepared_tiles(tiled, self.name)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
@@ -72,6 +91,10 @@ class CpuPackedBackend:
             limit = few_rows_limit(weight.precision.bits)
             return bf16_product(x, weight, bias, limit)
         return float_product(x, weight, bias)
+
+    def _measure(self, bits: int, dtype: torch.dtype) -> None:
+        if dtype == torch.bfloat16 and has_bf16_products():
+            few_rows_limit(bits)
 
 
 class CpuLlmInt8Backend:
@@ -122,6 +145,10 @@ class CpuLlmInt8Backend:
         """Rearrange the codes into tiles."""
         check_supported(self, packed)
         return to_tiles(packed, self.name)
+
+    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
+        """Take tiles as they are."""
+        return prepared_tiles(tiled, self.name)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row, outliers apart."""

@@ -18,15 +18,7 @@ from torch import Tensor
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.native import DONE, TYPES, Product, Weight, library
 from llmpq.kernels.packed import PackedWeight
-
-TILE_ROWS = 16
-TILE_COLUMNS = 32
-
-
-def fits_tiles(out_features: int, in_features: int, group_size: int) -> bool:
-    """Return whether a weight is whole tiles, none of which spans two groups."""
-    whole = out_features % TILE_ROWS == 0 and in_features % TILE_COLUMNS == 0
-    return whole and group_size % TILE_COLUMNS == 0
+from llmpq.kernels.tiled import TiledWeight
 
 
 def to_tiles(packed: PackedWeight, backend: str) -> PreparedWeight:
@@ -34,35 +26,30 @@ def to_tiles(packed: PackedWeight, backend: str) -> PreparedWeight:
 
     The compiled library must be there, and the weight fit tiles.
     """
-    loaded = _kernels()
-    codes = packed.codes.contiguous()
-    tiles = torch.empty(codes.numel(), dtype=torch.uint8)
-    loaded.kernels_pack(
-        codes.data_ptr(),
-        tiles.data_ptr(),
-        packed.out_features,
-        packed.in_features,
-        packed.precision.bits,
-        torch.get_num_threads(),
-    )
-    scales = packed.scales.t().contiguous()
-    zeros = None if packed.zeros is None else packed.zeros.t().contiguous()
+    shape = (packed.out_features, packed.in_features)
+    tiled = TiledWeight.empty(*shape, packed.precision, packed.dtype)
+    tiled.put_rows(0, packed)
+    return prepared_tiles(tiled, backend)
+
+
+def prepared_tiles(tiled: TiledWeight, backend: str) -> PreparedWeight:
+    """Return a weight that is in tiles already, for kernels to read where it lies."""
     weight = Weight(
-        tiles=tiles.data_ptr(),
-        scales=scales.data_ptr(),
-        zeros=None if zeros is None else zeros.data_ptr(),
-        rows=packed.out_features,
-        columns=packed.in_features,
-        group=packed.group_size,
-        bits=packed.precision.bits,
-        scale_type=TYPES[scales.dtype],
+        tiles=tiled.tiles.data_ptr(),
+        scales=tiled.scales.data_ptr(),
+        zeros=None if tiled.zeros is None else tiled.zeros.data_ptr(),
+        rows=tiled.out_features,
+        columns=tiled.in_features,
+        group=tiled.group_size,
+        bits=tiled.precision.bits,
+        scale_type=TYPES[tiled.dtype],
     )
     return PreparedWeight(
         backend=backend,
-        out_features=packed.out_features,
-        in_features=packed.in_features,
-        precision=packed.precision,
-        tensors=(tiles, scales) if zeros is None else (tiles, scales, zeros),
+        out_features=tiled.out_features,
+        in_features=tiled.in_features,
+        precision=tiled.precision,
+        tensors=tuple(tiled.parts.values()),
         handle=weight,
     )
 

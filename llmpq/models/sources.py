@@ -118,10 +118,14 @@ class TensorSource:
 
     def rows(self) -> Iterator[TensorSource]:
         """Yield the slices along the first dimension, such as one matrix for each expert."""
-        each = self.nbytes // self.shape[0]
         for row in range(self.shape[0]):
-            ranges = tuple(_cut(self.ranges, row * each, (row + 1) * each))
-            yield replace(self, shape=self.shape[1:], ranges=ranges)
+            yield replace(self.block(row, row + 1), shape=self.shape[1:])
+
+    def block(self, begin: int, end: int) -> TensorSource:
+        """Return ``[begin, end)`` along the first dimension as a source of its own."""
+        each = self.nbytes // self.shape[0]
+        ranges = tuple(_cut(self.ranges, begin * each, end * each))
+        return replace(self, shape=(end - begin, *self.shape[1:]), ranges=ranges)
 
 
 def _cut(ranges: tuple[ByteRange, ...], begin: int, end: int) -> Iterator[ByteRange]:

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
+from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.cpu_compiled import TileBackend
 from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.registry import choose_backend
+from llmpq.kernels.tiled import TiledWeight
 from llmpq.quant.layer import quantizable_names
 from llmpq.quant.linear import QuantExperts, QuantLinear
+from llmpq.spec.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,7 @@ class LayerAssembly:
         if unknown:
             raise SpecError(f"{type(self.layer).__name__}: has no place for '{unknown[0]}'")
 
-    def install(self, matrix: Matrix, packed: PackedWeight | QuantLinear) -> None:
+    def install(self, matrix: Matrix, packed: PackedWeight | TiledWeight | QuantLinear) -> None:
         """Put in one quantized matrix, or what ``linear`` made of it.
 
         A bias of its operator must be there already. Experts are replaced when the last of their
@@ -142,17 +146,27 @@ class LayerAssembly:
             raise SpecError(f"{kind}: tensor '{missing[0]}' is neither stored nor known")
         return self.layer
 
-    def linear(self, packed: PackedWeight) -> QuantLinear:
+    def linear(self, packed: PackedWeight | TiledWeight) -> QuantLinear:
         """Bring a matrix into its kernel's layout; it gets its bias when it is installed.
 
-        Touches nothing of the layer: any thread may do it.
+        Tiles are taken as they are where ``keeps_tiles`` says so. Touches nothing of the layer: any
+        thread may do it.
         """
-        kernel = choose_backend(
-            packed.codes.device.type,
-            packed.precision,
-            self._dtype,
-            packed.out_features,
-            packed.in_features,
-            prefer=self._backend,
+        kernel = self._kernel(
+            packed.scales.device.type, packed.precision, packed.out_features, packed.in_features
         )
+        if isinstance(packed, TiledWeight) and not isinstance(kernel, TileBackend):
+            packed = packed.packed()
         return QuantLinear(packed, None, kernel)
+
+    def keeps_tiles(self, matrix: Matrix, precision: Precision, device_type: str) -> bool:
+        """Return whether the kernel of a matrix reads tiles."""
+        shape = (matrix.out_features, matrix.in_features)
+        return isinstance(self._kernel(device_type, precision, *shape), TileBackend)
+
+    def _kernel(
+        self, device_type: str, precision: Precision, out_features: int, in_features: int
+    ) -> KernelBackend:
+        return choose_backend(
+            device_type, precision, self._dtype, out_features, in_features, prefer=self._backend
+        )

@@ -40,10 +40,8 @@ class BufferPool:
         self._collect()
         taken = _rounded(nbytes)
         begin = self._cut(taken) if nbytes else None
-        if begin is None and nbytes < _LARGE_BYTES:
-            return torch.empty(shape, dtype=dtype)
         if begin is None:
-            return _in_large_pages(nbytes).view(dtype).view(shape)
+            return fresh(shape, dtype)
         if self._memory is None:
             self._memory = _in_large_pages(self._size)
         # An object of its own: its end is that of the loan.
@@ -83,6 +81,14 @@ class BufferPool:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory of its own, into which a disk can write where it is large; it may stay."""
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return _in_large_pages(nbytes).view(dtype).view(shape)
 
 
 def _in_large_pages(nbytes: int) -> Tensor:

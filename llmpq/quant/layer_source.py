@@ -7,21 +7,28 @@ does no arithmetic. This module refuses to quantize and to place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.packed import PackedWeight, packed_row_bytes
+from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.tiled import TILE_ROWS, TiledWeight
 from llmpq.models import Checkpoint
 from llmpq.models.sources import TensorSource
 from llmpq.quant.assembly import LayerAssembly, Matrix, matrices_of
+from llmpq.quant.buffers import fresh
+from llmpq.quant.entries import entry_layout, matrices_in, tiled_names
+from llmpq.quant.entry_file import EntryLayout, EntryWriter
 from llmpq.quant.pipeline import Budget
-from llmpq.quant.store import EntryWriter, Layout, Store, entry_key
+from llmpq.quant.store import Store, entry_key
 from llmpq.quant.transfer import Sent, Transfer
 from llmpq.spec.precision import Precision, linear_bytes
+
+_BLOCK_BYTES = 8 << 20
+"""What is read at once of a large matrix: enough for a disk, and little to wait for."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,10 +83,20 @@ class Plain:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Raw:
-    """A matrix that has to be quantized; ``where`` names it in messages."""
+    """A matrix that has to be quantized, or some of its rows.
+
+    Attributes:
+        job: its layer.
+        matrix: which.
+        first_row: of the block of rows; ``None`` when this is all of it, for a kernel of no tiles.
+        sent: the weights.
+        where: names the matrix in messages.
+        held_bytes: to be given back.
+    """
 
     job: LayerJob
     matrix: Matrix
+    first_row: int | None
     sent: Sent
     where: str
     held_bytes: int
@@ -87,12 +104,13 @@ class Raw:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """A quantized matrix."""
+    """A quantized matrix, or the rows of one that go into tiles from ``first_row`` on."""
 
     job: LayerJob
     matrix: Matrix
-    packed: PackedWeight
+    packed: PackedWeight | TiledWeight
     held_bytes: int
+    first_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,12 +132,14 @@ class Reader:
     Attributes:
         budget: bounds what is under way.
         transfer: the way to the device.
+        device: where layers go.
         dtype: of the run.
         backend: kernel backend asked for.
     """
 
     budget: Budget
     transfer: Transfer
+    device: torch.device
     dtype: torch.dtype
     backend: str | None
 
@@ -178,93 +198,122 @@ class PlainSource:
                 reader.budget.take(held)
                 tensor = self._checkpoint.tensors.load(source, reader.transfer.allocate)
                 yield reader.plain(job, key, tensor, held)
-        entry = self._begin(job, fingerprint, matrices, reader)
-        if entry is not None:
-            job.origin = "from the store"
-            yield from _stored(job, matrices, entry)
-            yield LayerEnd(job=job, held_bytes=entry.held_bytes)
-            return
-        yield from self._raw(job, matrices, weights, reader)
+        tiled = self._tiled(job, matrices, reader)
+        if fingerprint is not None and self._store is not None:
+            entry = _Entry(job, matrices, reader, tiled, fingerprint)
+            found = entry.read(self._store)
+            if found is not None:
+                job.origin = "from the store"
+                yield from found
+                return
+            job.begin_entry = partial(self._store.writer, entry.key, entry.layout)
+        for matrix in matrices:
+            yield from self._raw(job, matrix, weights[matrix.name], tiled, reader)
         # Only bytes that were those of the fingerprint all the while may go by its name.
         yield LayerEnd(job=job, keep=fingerprint == self._fingerprint(weights))
 
     def _raw(
         self,
         job: LayerJob,
-        matrices: list[Matrix],
-        weights: Mapping[str, TensorSource],
+        matrix: Matrix,
+        source: TensorSource,
+        tiled: Collection[str],
         reader: Reader,
     ) -> Iterator[Raw]:
+        """Read a matrix; where it goes into tiles, a block of rows at a time."""
         tensors = self._checkpoint.tensors
-        for matrix in matrices:
-            source = weights[matrix.name]
-            held = held_bytes(source, reader.dtype) + _packed_bytes(
-                matrix, job.precision, reader.dtype
+        rows = matrix.out_features
+        step = _block_rows(source) if matrix.name in tiled else rows
+        for first in range(0, rows, step):
+            block = source.block(first, min(first + step, rows))
+            held = held_bytes(block, reader.dtype) + _packed_bytes(
+                block.shape, job.precision, reader.dtype
             )
             reader.budget.take(held)
-            read = tensors.load(source, reader.transfer.borrow, is_temporary=True)
+            read = tensors.load(block, reader.transfer.borrow, is_temporary=True)
             sent = reader.transfer.send(read)
             del read
-            where = tensors.where(source.name)
-            yield Raw(job=job, matrix=matrix, sent=sent, where=where, held_bytes=held)
+            yield Raw(
+                job=job,
+                matrix=matrix,
+                first_row=first if matrix.name in tiled else None,
+                sent=sent,
+                where=tensors.where(source.name),
+                held_bytes=held,
+            )
+
+    def _tiled(self, job: LayerJob, matrices: list[Matrix], reader: Reader) -> frozenset[str]:
+        """Return the names of the matrices whose kernels keep tiles."""
+        ask = partial(
+            job.assembly.keeps_tiles, precision=job.precision, device_type=reader.device.type
+        )
+        return frozenset(matrix.name for matrix in matrices if ask(matrix))
 
     def _fingerprint(self, weights: Mapping[str, TensorSource]) -> str | None:
         if self._store is None or not weights:
             return None
         return self._checkpoint.tensors.fingerprint(weights.values())
 
-    def _begin(
-        self, job: LayerJob, fingerprint: str | None, matrices: list[Matrix], reader: Reader
-    ) -> _Entry | None:
-        """Read the layer from the store, or begin its entry there."""
-        if self._store is None or fingerprint is None:
-            return None
-        names = [matrix.name for matrix in matrices]
-        key = entry_key(fingerprint, [str(job.precision), str(reader.dtype), *names])
-        layout = entry_layout(matrices, job.precision, reader.dtype)
-        held = sum(_packed_bytes(matrix, job.precision, reader.dtype) for matrix in matrices)
-        reader.budget.take(held)
-        tensors = self._store.read(key, layout, reader.transfer.borrow)
-        if tensors is not None:
-            return _Entry(tensors=tensors, held_bytes=held)
-        reader.budget.give(held)
-        job.begin_entry = partial(self._store.writer, key, layout)
-        return None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Entry:
-    """A layer as the store had it; emptied while its matrices are handed on."""
+    """A layer's entry, as this run would write it, and as it may find it."""
 
-    tensors: dict[str, Tensor]
-    held_bytes: int
+    def __init__(
+        self,
+        job: LayerJob,
+        matrices: list[Matrix],
+        reader: Reader,
+        tiled: frozenset[str],
+        fingerprint: str,
+    ) -> None:
+        self._job = job
+        self._matrices = matrices
+        self._reader = reader
+        names = [matrix.name for matrix in matrices]
+        self.key = entry_key(fingerprint, [str(job.precision), str(reader.dtype), *names])
+        self._fitting = tiled_names(matrices, job.precision)
+        # All that can be or none: then there are two kinds of entries to look for, not many.
+        self._adopts = bool(tiled) and tiled == self._fitting
+        self.layout = self._layout(self._fitting if self._adopts else frozenset())
+
+    def read(self, store: Store) -> Iterator[Piece] | None:
+        """Return the pieces of the layer, ``None`` when the store has it not.
+
+        Tiles that stay where they are read take nothing of the budget: they are part of the result.
+        """
+        reader = self._reader
+        layouts = (self.layout, self._layout(frozenset() if self._adopts else self._fitting))
+        held = 0
+
+        def lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            nonlocal held
+            if not held:  # once for the layer: whoever waits with a part of it may wait for ever
+                nbytes = max(layout.file_bytes for layout in layouts)
+                reader.budget.take(nbytes)
+                held = nbytes
+            return reader.transfer.borrow(shape, dtype)
+
+        tensors = store.read(self.key, layouts, stay=fresh if self._adopts else lend, lend=lend)
+        if tensors is None:
+            reader.budget.give(held)
+            return None
+        return self._pieces(tensors, held)
+
+    def _pieces(self, tensors: dict[str, Tensor], held: int) -> Iterator[Piece]:
+        job = self._job
+        for matrix, packed in matrices_in(tensors, self._matrices, job.precision):
+            yield Ready(job=job, matrix=matrix, packed=packed, held_bytes=0)
+        yield LayerEnd(job=job, held_bytes=held)
+
+    def _layout(self, tiled: frozenset[str]) -> EntryLayout:
+        return entry_layout(self._matrices, self._job.precision, self._reader.dtype, tiled)
 
 
-def _stored(job: LayerJob, matrices: list[Matrix], entry: _Entry) -> Iterator[Ready]:
-    for matrix in matrices:
-        packed = PackedWeight(
-            out_features=matrix.out_features,
-            in_features=matrix.in_features,
-            precision=job.precision,
-            codes=entry.tensors.pop(f"{matrix.name}.codes"),
-            scales=entry.tensors.pop(f"{matrix.name}.scales"),
-            zeros=entry.tensors.pop(f"{matrix.name}.zeros", None),
-        )
-        yield Ready(job=job, matrix=matrix, packed=packed, held_bytes=0)
-
-
-def entry_layout(matrices: list[Matrix], precision: Precision, dtype: torch.dtype) -> Layout:
-    """Return the tensors of a layer's entry in the store, in the order of its matrices."""
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for matrix in matrices:
-        rows, columns = matrix.out_features, matrix.in_features
-        groups = columns // precision.effective_group(columns)
-        row_bytes = packed_row_bytes(columns, precision.bits)
-        layout[f"{matrix.name}.codes"] = (torch.uint8, (rows, row_bytes))
-        layout[f"{matrix.name}.scales"] = (dtype, (rows, groups))
-        if not precision.symmetric:
-            layout[f"{matrix.name}.zeros"] = (dtype, (rows, groups))
-    return layout
+def _block_rows(source: TensorSource) -> int:
+    """Return how many rows of a matrix to read at once: whole rows of tiles, in equal blocks."""
+    rows = source.shape[0]
+    blocks = -(-source.nbytes // _BLOCK_BYTES)
+    return -(-rows // (blocks * TILE_ROWS)) * TILE_ROWS
 
 
 def _weights(
@@ -289,5 +338,6 @@ def held_bytes(source: TensorSource, dtype: torch.dtype) -> int:
     return source.nbytes + torch.Size(source.shape).numel() * dtype.itemsize
 
 
-def _packed_bytes(matrix: Matrix, precision: Precision, dtype: torch.dtype) -> int:
-    return linear_bytes(matrix.out_features, matrix.in_features, precision, dtype.itemsize)
+def _packed_bytes(shape: tuple[int, ...], precision: Precision, dtype: torch.dtype) -> int:
+    rows, columns = shape
+    return linear_bytes(rows, columns, precision, dtype.itemsize)

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.cpu_compiled import TileBackend
 from llmpq.kernels.cpu_dense import prepack, prepacked_linear
 from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.tiled import TiledWeight
 
 
 class QuantLinear(nn.Module):
@@ -33,8 +35,12 @@ class QuantLinear(nn.Module):
     bias: Tensor | None
     order: Tensor | None
 
-    def __init__(self, packed: PackedWeight, bias: Tensor | None, backend: KernelBackend) -> None:
+    def __init__(
+        self, packed: PackedWeight | TiledWeight, bias: Tensor | None, backend: KernelBackend
+    ) -> None:
         """Prepare ``packed`` for ``backend``; only the prepared form is kept.
+
+        Tiles are taken as they are, by a backend that keeps tiles.
 
         Raises:
             SpecError: the backend cannot run this weight, or the bias does not fit it.
@@ -44,9 +50,13 @@ class QuantLinear(nn.Module):
         self.out_features = packed.out_features
         self.precision = packed.precision
         self._backend = backend
-        self._weight = backend.prepare(packed.in_stored_order())
+        if isinstance(packed, TiledWeight):
+            assert isinstance(backend, TileBackend)
+            self._weight, order = backend.adopt(packed), None
+        else:
+            self._weight, order = backend.prepare(packed.in_stored_order()), packed.order
         self._dtype = packed.dtype
-        self.register_buffer("order", packed.order)
+        self.register_buffer("order", order)
         self.set_bias(bias)
 
     def set_bias(self, bias: Tensor | None) -> None:

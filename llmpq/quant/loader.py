@@ -19,10 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
+from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.tiled import TiledWeight
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.assembly import Matrix, matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint, is_gptq
 from llmpq.quant.gptq_source import GptqSource
+from llmpq.quant.keeper import Keeper
 from llmpq.quant.layer import prepack_, quantize_layer_
 from llmpq.quant.layer_source import (
     LayerEnd,
@@ -38,7 +41,7 @@ from llmpq.quant.linear import QuantLinear
 from llmpq.quant.methods import quantize
 from llmpq.quant.norms import fuse_norms_
 from llmpq.quant.pipeline import Budget, run_pipeline
-from llmpq.quant.store import EntryWriter, Store
+from llmpq.quant.store import Store
 from llmpq.quant.transfer import Transfer, transfer_to
 from llmpq.spec.precision import default_precision
 
@@ -87,7 +90,13 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         source = GptqSource(gptq)
     held_bytes = budget_bytes(checkpoint.empty_layer(first_layer))
     transfer, budget = transfer_to(device, reused_bytes=held_bytes), Budget(held_bytes)
-    reader = Reader(budget=budget, transfer=transfer, dtype=dtype, backend=backend)
+    reader = Reader(
+        budget=budget,
+        transfer=transfer,
+        device=torch.device(device),
+        dtype=dtype,
+        backend=backend,
+    )
 
     def pieces() -> Iterator[Piece]:
         # A layer is made ready while the one before is read: the disk never waits for it.
@@ -99,11 +108,9 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
                 ahead.extend(preparing.submit(source.prepare, *one) for one in islice(layers, 1))
                 yield from source.pieces(layer, reader)
 
-    bench = _Bench(reader=reader, device=torch.device(device), total=len(bits), progress=progress)
-    try:
+    bench = _Bench(reader=reader, total=len(bits), progress=progress)
+    with bench.keeper:
         run_pipeline(pieces(), bench.work, bench.place, budget=budget, scope=transfer.scope)
-    finally:
-        bench.abandon()
     for layer in bench.layers:
         fuse_norms_(layer)
     return DecoderStage(checkpoint.config, bench.layers, first_layer).to(device)
@@ -137,11 +144,11 @@ class _Bench:
     """The work of two threads: ``work`` runs in one, ``place`` and all it touches in the other."""
 
     reader: Reader
-    device: torch.device
     total: int
     progress: Progress | None
     layers: list[nn.Module] = field(default_factory=list)
-    writer: EntryWriter | None = None
+    keeper: Keeper = field(default_factory=Keeper)
+    filling: TiledWeight | None = None
     stored: int = 0
 
     def work(self, piece: Piece) -> Piece | _Placeable | _Installable:
@@ -154,7 +161,7 @@ class _Bench:
         if isinstance(piece, Raw):
             return self._quantized(piece)
         if isinstance(piece, Ready):
-            piece = replace(piece, packed=piece.packed.to(self.device))
+            piece = replace(piece, packed=piece.packed.to(self.reader.device))
             self.stored += 1
             # Nothing to quantize: this thread takes half of what the other would have to do.
             if self.stored % 2:
@@ -169,18 +176,12 @@ class _Bench:
         if isinstance(piece, _Placeable):
             piece.job.assembly.fill({piece.key: piece.tensor})
         elif isinstance(piece, Ready):
-            self._write(piece)
-            piece.job.assembly.install(piece.matrix, piece.packed)
+            self._install(piece)
         elif isinstance(piece, _Installable):
             piece.job.assembly.install(piece.matrix, piece.linear)
         elif isinstance(piece, LayerEnd):
             self._end(piece)
         self.reader.budget.give(piece.held_bytes)
-
-    def abandon(self) -> None:
-        """Remove the entry that a failure has left unfinished."""
-        if self.writer is not None:
-            self.writer.abort()
 
     @property
     def _transfer(self) -> Transfer:
@@ -196,29 +197,45 @@ class _Bench:
             raise SpecError(f"{piece.where}: {error}") from error
         del weight  # before its bytes are given back
         self.reader.budget.give(piece.held_bytes - packed.nbytes)
-        return Ready(job=piece.job, matrix=piece.matrix, packed=packed, held_bytes=packed.nbytes)
+        return Ready(
+            job=piece.job,
+            matrix=piece.matrix,
+            packed=packed,
+            held_bytes=packed.nbytes,
+            first_row=piece.first_row,
+        )
 
-    def _write(self, piece: Ready) -> None:
+    def _install(self, piece: Ready) -> None:
+        """Put in a matrix, once all of its rows have come."""
+        matrix = piece.matrix
+        packed = piece.packed if piece.first_row is None else self._with_rows(piece)
+        if packed is None:
+            return
         begin = piece.job.begin_entry
         if begin is not None:  # the first matrix of a new entry
-            self.writer, piece.job.begin_entry = begin(), None
-        writer = self.writer
-        if writer is None:
-            return
-        packed, name = piece.packed, piece.matrix.name
-        writer.add(f"{name}.codes", packed.codes)
-        writer.add(f"{name}.scales", packed.scales)
-        if packed.zeros is not None:
-            writer.add(f"{name}.zeros", packed.zeros)
+            piece.job.begin_entry = None
+            self.keeper.begin(begin)
+        self.keeper.add(matrix.name, packed)
+        piece.job.assembly.install(matrix, packed)
+
+    def _with_rows(self, piece: Ready) -> TiledWeight | None:
+        """Bring rows into tiles, for good; return the matrix with its last ones."""
+        matrix, block, first_row = piece.matrix, piece.packed, piece.first_row
+        assert isinstance(block, PackedWeight)
+        assert first_row is not None
+        if self.filling is None:
+            shape = (matrix.out_features, matrix.in_features)
+            self.filling = TiledWeight.empty(*shape, block.precision, block.dtype)
+        filling = self.filling
+        filling.put_rows(first_row, block)
+        if first_row + block.out_features < matrix.out_features:
+            return None
+        self.filling = None
+        return filling
 
     def _end(self, piece: LayerEnd) -> None:
         job = piece.job
-        if self.writer is not None:
-            if piece.keep:
-                self.writer.commit()
-            else:
-                self.writer.abort()
-            self.writer = None
+        self.keeper.end(keep=piece.keep)
         layer = job.assembly.finish()
         if job.precision.bits == 16:
             quantize_layer_(layer, 16, self.reader.dtype, backend=self.reader.backend)

@@ -1,14 +1,18 @@
 """The compiled kernels against float64, on every instruction set that this machine can run."""
 
+import hashlib
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels import tiles
+from llmpq.kernels import tiled, tiles
 from llmpq.kernels.native import FLAGS, has_bf16_products, instruction_set, library, load
 from llmpq.kernels.packed import PACKED_BITS, PackedWeight, pack_codes
-from llmpq.kernels.tiles import bf16_product, fits_tiles, float_product, int8_product, to_tiles
+from llmpq.kernels.tiled import TiledWeight, fits_tiles
+from llmpq.kernels.tiles import bf16_product, float_product, int8_product, to_tiles
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)
@@ -119,8 +123,54 @@ def test_every_instruction_set_multiplies_the_same_tiles(name, bits, monkeypatch
     bias = torch.zeros(80)
     prepared = to_tiles(packed, "cpu_packed")
     monkeypatch.setattr(tiles, "library", lambda: load(name))
+    monkeypatch.setattr(tiled, "library", lambda: load(name))
     assert torch.equal(to_tiles(packed, "cpu_packed").tensors[0], prepared.tensors[0])
     assert worst_error(float_product(x, prepared, bias), x, packed, bias) < 1e-6
+
+
+def tiled_weight(packed, cuts=()):
+    """``packed`` in tiles, put in as blocks of rows that end at ``cuts``."""
+    shape = (packed.out_features, packed.in_features)
+    found = TiledWeight.empty(*shape, packed.precision, packed.dtype)
+    edges = [0, *sorted(set(cuts) - {0}), packed.out_features]
+    for first, end in itertools.pairwise(edges):
+        found.put_rows(
+            first,
+            PackedWeight(
+                out_features=end - first,
+                in_features=packed.in_features,
+                precision=packed.precision,
+                codes=packed.codes[first:end],
+                scales=packed.scales[first:end],
+                zeros=None if packed.zeros is None else packed.zeros[first:end],
+            ),
+        )
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(precision=precisions, shape=shapes, dtype=dtypes, data=st.data())
+def test_tiles_hold_every_code_whatever_blocks_they_came_in(precision, shape, dtype, data):
+    packed = random_packed(shape, precision, dtype)
+    cuts = data.draw(st.sets(st.sampled_from(range(0, shape[0], 16))))
+    found = tiled_weight(packed, cuts)
+    whole = to_tiles(packed, "cpu_packed").tensors
+    assert all(map(torch.equal, found.parts.values(), whole))
+    back = found.packed()
+    assert torch.equal(back.codes, packed.codes)
+    assert torch.equal(back.scales, packed.scales)
+    assert packed.zeros is None or torch.equal(back.zeros, packed.zeros)
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [(3, "d35f76aae883c55f"), (4, "0b39bdf96c461b21"), (8, "10cc3ef96857982e")],
+)
+def test_tiles_are_those_that_stores_hold(bits, expected):
+    """Other tiles are another layout: ``entry_file.FORMAT`` has to be raised with them."""
+    packed = random_packed((48, 192), Precision(bits=bits, group_size=64), torch.float32)
+    content = tiled_weight(packed).tiles.numpy().tobytes()
+    assert hashlib.sha256(content).hexdigest()[:16] == expected
 
 
 @pytest.mark.parametrize("bits", PACKED_BITS)

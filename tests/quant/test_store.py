@@ -11,13 +11,18 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.errors import SpecError
+from llmpq.quant.buffers import fresh
+from llmpq.quant.entry_file import EntryLayout
 from llmpq.quant.store import Store, entry_key
 
-LAYOUT = {
+LASTING = {"b.tiles": (torch.uint8, (128,)), "b.scales": (torch.bfloat16, (2, 16))}
+PASSING = {
     "a.codes": (torch.uint8, (3, 7)),
     "a.scales": (torch.bfloat16, (3, 2)),
     "empty": (torch.float32, (0, 4)),
 }
+LAYOUT = EntryLayout(LASTING, PASSING)
+ROWS_ONLY = EntryLayout({}, PASSING)
 
 
 @pytest.fixture
@@ -25,17 +30,17 @@ def store(tmp_path):
     return Store.opened(tmp_path / "store", 10**6)
 
 
-def tensors(seed=0):
+def tensors(seed=0, layout=LAYOUT):
     seeded = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(0, 100, shape, generator=seeded).to(dtype)
-        for name, (dtype, shape) in LAYOUT.items()
+        for name, (dtype, shape) in layout.whole.items()
     }
 
 
-def put(store, key, seed=0):
-    writer = store.writer(key, LAYOUT)
-    for name, tensor in tensors(seed).items():
+def put(store, key, seed=0, layout=LAYOUT):
+    writer = store.writer(key, layout)
+    for name, tensor in tensors(seed, layout).items():
         writer.add(name, tensor)
     writer.commit()
     return store.directory / f"{key}.safetensors"
@@ -49,8 +54,8 @@ def equal(found, expected):
 
 def test_what_was_put_in_comes_back(store):
     put(store, "key")
-    assert equal(store.read("key", LAYOUT), tensors())
-    assert store.read("other", LAYOUT) is None
+    assert equal(store.read("key", [LAYOUT]), tensors())
+    assert store.read("other", [LAYOUT]) is None
 
 
 def test_entries_are_safetensors_for_this_user_alone(store):
@@ -79,7 +84,7 @@ def test_every_damaged_byte_is_noticed_and_the_entry_removed(store, caplog):
         data = bytearray(path.read_bytes())
         data[position] ^= 1 << (position % 8)
         path.write_bytes(data)
-        assert store.read("key", LAYOUT) is None, position
+        assert store.read("key", [LAYOUT]) is None, position
         assert not path.exists()
     assert "will be quantized again" in caplog.text
 
@@ -89,25 +94,71 @@ def test_truncated_entries_are_noticed(store):
     rng = random.Random(0)
     for size in [0, 1, 7, 8, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(20))]:
         (store.directory / "key.safetensors").write_bytes(whole[:size])
-        assert store.read("key", LAYOUT) is None
+        assert store.read("key", [LAYOUT]) is None
 
 
 def test_another_layout_is_another_layer(store):
     put(store, "key")
-    assert store.read("key", LAYOUT | {"a.scales": (torch.float16, (3, 2))}) is None
+    other = EntryLayout(LASTING, PASSING | {"a.scales": (torch.float16, (3, 2))})
+    assert store.read("key", [other]) is None
+
+
+@pytest.mark.parametrize("written", [LAYOUT, ROWS_ONLY])
+def test_an_entry_is_read_as_the_layout_that_its_header_tells_of(store, written):
+    put(store, "key", layout=written)
+    assert equal(store.read("key", [LAYOUT, ROWS_ONLY]), tensors(layout=written))
+    assert equal(store.read("key", [ROWS_ONLY, LAYOUT]), tensors(layout=written))
+
+
+def test_tensors_may_be_written_in_any_order(store):
+    writer = store.writer("key", LAYOUT)
+    for name, tensor in reversed(tensors().items()):
+        writer.add(name, tensor)
+    writer.commit()
+    assert equal(store.read("key", [LAYOUT]), tensors())
+
+
+def test_lasting_tensors_stay_where_they_are_read_and_begin_at_a_line(store):
+    put(store, "key")
+    given = []
+
+    def stay(shape, dtype):
+        given.append(torch.empty(shape, dtype=dtype))
+        return given[-1]
+
+    found = store.read("key", [LAYOUT], stay=stay)
+    (memory,) = given
+    assert all(found[name].untyped_storage().data_ptr() == memory.data_ptr() for name in LASTING)
+    assert LAYOUT.places["b.tiles"][0] % 64 == 0
+
+
+def test_large_entries_come_back_whole_wherever_pieces_end(tmp_path):
+    large = EntryLayout(
+        {"b.tiles": (torch.uint8, (5 << 20,)), "b.scales": (torch.bfloat16, (3, 160_016))},
+        {"a.codes": (torch.uint8, (1001, 4099)), "a.scales": (torch.float32, (1001, 7))},
+    )
+    store = Store.opened(tmp_path / "store", 10**9)
+    path = put(store, "key", layout=large)
+    for drop in (False, True):
+        if drop:
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        found = store.read("key", [large], stay=fresh, lend=fresh)
+        assert equal(found, tensors(layout=large))
 
 
 def test_a_link_is_not_an_entry(store, tmp_path):
     path = put(store, "key")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert store.read("key", LAYOUT) is None
+    assert store.read("key", [LAYOUT]) is None
 
 
 def test_unfinished_entries_do_not_exist(store):
     writer = store.writer("key", LAYOUT)
     writer.add("a.codes", tensors()["a.codes"])
-    assert store.read("key", LAYOUT) is None
+    assert store.read("key", [LAYOUT]) is None
     writer.abort()
     assert list(store.directory.iterdir()) == []
 
@@ -120,7 +171,7 @@ def test_the_entry_unused_for_longest_goes_first(tmp_path):
         if path.exists():
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
         if key == "older but used":
-            assert store.read(key, LAYOUT) is not None
+            assert store.read(key, [LAYOUT]) is not None
     assert {path.stem for path in store.directory.iterdir()} == {"older but used", "young"}
 
 
@@ -144,7 +195,7 @@ def test_ranks_that_write_one_entry_at_once_leave_a_whole_one(store):
         thread.start()
     for thread in threads:
         thread.join()
-    assert equal(store.read("key", LAYOUT), tensors())
+    assert equal(store.read("key", [LAYOUT]), tensors())
     assert [path.name for path in store.directory.iterdir()] == ["key.safetensors"]
 
 
