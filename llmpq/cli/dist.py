@@ -83,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
         help="let the kernel move CPU workers, though there is a core for every thread",
     )
     run.add_argument(
+        "--no_cuda_graphs",
+        action="store_true",
+        help="have Python launch every kernel of a decode step, on GPUs too",
+    )
+    run.add_argument(
         "--step_timeout",
         type=float,
         default=10.0,
@@ -160,6 +165,7 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         store=store_directory(options.store, os.environ),
         store_limit_bytes=store_limit_bytes(options.store_limit),
         kernel=options.kernel,
+        captures=not options.no_cuda_graphs,
         pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
         drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),

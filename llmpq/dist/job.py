@@ -112,6 +112,7 @@ class Job:
         store: folder of quantized layers, ``None`` for none.
         store_limit_bytes: what it may hold.
         kernel: backend that multiplies wherever it can run; ``None`` leaves it to the registry.
+        captures: whether GPUs may capture decode steps as CUDA graphs.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
         drift: what is done when answers are not those that the schedule was made for.
         skips_bad_prompts: whether prompts that cannot be served are put aside and told of, instead
@@ -136,6 +137,7 @@ class Job:
     store: Path | None = None
     store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
     kernel: str | None = None
+    captures: bool = True
     pins_workers: bool = True
     skips_bad_prompts: bool = False
     drift: DriftHandling = TOLD_ONLY
@@ -193,6 +195,7 @@ def read_job(path: Path) -> Job:
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
         kernel=fields.optional_text("kernel"),
+        captures=fields.flag("captures"),
         pins_workers=fields.flag("pins_workers"),
         skips_bad_prompts=fields.flag("skips_bad_prompts"),
         drift=_drift(fields.child("drift")),
@@ -228,6 +231,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,
         "kernel": job.kernel,
+        "captures": job.captures,
         "pins_workers": job.pins_workers,
         "skips_bad_prompts": job.skips_bad_prompts,
         "drift": {

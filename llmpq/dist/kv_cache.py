@@ -96,8 +96,17 @@ class KVCache:
             CapacityError: a row is longer than ``max_tokens``.
             StageError: a slot that does not exist or is named twice, for two rows would mix.
         """
-        self._check(batch)
+        self.check(batch)
         return SlotView(self, Rows.of(batch, self.device))
+
+    def view_of_places(
+        self, slots: Tensor, positions: Tensor, longest: int, block: slice | None
+    ) -> SlotView:
+        """Open slots that tensors on the device name: see ``Rows.of_places``.
+
+        Whoever fills those has had every batch :meth:`check`-ed.
+        """
+        return SlotView(self, Rows.of_places(slots, positions, longest, block))
 
     def attending_view(self, batch: MicroBatch) -> SlotAttention | None:
         """Open the slots of a decode micro-batch for attention where they lie.
@@ -111,10 +120,16 @@ class KVCache:
         stored, dtype = self._layers[0].slot_heads.keys, self._dtype
         if self.device.type != "cpu" or not can_attend(dtype, stored.dtype, stored.shape[-1]):
             return None
-        self._check(batch)
+        self.check(batch)
         return SlotAttention(self, SlotCall(batch.slots, batch.lengths))
 
-    def _check(self, batch: MicroBatch) -> None:
+    def check(self, batch: MicroBatch) -> None:
+        """Make sure that the rows have slots of their own, and fit them.
+
+        Raises:
+            CapacityError: a row is longer than ``max_tokens``.
+            StageError: a slot that does not exist or is named twice, for two rows would mix.
+        """
         slots = batch.slots.tolist()
         if min(slots) < 0 or max(slots) >= self.num_slots or len(set(slots)) != len(slots):
             raise StageError(

@@ -73,6 +73,28 @@ class Rows:
             position=batch.positions[row, column].to(device),
         )
 
+    @classmethod
+    def of_places(cls, slots: Tensor, positions: Tensor, longest: int, block: slice | None) -> Rows:
+        """Name one new token a row by tensors that may change under a captured graph.
+
+        Args:
+            slots: ``[R]`` int64 on the cache's device; equal ones must bring equal numbers.
+            positions: of the new tokens, likewise.
+            longest: tokens to read of each slot.
+            block: the slots as a slice, where they lie side by side and always will.
+        """
+        row = torch.arange(len(slots), device=slots.device)
+        return cls(
+            slots=slots,
+            longest=longest,
+            block=block,
+            span=None,
+            row=row,
+            column=torch.zeros_like(row),
+            slot=slots,
+            position=positions,
+        )
+
     def write(self, store: Tensor, new: Tensor) -> None:
         """Put ``new [R, h, T, ...]`` into ``[slots, h, max_tokens, ...]``, padding left out."""
         if self.block is not None and self.span is not None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.allocator import keep_memory
 from llmpq.dist.communicator import Communicator
+from llmpq.dist.decode_graphs import graphs_of
 from llmpq.dist.drifting import watch_for
 from llmpq.dist.engine import Leave, MasterEngine, OnFinish
 from llmpq.dist.failures import stage_name
@@ -33,12 +34,12 @@ from llmpq.dist.progress import Event, Progress, TokenProgress
 from llmpq.dist.prompts import Request
 from llmpq.dist.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.results import FinishReason
-from llmpq.dist.ring import error_frame, shut_down, wait_until_ready
+from llmpq.dist.ring import described, error_frame, shut_down, wait_until_ready
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import StageRunner, StageWorker
 from llmpq.dist.stats import StageClock, peak_memory_bytes
 from llmpq.dist.warmup import warm_up, warm_up_master
-from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant.layer import stored_bytes
 from llmpq.quant.loader import load_master, load_stage
@@ -66,6 +67,7 @@ class RankContext:
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
         store, kernel: layers quantized by earlier runs; backend to prefer, ``None`` for any.
+        captures: whether decode steps may become CUDA graphs.
         recorder: keeps what this rank did when.
         schedule: the batching policy to obey; ``None`` is the plan's own.
         prediction: what policies are told of answer lengths.
@@ -81,6 +83,7 @@ class RankContext:
     keeps_all_tokens: bool = False
     store: Store | None = None
     kernel: str | None = None
+    captures: bool = True
     recorder: Recorder | None = None
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
@@ -207,7 +210,11 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         read_tokens=_most_tokens_read(plan, stage),
     )
     door = door_of(plan, cache, (context.outlets, context.inlets), timeout_s=context.step_timeout_s)
-    return StageRunner(layers=layers, cache=cache, device=device, is_last=is_last, door=door)
+    captures = context.captures and stage.computes(Phase.DECODE)
+    graphs = graphs_of(layers, cache, plan.micro_batching.decode) if captures else None
+    return StageRunner(
+        layers=layers, cache=cache, device=device, is_last=is_last, door=door, graphs=graphs
+    )
 
 
 def _most_tokens_read(plan: Plan, stage: StageAssignment) -> int:
@@ -261,7 +268,8 @@ def run_stage(context: RankContext) -> None:
 
 def _watch(context: RankContext, runner: StageRunner) -> None:
     if context.recorder is not None and runner.layers is not None:
-        context.recorder.watch(runner.layers, "forward", "compute", runner.device)
+        computes = runner.graphs or runner.layers
+        context.recorder.watch(computes, "forward", "compute", runner.device)
 
 
 def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
@@ -380,16 +388,3 @@ class _Master:
         _watch(self._context, runner)
         recorder.watch(master, "logits", "project", self._device)
         recorder.watch(sampler, "sample", "sample", self._device)
-
-
-def described(error: Exception, name: str) -> LlmpqError:
-    """Turn anything that went wrong inside a rank into one of our errors, naming the stage."""
-    if isinstance(error, StageError) and not str(error).startswith("stage "):
-        return StageError(f"{name}: {error}")
-    if isinstance(error, LlmpqError):
-        return error
-    is_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    if is_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
-        first_line = str(error).partition("\n")[0]
-        return CapacityError(f"{name}: out of memory: {first_line}")
-    return StageError(f"{name}: {type(error).__name__}: {error}")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 
+import torch
+
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.failures import error_of_status
 from llmpq.dist.measurement import StageStats, stats_from_fields
 from llmpq.dist.messages import Frame, FrameKind
-from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.fields import Fields
 
 MAX_MESSAGE_LENGTH = 2000
@@ -76,3 +78,16 @@ def _stats(frame: Frame) -> StageStats:
         return stats_from_fields(Fields(json.loads(frame.text), "statistics"))
     except (SpecError, ValueError) as error:
         raise StageError(f"unreadable statistics of a stage: {error}") from None
+
+
+def described(error: Exception, name: str) -> LlmpqError:
+    """Turn anything that went wrong inside a rank into one of our errors, naming the stage."""
+    if isinstance(error, StageError) and not str(error).startswith("stage "):
+        return StageError(f"{name}: {error}")
+    if isinstance(error, LlmpqError):
+        return error
+    is_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if is_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        first_line = str(error).partition("\n")[0]
+        return CapacityError(f"{name}: out of memory: {first_line}")
+    return StageError(f"{name}: {type(error).__name__}: {error}")

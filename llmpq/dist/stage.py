@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.communicator import Communicator
+from llmpq.dist.decode_graphs import DecodeGraphs
 from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.kv_transfer import Door
 from llmpq.dist.messages import Frame, FrameKind, Row
 from llmpq.dist.ring import error_of
-from llmpq.dist.stats import StageClock, synchronize
+from llmpq.dist.stats import StageClock, synchronize, tokens_read
 from llmpq.models import DecoderStage, MicroBatch
 from llmpq.spec.precision import Phase
 
@@ -35,6 +36,7 @@ class StageRunner:
         device: where both are.
         is_last: whether the next thing after this stage is the projection to the vocabulary.
         door: what rows pass where keys and values come from, or go to, another rank.
+        graphs: the layers with their decode steps captured, on a device that can.
     """
 
     layers: DecoderStage | None
@@ -42,6 +44,7 @@ class StageRunner:
     device: torch.device
     is_last: bool
     door: Door | None = None
+    graphs: DecodeGraphs | None = None
 
     def close(self) -> None:
         """Hang up on those that keys and values come from, or go to."""
@@ -71,7 +74,10 @@ class StageRunner:
         hidden = hidden.to(self.device)
         if self.layers is not None:
             batch = micro_batch_of(rows, hidden.shape[1])
-            hidden = self.layers(hidden, batch, self.cache)
+            if self.graphs is not None:
+                hidden = self.graphs.forward(hidden, batch)
+            else:
+                hidden = self.layers(hidden, batch, self.cache)
         if self.is_last and hidden.shape[1] > 1:
             last = torch.tensor([row.length - row.first - 1 for row in rows], device=self.device)
             hidden = hidden[torch.arange(len(rows), device=self.device), last][:, None]
@@ -138,8 +144,9 @@ class StageWorker:
         synchronize(self._runner.device)
         self._runner.leave(frame.rows)
         spent_s = self._clock.now() - start
-        longest = max(row.length for row in frame.rows)
-        self._clock.record(PHASES[frame.kind], len(frame.rows), spent_s, longest)
+        phase = PHASES[frame.kind]
+        tokens = tokens_read(phase, frame.rows, self._runner.device)
+        self._clock.record(phase, len(frame.rows), spent_s, tokens)
         return micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
 
     def _stats(self) -> Frame:

@@ -23,12 +23,11 @@ from llmpq.dist.progress import Event
 from llmpq.dist.rank import (
     DTYPES,
     RankContext,
-    described,
     load_runner,
     tell_others,
     use_device,
 )
-from llmpq.dist.ring import error_of, shut_down, wait_until_ready
+from llmpq.dist.ring import described, error_of, shut_down, wait_until_ready
 from llmpq.dist.stage import PHASES
 from llmpq.dist.stats import StageClock, synchronize
 from llmpq.errors import SpecError, StageError

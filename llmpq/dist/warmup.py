@@ -35,14 +35,15 @@ def warm_up(
         return
     prompt = work.prompt_tokens
     rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
-    steps = [(rows, prompt, 0)] if stage.computes(Phase.PREFILL) else []
+    steps = [(range(rows), prompt, 0)] if stage.computes(Phase.PREFILL) else []
     if work.new_tokens > 1 and stage.computes(Phase.DECODE):
-        steps.append((sizes.decode, 1, prompt))
-    for count, tokens, first in steps:
-        hidden = torch.zeros(count, tokens, hidden_size, dtype=dtype, device=runner.device)
-        runner.run(
-            hidden, [Row(slot=slot, first=first, length=first + tokens) for slot in range(count)]
-        )
+        # A graph is captured for the slots of one micro-batch; without graphs one tells for all.
+        last = work.batch - sizes.decode if runner.graphs is not None else 0
+        blocks = range(0, last + 1, sizes.decode)
+        steps += [(range(slot, slot + sizes.decode), 1, prompt) for slot in blocks]
+    for slots, tokens, first in steps:
+        hidden = torch.zeros(len(slots), tokens, hidden_size, dtype=dtype, device=runner.device)
+        runner.run(hidden, [Row(slot=slot, first=first, length=first + tokens) for slot in slots])
     synchronize(runner.device)
 
 

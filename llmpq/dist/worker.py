@@ -221,6 +221,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         drift=job.drift,
         store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
         kernel=job.kernel,
+        captures=job.captures,
         leave=_leaving(job),
     )
 

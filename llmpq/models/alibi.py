@@ -6,6 +6,7 @@ Source: Press et al., "Train Short, Test Long" (2022); slopes as in transformers
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,11 +28,16 @@ def _geometric(heads: int, exponents: Tensor) -> Tensor:
     return torch.pow(base, exponents.to(torch.int32))
 
 
+@lru_cache(maxsize=64)
+def _slopes_on(heads: int, device: torch.device) -> Tensor:
+    return alibi_slopes(heads).to(device)
+
+
 def alibi_bias(rows: int, heads: int, keys: int, like: Tensor) -> Tensor:
     """Bias of key position ``s``, ``[rows * heads, 1, keys]`` in the dtype of ``like``.
 
     It depends on the key alone: softmax ignores the constant that a query's position would add.
     """
-    slopes = alibi_slopes(heads).to(like.device)
+    slopes = _slopes_on(heads, like.device)
     bias = slopes[:, None, None] * torch.arange(keys, device=like.device)  # [heads, 1, keys]
     return bias.repeat(rows, 1, 1).to(like.dtype)

@@ -161,8 +161,22 @@ def visible_keys(batch: MicroBatch, window: int | None, device: torch.device) ->
     A query at position ``p`` sees the tokens ``(p - window, p]``, transformers' own definition of
     a sliding window.
     """
-    queries = batch.query_positions.to(device)[:, None, :, None]  # [R, 1, T, 1]
-    keys = torch.arange(batch.longest, device=device)  # [S]
+    return keys_before(batch.query_positions.to(device), batch.longest, window)
+
+
+def keys_before(positions: Tensor, count: int, window: int | None) -> Tensor:
+    """Which of the first ``count`` cached tokens queries at ``positions`` ``[R, T]`` attend to.
+
+    Args:
+        positions: on the device of the answer; nothing is decided on the host.
+        count: S; at least the longest row's.
+        window: tokens a query sees, ``None`` for all.
+
+    Returns:
+        ``[R, 1, T, S]`` bool.
+    """
+    queries = positions[:, None, :, None]  # [R, 1, T, 1]
+    keys = torch.arange(count, device=positions.device)  # [S]
     visible = keys <= queries
     if window is not None:
         visible &= keys > queries - window

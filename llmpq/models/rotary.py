@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from llmpq.models.adapter import takes
-from llmpq.models.attention import MicroBatch
 
 Table = tuple[Tensor, Tensor]
 
 
 class RotaryTables(nn.Module):
     """transformers' rotary module behind one call per micro-batch.
+
+    Attributes:
+        follows_length: whether a row's table depends on how long the row is.
 
     Args:
         rotary: from ``build_rotary``.
@@ -34,11 +36,15 @@ class RotaryTables(nn.Module):
         self._is_typed = takes(rotary.forward, "layer_type")
         self._layer_types = list(layer_types or []) if self._is_typed else []
         self._num_layers: int = config.num_hidden_layers
-        self._follows_length = _follows_length(rotary)
+        self.follows_length = _follows_length(rotary)
 
-    def forward(self, hidden: Tensor, batch: MicroBatch) -> list[Table]:
-        """The table of every layer of the model: ``(cos, sin)``, each ``[R, T, rotary_dim]``."""
-        positions = batch.query_positions.to(hidden.device)
+    def forward(self, hidden: Tensor, positions: Tensor) -> list[Table]:
+        """The table of every layer of the model: ``(cos, sin)``, each ``[R, T, rotary_dim]``.
+
+        Args:
+            hidden: tells the dtype and the device.
+            positions: of every query, ``[R, T]`` int64 on the same device.
+        """
         if not self._is_typed:
             return [self._table(hidden, positions, None)] * self._num_layers
         kinds = set(self._layer_types)
@@ -46,7 +52,7 @@ class RotaryTables(nn.Module):
         return [tables[kind] for kind in self._layer_types]
 
     def _table(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
-        if not self._follows_length:
+        if not self.follows_length:
             return self._call(hidden, positions, kind)
         rows = []
         for row in positions:

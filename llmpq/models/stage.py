@@ -22,6 +22,7 @@ from llmpq.models.attention import (
     KVView,
     MicroBatch,
     additive,
+    keys_before,
     needs_no_mask,
     visible_keys,
 )
@@ -31,7 +32,8 @@ from llmpq.models.rotary import RotaryTables
 from llmpq.models.slot_attention import AttendingStore, AttendingView, SlotMask, install
 
 Mask = Tensor | SlotMask | None
-LayerArgument = Mask | KVView | tuple[Tensor, Tensor]
+LayerArguments = dict[str, Mask | KVView | tuple[Tensor, Tensor]]
+"""What a layer is called with besides the hidden states."""
 
 
 class DecoderStage(nn.Module):
@@ -52,14 +54,13 @@ class DecoderStage(nn.Module):
         self.layers = nn.ModuleList(layers)
         rotary = build_rotary(config)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
+        self._is_sdpa = config._attn_implementation == "sdpa"
         self._has_alibi = family_of(config.model_type).alibi
         (shape,) = kv_shapes(config, 0, 1)
         self._has_groups = shape.heads < config.num_attention_heads
         # Every layer, or none: a view is of one kind.
         is_known = family_of(config.model_type).attends_once and config.model_type in CHECKED
-        self._may_attend = config._attn_implementation == "sdpa" and all(
-            [install(layer) for layer in layers]
-        )
+        self._may_attend = self._is_sdpa and all([install(layer) for layer in layers])
         self._may_attend &= is_known
         self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
@@ -102,26 +103,63 @@ class DecoderStage(nn.Module):
         view: KVView | None = attending
         if attending is None and cache is not None:
             view = cache.view(batch)
-        shared = self._shared_arguments(hidden, batch)
         masks = self._masks(hidden, batch, attending)
-        tables = None if self.rotary is None else self.rotary(hidden, batch)
-        for index, layer in enumerate(self.layers):
-            arguments = dict(shared)
-            arguments[self._cache_arguments[index]] = view
-            arguments["attention_mask"] = masks[self._windows[index]]
-            if tables is not None:
-                arguments["position_embeddings"] = tables[self.first_layer + index]
-            output = layer(hidden, **arguments)
-            hidden = output[0] if isinstance(output, tuple) else output
+        positions = batch.query_positions.to(hidden.device)
+        arguments = self._arguments(hidden, positions, batch.longest, view, masks)
+        for index in range(len(self.layers)):
+            hidden = self.run_layer(index, hidden, arguments[index])
         return hidden
 
-    def _shared_arguments(self, hidden: Tensor, batch: MicroBatch) -> dict[str, LayerArgument]:
-        shared: dict[str, LayerArgument]
-        shared = {"position_ids": batch.query_positions.to(hidden.device)}
+    @torch.inference_mode()
+    def decode_arguments(
+        self, hidden: Tensor, positions: Tensor, view: KVView, longest: int
+    ) -> list[LayerArguments]:
+        """What every layer is called with for one new token a row, made on the device alone.
+
+        Unlike :meth:`forward`, which leaves masks out and picks kernels by the rows at hand, this
+        depends on shapes only: a CUDA graph can hold it (``llmpq.dist.decode_graphs``).
+
+        Args:
+            hidden: ``[R, 1, H]``.
+            positions: of the new tokens, ``[R, 1]`` int64 on the same device.
+            view: of the rows' slots.
+            longest: tokens that ``view`` gives of each row; at least those it has.
+        """
+        masks: dict[int | None, Mask] = {}
+        for window in set(self._windows):
+            visible = keys_before(positions, longest, window)
+            masks[window] = visible if self._is_sdpa else additive(visible, hidden.dtype)
+        return self._arguments(hidden, positions, longest, view, masks)
+
+    @torch.inference_mode()
+    def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
+        """Run the stage's layer ``index``, the first being 0: ``[R, T, H]`` from the same."""
+        output = self.layers[index](hidden, **arguments)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+    def _arguments(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        longest: int,
+        view: KVView | None,
+        masks: dict[int | None, Mask],
+    ) -> list[LayerArguments]:
+        shared: LayerArguments = {"position_ids": positions}
         if self._has_alibi:
             heads = self.config.num_attention_heads
-            shared["alibi"] = alibi_bias(batch.rows, heads, batch.longest, hidden)
-        return shared
+            shared["alibi"] = alibi_bias(hidden.shape[0], heads, longest, hidden)
+        tables = None if self.rotary is None else self.rotary(hidden, positions)
+        found = []
+        for index in range(len(self.layers)):
+            own = dict(shared)
+            own[self._cache_arguments[index]] = view
+            own["attention_mask"] = masks[self._windows[index]]
+            if tables is not None:
+                own["position_embeddings"] = tables[self.first_layer + index]
+            found.append(own)
+        return found
 
     def _attending(self, cache: KVStore | None, batch: MicroBatch) -> AttendingView | None:
         """Open the cache as one that attends by itself, where it can."""
@@ -136,7 +174,7 @@ class DecoderStage(nn.Module):
         if attending is not None:
             kinds = set(self._windows)
             return {window: SlotMask(view=attending, window=window) for window in kinds}
-        is_sdpa = self.config._attn_implementation == "sdpa"
+        is_sdpa = self._is_sdpa
         masks_decode = is_sdpa and self._has_groups and hidden.device.type == "cpu"
         masks: dict[int | None, Mask] = {}
         for window in set(self._windows):

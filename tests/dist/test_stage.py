@@ -13,8 +13,7 @@ from llmpq.dist.communicator import Communicator, in_process_ring
 from llmpq.dist.failures import PeerLostError
 from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
 from llmpq.dist.prompts import Request
-from llmpq.dist.rank import described
-from llmpq.dist.ring import error_frame, error_of, shut_down, wait_until_ready
+from llmpq.dist.ring import described, error_frame, error_of, shut_down, wait_until_ready
 from llmpq.dist.stage import StageRunner, StageWorker, micro_batch_frame
 from llmpq.dist.stats import StageClock
 from llmpq.errors import CapacityError, SpecError, StageError

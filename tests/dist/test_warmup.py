@@ -19,8 +19,9 @@ CPU = torch.device("cpu")
 class Runner:
     """Keeps what it was asked to run."""
 
-    def __init__(self, layers: object = "layers") -> None:
+    def __init__(self, layers: object = "layers", graphs: object = None) -> None:
         self.layers = layers
+        self.graphs = graphs
         self.device = CPU
         self.steps: list[tuple[tuple[int, ...], list[tuple[int, int, int]]]] = []
 
@@ -41,6 +42,16 @@ def test_both_phases_run_once_at_the_sizes_of_the_plan():
     prefill, decode = runner.steps
     assert prefill == ((2, 7, 16), [(0, 0, 7), (1, 0, 7)])
     assert decode == ((3, 1, 16), [(0, 7, 8), (1, 7, 8), (2, 7, 8)])
+
+
+def test_where_steps_are_captured_every_full_micro_batch_is_warmed_up():
+    runner = Runner(graphs="graphs")
+    plan = plan_of(decode=2)
+    warm_up(plan, plan.stages[0], runner, 16, torch.float32)
+    assert [rows for _, rows in runner.steps[1:]] == [
+        [(0, 7, 8), (1, 7, 8)],
+        [(2, 7, 8), (3, 7, 8)],
+    ]
 
 
 def test_answers_of_one_token_have_no_decode_to_warm_up():
