@@ -19,16 +19,19 @@ from statistics import median
 import torch
 
 from llmpq.batching import HybridPolicy
+from llmpq.dist.allocator import keep_memory
+from llmpq.dist.decode_graphs import graphs_of
 from llmpq.dist.engine import MasterEngine
 from llmpq.dist.job import Sampling
 from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.messages import Row
 from llmpq.dist.prompts import Request
 from llmpq.dist.results import FinishReason
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import StageRunner
 from llmpq.dist.stats import StageClock, synchronize
 from llmpq.errors import SpecError
-from llmpq.models import DecoderStage, Master, MicroBatch, kv_shapes, load_config
+from llmpq.models import DecoderStage, Master, kv_shapes, load_config
 from llmpq.profiler.grid import Shape
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.spec.plan import MicroBatching
@@ -140,24 +143,26 @@ class Bench:
         self.depth: int = min(job.layers, config.num_hidden_layers)
         self.few: int = max(1, min(2, self.depth // 3))
         self.cold_s: dict[Phase, list[float]] = {phase: [] for phase in Phase}
-        self._stages: dict[tuple[int, int], DecoderStage] = {}
+        stages: dict[tuple[int, int], DecoderStage] = {}
         for width in job.bits:
             stage = load_stage(
                 job.model_dir, 0, self.depth, [width] * self.depth,
                 dtype=job.dtype, device=job.device,
             )  # fmt: skip
-            self._stages[width, self.depth] = stage
+            stages[width, self.depth] = stage
             if self.few < self.depth:
                 few = [stage.layers[index] for index in range(self.few)]
-                self._stages[width, self.few] = DecoderStage(stage.config, few, 0)
+                stages[width, self.few] = DecoderStage(stage.config, few, 0)
         self._master: Master = load_master(job.model_dir, dtype=job.dtype, device=job.device)
         self._cache = KVCache(
             kv_shapes(config, 0, self.depth), 0, num_slots=job.max_batch,
             max_tokens=job.max_tokens + 1, dtype=job.dtype, device=job.device,
         )  # fmt: skip
+        self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
         self._hidden = self._master.embed(tokens, tokens)[:, :1]  # [1, 1, H]
         self._reference = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE, device=job.device)
+        keep_memory()  # as a rank does once it is loaded
 
     def trials(self) -> list[list[Trial]]:
         """Return what is to be timed, one list a bitwidth; the master's is the last."""
@@ -204,17 +209,26 @@ class Bench:
         shape = trial.shape
         new = shape.tokens if shape.phase is Phase.PREFILL else 1
         hidden = self._hidden.expand(shape.batch, new, -1).contiguous()  # [R, T, H]
-        stage = self._stages[trial.bits, trial.layers]
+        runner = self._runners[trial.bits, trial.layers]
+        first = shape.tokens - new
+        rows = [Row(slot=slot, first=first, length=shape.tokens) for slot in range(shape.batch)]
+        if runner.graphs is not None and new == 1:
+            runner.run(hidden, rows)  # captures a shape that was not there yet, or lost its place
         synchronize(self.job.device)
         start = time.perf_counter()
-        batch = MicroBatch.build(
-            slots=range(shape.batch),
-            starts=[shape.tokens - new] * shape.batch,
-            counts=[new] * shape.batch,
-        )
-        stage(hidden, batch, self._cache)
+        runner.run(hidden, rows)
         synchronize(self.job.device)
         return time.perf_counter() - start
+
+    def _runner(self, stage: DecoderStage) -> StageRunner:
+        """Return what a rank would run: a batch of any size is a full micro-batch of some plan."""
+        return StageRunner(
+            layers=stage,
+            cache=self._cache,
+            device=self.job.device,
+            is_last=False,
+            graphs=graphs_of(stage, self._cache, full_rows=1),
+        )
 
     def _run_master(self, shape: Shape) -> list[Timing]:
         """Let an engine answer the prompts over no layers at all; every landing is a moment."""

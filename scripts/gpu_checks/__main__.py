@@ -23,6 +23,7 @@ CHECKS: dict[str, tuple[Check, float]] = {
     "kernel_errors": (kernels.errors, 200),
     "kernel_memory": (kernels.memory, 60),
     "quantized_stage": (runtime.quantized_stage, 60),
+    "decode_graphs": (runtime.decode_graphs, 90),
     "stage_memory": (runtime.stage_memory, 60),
     "tokens": (runtime.tokens, 90),
     "mixed_pipeline": (runtime.mixed_pipeline, 120),

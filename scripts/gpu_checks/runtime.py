@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,11 +16,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmpq.dist import generate_offline
+from llmpq.dist.decode_graphs import Capture, CudaCapture, DecodeGraphs, Work
 from llmpq.dist.job import Sampling
+from llmpq.dist.kv_cache import KVCache
 from llmpq.dist.progress import SilentProgress
 from llmpq.dist.prompts import Prompt, Request
 from llmpq.dist.rank import RankContext, run_master
-from llmpq.models import MicroBatch
+from llmpq.dist.stats import synchronize
+from llmpq.models import DecoderStage, MicroBatch, kv_shapes
 from llmpq.quant.layer import stored_bytes
 from llmpq.quant.linear import QuantLinear
 from llmpq.quant.loader import load_stage
@@ -43,6 +49,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7], [2, 7, 1, 8, 2], list(range(20, 37))]
 STAGE_BITS = (16, 8, 4, 3)
 GPU = "H200"  # the catalogue's name of a device of CUDA's kind; only its kind matters here
 STAGE_TOLERANCE = 0.03  # bf16 on both sides; 8 bits round their activations on one
+REPLAY_TOLERANCE = 2 * STAGE_TOLERANCE  # other attention kernels; 8 bits round on both sides
 
 
 def quantized_stage(setting: Setting) -> list[Row]:
@@ -75,6 +82,74 @@ def quantized_stage(setting: Setting) -> list[Row]:
     if any(not row["error"] < STAGE_TOLERANCE for row in rows):
         raise FailedError(f"an error above {STAGE_TOLERANCE}", rows)
     return rows
+
+
+def decode_graphs(setting: Setting) -> list[Row]:
+    """Decode steps replayed from graphs: the layers' numbers, and their time as a ratio.
+
+    On a CPU nothing is captured; the same steps at fixed places are then called again.
+    """
+    sizes = {"layers": 4, "hidden": 256, "intermediate": 512}
+    if not setting.is_quick:
+        sizes = {"layers": 8, "hidden": 2048, "intermediate": 5632}
+    model_dir = _model(setting, "llama", **sizes)
+    is_gpu = setting.device.type == "cuda"
+    rows: list[Row] = []
+    for bits in (*STAGE_BITS, "mixed"):
+        widths = STAGE_BITS if bits == "mixed" else (bits,) * 4
+        stage = load_stage(model_dir, 0, 4, widths, dtype=torch.bfloat16, device=setting.device)
+        for count in (1, 8):
+            capture = CudaCapture(setting.device) if is_gpu else _called_again
+            rows.append({"bits": bits, "rows": count} | _replayed(setting, stage, count, capture))
+    if any(not row["error"] < REPLAY_TOLERANCE for row in rows):
+        raise FailedError(f"an error above {REPLAY_TOLERANCE}", rows)
+    if is_gpu and not all(row["graphs"] for row in rows):
+        raise FailedError("a stage was not captured", rows)
+    return rows
+
+
+def _called_again(work: Work) -> Work:
+    return work
+
+
+def _replayed(setting: Setting, stage: DecoderStage, count: int, capture: Capture) -> Row:
+    """Decode over the edge of a shape, by layers and by graphs, each with a cache of its own."""
+    first, steps, size = 126, 4 if setting.is_quick else 40, stage.config.hidden_size
+    rng = torch.Generator().manual_seed(count)
+    caches = [
+        KVCache(
+            kv_shapes(stage.config, 0, 4), 0, num_slots=count, max_tokens=first + steps + 1,
+            dtype=torch.bfloat16, device=setting.device,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    graphs = DecodeGraphs(stage, caches[1], full_rows=count, capture=capture)
+    prompt = torch.randn(count, first, size, generator=rng).bfloat16().to(setting.device)
+    for cache in caches:
+        stage(prompt, MicroBatch.build(range(count), [0] * count, [first] * count), cache)
+    errors: list[float] = []
+    times: dict[str, list[float]] = {"layers": [], "graphs": []}
+    for step in range(steps):
+        batch = MicroBatch.build(range(count), [first + step] * count, [1] * count)
+        hidden = torch.randn(count, 1, size, generator=rng).bfloat16().to(setting.device)
+        made: list[Tensor] = []
+        for name, forward in (
+            ("layers", partial(stage, cache=caches[0])),
+            ("graphs", graphs.forward),
+        ):
+            synchronize(setting.device)
+            start = time.perf_counter()
+            made.append(forward(hidden, batch))
+            synchronize(setting.device)
+            times[name].append(time.perf_counter() - start)
+        errors.append(((made[1] - made[0]).norm() / made[0].norm()).item())
+    layers_s, graphs_s = (statistics.median(times[name]) for name in ("layers", "graphs"))
+    return {
+        "error": max(errors),
+        "graphs": len(graphs.shapes),
+        "layers us": round(1e6 * layers_s, 1),
+        "ratio": round(graphs_s / layers_s, 3),
+    }
 
 
 def stage_memory(setting: Setting) -> list[Row]:
