@@ -1,17 +1,27 @@
-"""llmpq-profile recalibrate: correct the tables of a plan by one run of it."""
+"""llmpq-profile recalibrate: correct a table by runs of plans that were priced from it."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import command_line, print_json
 from llmpq.costmodel import ClusterCosts, build_costs
-from llmpq.costmodel.recalibrate import MASTER_BITS, Observation, corrected, correction_factors
+from llmpq.costmodel.profiles import MasterLoop, drift_of
+from llmpq.costmodel.recalibrate import (
+    MASTER_BITS,
+    Factors,
+    LoopObservation,
+    Observation,
+    corrected,
+    correction_factors,
+    drift_between,
+    master_loop,
+)
 from llmpq.dist.measurement import WorkSample, work_from_fields
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
@@ -20,7 +30,7 @@ from llmpq.spec.fields import Fields, digest_of, read_json
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.precision import Phase
-from llmpq.spec.tables import read_latency_table, write_latency_table
+from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
 
 NAME = "llmpq-profile"
 
@@ -31,9 +41,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "recalibrate", help="correct a latency table by what a run of a plan measured"
     )
     again.add_argument(
-        "--report", required=True, type=Path, help="what llmpq-dist --report (or --json) wrote"
-    )
-    again.add_argument("--strat_file_name", required=True, type=Path, help="the plan that ran")
+        "--report", required=True, type=Path, nargs="+",
+        help="what llmpq-dist --report (or --json) wrote of a run; several also tell how far one "
+        "run differs from the next, by which --latency_bound is guarded",
+    )  # fmt: skip
+    again.add_argument(
+        "--strat_file_name", required=True, type=Path, nargs="+",
+        help="the plan that ran: one for all reports, or one each",
+    )  # fmt: skip
     again.add_argument("--table", required=True, type=Path, help="latency table to correct (CSV)")
     again.add_argument("--output", required=True, type=Path, help="corrected table (CSV)")
     again.add_argument(
@@ -45,27 +60,58 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Read, correct, write, and print the factors."""
-    plan = read_plan(options.strat_file_name)
-    _refuse_shared_cores(plan)
     table = read_latency_table(options.table)
-    report = read_json(options.report)
-    costs = _costs(plan, options)
-    factors = correction_factors(_observations(plan, costs, report, options))
-    new = corrected(table, factors)
-    origin = [line for line in new.provenance if line[0] != "command"]
+    observations: list[Observation] = []
+    loops: list[LoopObservation] = []
+    for number, (file, strategy) in enumerate(_pairs(options)):
+        plan = read_plan(strategy)
+        _refuse_shared_cores(plan)
+        stages = _stages(plan, file, strategy)
+        costs = _costs(plan, options)
+        found = _observations(plan, costs, stages, file)
+        observations += [replace(one, run=number) for one in found]
+        if costs.cluster.devices[plan.stages[0].device].profile is not None:
+            loops += _loop(file, stages[0])
+    factors = correction_factors(observations)
+    loop = master_loop(loops) if loops else None
+    new = corrected(table, factors, loop, drift_between(observations, factors))
+    origin = [line for line in new.provenance if line[0] not in ("command", "recalibrated by")]
+    digests = ", ".join(digest_of(read_json(file)) for file in options.report)
     first = (
         ("command", command_line(NAME, argv)),
-        ("recalibrated by", f"report {digest_of(report)}"),
+        ("recalibrated by", f"{'report' if len(options.report) == 1 else 'reports'} {digests}"),
     )
     write_latency_table(options.output, replace(new, provenance=(*first, *origin)))
-    named = {f"{phase.value} {bits or 'master'}": value for (phase, bits), value in factors.items()}
-    if options.json:
-        print_json({"output": str(options.output), "factors": named})
-    else:
-        for name, value in sorted(named.items()):
-            print(f"{name:16} x {value:.3f}")
-        print(f"{len(new.samples)} points written to {options.output}")
+    _tell(options, new, factors)
     return 0
+
+
+def _tell(options: argparse.Namespace, new: LatencyTable, factors: Factors) -> None:
+    named = {f"{phase.value} {bits or 'master'}": value for (phase, bits), value in factors.items()}
+    file, said = str(options.output), dict(new.provenance)
+    loop, drift = MasterLoop.of(file, said), drift_of(file, said)
+    if options.json:
+        record = {"output": file, "factors": named, "loop_s": asdict(loop), "drift": drift}
+        print_json(record)
+        return
+    for name, value in sorted(named.items()):
+        print(f"{name:16} x {value:.3f}")
+    print(f"master's loop    {loop.step_s:.6f} s a micro-batch, {loop.row_s:.6f} s a row")
+    print(f"drift            {drift:.1%} from one moment or run to the next")
+    print(f"{len(new.samples)} points written to {options.output}")
+
+
+def _pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
+    """Return every report with the plan that ran."""
+    reports, plans = options.report, options.strat_file_name
+    if len(plans) == 1:
+        plans = plans * len(reports)
+    if len(plans) != len(reports):
+        raise SpecError(
+            f"--strat_file_name: found {len(plans)} plans for {len(reports)} reports, expected one "
+            "for all or one each"
+        )
+    return list(zip(reports, plans, strict=True))
 
 
 def _costs(plan: Plan, options: argparse.Namespace) -> ClusterCosts:
@@ -113,49 +159,91 @@ def _refuse_shared_cores(plan: Plan) -> None:
             )
 
 
-def _observations(
-    plan: Plan, costs: ClusterCosts, report: Any, options: argparse.Namespace
-) -> list[Observation]:
-    fields = Fields(report, str(options.report))
-    stages = fields.children("stages", minimum=1)
+def _stages(plan: Plan, file: Path, strategy: Path) -> list[Fields]:
+    """Return what a report says of each stage of its plan."""
+    stages = Fields(read_json(file), str(file)).children("stages", minimum=1)
     if len(stages) != len(plan.stages):
         raise SpecError(
-            f"{options.report}: field 'stages': found {len(stages)}, expected the "
-            f"{len(plan.stages)} of {options.strat_file_name}"
+            f"{file}: field 'stages': found {len(stages)}, expected the {len(plan.stages)} of "
+            f"{strategy}"
         )
+    return stages
+
+
+def _observations(
+    plan: Plan, costs: ClusterCosts, stages: Sequence[Fields], file: Path
+) -> list[Observation]:
     found: list[Observation] = []
     for rank, stage in enumerate(stages):
         if costs.cluster.devices[plan.stages[rank].device].profile is None:
             continue
         if not stage.has("work"):
-            raise SpecError(f"{options.report}: field 'stages[{rank}].work': found none")
+            raise SpecError(f"{file}: field 'stages[{rank}].work': found none")
+        beside = _busy_beside(plan, stages, rank)
         for one in stage.children("work"):
-            found += _observed(plan, costs, rank, work_from_fields(one))
+            found += _observed(plan, costs, rank, work_from_fields(one), beside)
     return found
 
 
-def _observed(plan: Plan, costs: ClusterCosts, rank: int, work: WorkSample) -> list[Observation]:
-    """Return what one kind of work says of the layers, and of the master."""
+def _busy_beside(plan: Plan, stages: Sequence[Fields], rank: int) -> float:
+    """Return the share of a stage's time in which another of its node computed too.
+
+    Taken as if they computed at unrelated times; the most of it is 1.
+    """
+    nodes = [plan.device_of(stage).node for stage in plan.stages]
+    idle = 1.0
+    for other, stage in enumerate(stages):
+        if other != rank and nodes[other] == nodes[rank]:
+            idle *= 1.0 - (stage.optional_number("busy_fraction") or 0.0)
+    return 1.0 - idle
+
+
+def _loop(file: Path, master: Fields) -> list[LoopObservation]:
+    """Return what a master did that was neither work on the model nor waiting nor sending."""
+    told = [master.optional_number(f"{what}_fraction") for what in ("busy", "wait", "send")]
+    elapsed_s = Fields(read_json(file), str(file)).optional_number("elapsed_s")
+    known = [share for share in told if share is not None]
+    if elapsed_s is None or len(known) < len(told):
+        return []  # a report of an older version
+    work = [work_from_fields(one) for one in master.children("work")]
+    return [
+        LoopObservation(
+            micro_batches=sum(one.count for one in work),
+            rows=sum(one.count * one.rows for one in work),
+            seconds=max(0.0, 1.0 - sum(known)) * elapsed_s,
+        )
+    ]
+
+
+def _observed(
+    plan: Plan, costs: ClusterCosts, rank: int, work: WorkSample, beside: float
+) -> list[Observation]:
+    """Return what one kind of work says of the layers, and of the master.
+
+    ``beside`` is the share of the time in which company slowed it down: a forecast counts company
+    by itself, so that the table must not.
+    """
     stage = plan.stages[rank]
     device = costs.cluster.devices[stage.device]
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
+    slower = 1.0 + beside * (costs.company_factor(device, work.phase) - 1.0)
     predicted: dict[int, float] = {}
     for (kind, bits), count in Counter(zip(kinds, stage.bits, strict=True)).items():
         one_s = costs.layer_s(device, work.phase, bits, work.rows, work.tokens, kind)
-        predicted[bits] = predicted.get(bits, 0.0) + count * work.count * one_s
+        predicted[bits] = predicted.get(bits, 0.0) + slower * count * work.count * one_s
     found = []
     if predicted:
         found.append(
             Observation(
                 phase=work.phase,
                 predicted=predicted,
-                apart_s=work.count * costs.stage_s(device, work.phase),
+                apart_s=slower * work.count * costs.stage_s(device, work.phase),
                 measured_s=work.seconds,
             )
         )
     if work.master_s > 0:
         tokens = round(work.tokens) if work.phase is Phase.PREFILL else 1
-        master_s = work.count * costs.master_s(device, work.phase, work.rows, tokens)
+        master_s = slower * work.count * costs.master_s(device, work.phase, work.rows, tokens)
         found.append(
             Observation(
                 phase=work.phase,

@@ -25,6 +25,8 @@ from llmpq.units import format_seconds
 
 POLICIES = ("hybrid", "static", "iteration", "rra", "waa", "auto")
 SEARCHED = ("rra", "waa", "auto")
+CONFIDENCE = 0.95
+"""A schedule's latencies stay 1.6 standard deviations of what the tables state below a bound."""
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,14 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         default="length",
         help="the bound is for an answer of the 99th percentile's length (default), or for 99 %% "
         "of all requests, proven in simulation",
+    )
+    group.add_argument(
+        "--bound_confidence",
+        type=float,
+        default=CONFIDENCE,
+        metavar="SHARE",
+        help="how likely --latency_bound is to be kept, given how unsure the measured tables say "
+        f"they are (default {CONFIDENCE}; 0.5 takes them at their word)",
     )
     group.add_argument("--lengths", metavar="FILE.json", help="law of answer lengths")
     group.add_argument(
@@ -151,6 +161,7 @@ def _wanted(options: argparse.Namespace, request: PlanRequest) -> ScheduleReques
         new_tokens=load_lengths(options.lengths),
         latency_bound_s=bound_s,
         sla=options.sla,
+        confidence=options.bound_confidence,
     )
 
 

@@ -14,6 +14,7 @@ from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.profiles import (
     Company,
+    MasterLoop,
     Profile,
     ProfileKey,
     StageSeconds,
@@ -83,6 +84,9 @@ class ClusterCosts:
             masks, a message unpacked), in prefill and in decode, by ``Device.group``.
         company: how much longer a device computes while other workers of its host do, by
             ``Device.group``.
+        loop: what the master's own loop takes beside the model, by ``Device.group``.
+        drift: one standard deviation of a device's speed from moment to moment, as a share, by
+            ``Device.group``.
         hurried: types of devices with tables that there was no time to make ready; the roofline
             prices them.
     """
@@ -96,6 +100,8 @@ class ClusterCosts:
     comm: CommModel
     stage: tuple[StageSeconds, ...] = ()
     company: tuple[Company, ...] = ()
+    loop: tuple[MasterLoop, ...] = ()
+    drift: tuple[float, ...] = ()
     hurried: tuple[str, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
@@ -137,6 +143,17 @@ class ClusterCosts:
         """
         return self.company[device.group].factor(phase) if self.company else 1.0
 
+    def loop_s(self, device: Device, rows: int) -> float:
+        """Return what the master's own loop takes of a micro-batch of ``rows`` beside the model."""
+        if not self.loop:
+            return 0.0
+        own = self.loop[device.group]
+        return own.step_s + own.row_s * rows
+
+    def drift_share(self, device: Device) -> float:
+        """Return one standard deviation of the speed of a device from moment to moment."""
+        return self.drift[device.group] if self.drift else 0.0
+
     def crowding(self, device: Device) -> float:
         """Return how much slower a device computes while all workers of its host do, at least 1.
 
@@ -173,6 +190,9 @@ class ClusterCosts:
         workload: Workload,
         micro_batching: MicroBatching,
         is_master: bool,
+        *,
+        is_last: bool = False,
+        has_dense: bool = True,
     ) -> int:
         """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
         each = memory.temporary_bytes(
@@ -183,7 +203,8 @@ class ClusterCosts:
             device_kind=self.specs[device.group].kind,
             is_master=is_master,
             kv_bits=self.kv_bits,
-            is_alone=len(self.cluster.devices) == 1,
+            is_last=is_last or len(self.cluster.devices) == 1,
+            has_dense=has_dense,
         )
         return device.members * each  # hidden states are whole on every device that shares layers
 
@@ -231,8 +252,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
     cache = None if cache_dir is None else Cache(folder=cache_dir)
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
-    stage: list[StageSeconds] = []
-    company: list[Company] = []
+    profiles: list[Profile | None] = []
     hurried: list[str] = []
     for device in cluster.devices:
         if device.local_index:
@@ -256,8 +276,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
             )
         hurried += [] if ready else [device.type]
         specs.append(spec)
-        stage.append(StageSeconds() if profile is None else profile.stage)
-        company.append(Company() if profile is None else profile.company)
+        profiles.append(profile)
         models.append(chosen or analytic)
     return ClusterCosts(
         model=model,
@@ -269,8 +288,10 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         comm=AlphaBetaCommModel(
             cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
         ),
-        stage=tuple(stage),
-        company=tuple(company),
+        stage=tuple(StageSeconds() if one is None else one.stage for one in profiles),
+        company=tuple(Company() if one is None else one.company for one in profiles),
+        loop=tuple(MasterLoop() if one is None else one.loop for one in profiles),
+        drift=tuple(0.0 if one is None else one.drift for one in profiles),
         hurried=tuple(dict.fromkeys(hurried)),
     )
 

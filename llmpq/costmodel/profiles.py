@@ -28,8 +28,13 @@ STAGE_KEY = "stage_s"
 """Provenance line of a latency table: what a stage takes apart from its layers."""
 COMPANY_KEY = "company"
 """Provenance line: how much longer a layer takes while other workers keep the host's cores busy."""
+LOOP_KEY = "loop_s"
+"""Provenance line: what the master's own loop takes of a micro-batch beside the model."""
+DRIFT_KEY = "drift"
+"""Provenance line: how far the device's speed differs from one moment to the next."""
 MAX_S = 3600.0
 MAX_COMPANY = 100.0
+MAX_DRIFT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ class StageSeconds:
         Raises:
             SpecError: the line says something else.
         """
-        found = _by_phase(file, provenance, STAGE_KEY, (0.0, MAX_S))
+        found = _pair(file, provenance, STAGE_KEY, _PHASES, (0.0, MAX_S))
         return cls() if found is None else cls(prefill=found[0], decode=found[1])
 
 
@@ -75,26 +80,78 @@ class Company:
         Raises:
             SpecError: the line says something else.
         """
-        found = _by_phase(file, provenance, COMPANY_KEY, (1.0, MAX_COMPANY))
+        found = _pair(file, provenance, COMPANY_KEY, _PHASES, (1.0, MAX_COMPANY))
         return cls() if found is None else cls(prefill=found[0], decode=found[1])
 
 
-def _by_phase(
-    file: str, provenance: dict[str, str], key: str, limits: tuple[float, float]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterLoop:
+    """What the master's own loop takes of a micro-batch beside the model: requests, rows, records.
+
+    Attributes:
+        step_s: of every micro-batch.
+        row_s: of every row of it.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+
+    @classmethod
+    def of(cls, file: str, provenance: dict[str, str]) -> MasterLoop:
+        """Read ``loop_s: step 0.0004 row 0.00003``; without the line both are 0.
+
+        Raises:
+            SpecError: the line says something else.
+        """
+        found = _pair(file, provenance, LOOP_KEY, ("step", "row"), (0.0, MAX_S))
+        return cls() if found is None else cls(step_s=found[0], row_s=found[1])
+
+
+def drift_of(file: str, provenance: dict[str, str]) -> float:
+    """Read ``drift: 0.08``: one standard deviation of the level, as a share of it.
+
+    It is between spans of a few seconds, or between the runs that a table was corrected by; without
+    the line it is 0.
+
+    Raises:
+        SpecError: the line says something else.
+    """
+    text = provenance.get(DRIFT_KEY, "0")
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < MAX_DRIFT:
+        raise SpecError(
+            f"{file}: provenance '{DRIFT_KEY}': found '{text}', expected a share of at least 0 "
+            f"and below {MAX_DRIFT:g}"
+        )
+    return found
+
+
+_PHASES = ("prefill", "decode")
+
+
+def _pair(
+    file: str,
+    provenance: dict[str, str],
+    key: str,
+    names: tuple[str, str],
+    limits: tuple[float, float],
 ) -> tuple[float, float] | None:
-    """Return the figures of a line ``KEY: prefill X decode Y``, ``None`` without the line."""
+    """Return the figures of a line ``KEY: NAME X NAME Y``, ``None`` without the line."""
     text = provenance.get(key)
     if text is None:
         return None
     low, high = limits
     try:
-        first, prefill, second, decode = text.split()
-        found = float(prefill), float(decode)
+        first, one, second, other = text.split()
+        found = float(one), float(other)
     except ValueError:
         first, second, found = "", "", limits
-    if (first, second) != ("prefill", "decode") or not all(low <= x < high for x in found):
+    if (first, second) != names or not all(low <= x < high for x in found):
         raise SpecError(
-            f"{file}: provenance '{key}': found '{text}', expected 'prefill X decode Y', "
+            f"{file}: provenance '{key}': found '{text}', expected '{names[0]} X {names[1]} Y', "
             f"both at least {low:g} and below {high:g}"
         )
     return found
@@ -110,6 +167,8 @@ class Profile:
         layer: index of the decoder layer that was measured.
         stage: what a stage takes apart from its layers.
         company: how much longer everything takes beside other workers.
+        loop: what the master's own loop takes beside the model.
+        drift: one standard deviation of the device's speed from moment to moment, as a share.
     """
 
     table: LatencyTable
@@ -117,6 +176,8 @@ class Profile:
     layer: int
     stage: StageSeconds = StageSeconds()
     company: Company = Company()
+    loop: MasterLoop = MasterLoop()
+    drift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +224,7 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
         difference = key.mismatch(dict(table.provenance))
         if difference is not None:
             raise SpecError(f"{path}: not a table for device {key.device.label}: {difference}")
-        return Profile(
-            table=table,
-            file=path,
-            layer=_layer(path, table, key.model),
-            stage=StageSeconds.of(path, dict(table.provenance)),
-            company=Company.of(path, dict(table.provenance)),
-        )
+        return _profile({path: table}, path, _layer(path, table, key.model))
     matching = {
         file: table
         for file, table in folder_tables.items()
@@ -184,14 +239,29 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
             "device, expected one layer"
         )
     samples = tuple(sample for table in matching.values() for sample in table.samples)
-    stages = [StageSeconds.of(file, dict(table.provenance)) for file, table in matching.items()]
-    company = [Company.of(file, dict(table.provenance)) for file, table in matching.items()]
+    whole = LatencyTable(samples=samples)
+    return _profile(matching, ", ".join(matching), layers.pop(), whole)
+
+
+def _profile(
+    tables: dict[str, LatencyTable], file: str, layer: int, whole: LatencyTable | None = None
+) -> Profile:
+    """Return tables of one device as one profile.
+
+    What they say beside their samples is the first that any of them says; of drifts the largest.
+    """
+    origins = {name: dict(table.provenance) for name, table in tables.items()}
+    stages = [StageSeconds.of(name, origin) for name, origin in origins.items()]
+    company = [Company.of(name, origin) for name, origin in origins.items()]
+    loops = [MasterLoop.of(name, origin) for name, origin in origins.items()]
     return Profile(
-        table=LatencyTable(samples=samples),
-        file=", ".join(matching),
-        layer=layers.pop(),
+        table=next(iter(tables.values())) if whole is None else whole,
+        file=file,
+        layer=layer,
         stage=next((one for one in stages if one != StageSeconds()), StageSeconds()),
         company=next((one for one in company if one != Company()), Company()),
+        loop=next((one for one in loops if one != MasterLoop()), MasterLoop()),
+        drift=max(drift_of(name, origin) for name, origin in origins.items()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Recalibration: a latency table corrected by one run of a plan that was priced from it.
+"""Recalibration: a latency table corrected by runs of plans that were priced from it.
 
 A run tells, for every stage, phase and kind of micro-batch, what all its layers took together. The
 table says what each bitwidth would have taken. One factor is sought for every phase and bitwidth,
@@ -6,6 +6,9 @@ so that the sums agree: least squares of the relative errors, weighted by the ti
 and as little correction as they allow (a ridge towards 1), for a run that mixes bitwidths cannot
 always tell them apart. Bitwidths that did not run take the mean correction of their phase. The
 master's own work is measured apart and corrected by itself.
+
+What the master's own loop takes beside the model is known from runs alone, so it is added. Several
+runs also tell how far the machine differs from one to the next, after all corrections.
 
 It corrects seconds, never shapes: a table of the wrong kernel deserves a new measurement.
 """
@@ -17,6 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from llmpq.costmodel.fit import fit_relative
+from llmpq.costmodel.profiles import DRIFT_KEY, LOOP_KEY, MasterLoop
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -38,12 +43,29 @@ class Observation:
         predicted: by bitwidth, the seconds that the table gives; bits 0 is the master's own work.
         apart_s: predicted seconds that no factor corrects (what a stage takes itself).
         measured_s: all of it, measured.
+        run: which run it is of.
     """
 
     phase: Phase
     predicted: Mapping[int, float]
     apart_s: float
     measured_s: float
+    run: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopObservation:
+    """What the master of one run did that was neither work on the model nor waiting nor sending.
+
+    Attributes:
+        micro_batches: that came back to it.
+        rows: of all of them.
+        seconds: of all of them.
+    """
+
+    micro_batches: int
+    rows: int
+    seconds: float
 
 
 def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase, int], float]:
@@ -62,10 +84,45 @@ def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase,
     return factors
 
 
-def corrected(table: LatencyTable, factors: Factors) -> LatencyTable:
+def drift_between(observations: Sequence[Observation], factors: Factors) -> float:
+    """Return one standard deviation of what runs took, as a share of what the corrections give.
+
+    What the corrected table gets wrong of a run and what the machine does from one run to the next
+    are both in it. 0 for a single run, which cannot tell.
+    """
+    ratios = []
+    for run in sorted({one.run for one in observations}):
+        own = [one for one in observations if one.run == run]
+        given_s = sum(
+            one.apart_s + sum(factors[one.phase, bits] * s for bits, s in one.predicted.items())
+            for one in own
+        )
+        ratios.append(sum(one.measured_s for one in own) / given_s)
+    return float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0
+
+
+def master_loop(observations: Sequence[LoopObservation]) -> MasterLoop:
+    """Return the master's loop, by micro-batch and by row where runs are unlike enough to tell."""
+    found = [one for one in observations if one.micro_batches and one.seconds > 0]
+    if not found:
+        return MasterLoop()
+    features = np.array([[float(one.micro_batches), float(one.rows)] for one in found])
+    step_s, row_s = fit_relative(features, np.array([one.seconds for one in found]))
+    return MasterLoop(step_s=float(step_s), row_s=float(row_s))
+
+
+def corrected(
+    table: LatencyTable, factors: Factors, loop: MasterLoop | None = None, drift: float = 0.0
+) -> LatencyTable:
     """Return the table with its seconds multiplied, and what was done in its provenance.
 
     A bitwidth that did not run takes the mean factor of the phase's others.
+
+    Args:
+        table: to correct.
+        factors: on its seconds.
+        loop: what the master's own loop takes, ``None`` to leave what the table says.
+        drift: between the runs; 0 to leave what the table says.
     """
 
     def factor(sample: LatencySample) -> float:
@@ -81,11 +138,16 @@ def corrected(table: LatencyTable, factors: Factors) -> LatencyTable:
         f"{phase.value} {bits or 'master'} x{value:.4g}"
         for (phase, bits), value in sorted(factors.items())
     )
+    said = {"recalibrated": words}
+    if loop is not None:
+        said[LOOP_KEY] = f"step {loop.step_s!r} row {loop.row_s!r}"
+    if drift:
+        said[DRIFT_KEY] = f"{drift:.4f}"
     return LatencyTable(
         samples=tuple(
             replace(sample, seconds=sample.seconds * factor(sample)) for sample in table.samples
         ),
-        provenance=(*table.provenance, ("recalibrated", words)),
+        provenance=(*(line for line in table.provenance if line[0] not in said), *said.items()),
     )
 
 

@@ -43,7 +43,7 @@ from llmpq.dist.results import FinishReason
 from llmpq.dist.ring import error_of
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import PHASES, StageRunner
-from llmpq.dist.stats import StageClock, synchronize
+from llmpq.dist.stats import StageClock, synchronize, tokens_read
 from llmpq.errors import StageError
 from llmpq.models import Master
 from llmpq.spec.precision import Phase
@@ -329,10 +329,10 @@ class MasterEngine:
         keys = [(str(answer.request.id), len(answer.token_ids)) for answer in answers]
         tokens = self._sampler.sample(logits, keys)
         spent_s = self._clock.now() - start
-        longest = max(row.length for row in sent.rows)
         phase = sent.step.flight.phase
+        tokens_each = tokens_read(phase, sent.rows, self._device)
         self._clock.record(
-            phase, len(sent.rows), sent.spent_s + spent_s, longest, sent.embed_s + spent_s
+            phase, len(sent.rows), sent.spent_s + spent_s, tokens_each, sent.embed_s + spent_s
         )
         now_s = self._now_s()
         if phase is Phase.PREFILL:

@@ -40,7 +40,8 @@ class WorkSample:
     Attributes:
         phase: prefill or decode.
         rows: sequences of the micro-batch.
-        tokens: prompt length, or mean context length of the decode steps.
+        tokens: prompt length, or what the decode steps read of a row in the mean: each row's own
+            context on a CPU, elsewhere the longest one.
         count: micro-batches.
         seconds: all of them together, the master's own work apart.
         master_s: the master's own work on them, 0 off rank 0.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from llmpq.dist.measurement import HeldBytes, StageStats, WorkSample
+from llmpq.dist.messages import Row
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.units import KIB
@@ -56,7 +57,7 @@ class StageClock:
     _work: dict[tuple[Phase, int, int], _Sum] = field(default_factory=dict)
 
     def record(
-        self, phase: Phase, rows: int, seconds: float, tokens: int = 1, master_s: float = 0.0
+        self, phase: Phase, rows: int, seconds: float, tokens: float = 1, master_s: float = 0.0
     ) -> None:
         """Add the work on one micro-batch.
 
@@ -64,12 +65,12 @@ class StageClock:
             phase: prefill or decode.
             rows: its sequences.
             seconds: all of the work.
-            tokens: length of its longest prompt, or of its longest context.
+            tokens: length of its prompts, or of its contexts; see :func:`tokens_read`.
             master_s: what of ``seconds`` was the master's own work.
         """
         self._times[phase].append((rows, seconds))
         # Contexts grow by one a step: only their mean is kept.
-        key = phase, rows, tokens if phase is Phase.PREFILL else 0
+        key = phase, rows, int(tokens) if phase is Phase.PREFILL else 0
         found = self._work.setdefault(key, _Sum())
         found.count += 1
         found.tokens += tokens
@@ -111,6 +112,18 @@ class StageClock:
         chosen = [seconds for rows, seconds in times if rows == full]
         chosen = chosen or [seconds for _, seconds in times]
         return statistics.median(chosen) if chosen else None
+
+
+def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> float:
+    """Return how many tokens of a row a micro-batch costs: what forecasts charge it for.
+
+    Prompts are padded to the longest. In decode a CPU reads each row as far as it goes, so that the
+    mean counts; elsewhere rows are read as far as the longest goes.
+    """
+    lengths = [row.length for row in rows]
+    if phase is Phase.DECODE and device.type == "cpu":
+        return sum(lengths) / len(lengths)
+    return max(lengths)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -7,7 +7,8 @@ which it ran slow says more of the neighbours than of the layer, and no point's 
 point is settled once the error of its median is small; from then on the time left goes to the
 others. A run sums up thousands of steps, disturbed ones too, so its latency follows their mean: the
 table holds medians, the steadiest estimate, times how far all timings of a phase, disturbed ones
-too, are above their medians in the mean (``slack`` in the provenance). It also tells the noise.
+too, are above their medians in the mean (``slack`` in the provenance). It also tells the noise,
+and how far the level differs between spans of two seconds (``drift``), by which bounds are guarded.
 
 How much longer everything takes beside other workers (``company`` in the provenance) is measured
 in pairs, with and without them.
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
-from statistics import mean, median, quantiles
+from statistics import mean, median, quantiles, stdev
 
 import torch
 
@@ -48,6 +49,9 @@ COMPANY_SHARE = 0.25
 """Of the budget, for the pairs with and without companions."""
 COMPANY_PAUSE_S = 0.004
 """How long companions that were just let go or stopped take to make a difference."""
+DRIFT_SPAN_S = 2.0
+DRIFT_TIMINGS = 5
+"""A span with fewer timings says nothing of its level."""
 _LEAST_SHARE = 0.1
 
 Progress = Callable[[float], None]
@@ -81,6 +85,7 @@ def profile_layer(
         provenance=(
             *_provenance(times, job, bench.depth, stage_s),
             ("reference_s", f"{median(rounds.usual or rounds.references):.6f}"),
+            *rounds.drift(),
             ("slack", " ".join(f"{phase.value} {slack[phase]:.4f}" for phase in Phase)),
             ("thrown away", f"{rounds.dropped.total()} timings beside a slow reference"),
             *_company(bench, times),
@@ -111,6 +116,8 @@ class _Rounds:
         self.references: list[float] = []
         self.usual: list[float] = []  # those beside the timings that were kept
         self.disturbed: list[tuple[Trial, float]] = []
+        self.by_span: dict[int, list[tuple[Trial, float]]] = {}
+        self.start_s = 0.0
         self.times: dict[Trial, list[float]] = {}
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
@@ -125,7 +132,7 @@ class _Rounds:
             first.clear()
         shuffle = random.Random(self.bench.job.seed + sum(map(len, self.times.values())))
         self.references = [self.bench.reference_s() for _ in range(SETTLED_ROUNDS)]
-        start = time.perf_counter()
+        start = self.start_s = time.perf_counter()
         while left := self._left(time.perf_counter() - start):
             order = _dealt([_weighted(group) for group in left], shuffle)
             for number, trial in enumerate(order, start=1):
@@ -164,6 +171,8 @@ class _Rounds:
     def _time(self, trial: Trial) -> None:
         before_s = self.bench.reference_s()
         timings: list[Timing] = self.bench.run(trial)
+        span = int((time.perf_counter() - self.start_s) / DRIFT_SPAN_S)
+        self.by_span.setdefault(span, []).extend((one.trial, one.seconds) for one in timings)
         slowest_s = max(before_s, self.bench.reference_s())
         is_slow = slowest_s > SLOW_REFERENCE * median(self.references)
         self.references = [*self.references[-MAX_REFERENCES:], slowest_s]
@@ -187,6 +196,24 @@ class _Rounds:
             if trial.shape.phase is phase and trial.bits != MASTER_BITS and trial in self.times
         ]
         return mean(ratios) if ratios else 1.0
+
+    def drift(self) -> tuple[tuple[str, str], ...]:
+        """Return the standard deviation of the level between spans, as provenance.
+
+        Nothing where there are too few spans to tell.
+        """
+        levels = []
+        for timed in self.by_span.values():
+            ratios = [
+                seconds / median(self.times[trial])
+                for trial, seconds in timed
+                if trial.bits != MASTER_BITS and trial in self.times
+            ]
+            if len(ratios) >= DRIFT_TIMINGS:
+                levels.append(mean(ratios))
+        if len(levels) < 2:
+            return ()
+        return (("drift", f"{stdev(levels):.4f}"),)
 
     def _tell(self, elapsed_s: float, share_of_round: float) -> None:
         if self.progress is None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.costs import Hop, Layout, Shape
@@ -26,19 +25,6 @@ CONTEXT_STEP = 16
 """Decode times are asked for at every so many tokens of context, and interpolated between."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MasterLoop:
-    """What the master's own loop takes of a micro-batch beside the model: requests, rows, records.
-
-    Attributes:
-        step_s: of every micro-batch.
-        row_s: of every row of it.
-    """
-
-    step_s: float = 0.0
-    row_s: float = 0.0
-
-
 class PlanCosts:
     """Seconds of a plan's stages, links and master.
 
@@ -46,7 +32,6 @@ class PlanCosts:
         plan: what runs.
         costs: the cost models of its cluster.
         devices: of every stage, as ``costs`` knows them; the plan's own by default.
-        loop: of the master; tables do not hold it, and by default it takes nothing.
 
     Raises:
         ProfileMissError: when asked for a phase and bitwidth that a table does not hold.
@@ -57,11 +42,9 @@ class PlanCosts:
         plan: Plan,
         costs: ClusterCosts,
         devices: Sequence[Device] | None = None,
-        loop: MasterLoop | None = None,
     ) -> None:
         own = [plan.device_of(stage) for stage in plan.stages] if devices is None else devices
         self._costs = costs
-        self._loop = MasterLoop() if loop is None else loop
         self._devices = own
         kinds = costs.model.layer_kinds
         self._layers = [
@@ -129,8 +112,9 @@ class PlanCosts:
         tokens = shape.longest if shape.phase is Phase.PREFILL else 1
         key = shape.phase, shape.rows, tokens
         if key not in self._project:
-            own_s = self._loop.step_s + self._loop.row_s * shape.rows
-            self._project[key] = self._costs.master_s(self._devices[0], *key) + own_s
+            master = self._devices[0]
+            loop_s = self._costs.loop_s(master, shape.rows)
+            self._project[key] = self._costs.master_s(master, *key) + loop_s
         return self._project[key]
 
     def hop(self, rank: int, shape: Shape) -> Hop:

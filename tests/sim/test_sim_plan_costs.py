@@ -6,8 +6,9 @@ import pytest
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.task import costs_of
+from llmpq.costmodel.profiles import MasterLoop
 from llmpq.sim import Shape
-from llmpq.sim.plan_costs import MasterLoop, PlanCosts
+from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_from_fields
 from llmpq.spec.fields import Fields
@@ -63,6 +64,7 @@ def test_prompts_are_padded_everywhere(on_cpu):
 
 
 def test_the_master_s_loop_takes_its_time(on_cpu):
-    bare = PlanCosts(*on_cpu)
-    loop = PlanCosts(*on_cpu, loop=MasterLoop(step_s=0.5, row_s=0.25))
+    plan, costs = on_cpu
+    bare = PlanCosts(plan, costs)
+    loop = PlanCosts(plan, replace(costs, loop=(MasterLoop(step_s=0.5, row_s=0.25),)))
     assert loop.project_s(EVEN) - bare.project_s(EVEN) == pytest.approx(1.5)

@@ -2,7 +2,8 @@
 
 The assignment of layers and bits is the planner's; the schedule is searched on top of it, on the
 same cost models. A schedule for ``queries`` is proven by the simulator: a trace of the same laws
-must answer 99 of 100 requests in time, counted from the start of each one's prefill.
+must answer 99 of 100 requests in time, counted from the start of each one's prefill. Either way
+latencies count by the guard of what the tables are unsure of (``schedules.guard``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from llmpq.assigner.decode import reprice
+from llmpq.assigner.schedules.guard import guard_of
 from llmpq.assigner.schedules.polish import polished
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, estimated
 from llmpq.assigner.schedules.split import SHARINGS, Sharing, split_plans
@@ -38,6 +40,7 @@ Sla = Literal["length", "queries"]
 
 PERCENT = 99
 _TRIES = 6
+_SAME = 1.0 + 1e-9
 _TRACE_REQUESTS = 2000
 _POLISH_REQUESTS, _POLISH_ROUNDS = 500, 8
 """Requests that neighbours are compared on: at least so many, and so many fillings of the slots."""
@@ -55,6 +58,8 @@ class ScheduleRequest:
             percentile. ``queries``: 99 % of all requests.
         seed: of the simulated requests.
         sharings: of WAA: layers by time (WAA-C), by memory (WAA-M), or whichever is better.
+        confidence: how likely the bound is to be kept, given what the tables say they are unsure
+            of; 0.5 takes them at their word.
     """
 
     prompt_tokens: LengthDistribution
@@ -63,6 +68,7 @@ class ScheduleRequest:
     sla: Sla = "length"
     seed: int = 0
     sharings: tuple[Sharing, ...] = SHARINGS
+    confidence: float = 0.5
 
 
 Searched = Literal["rra", "waa"]
@@ -85,16 +91,19 @@ def with_schedule(
         InfeasibleError: no schedule meets the bound, or memory does not hold two copies (WAA).
     """
     _check_room(plan, request)
-    bound_s, reached_s = request.latency_bound_s, math.inf
+    reached_s = math.inf
+    bound_s = request.latency_bound_s / guard_of(plan, costs, request.confidence)
     for _ in range(_TRIES):
         made = _MAKERS[policy](plan, costs, request, bound_s)
         if math.isinf(request.latency_bound_s):
             return _polished(made, costs, request)
         if request.sla == "length":
-            return made
-        reached_s = _kept_s(simulated(made, costs, request))
-        if reached_s <= request.latency_bound_s:
-            return _polished(made, costs, request)
+            reached_s = bound_s * guard_of(made, costs, request.confidence)
+        else:
+            reached_s = _kept_s(simulated(made, costs, request), made, costs, request)
+        if reached_s <= request.latency_bound_s * _SAME:
+            asked = _asked(made, request)
+            return asked if request.sla == "length" else _polished(asked, costs, request)
         # Aim lower by as much as the simulation is above the bound, and a little more.
         bound_s *= 0.98 * request.latency_bound_s / reached_s
     raise InfeasibleError(
@@ -125,7 +134,8 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
     best: tuple[float, Plan] | None = None
     for candidate in found:
         report = simulated(candidate, costs, request)
-        rate, latency_s = report.throughput_requests_per_s, _kept_s(report)
+        rate = report.throughput_requests_per_s
+        latency_s = _kept_s(report, candidate, costs, request)
         is_searched = candidate.schedule is not None and candidate.schedule.policy in SEARCHED
         # What they were searched for is their own bound; others are held to it in simulation.
         keeps = is_searched or latency_s <= request.latency_bound_s
@@ -147,13 +157,14 @@ def _polished(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan
         if not _fits(candidate, costs, candidate.micro_batching):
             return 0.0
         report = simulated(candidate, costs, request, count)
-        kept = _kept_s(report) <= request.latency_bound_s
+        kept = _kept_s(report, candidate, costs, request) <= request.latency_bound_s
         return report.throughput_requests_per_s if kept else 0.0
 
     best = polished(plan, request.prompt_tokens, request.new_tokens, score)
     if best is plan:
         return plan
-    if _kept_s(simulated(best, costs, request)) > request.latency_bound_s:
+    reached_s = _kept_s(simulated(best, costs, request), best, costs, request)
+    if reached_s > request.latency_bound_s:
         return plan  # on the longer trace it does not
     task = _task(best, costs, request, request.latency_bound_s)
     return _repriced(replace(best, schedule=estimated(best, task)), costs)
@@ -178,9 +189,19 @@ def simulated(
     )
 
 
-def _kept_s(report: SimReport) -> float:
-    """Return the latency that 99 % of the requests keep, from the start of their prefill."""
-    return percentile([record.service_s for record in report.requests], PERCENT)
+def _kept_s(report: SimReport, plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> float:
+    """Return the guarded latency of 99 % of the requests, from the start of their prefill."""
+    played_s = percentile([record.service_s for record in report.requests], PERCENT)
+    return played_s * guard_of(plan, costs, request.confidence)
+
+
+def _asked(plan: Plan, request: ScheduleRequest) -> Plan:
+    """Return the plan with the bound that was asked for, where the search aimed lower."""
+    schedule = plan.schedule
+    if schedule is None or schedule.estimate is None:
+        return plan
+    estimate = replace(schedule.estimate, latency_bound_s=request.latency_bound_s)
+    return replace(plan, schedule=replace(schedule, estimate=estimate))
 
 
 def _task(
