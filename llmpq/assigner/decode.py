@@ -15,7 +15,7 @@ from llmpq.assigner.enumeration import build_pairs
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.objective import Price, price
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
-from llmpq.assigner.split import price_split
+from llmpq.assigner.split import price_split, with_memory
 from llmpq.assigner.task import DEFAULT_OMEGA, PlanningTask, PlanRequest, Solution
 from llmpq.costmodel import ClusterCosts
 from llmpq.spec.cluster import cluster_to_json
@@ -81,7 +81,8 @@ def plan_of(
     known = request.cluster.devices
     devices = [known[task.device_indices.index(stage.device)] for stage in stages]
     played = forecast(plan, task.costs, devices)
-    return replace(plan, estimate=replace(plan.estimate, forecast=played))
+    estimate = with_memory(plan, task.costs, devices)
+    return replace(plan, estimate=replace(estimate, forecast=played))
 
 
 def estimate_of(problem: AssignmentProblem, found: Price) -> PlanEstimate:
@@ -145,8 +146,10 @@ def reprice(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEst
         tuple(stage.rank for stage in plan.stages for _ in stage.bits),
         tuple(bits.index(width) for width in plan.bits),
     )
-    found = price(problem, assignment)
-    return estimate_of(problem, found), found.excess_bytes
+    found = estimate_of(problem, price(problem, assignment))
+    estimate = with_memory(replace(plan, estimate=found), costs)
+    over = (stage.memory.total - stage.capacity_bytes for stage in estimate.stages)
+    return estimate, sum(max(0, excess) for excess in over)
 
 
 def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ...]:

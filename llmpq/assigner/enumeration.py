@@ -153,7 +153,8 @@ class _PairBuilder:
             layer_p, master_p, send_p, return_p = prefill[pair.prefill]
             layer_d, master_d, send_d, return_d = decode[pair.decode]
             temporary = self._temporary(pair, is_master=False)
-            on_master = self._temporary(pair, is_master=True)
+            # Which place is last is not known yet, nor what bits it gets: enough for any.
+            on_master = np.maximum(temporary, self._temporary(pair, is_master=True))
             found.append(
                 PairCosts(
                     micro_batching=pair,
@@ -234,7 +235,9 @@ class _PairBuilder:
 
     def _temporary(self, pair: MicroBatching, *, is_master: bool) -> IntArray:
         def bytes_on(item: Device) -> int:
-            return self.costs.temporary_bytes(item, self.workload, pair, is_master)
+            return self.costs.temporary_bytes(
+                item, self.workload, pair, is_master, has_dense=16 in self.bits
+            )
 
         return _integers(bytes_on(item) for item in self.devices)
 

@@ -1,28 +1,39 @@
-"""What a plan with stages of either phase (WAA) holds and takes, stage by stage.
+"""What a finished plan holds, stage by stage, and what one with stages of either phase (WAA) takes.
 
-The planner's problems know one pipeline. Here are two: weights are held twice, KV slots by stages
-that decode, and what two prefill micro-batches leave by those that prefill; the master embeds and
-projects for both.
+A search does not know yet which place is last, nor which gets a layer of 16 bits, and counts enough
+for either; a finished plan knows. The planner's problems also know one pipeline only. WAA has two:
+weights are held twice, KV slots by stages that decode, and what two prefill micro-batches leave by
+those that prefill; the master embeds and projects for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.problem import FloatArray
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec.cluster import Device
 from llmpq.spec.plan import MemoryParts, Plan, PlanEstimate, StageAssignment, StageEstimate
 from llmpq.spec.precision import BITS, Phase
 
 
-def stage_memory(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> MemoryParts:
+def stage_memory(
+    plan: Plan, costs: ClusterCosts, stage: StageAssignment, device: Device | None = None
+) -> MemoryParts:
     """Return the bytes of one stage, by cause.
 
-    What lives during a step is counted for both phases, though a stage computes only one.
+    What lives during a step is counted for both phases, though a stage may compute only one.
+
+    Args:
+        plan: the plan.
+        costs: the cost models.
+        stage: one of its stages.
+        device: its device as the cost models' cluster has it, the plan's own by default.
     """
-    device, is_master = plan.device_of(stage), stage.rank == 0
+    device, is_master = device or plan.device_of(stage), stage.rank == 0
     layers = range(stage.first_layer, stage.end_layer)
     kinds = [costs.model.layer_kinds[layer] for layer in layers]
     slots, tokens = plan.slots_of(stage)
@@ -33,9 +44,37 @@ def stage_memory(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> Mem
     return MemoryParts(
         weights=sum(weights),
         kv=sum(costs.layer_kv_bytes(kind, slots, tokens) for kind in kinds),
-        temporary=costs.temporary_bytes(device, plan.workload, plan.micro_batching, is_master),
+        temporary=costs.temporary_bytes(
+            device,
+            plan.workload,
+            plan.micro_batching,
+            is_master,
+            is_last=not plan.is_split and stage.rank == len(plan.stages) - 1,
+            has_dense=16 in stage.bits,
+        ),
         master=costs.master_bytes() if is_master else 0,
         runtime=costs.runtime_bytes(device),
+    )
+
+
+def with_memory(
+    plan: Plan, costs: ClusterCosts, devices: Sequence[Device] | None = None
+) -> PlanEstimate:
+    """Return the estimate of a plan with the bytes that are known now that it is finished.
+
+    Args:
+        plan: the plan; its estimate may count more.
+        costs: the cost models.
+        devices: of its stages, as the cost models' cluster has them; the plan's own by default.
+    """
+    places = devices or [plan.device_of(stage) for stage in plan.stages]
+    counted = zip(plan.estimate.stages, plan.stages, places, strict=True)
+    return replace(
+        plan.estimate,
+        stages=tuple(
+            replace(estimate, memory=stage_memory(plan, costs, stage, place))
+            for estimate, stage, place in counted
+        ),
     )
 
 

@@ -173,7 +173,14 @@ def _estimate(
             for kind, width in zip(kinds, stage.bits, strict=True)
         ),
         kv=sum(costs.layer_kv_bytes(kind, workload.batch, tokens) for kind in kinds),
-        temporary=costs.temporary_bytes(device, workload, sizes, stage.rank == 0),
+        temporary=costs.temporary_bytes(
+            device,
+            workload,
+            sizes,
+            stage.rank == 0,
+            is_last=stage.end_layer == costs.model.num_layers,
+            has_dense=16 in stage.bits,
+        ),
         master=costs.master_bytes() if stage.rank == 0 else 0,
         runtime=costs.runtime_bytes(device),
     )

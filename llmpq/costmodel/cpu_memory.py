@@ -27,12 +27,15 @@ RAGGED_FACTOR = 2.6
 """Likewise where experts take turns: hardly a tensor has the size of the one before."""
 MASTER_USE_BYTES = 4_000_000
 """What embedding, projecting and choosing tokens leave on the master for good."""
+DENSE_USE_BYTES = 4_000_000
+"""What products of 16-bit layers take for good: pages of oneDNN's code, and what it compiled."""
 MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
-MESSAGES = 2
-"""Hidden states held on a ring beside a step's own: the buffer they arrive in, and those of the
-micro-batch before on their way out. A pipeline of one stage holds its embedded tokens. Large ones
-lie in places shared with either neighbour of the host (``dist.arena``)."""
+LINK_MESSAGES = 1
+"""Hidden states held for each link that carries whole ones, beside a step's own: the buffer they
+arrive in, or those of the micro-batch before on their way out. Large ones lie in places shared with
+that neighbour (``dist.arena``). The link from the last stage to the first carries last tokens only.
+A pipeline of one stage holds its embedded tokens."""
 MATRICES_UNDER_WAY = 3
 """16-bit matrices a loader holds beside what it has placed (``quant.loader``)."""
 EXPERT_SHARE = 2.0
@@ -77,29 +80,34 @@ class Step:
         return self.of(self.model.hidden_size)
 
 
-def step_bytes(steps: Sequence[Step], *, is_master: bool, is_alone: bool) -> int:
+def step_bytes(steps: Sequence[Step], *, is_master: bool, is_last: bool, has_dense: bool) -> int:
     """Return the most bytes a CPU worker takes for one of these steps, or for loading.
 
     Args:
         steps: the largest prefill and decode steps.
-        is_master: whether logits are made here too; by then the layers' own tensors are gone.
-        is_alone: whether nothing is sent.
+        is_master: whether it is the first stage, and logits are made here too; by then the layers'
+            own tensors are gone.
+        is_last: whether it is the last stage.
+        has_dense: whether one of its layers has 16 bits.
     """
     worst = 0
     for step in steps:
-        messages = step.hidden * (1 if is_alone else _messages(step))
+        messages = step.hidden * _messages(step, is_master, is_last)
         found = [_layer_bytes(step, layer) for layer in step.model.layer_types]
         if is_master:
             found.append(_resident(_logits(step)))
         worst = max(worst, messages + max(found))
     kept = _scratch_bytes(steps[0].model, steps[0].dtype)
     kept += MASTER_USE_BYTES if is_master else 0
+    kept += DENSE_USE_BYTES if has_dense else 0
     return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
 
 
-def _messages(step: Step) -> int:
-    """Return how many hidden states of a step a ring holds."""
-    return 2 * SHARED_PLACES if step.hidden >= SHARED_FROM_BYTES else MESSAGES
+def _messages(step: Step, is_master: bool, is_last: bool) -> int:
+    """Return how many hidden states of a step are held for links."""
+    links = (not is_master) + (not is_last)
+    each = SHARED_PLACES if step.hidden >= SHARED_FROM_BYTES else LINK_MESSAGES
+    return max(1, links * each)
 
 
 def loading_bytes(model: ModelSpec) -> int:

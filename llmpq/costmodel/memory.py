@@ -87,12 +87,14 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     device_kind: DeviceKind,
     is_master: bool,
     kv_bits: int = 16,
-    is_alone: bool = False,
+    is_last: bool = False,
+    has_dense: bool = True,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
-    On a CPU, ``cpu_memory`` tells: the worst moment and the holes it leaves in the heap; there
-    ``kv_bits`` and ``is_alone`` (one device in all, so nothing is sent) count. Elsewhere, with
+    On a CPU, ``cpu_memory`` tells: the worst moment and the holes it leaves in the heap. There
+    ``kv_bits`` counts, and what a finished plan knows of a stage: ``is_last``, and ``has_dense``, a
+    layer of 16 bits; who does not know them is told enough for either. Elsewhere, with
     ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
@@ -132,7 +134,9 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             )
             for batch, tokens, context in sizes
         ]
-        return cpu_memory.step_bytes(steps, is_master=is_master, is_alone=is_alone)
+        return cpu_memory.step_bytes(
+            steps, is_master=is_master, is_last=is_last, has_dense=has_dense
+        )
     worst = 0
     for batch, tokens, context in sizes:
         step = _Step(batch=batch, tokens=tokens, context=context)

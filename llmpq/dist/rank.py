@@ -38,7 +38,7 @@ from llmpq.dist.ring import described, error_frame, shut_down, wait_until_ready
 from llmpq.dist.sampler import Sampler
 from llmpq.dist.stage import StageRunner, StageWorker
 from llmpq.dist.stats import StageClock, peak_memory_bytes
-from llmpq.dist.warmup import warm_up, warm_up_master
+from llmpq.dist.warmup import settle, warm_up, warm_up_master
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant.layer import stored_bytes
@@ -252,7 +252,6 @@ def run_stage(context: RankContext) -> None:
         runner = load_runner(context, use_device(context.plan, context.rank))
         clock.load_s = clock.now() - start
         clock.held = held_bytes(runner, None)
-        keep_memory()
         _warm_up_layers(context, runner)
         _watch(context, runner)
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
@@ -273,10 +272,13 @@ def _watch(context: RankContext, runner: StageRunner) -> None:
 
 
 def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
+    """Make first calls of one layer of a kind, then of all; keep what is freed from the second."""
+    plan, stage = context.plan, context.plan.stages[context.rank]
     if runner.layers is not None:
-        size = runner.layers.config.hidden_size
-        stage = context.plan.stages[context.rank]
-        warm_up(context.plan, stage, runner, size, DTYPES[context.plan.dtype])
+        settle(plan, stage, runner, runner.layers.config.hidden_size, DTYPES[plan.dtype])
+    keep_memory()
+    if runner.layers is not None:
+        warm_up(plan, stage, runner, runner.layers.config.hidden_size, DTYPES[plan.dtype])
 
 
 def tell_others(communicator: Communicator, error: LlmpqError) -> None:
@@ -331,7 +333,7 @@ class _Master:
         runner = self.runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
         self._clock.held = held_bytes(runner, master)
-        keep_memory()
+        warm_up_master(plan, master, runner)
         _warm_up_layers(context, runner)
         warm_up_master(plan, master, runner)
         communicator = context.recorded(self._clock)

@@ -10,7 +10,13 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmpq.costmodel.cpu_memory import Step, live_bytes, loading_bytes
+from llmpq.costmodel.cpu_memory import (
+    DENSE_USE_BYTES,
+    MASTER_USE_BYTES,
+    Step,
+    live_bytes,
+    loading_bytes,
+)
 from llmpq.costmodel.memory import temporary_bytes
 from llmpq.dist.kv_cache import KVCache
 from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
@@ -166,11 +172,31 @@ def test_long_contexts_cost_a_decode_step_nothing_where_slots_are_read_in_place(
     assert of(20, 4096) > 8 * 4096 * 2 * 2 * 40  # picked: two of 2 bytes for each of 2 heads of 20
 
 
-def peak(model, workload, micro_batching, *, dtype="bfloat16", is_master=False):
+def peak(model, workload, micro_batching, *, dtype="bfloat16", **known):
     sizes = MicroBatching(prefill=micro_batching, decode=micro_batching)
-    return temporary_bytes(
-        model, workload, sizes, dtype=dtype, device_kind="cpu", is_master=is_master
-    )
+    known = {"is_master": False, **known}
+    return temporary_bytes(model, workload, sizes, dtype=dtype, device_kind="cpu", **known)
+
+
+@pytest.mark.parametrize(("prompt", "places"), [(10, 1), (1000, 2)])
+def test_hidden_states_are_held_for_every_link_of_a_stage(prompt, places):
+    model = model_from_config(LIVE["opt"], "m", "here")
+    work = Workload(batch=4, prompt_tokens=prompt, new_tokens=2)
+    of_a_link = places * 4 * prompt * 128 * 2  # 10 KiB travel in the stream, 1 MiB is shared
+    middle, last = peak(model, work, 4), peak(model, work, 4, is_last=True)
+    assert middle - last == of_a_link
+    first = peak(model, work, 4, is_master=True)
+    assert first - last == MASTER_USE_BYTES
+    alone = peak(model, work, 4, is_master=True, is_last=True)
+    assert first - alone == of_a_link - 4 * prompt * 128 * 2  # its embedded tokens
+
+
+def test_what_products_at_16_bits_keep_is_counted_where_a_layer_has_them():
+    model = model_from_config(LIVE["opt"], "m", "here")
+    work = Workload(batch=4, prompt_tokens=100, new_tokens=2)
+    known, unknown = peak(model, work, 4, has_dense=False), peak(model, work, 4)
+    assert unknown - known == DENSE_USE_BYTES
+    assert peak(model, work, 4, has_dense=True) == unknown
 
 
 def test_a_small_step_takes_what_loading_took():

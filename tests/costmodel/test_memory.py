@@ -25,17 +25,18 @@ from llmpq.spec.workload import Workload
 torch.set_num_threads(1)
 
 OPT_30B = catalog.model("facebook/opt-30b")
+ENDS = ("is_master", "is_last")
 WORK = Workload(batch=32, prompt_tokens=512, new_tokens=100)
 
 
-def peak(model, eta=4, xi=8, workload=WORK, dtype="float16", kind="cuda", is_master=False):
+def peak(model, eta=4, xi=8, workload=WORK, dtype="float16", kind="cuda", **known):
     return temporary_bytes(
         model,
         workload,
         MicroBatching(prefill=eta, decode=xi),
         dtype=dtype,
         device_kind=kind,
-        is_master=is_master,
+        **{"is_master": False, **known},
     )
 
 
@@ -129,7 +130,10 @@ def test_larger_micro_batches_and_longer_sequences_never_need_less(name, eta, xi
     assert peak(model, eta, xi + 1, dtype=dtype, kind=kind) >= here
     longer = Workload(batch=32, prompt_tokens=600, new_tokens=200)
     assert peak(model, eta, xi, workload=longer, dtype=dtype, kind=kind) >= here
-    assert peak(model, eta, xi, dtype=dtype, kind=kind, is_master=True) >= here
+    # The first stage and the last have one link each.
+    ends = [peak(model, eta, xi, dtype=dtype, kind=kind, **{end: True}) for end in ENDS]
+    assert ends[0] >= ends[1]
+    assert here >= ends[1]
 
 
 def test_scores_that_are_written_out_grow_with_the_square_of_the_prompt():

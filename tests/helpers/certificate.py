@@ -52,7 +52,10 @@ def _certify_memory(plan, costs) -> None:
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
         device = plan.cluster.devices[stage.device]
         needed = costs.runtime_bytes(device)
-        needed += costs.temporary_bytes(device, work, plan.micro_batching, stage.rank == 0)
+        needed += costs.temporary_bytes(
+            device, work, plan.micro_batching, stage.rank == 0,
+            is_last=stage.rank == len(plan.stages) - 1, has_dense=16 in stage.bits,
+        )  # fmt: skip
         needed += costs.master_bytes() if stage.rank == 0 else 0
         for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):
             kind = costs.model.layer_kinds[layer]
