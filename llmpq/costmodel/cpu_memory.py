@@ -25,10 +25,11 @@ HEAP_FACTOR = 1.45
 """Bytes the process takes for a byte of temporaries at their peak."""
 RAGGED_FACTOR = 2.6
 """Likewise where experts take turns: hardly a tensor has the size of the one before."""
-MASTER_USE_BYTES = 4_000_000
+MASTER_USE_BYTES = 2_000_000
 """What embedding, projecting and choosing tokens leave on the master for good."""
-DENSE_USE_BYTES = 4_000_000
-"""What products of 16-bit layers take for good: pages of oneDNN's code, and what it compiled."""
+DENSE_USE_BYTES = 7_000_000
+"""What products of 16-bit layers take for good: pages of oneDNN's code, what it compiled, its work
+space."""
 MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
 LINK_MESSAGES = 1

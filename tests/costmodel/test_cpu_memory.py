@@ -151,6 +151,7 @@ def test_tensors_counted_cover_every_dtype_and_width(tmp_path, family, dtype, bi
         dtype=str(dtype).removeprefix("torch."),
         device_kind="cpu",
         is_master=False,
+        has_dense=False,  # tensors alone, not what oneDNN keeps
     )
     decoding = lived_bytes(tmp_path, DECODE, bits=bits, dtype=dtype, kv_bits=None)
     assert max(lived, decoding) <= predicted
