@@ -235,8 +235,9 @@ class _PairBuilder:
 
     def _temporary(self, pair: MicroBatching, *, is_master: bool) -> IntArray:
         def bytes_on(item: Device) -> int:
+            dense = None if 16 in self.bits else 0
             return self.costs.temporary_bytes(
-                item, self.workload, pair, is_master, has_dense=16 in self.bits
+                item, self.workload, pair, is_master, dense_layers=dense
             )
 
         return _integers(bytes_on(item) for item in self.devices)

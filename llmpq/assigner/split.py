@@ -50,7 +50,7 @@ def stage_memory(
             plan.micro_batching,
             is_master,
             is_last=not plan.is_split and stage.rank == len(plan.stages) - 1,
-            has_dense=16 in stage.bits,
+            dense_layers=stage.bits.count(16),
         ),
         master=costs.master_bytes() if is_master else 0,
         runtime=costs.runtime_bytes(device),

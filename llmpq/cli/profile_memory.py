@@ -179,7 +179,7 @@ def _estimate(
             sizes,
             stage.rank == 0,
             is_last=stage.end_layer == costs.model.num_layers,
-            has_dense=16 in stage.bits,
+            dense_layers=stage.bits.count(16),
         ),
         master=costs.master_bytes() if stage.rank == 0 else 0,
         runtime=costs.runtime_bytes(device),

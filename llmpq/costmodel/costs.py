@@ -192,7 +192,7 @@ class ClusterCosts:
         is_master: bool,
         *,
         is_last: bool = False,
-        has_dense: bool = True,
+        dense_layers: int | None = None,
     ) -> int:
         """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
         each = memory.temporary_bytes(
@@ -204,7 +204,7 @@ class ClusterCosts:
             is_master=is_master,
             kv_bits=self.kv_bits,
             is_last=is_last or len(self.cluster.devices) == 1,
-            has_dense=has_dense,
+            dense_layers=dense_layers,
         )
         return device.members * each  # hidden states are whole on every device that shares layers
 

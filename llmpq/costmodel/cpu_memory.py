@@ -30,6 +30,11 @@ MASTER_USE_BYTES = 2_000_000
 DENSE_USE_BYTES = 7_000_000
 """What products of 16-bit layers take for good: pages of oneDNN's code, what it compiled, its work
 space."""
+KERNEL_BYTES, KEPT_KERNELS = 300_000, 64
+"""oneDNN compiles a product for every number of rows it meets, and keeps as many of them
+(``dist.environment``): experts at 16 bits meet many."""
+ROWS_APART = 16
+"""An expert's rows are filled up to multiples of it (``quant.layer``)."""
 MAPPED_BYTES = 16 * MIB
 """Tensors above it lie apart (``dist.allocator``): no hole is larger."""
 LINK_MESSAGES = 1
@@ -81,15 +86,18 @@ class Step:
         return self.of(self.model.hidden_size)
 
 
-def step_bytes(steps: Sequence[Step], *, is_master: bool, is_last: bool, has_dense: bool) -> int:
+def step_bytes(
+    steps: Sequence[Step], *, is_master: bool, is_last: bool, dense_layers: int, batches: int
+) -> int:
     """Return the most bytes a CPU worker takes for one of these steps, or for loading.
 
     Args:
-        steps: the largest prefill and decode steps.
+        steps: the largest prefill and decode steps, in this order.
         is_master: whether it is the first stage, and logits are made here too; by then the layers'
             own tensors are gone.
         is_last: whether it is the last stage.
-        has_dense: whether one of its layers has 16 bits.
+        dense_layers: how many of its layers have 16 bits.
+        batches: micro-batches of prefill.
     """
     worst = 0
     for step in steps:
@@ -100,7 +108,8 @@ def step_bytes(steps: Sequence[Step], *, is_master: bool, is_last: bool, has_den
         worst = max(worst, messages + max(found))
     kept = _scratch_bytes(steps[0].model, steps[0].dtype)
     kept += MASTER_USE_BYTES if is_master else 0
-    kept += DENSE_USE_BYTES if has_dense else 0
+    if dense_layers:
+        kept += DENSE_USE_BYTES + _expert_kernel_bytes(steps[0], dense_layers * batches)
     return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
 
 
@@ -109,6 +118,29 @@ def _messages(step: Step, is_master: bool, is_last: bool) -> int:
     links = (not is_master) + (not is_last)
     each = SHARED_PLACES if step.hidden >= SHARED_FROM_BYTES else LINK_MESSAGES
     return max(1, links * each)
+
+
+def _expert_kernel_bytes(step: Step, layers: int) -> int:
+    """Return what the products keep that experts at 16 bits have compiled.
+
+    Of ``K`` numbers of rows that an expert may get, ``n`` experts are expected to get
+    ``K (1 - (1 - 1 / K) ** n)`` different ones.
+
+    Args:
+        step: the prefill step.
+        layers: layers that run it, each of them counted once a micro-batch.
+    """
+    kernels = 0.0
+    experts = {
+        (op.out_features, op.in_features): op
+        for layer in step.model.layer_types
+        for op in layer.linears
+        if op.quantizable and op.count > 1
+    }
+    for op in experts.values():
+        numbers = math.ceil(step.rows * _share(op) / ROWS_APART)
+        kernels += numbers * (1 - (1 - 1 / numbers) ** (layers * op.count))
+    return math.ceil(KERNEL_BYTES * min(KEPT_KERNELS, kernels))
 
 
 def loading_bytes(model: ModelSpec) -> int:

@@ -88,13 +88,13 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     is_master: bool,
     kv_bits: int = 16,
     is_last: bool = False,
-    has_dense: bool = True,
+    dense_layers: int | None = None,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
     On a CPU, ``cpu_memory`` tells: the worst moment and the holes it leaves in the heap. There
-    ``kv_bits`` counts, and what a finished plan knows of a stage: ``is_last``, and ``has_dense``, a
-    layer of 16 bits; who does not know them is told enough for either. Elsewhere, with
+    ``kv_bits`` counts, and what a finished plan knows of a stage: ``is_last``, and
+    ``dense_layers``, how many have 16 bits; who knows neither is told enough. Elsewhere, with
     ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
@@ -135,7 +135,11 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             for batch, tokens, context in sizes
         ]
         return cpu_memory.step_bytes(
-            steps, is_master=is_master, is_last=is_last, has_dense=has_dense
+            steps,
+            is_master=is_master,
+            is_last=is_last,
+            dense_layers=model.num_layers if dense_layers is None else dense_layers,
+            batches=-(-workload.batch // micro_batching.prefill),
         )
     worst = 0
     for batch, tokens, context in sizes:

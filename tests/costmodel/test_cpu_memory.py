@@ -12,12 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmpq.costmodel.cpu_memory import (
     DENSE_USE_BYTES,
+    KEPT_KERNELS,
+    KERNEL_BYTES,
     MASTER_USE_BYTES,
     Step,
     live_bytes,
     loading_bytes,
 )
 from llmpq.costmodel.memory import temporary_bytes
+from llmpq.dist.environment import cpu_environment
 from llmpq.dist.kv_cache import KVCache
 from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.layer import quantize_layer_
@@ -151,7 +154,7 @@ def test_tensors_counted_cover_every_dtype_and_width(tmp_path, family, dtype, bi
         dtype=str(dtype).removeprefix("torch."),
         device_kind="cpu",
         is_master=False,
-        has_dense=False,  # tensors alone, not what oneDNN keeps
+        dense_layers=0,  # tensors alone, not what oneDNN keeps
     )
     decoding = lived_bytes(tmp_path, DECODE, bits=bits, dtype=dtype, kv_bits=None)
     assert max(lived, decoding) <= predicted
@@ -195,9 +198,20 @@ def test_hidden_states_are_held_for_every_link_of_a_stage(prompt, places):
 def test_what_products_at_16_bits_keep_is_counted_where_a_layer_has_them():
     model = model_from_config(LIVE["opt"], "m", "here")
     work = Workload(batch=4, prompt_tokens=100, new_tokens=2)
-    known, unknown = peak(model, work, 4, has_dense=False), peak(model, work, 4)
+    known, unknown = peak(model, work, 4, dense_layers=0), peak(model, work, 4)
     assert unknown - known == DENSE_USE_BYTES
-    assert peak(model, work, 4, has_dense=True) == unknown
+    assert peak(model, work, 4, dense_layers=1) == unknown
+
+
+def test_experts_at_16_bits_keep_a_product_for_every_number_of_rows_up_to_what_is_kept():
+    config = {**LIVE["mixtral"], "num_local_experts": 8, "num_hidden_layers": 40}
+    model = model_from_config(config, "m", "here")
+    work = Workload(batch=8, prompt_tokens=248, new_tokens=2)
+    none, *some = (peak(model, work, 4, dense_layers=layers) for layers in (0, 1, 2, 40))
+    kept = [(each - none - DENSE_USE_BYTES) / KERNEL_BYTES for each in some]
+    # Two shapes of product; of 31 numbers of rows 16 experts get 13 different ones, 32 get 20.
+    assert kept == pytest.approx([25.3, 40.3, 62.0], abs=0.1)
+    assert cpu_environment(1)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(KEPT_KERNELS)
 
 
 def test_a_small_step_takes_what_loading_took():

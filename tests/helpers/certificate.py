@@ -54,7 +54,7 @@ def _certify_memory(plan, costs) -> None:
         needed = costs.runtime_bytes(device)
         needed += costs.temporary_bytes(
             device, work, plan.micro_batching, stage.rank == 0,
-            is_last=stage.rank == len(plan.stages) - 1, has_dense=16 in stage.bits,
+            is_last=stage.rank == len(plan.stages) - 1, dense_layers=stage.bits.count(16),
         )  # fmt: skip
         needed += costs.master_bytes() if stage.rank == 0 else 0
         for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):
