@@ -131,6 +131,11 @@ class TiledWeight:
             assert block.zeros is not None
             self.zeros[:, first_row : first_row + rows] = block.zeros.t()
 
+    def clone(self) -> TiledWeight:
+        """Return a copy in memory of its own."""
+        parts = {name: tensor.clone() for name, tensor in self.parts.items()}
+        return self.of_parts(self.out_features, self.in_features, self.precision, parts)
+
     def to(self, device: torch.device | str) -> TiledWeight:
         """Return the weight on ``device``, to be brought into rows there."""
         parts = {name: tensor.to(device) for name, tensor in self.parts.items()}
@@ -174,7 +179,7 @@ def _in_rows(tiles: Tensor, bits: int) -> Tensor:
 
 def _three_in_rows(tiles: Tensor) -> Tensor:
     blocks = tiles.shape[0]
-    vectors = tiles.view(torch.int32).view(blocks, -1, 3, TILE_ROWS)  # [R/16, tiles across, 3, 16]
+    vectors = tiles.clone().view(torch.int32).view(blocks, -1, 3, TILE_ROWS)  # [R/16, tiles, 3, 16]
     codes = torch.empty(
         (blocks, vectors.shape[1], TILE_ROWS, TILE_COLUMNS), dtype=torch.uint8, device=tiles.device
     )

@@ -96,11 +96,15 @@ class LayerAssembly:
         layer: on the meta device.
         dtype: of the run.
         backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
+
+    Attributes:
+        layer: itself.
+        dtype: of the run.
     """
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype, backend: str | None) -> None:
         self.layer = layer.requires_grad_(False).eval()
-        self._dtype = dtype
+        self.dtype = dtype
         self._backend = backend
         self._experts: dict[str, dict[str, list[QuantLinear]]] = {}
 
@@ -110,8 +114,8 @@ class LayerAssembly:
         if unknown:
             raise SpecError(f"{type(self.layer).__name__}: has no place for '{unknown[0]}'")
 
-    def install(self, matrix: Matrix, packed: PackedWeight | TiledWeight | QuantLinear) -> None:
-        """Put in one quantized matrix, or what ``linear`` made of it.
+    def install(self, matrix: Matrix, packed: PackedWeight | QuantLinear) -> None:
+        """Put in one quantized matrix, or what ``linear`` or ``adopt`` made of it.
 
         A bias of its operator must be there already. Experts are replaced when the last of their
         matrices has come.
@@ -149,15 +153,22 @@ class LayerAssembly:
     def linear(self, packed: PackedWeight | TiledWeight) -> QuantLinear:
         """Bring a matrix into its kernel's layout; it gets its bias when it is installed.
 
-        Tiles are taken as they are where ``keeps_tiles`` says so. Touches nothing of the layer: any
-        thread may do it.
+        Tiles are copied as they are where ``keeps_tiles`` says so. Touches nothing of the layer:
+        any thread may do it.
         """
         kernel = self._kernel(
             packed.scales.device.type, packed.precision, packed.out_features, packed.in_features
         )
-        if isinstance(packed, TiledWeight) and not isinstance(kernel, TileBackend):
-            packed = packed.packed()
+        if isinstance(packed, TiledWeight):
+            packed = packed.clone() if isinstance(kernel, TileBackend) else packed.packed()
         return QuantLinear(packed, None, kernel)
+
+    def adopt(self, tiled: TiledWeight) -> QuantLinear:
+        """Take tiles that may stay where they are, where ``keeps_tiles`` says so."""
+        shape = (tiled.out_features, tiled.in_features)
+        return QuantLinear(
+            tiled, None, self._kernel(tiled.tiles.device.type, tiled.precision, *shape)
+        )
 
     def keeps_tiles(self, matrix: Matrix, precision: Precision, device_type: str) -> bool:
         """Return whether the kernel of a matrix reads tiles."""
@@ -168,5 +179,5 @@ class LayerAssembly:
         self, device_type: str, precision: Precision, out_features: int, in_features: int
     ) -> KernelBackend:
         return choose_backend(
-            device_type, precision, self._dtype, out_features, in_features, prefer=self._backend
+            device_type, precision, self.dtype, out_features, in_features, prefer=self._backend
         )

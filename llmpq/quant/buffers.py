@@ -9,6 +9,7 @@ is when the last tensor on it is gone, whoever held it.
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from collections import deque
 
@@ -20,7 +21,7 @@ _LARGE_BYTES = 2 << 20  # below, a page of that size would be memory nobody coun
 
 
 class BufferPool:
-    """Memory of one borrowing thread, lent as tensors and back when nobody refers to them.
+    """Memory that is lent as tensors, and is back when nobody refers to them.
 
     Args:
         limit_bytes: of the pool. A loan that finds no room in it is fresh memory, and goes when it
@@ -31,11 +32,16 @@ class BufferPool:
         self._memory: Tensor | None = None
         self._size = limit_bytes // _ALIGNMENT * _ALIGNMENT
         self._free = [(0, self._size)]  # begin and end of every gap, in order
-        # Filled by whatever thread drops a tensor, perhaps amid this one's own work: no lock.
+        self._asking = threading.Lock()
+        # Filled by whatever thread drops a tensor, perhaps amid a loan of its own: no lock.
         self._returned: deque[tuple[int, int]] = deque()
 
     def lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor with undefined content; only one thread may ask."""
+        """Return a tensor with undefined content; any thread may ask."""
+        with self._asking:
+            return self._lend(shape, dtype)
+
+    def _lend(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self._collect()
         taken = _rounded(nbytes)

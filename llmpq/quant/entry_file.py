@@ -1,8 +1,8 @@
 """The file of one stored layer: a safetensors file with checksums.
 
-What stays where it is read comes first, from a multiple of 64 bytes on, so that kernels can
-multiply by it there; what passes follows. Nothing is handed out of which a single bit differs from
-what was written. This module refuses to know folders and keys (``quant.store``).
+The tensors of a matrix lie side by side and are read at once, and matrices by several threads.
+Nothing is handed out of which a single bit differs from what was written. This module refuses to
+know folders and keys (``quant.store``).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -31,12 +29,8 @@ _logger = get_logger(__name__)
 FORMAT = 2
 """Part of every key: raise it when entries or tiles change, or any quantizer gives other codes."""
 
-CODES = ".codes"
-"""How the name of a tensor of codes ends."""
-
 _CHECKSUMS = "checksums"
-_ALIGNMENT = 64  # where tensors begin: a cache line, and a vector of the kernels
-_PIECE_BYTES = 4 << 20  # whole pages, and as much as keeps a disk busy
+_PASSING = (".codes", ".tiles")  # how the names of tensors end that are left in borrowed memory
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -47,105 +41,108 @@ class EntryLayout:
     """What an entry holds, and where.
 
     Args:
-        lasting: tensors that a kernel multiplies by as they are: they stay where they are read.
-        passing: tensors that come after them, and are soon dropped or copied.
+        tensors: that go into it, in order.
 
     Attributes:
-        header: what the file begins with.
+        header: what the file begins with; the checksums follow, then the tensors.
         places: where in the file each tensor begins and ends, in their order.
-        end: of the last tensor; the checksums follow.
         file_bytes: size of the file.
     """
 
-    def __init__(self, lasting: Layout, passing: Layout) -> None:
-        self.lasting = lasting
-        self.passing = passing
-        self.whole: Layout = {**lasting, **passing}
-        self.header = _header(self.whole)
-        sizes = (_nbytes(*item) for item in self.whole.values())
+    def __init__(self, tensors: Layout) -> None:
+        self.tensors = tensors
+        whole: Layout = {_CHECKSUMS: (torch.uint32, (len(tensors) + 1,)), **tensors}
+        self.header = _header(whole)
+        sizes = (_nbytes(*item) for item in whole.values())
         edges = list(accumulate(sizes, initial=len(self.header)))
-        self.places = dict(zip(self.whole, pairwise(edges), strict=True))
-        self.end = edges[-1]
-        self.file_bytes = self.end + 4 * (len(self.whole) + 1)
+        places = dict(zip(whole, pairwise(edges), strict=True))
+        self.checksums_end = places.pop(_CHECKSUMS)[1]
+        self.places = places
+        self.file_bytes = edges[-1]
 
 
-def read_entry(
-    descriptor: int, layouts: Sequence[EntryLayout], where: str, *, stay: Allocate, lend: Allocate
-) -> dict[str, Tensor]:
-    """Return the tensors of an open file, once every byte of it has proved to be as written.
+class Entry:
+    """A stored layer whose header was found right; its tensors are read when asked for.
 
     Args:
-        descriptor: of the file, read by nobody else meanwhile.
+        path: of the file.
         layouts: what it may hold: it is read as the one that its header tells of.
-        where: its name, for messages.
-        stay: makes the memory of lasting tensors.
-        lend: makes the memory of passing ones, in which codes stay: most kernels copy them into a
-            layout of their own and drop them. The rest is copied, for kernels may keep it.
+
+    Attributes:
+        layout: what it holds.
 
     Raises:
-        SpecError: the file has another layout, ends before, or holds other bytes than were written.
+        SpecError: it has another layout.
+        OSError: it cannot be read.
     """
-    found = os.pread(descriptor, max(len(layout.header) for layout in layouts), 0)
-    size = os.fstat(descriptor).st_size
-    for layout in layouts:
-        if found.startswith(layout.header) and size == layout.file_bytes:
-            return _Reading(descriptor, layout, where).run(stay, lend)
-    raise SpecError(f"{where}: found another layout than the layer's")
 
+    def __init__(self, path: Path, layouts: Sequence[EntryLayout]) -> None:
+        self._path = path
+        descriptor = self._open()
+        try:
+            os.utime(descriptor)  # used now: the last to be evicted
+            found = os.fstat(descriptor)
+            front = os.pread(descriptor, max(one.checksums_end for one in layouts), 0)
+        finally:
+            os.close(descriptor)
+        self._identity = (found.st_dev, found.st_ino)
+        self.layout = self._choose(layouts, front, found.st_size)
+        header_bytes = len(self.layout.header)
+        sums = front[header_bytes : self.layout.checksums_end]
+        if sums[:4] != _joined([zlib.crc32(self.layout.header)]):
+            raise SpecError(f"{path}: found another checksum than was written")
+        parts = (sums[at : at + 4] for at in range(4, len(sums), 4))
+        self._sums = dict(zip(self.layout.tensors, parts, strict=True))
 
-class _Reading:
-    """One entry being read, whose header was found right."""
+    def read(self, names: Sequence[str], lend: Allocate) -> dict[str, Tensor]:
+        """Return tensors that lie side by side, once every byte has proved to be as written.
 
-    def __init__(self, descriptor: int, layout: EntryLayout, where: str) -> None:
-        self._descriptor = descriptor
-        self._layout = layout
-        self._where = where
-        self._found: dict[str, Future[int]] = {}
+        Several threads may do so at once.
 
-    def run(self, stay: Allocate, lend: Allocate) -> dict[str, Tensor]:
-        layout = self._layout
-        sums = bytearray(layout.file_bytes - layout.end)
-        # Sums are taken of what has come while more is read: both run without Python's lock.
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-check") as checking:
-            lasting = self._read(layout.lasting, stay, checking)
-            passing = self._read(layout.passing, lend, checking)
-            read_into(self._descriptor, layout.end, memoryview(sums), self._where)
-        found = [self._found[name].result() for name in layout.places]
-        if sums != _joined([zlib.crc32(layout.header), *found]):
-            raise SpecError(f"{self._where}: found another checksum than was written")
-        contents = lasting | {
-            name: content if name.endswith(CODES) else content.clone()
-            for name, content in passing.items()
-        }
-        return {
-            name: contents[name].view(dtype).view(shape)
-            for name, (dtype, shape) in layout.whole.items()
-        }
+        Args:
+            names: of the tensors, in the order of the file.
+            lend: makes the memory to read into, in which codes and tiles stay, to be dropped soon.
+                The rest is copied, for kernels may keep it.
 
-    def _read(
-        self, part: Layout, allocate: Allocate, checking: ThreadPoolExecutor
-    ) -> dict[str, Tensor]:
-        """Read neighbouring tensors as bytes; the sum of each is taken when its last has come."""
-        if not part:
-            return {}
-        names = deque(part)
-        begin, end = self._layout.places[names[0]][0], self._layout.places[names[-1]][1]
+        Raises:
+            SpecError: the file ends before, holds other bytes than were written, or is another.
+            OSError: it is gone.
+        """
+        places = [self.layout.places[name] for name in names]
+        begin, end = places[0][0], places[-1][1]
         origin = begin // PAGE_BYTES * PAGE_BYTES
-        whole = allocate((pages_around(begin, end - begin),), torch.uint8)
-        memory = whole.numpy().data
+        whole = lend((pages_around(begin, end - begin),), torch.uint8)
+        pages = whole.numpy().data
+        descriptor = self._open()
+        try:
+            found = os.fstat(descriptor)
+            if self._identity != (found.st_dev, found.st_ino):
+                raise SpecError(f"{self._path}: was replaced while it was read")
+            done = read_pages(descriptor, begin, end - begin, pages)
+            rest = pages[begin - origin + done : end - origin]
+            read_into(descriptor, begin + done, rest, str(self._path))
+        finally:
+            os.close(descriptor)
         inside = {
-            name: slice(*(edge - origin for edge in self._layout.places[name])) for name in names
+            name: slice(b - origin, e - origin) for name, (b, e) in zip(names, places, strict=True)
         }
-        for piece in range(origin, end, _PIECE_BYTES):
-            first, last = max(begin, piece), min(end, piece + _PIECE_BYTES)
-            pages = memory[piece - origin :][: pages_around(first, last - first)]
-            done = read_pages(self._descriptor, first, last - first, pages)
-            rest = pages[first - piece + done : last - piece]
-            read_into(self._descriptor, first + done, rest, self._where)
-            while names and inside[names[0]].stop <= last - origin:
-                name = names.popleft()
-                self._found[name] = checking.submit(zlib.crc32, memory[inside[name]])
-        return {name: whole[place] for name, place in inside.items()}
+        if any(_joined([zlib.crc32(pages[inside[name]])]) != self._sums[name] for name in names):
+            raise SpecError(f"{self._path}: found another checksum than was written")
+        return {name: self._tensor(name, whole[place]) for name, place in inside.items()}
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def _choose(self, layouts: Sequence[EntryLayout], front: bytes, size: int) -> EntryLayout:
+        for layout in layouts:
+            if front.startswith(layout.header) and size == layout.file_bytes:
+                return layout
+        raise SpecError(f"{self._path}: found another layout than the layer's")
+
+    def _tensor(self, name: str, content: Tensor) -> Tensor:
+        dtype, shape = self.layout.tensors[name]
+        own = content if name.endswith(_PASSING) else content.clone()
+        return own.view(dtype).view(shape)
 
 
 class EntryWriter:
@@ -175,7 +172,7 @@ class EntryWriter:
         if self._stream.closed:
             return
         assert name not in self._checksums
-        assert self._layout.whole[name] == (tensor.dtype, tuple(tensor.shape))
+        assert self._layout.tensors[name] == (tensor.dtype, tuple(tensor.shape))
         view = _bytes_of(tensor.detach().cpu().contiguous())
         self._checksums[name] = zlib.crc32(view)
         self._write(self._layout.places[name][0], view)
@@ -184,12 +181,12 @@ class EntryWriter:
         """Finish the entry and give it its name."""
         if self._stream.closed:
             return
-        assert self._checksums.keys() == self._layout.whole.keys()
+        assert self._checksums.keys() == self._layout.tensors.keys()
         sums = [
             zlib.crc32(self._layout.header),
-            *(self._checksums[name] for name in self._layout.whole),
+            *(self._checksums[name] for name in self._layout.tensors),
         ]
-        if self._write(self._layout.end, _joined(sums)):
+        if self._write(len(self._layout.header), _joined(sums)):
             self._stream.close()
             try:
                 self._settle(self._temporary)
@@ -218,15 +215,14 @@ class EntryWriter:
 
 
 def _header(layout: Layout) -> bytes:
-    """Return length and JSON of an entry; the checksums are its last tensor.
+    """Return length and JSON of an entry; the checksums are its first tensor.
 
     One CRC-32 for the header and one for each tensor: a store is read at every start, and CRC runs
     at the speed of memory where SHA-256 would take longer than the disk.
     """
     fields: dict[str, object] = {"__metadata__": {"format": f"llmpq-store-{FORMAT}"}}
     position = 0
-    whole = {**layout, _CHECKSUMS: (torch.uint32, (len(layout) + 1,))}
-    for name, (dtype, shape) in whole.items():
+    for name, (dtype, shape) in layout.items():
         end = position + _nbytes(dtype, shape)
         fields[name] = {
             "dtype": _NAMES[dtype],
@@ -235,7 +231,7 @@ def _header(layout: Layout) -> bytes:
         }
         position = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % 8)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -7,10 +7,11 @@ format: that is ``quant.checkpoint``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from llmpq.quant.assembly import matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint
-from llmpq.quant.layer_source import LayerEnd, Piece, Prepared, Reader, Ready, held_bytes
+from llmpq.quant.layer_source import LayerEnd, Prepared, Reader, Reading, Ready
 from llmpq.spec.precision import Precision
 
 
@@ -41,7 +42,7 @@ class GptqSource:
             matrices=[matrix for matrix in matrices_of(layer) if matrix.key in keys],
         )
 
-    def pieces(self, layer: Prepared, reader: Reader) -> Iterator[Piece]:
+    def pieces(self, layer: Prepared, reader: Reader) -> Iterator[Reading]:
         """Yield what fills a layer, reading each piece when it is asked for.
 
         Raises:
@@ -52,15 +53,13 @@ class GptqSource:
         job = reader.job(layer)
         job.origin = "as stored" if matrices else ""
         for key, source in layer.sources.items():
-            held = held_bytes(source, reader.dtype)
-            reader.budget.take(held)
-            tensor = plain.tensors.load(source, reader.transfer.allocate)
-            yield reader.plain(job, key, tensor, held)
+            yield reader.plain(job, plain.tensors, key, source)
         for matrix in matrices:
             # Codes as stored, unpacked to a byte each, and packed again: within 16 bits a weight.
             held = 2 * matrix.out_features * matrix.in_features
             reader.budget.take(held)
             packed = self._gptq.packed(layer.index, matrix.name, reader.dtype)
             assert packed is not None
-            yield Ready(job=job, matrix=matrix, packed=packed, held_bytes=held)
-        yield LayerEnd(job=job)
+            yield partial(Ready, job=job, matrix=matrix, packed=packed, held_bytes=held)
+            del packed  # or it would live until the next one comes
+        yield partial(LayerEnd, job=job)

@@ -58,9 +58,15 @@ class Keeper:
         if isinstance(packed, PackedWeight):
             self._written[-1].result()  # its memory is lent to the next one soon
 
-    def end(self, *, keep: bool) -> None:
-        """Give the layer's entry its name, or forget it."""
+    def end(self, is_sound: Callable[[], bool]) -> None:
+        """Give the layer's entry its name, or forget it if ``is_sound`` says no."""
         if self._writer is not None:
-            finish = self._writer.commit if keep else self._writer.abort
-            self._written.append(self._thread.submit(finish))
+            self._written.append(self._thread.submit(_finish, self._writer, is_sound))
             self._writer = None
+
+
+def _finish(writer: EntryWriter, is_sound: Callable[[], bool]) -> None:
+    if is_sound():
+        writer.commit()
+    else:
+        writer.abort()

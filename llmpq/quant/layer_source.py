@@ -8,22 +8,23 @@ does no arithmetic. This module refuses to quantize and to place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.tiled import TILE_ROWS, TiledWeight
 from llmpq.models import Checkpoint
 from llmpq.models.sources import TensorSource
+from llmpq.models.tensor_files import TensorFiles
 from llmpq.quant.assembly import LayerAssembly, Matrix, matrices_of
-from llmpq.quant.buffers import fresh
-from llmpq.quant.entries import entry_layout, matrices_in, tiled_names
-from llmpq.quant.entry_file import EntryLayout, EntryWriter
+from llmpq.quant.entry_file import EntryWriter
+from llmpq.quant.linear import QuantLinear
 from llmpq.quant.pipeline import Budget
-from llmpq.quant.store import Store, entry_key
+from llmpq.quant.store import Store
+from llmpq.quant.stored_layer import StoredLayer
 from llmpq.quant.transfer import Sent, Transfer
 from llmpq.spec.precision import Precision, linear_bytes
 
@@ -41,6 +42,8 @@ class LayerJob:
         assembly: where its pieces go.
         origin: words for a progress line, when it was not quantized here.
         begin_entry: opens its entry in the store, when it is to be quantized for the first time.
+        repair: opens it when it was found damaged, once all of the layer is there.
+        made: its operators from the store, by the names of the matrices.
     """
 
     index: int
@@ -48,6 +51,8 @@ class LayerJob:
     assembly: LayerAssembly
     origin: str = ""
     begin_entry: Callable[[], EntryWriter | None] | None = None
+    repair: Callable[[], EntryWriter | None] | None = None
+    made: dict[str, QuantLinear] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,25 +109,58 @@ class Raw:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """A quantized matrix, or the rows of one that go into tiles from ``first_row`` on."""
+    """A quantized matrix, or the rows of one that go into tiles from ``first_row`` on.
+
+    Attributes:
+        job: its layer.
+        matrix: which.
+        packed: its codes; in borrowed memory unless ``is_lasting``.
+        held_bytes: to be given back.
+        first_row: of the block of rows; ``None`` when this is all of it.
+        is_lasting: it is in tiles which may stay where they are.
+    """
 
     job: LayerJob
     matrix: Matrix
     packed: PackedWeight | TiledWeight
     held_bytes: int
     first_row: int | None = None
+    is_lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lost:
+    """A matrix that its entry in the store has no more.
+
+    Attributes:
+        job: its layer.
+        read: reads its weights instead: for one thread, one after the other, as no budget knows.
+        held_bytes: to be given back.
+    """
+
+    job: LayerJob
+    read: Callable[[], Raw]
+    held_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerEnd:
-    """Follows the last piece of a layer; ``keep`` says whether the store may keep what was made."""
+    """Follows the last piece of a layer.
+
+    Attributes:
+        job: the layer.
+        held_bytes: to be given back.
+        keep: asked once all of it has been read: whether the store may keep what was made.
+    """
 
     job: LayerJob
     held_bytes: int = 0
-    keep: bool = True
+    keep: Callable[[], bool] = bool
 
 
-Piece = Plain | Raw | Ready | LayerEnd
+Piece = Plain | Raw | Ready | Lost | LayerEnd
+Reading = Callable[[], Piece]
+"""Reads a piece whose bytes the budget has given; any thread may run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -148,9 +186,16 @@ class Reader:
         assembly = LayerAssembly(layer.layer, self.dtype, self.backend)
         return LayerJob(index=layer.index, precision=layer.precision, assembly=assembly)
 
-    def plain(self, job: LayerJob, key: str, tensor: Tensor, held_bytes: int) -> Plain:
-        """Make a piece of a tensor whose bytes the budget has given."""
-        return Plain(job=job, key=key, sent=self.transfer.send(tensor), held_bytes=held_bytes)
+    def plain(self, job: LayerJob, tensors: TensorFiles, key: str, source: TensorSource) -> Reading:
+        """Take the bytes of a tensor from the budget, and return what reads it."""
+        held = held_bytes(source, self.dtype)
+        self.budget.take(held)
+
+        def read() -> Plain:
+            sent = self.transfer.send(tensors.load(source, self.transfer.allocate))
+            return Plain(job=job, key=key, sent=sent, held_bytes=held)
+
+        return read
 
 
 class PlainSource:
@@ -183,7 +228,7 @@ class PlainSource:
             fingerprint=self._fingerprint(_weights(matrices, sources)),
         )
 
-    def pieces(self, layer: Prepared, reader: Reader) -> Iterator[Piece]:
+    def pieces(self, layer: Prepared, reader: Reader) -> Iterator[Reading]:
         """Yield what fills a layer, reading each piece when it is asked for.
 
         Raises:
@@ -194,23 +239,72 @@ class PlainSource:
         job = reader.job(layer)
         for key, source in layer.sources.items():
             if key not in {matrix.key for matrix in matrices}:
-                held = held_bytes(source, reader.dtype)
-                reader.budget.take(held)
-                tensor = self._checkpoint.tensors.load(source, reader.transfer.allocate)
-                yield reader.plain(job, key, tensor, held)
+                yield reader.plain(job, self._checkpoint.tensors, key, source)
         tiled = self._tiled(job, matrices, reader)
-        if fingerprint is not None and self._store is not None:
-            entry = _Entry(job, matrices, reader, tiled, fingerprint)
-            found = entry.read(self._store)
-            if found is not None:
-                job.origin = "from the store"
-                yield from found
-                return
-            job.begin_entry = partial(self._store.writer, entry.key, entry.layout)
+        proof = partial(self._is_still, weights, fingerprint)
+        stored = self._stored(job, matrices, tiled, fingerprint)
+        if stored is not None and stored.is_found:
+            job.origin = "from the store"
+            for matrix in matrices:
+                held = stored.held_bytes(matrix)
+                reader.budget.take(held)
+                source = weights[matrix.name]
+                yield partial(self._read_stored, stored, job, matrix, source, reader.transfer, held)
+            yield partial(LayerEnd, job=job, keep=proof)
+            return
+        job.begin_entry = None if stored is None else stored.begin
         for matrix in matrices:
             yield from self._raw(job, matrix, weights[matrix.name], tiled, reader)
         # Only bytes that were those of the fingerprint all the while may go by its name.
-        yield LayerEnd(job=job, keep=fingerprint == self._fingerprint(weights))
+        yield partial(LayerEnd, job=job, keep=proof)
+
+    def _stored(
+        self,
+        job: LayerJob,
+        matrices: list[Matrix],
+        tiled: frozenset[str],
+        fingerprint: str | None,
+    ) -> StoredLayer | None:
+        if self._store is None or fingerprint is None:
+            return None
+        dtype = job.assembly.dtype
+        return StoredLayer(self._store, fingerprint, matrices, job.precision, dtype, tiled)
+
+    def _read_stored(
+        self,
+        stored: StoredLayer,
+        job: LayerJob,
+        matrix: Matrix,
+        source: TensorSource,
+        transfer: Transfer,
+        held_bytes: int,
+    ) -> Ready | Lost:
+        """Read a matrix of an entry; where that is damaged, it is quantized again."""
+        packed = stored.read(matrix, transfer.borrow)
+        is_lasting = stored.keeps_tiles and isinstance(packed, TiledWeight)
+        if isinstance(packed, TiledWeight) and is_lasting:
+            # Here and now: what was read is in this core's cache, and its memory is lent again.
+            packed = packed.clone()
+        if packed is not None:
+            return Ready(
+                job=job,
+                matrix=matrix,
+                packed=packed,
+                held_bytes=held_bytes,
+                is_lasting=is_lasting,
+            )
+        job.origin = ""
+        job.repair = stored.begin
+        make = partial(
+            Raw,
+            job=job,
+            matrix=matrix,
+            first_row=None,
+            where=self._checkpoint.tensors.where(source.name),
+            held_bytes=held_bytes,
+        )
+        read = partial(self._read, source, transfer, make)
+        return Lost(job=job, read=read, held_bytes=held_bytes)
 
     def _raw(
         self,
@@ -219,7 +313,7 @@ class PlainSource:
         source: TensorSource,
         tiled: Collection[str],
         reader: Reader,
-    ) -> Iterator[Raw]:
+    ) -> Iterator[Reading]:
         """Read a matrix; where it goes into tiles, a block of rows at a time."""
         tensors = self._checkpoint.tensors
         rows = matrix.out_features
@@ -230,17 +324,19 @@ class PlainSource:
                 block.shape, job.precision, reader.dtype
             )
             reader.budget.take(held)
-            read = tensors.load(block, reader.transfer.borrow, is_temporary=True)
-            sent = reader.transfer.send(read)
-            del read
-            yield Raw(
+            make = partial(
+                Raw,
                 job=job,
                 matrix=matrix,
                 first_row=first if matrix.name in tiled else None,
-                sent=sent,
                 where=tensors.where(source.name),
                 held_bytes=held,
             )
+            yield partial(self._read, block, reader.transfer, make)
+
+    def _read(self, source: TensorSource, transfer: Transfer, make: Callable[..., Raw]) -> Raw:
+        weights = self._checkpoint.tensors.load(source, transfer.borrow, is_temporary=True)
+        return make(sent=transfer.send(weights))
 
     def _tiled(self, job: LayerJob, matrices: list[Matrix], reader: Reader) -> frozenset[str]:
         """Return the names of the matrices whose kernels keep tiles."""
@@ -249,64 +345,13 @@ class PlainSource:
         )
         return frozenset(matrix.name for matrix in matrices if ask(matrix))
 
+    def _is_still(self, weights: Mapping[str, TensorSource], fingerprint: str | None) -> bool:
+        return fingerprint is not None and fingerprint == self._fingerprint(weights)
+
     def _fingerprint(self, weights: Mapping[str, TensorSource]) -> str | None:
         if self._store is None or not weights:
             return None
         return self._checkpoint.tensors.fingerprint(weights.values())
-
-
-class _Entry:
-    """A layer's entry, as this run would write it, and as it may find it."""
-
-    def __init__(
-        self,
-        job: LayerJob,
-        matrices: list[Matrix],
-        reader: Reader,
-        tiled: frozenset[str],
-        fingerprint: str,
-    ) -> None:
-        self._job = job
-        self._matrices = matrices
-        self._reader = reader
-        names = [matrix.name for matrix in matrices]
-        self.key = entry_key(fingerprint, [str(job.precision), str(reader.dtype), *names])
-        self._fitting = tiled_names(matrices, job.precision)
-        # All that can be or none: then there are two kinds of entries to look for, not many.
-        self._adopts = bool(tiled) and tiled == self._fitting
-        self.layout = self._layout(self._fitting if self._adopts else frozenset())
-
-    def read(self, store: Store) -> Iterator[Piece] | None:
-        """Return the pieces of the layer, ``None`` when the store has it not.
-
-        Tiles that stay where they are read take nothing of the budget: they are part of the result.
-        """
-        reader = self._reader
-        layouts = (self.layout, self._layout(frozenset() if self._adopts else self._fitting))
-        held = 0
-
-        def lend(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            nonlocal held
-            if not held:  # once for the layer: whoever waits with a part of it may wait for ever
-                nbytes = max(layout.file_bytes for layout in layouts)
-                reader.budget.take(nbytes)
-                held = nbytes
-            return reader.transfer.borrow(shape, dtype)
-
-        tensors = store.read(self.key, layouts, stay=fresh if self._adopts else lend, lend=lend)
-        if tensors is None:
-            reader.budget.give(held)
-            return None
-        return self._pieces(tensors, held)
-
-    def _pieces(self, tensors: dict[str, Tensor], held: int) -> Iterator[Piece]:
-        job = self._job
-        for matrix, packed in matrices_in(tensors, self._matrices, job.precision):
-            yield Ready(job=job, matrix=matrix, packed=packed, held_bytes=0)
-        yield LayerEnd(job=job, held_bytes=held)
-
-    def _layout(self, tiled: frozenset[str]) -> EntryLayout:
-        return entry_layout(self._matrices, self._job.precision, self._reader.dtype, tiled)
 
 
 def _block_rows(source: TensorSource) -> int:

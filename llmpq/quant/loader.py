@@ -30,11 +30,13 @@ from llmpq.quant.layer import prepack_, quantize_layer_
 from llmpq.quant.layer_source import (
     LayerEnd,
     LayerJob,
+    Lost,
     Piece,
     Plain,
     PlainSource,
     Raw,
     Reader,
+    Reading,
     Ready,
 )
 from llmpq.quant.linear import QuantLinear
@@ -98,7 +100,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         backend=backend,
     )
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[Reading]:
         # A layer is made ready while the one before is read: the disk never waits for it.
         layers = zip(range(first_layer, end_layer), map(default_precision, bits), strict=True)
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-prepare") as preparing:
@@ -158,9 +160,11 @@ class _Bench:
             return _Placeable(
                 job=piece.job, key=piece.key, tensor=tensor, held_bytes=piece.held_bytes
             )
+        if isinstance(piece, Lost):
+            piece = piece.read()
         if isinstance(piece, Raw):
             return self._quantized(piece)
-        if isinstance(piece, Ready):
+        if isinstance(piece, Ready) and not piece.is_lasting:
             piece = replace(piece, packed=piece.packed.to(self.reader.device))
             self.stored += 1
             # Nothing to quantize: this thread takes half of what the other would have to do.
@@ -178,7 +182,7 @@ class _Bench:
         elif isinstance(piece, Ready):
             self._install(piece)
         elif isinstance(piece, _Installable):
-            piece.job.assembly.install(piece.matrix, piece.linear)
+            self._put(piece, piece.linear)
         elif isinstance(piece, LayerEnd):
             self._end(piece)
         self.reader.budget.give(piece.held_bytes)
@@ -207,16 +211,25 @@ class _Bench:
 
     def _install(self, piece: Ready) -> None:
         """Put in a matrix, once all of its rows have come."""
-        matrix = piece.matrix
-        packed = piece.packed if piece.first_row is None else self._with_rows(piece)
-        if packed is None:
-            return
-        begin = piece.job.begin_entry
-        if begin is not None:  # the first matrix of a new entry
-            piece.job.begin_entry = None
-            self.keeper.begin(begin)
+        matrix, job, packed = piece.matrix, piece.job, piece.packed
+        if piece.first_row is not None:
+            tiled = self._with_rows(piece)
+            if tiled is None:
+                return
+            packed = tiled
+        if job.begin_entry is not None:  # the first matrix of a new entry
+            self.keeper.begin(job.begin_entry)
+            job.begin_entry = None
         self.keeper.add(matrix.name, packed)
-        piece.job.assembly.install(matrix, packed)
+        is_lasting = piece.is_lasting or piece.first_row is not None
+        if isinstance(packed, TiledWeight) and is_lasting:
+            self._put(piece, job.assembly.adopt(packed))
+        else:
+            self._put(piece, job.assembly.linear(packed))
+
+    def _put(self, piece: Ready | _Installable, linear: QuantLinear) -> None:
+        piece.job.made[piece.matrix.name] = linear
+        piece.job.assembly.install(piece.matrix, linear)
 
     def _with_rows(self, piece: Ready) -> TiledWeight | None:
         """Bring rows into tiles, for good; return the matrix with its last ones."""
@@ -233,9 +246,20 @@ class _Bench:
         self.filling = None
         return filling
 
+    def _repair(self, job: LayerJob) -> None:
+        """Write an entry anew that was found damaged; rows are dropped already, tiles are here."""
+        tiled = {name: linear.tiled for name, linear in job.made.items()}
+        if job.repair is not None and all(tiled.values()):
+            self.keeper.begin(job.repair)
+            for name, weight in tiled.items():
+                assert weight is not None
+                self.keeper.add(name, weight)
+
     def _end(self, piece: LayerEnd) -> None:
         job = piece.job
-        self.keeper.end(keep=piece.keep)
+        if job.repair is not None:
+            self._repair(job)
+        self.keeper.end(piece.keep)
         layer = job.assembly.finish()
         if job.precision.bits == 16:
             quantize_layer_(layer, 16, self.reader.dtype, backend=self.reader.backend)

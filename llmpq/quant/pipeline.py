@@ -1,6 +1,6 @@
-"""Three threads in a row - read, work, place - with a bound on the bytes between them.
+"""Threads in a row - read, work, place - with a bound on the bytes between them.
 
-The reading thread waits for the disk, the calling thread computes with the worker's threads, the
+The reading threads wait for the disk, the calling thread computes with the worker's threads, the
 placing thread gives kernels their layouts; each hands its result on and drops it. A worker of one
 thread gains the time of the disk, one with more cores that of placing too. This module refuses to
 know what flows through it.
@@ -12,10 +12,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+_READERS = 2  # one waits for the disk while the other prepares its next reading
 
 
 class Cancelled(Exception):  # noqa: N818  not an error: another thread has the reason
@@ -119,34 +122,40 @@ class _Failure:
 
 
 def run_pipeline(
-    pieces: Iterator[In],
+    pieces: Iterator[Callable[[], In]],
     work: Callable[[In], Out],
     place: Callable[[Out], None],
     *,
     budget: Budget,
     scope: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
-    """Pull every piece through ``work`` and ``place``, in order, the three at the same time.
+    """Pull every piece through ``work`` and ``place``, in order, all at the same time.
 
     Args:
-        pieces: makes them, in a thread of its own; takes its bytes from ``budget`` first.
+        pieces: yields what reads each piece, having taken its bytes from ``budget``; runs in a
+            thread of its own. The readings themselves run in two threads, each begun in order.
         work: runs in the calling thread.
         place: runs in a thread of its own; gives the bytes back.
         budget: closed when anything fails.
         scope: entered by each thread: the device that is its current one.
 
     Raises:
-        BaseException: what any of the three raised first. No thread outlives the call.
+        BaseException: what any of the threads raised first. No thread outlives the call.
     """
-    read: _Channel[In] = _Channel()
+    read: _Channel[Future[In]] = _Channel()
     worked: _Channel[Out] = _Channel()
     failure = _Failure(budget)
+    reading = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="load-disk")
 
-    def read_all() -> None:
+    def scoped(piece: Callable[[], In]) -> In:
+        with scope():
+            return piece()
+
+    def begin_all() -> None:
         with failure.noted(), scope():
             for piece in pieces:
                 failure.check()
-                read.put(piece)
+                read.put(reading.submit(scoped, piece))
                 del piece
         read.close()
 
@@ -159,17 +168,18 @@ def run_pipeline(
 
     threads = [
         threading.Thread(target=target, name=f"load-{name}", daemon=True)
-        for name, target in (("read", read_all), ("place", place_all))
+        for name, target in (("read", begin_all), ("place", place_all))
     ]
     for thread in threads:
         thread.start()
     with failure.noted(), scope():
-        for piece in read:
+        for future in read:
             failure.check()
-            worked.put(work(piece))
-            del piece
+            worked.put(work(future.result()))
+            del future
     worked.close()
     for thread in threads:
         thread.join()
+    reading.shutdown(cancel_futures=True)
     if failure.error is not None:
         raise failure.error

@@ -10,6 +10,7 @@ permissions keep out others. Losing an entry costs time, so no failure of the st
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,12 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.models.sources import Allocate, on_host
-from llmpq.quant.entry_file import FORMAT, EntryLayout, EntryWriter, read_entry
+from llmpq.quant.entry_file import FORMAT, Entry, EntryLayout, EntryWriter
 
 _logger = get_logger(__name__)
 
@@ -66,33 +64,24 @@ class Store:
             )
         return cls(directory=directory, limit_bytes=limit_bytes)
 
-    def read(
-        self,
-        key: str,
-        layouts: Sequence[EntryLayout],
-        *,
-        stay: Allocate = on_host,
-        lend: Allocate = on_host,
-    ) -> dict[str, Tensor] | None:
-        """Return an entry's tensors as ``read_entry`` does; ``None`` where none is whole.
+    def find(self, key: str, layouts: Sequence[EntryLayout]) -> Entry | None:
+        """Return an entry to be read; ``None`` when there is none that fits one of the layouts.
 
-        A damaged entry is removed with a warning.
+        One that does not is removed with a warning.
         """
-        path = self._path(key)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return Entry(self._path(key), layouts)
+        except SpecError as error:
+            self.discard(key, error)
         except OSError:
-            return None
-        try:
-            tensors = read_entry(descriptor, layouts, str(path), stay=stay, lend=lend)
-            os.utime(descriptor)  # used now: the last to be evicted
-        except (SpecError, OSError) as error:
-            _logger.warning("%s; removed, will be quantized again", error)
-            path.unlink(missing_ok=True)
-            return None
-        finally:
-            os.close(descriptor)
-        return tensors
+            pass
+        return None
+
+    def discard(self, key: str, why: Exception) -> None:
+        """Remove a damaged entry, and say so."""
+        _logger.warning("%s; removed, will be quantized again", why)
+        with contextlib.suppress(OSError):
+            self._path(key).unlink(missing_ok=True)
 
     def writer(self, key: str, layout: EntryLayout) -> EntryWriter | None:
         """Begin an entry; ``None`` when the store cannot hold it."""

@@ -39,7 +39,7 @@ class Transfer(Protocol):
         """Return host memory to read into."""
 
     def borrow(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return host memory for what is soon dropped again; for the reading thread alone."""
+        """Return host memory for what is soon dropped again; for the reading threads alone."""
 
     def workspace(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return device memory for what is soon dropped again; for the calling thread alone."""

@@ -1,6 +1,7 @@
 """The pipeline keeps order and its budget, and ends at once with the first error of any thread."""
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,7 @@ LIMIT_S = 30.0
 def numbers(count, budget, held=0):
     for number in range(count):
         budget.take(held)
-        yield number
+        yield partial(int, number)
 
 
 def test_pieces_arrive_in_order():
@@ -37,11 +38,10 @@ def test_the_three_work_at_the_same_time():
     together = threading.Barrier(3, timeout=LIMIT_S)
     budget = Budget(10)
 
-    def read():
-        yield 0
-        yield 1
-        together.wait()
-        yield 2
+    def read(number):
+        if number == 2:
+            together.wait()
+        return number
 
     def work(number):
         if number == 1:
@@ -52,7 +52,25 @@ def test_the_three_work_at_the_same_time():
         if number == 0:
             together.wait()
 
-    run_pipeline(read(), work, place, budget=budget)
+    pieces = (partial(read, number) for number in range(3))
+    run_pipeline(pieces, work, place, budget=budget)
+
+
+def test_two_readings_are_under_way_and_arrive_in_order():
+    together = threading.Barrier(2, timeout=LIMIT_S)
+    second_is_read = threading.Event()
+
+    def read(number):
+        together.wait()  # 0 waits for 1
+        if number == 0:
+            assert second_is_read.wait(LIMIT_S)
+        second_is_read.set()
+        return number
+
+    placed = []
+    pieces = (partial(read, number) for number in range(2))
+    run_pipeline(pieces, lambda n: n, placed.append, budget=Budget(1))
+    assert placed == [0, 1]
 
 
 def test_a_piece_larger_than_the_budget_goes_alone():
@@ -62,13 +80,13 @@ def test_a_piece_larger_than_the_budget_goes_alone():
     def read():
         for size in sizes:
             budget.take(size)
-            yield size
+            yield partial(int, size)
 
     run_pipeline(read(), lambda size: size, budget.give, budget=budget)
     assert budget.high_water_bytes == 25
 
 
-@pytest.mark.parametrize("where", ["read", "work", "place"])
+@pytest.mark.parametrize("where", ["begin", "read", "work", "place"])
 def test_the_first_error_comes_out_and_every_thread_ends(where):
     before = threading.active_count()
     budget = Budget(2)
@@ -81,7 +99,7 @@ def test_the_first_error_comes_out_and_every_thread_ends(where):
     def read():
         for number in range(1000):
             budget.take(1)
-            yield fail("read", number)
+            yield partial(fail, "read", fail("begin", number))
 
     def place(number):
         fail("place", number)

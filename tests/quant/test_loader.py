@@ -12,8 +12,9 @@ from helpers.tiny_models import load_reference
 from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
+from llmpq.kernels import cpu_compiled, tiled
 from llmpq.models import MicroBatch
-from llmpq.quant import QuantLinear, quantize_layer_, stored_bytes
+from llmpq.quant import QuantLinear, layer_source, quantize_layer_, rtn, stored_bytes
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.quant.store import Store
 
@@ -135,7 +136,7 @@ def store(tmp_path):
     return Store.opened(tmp_path / "store", 2**30)
 
 
-def load_telling(model_dir, store, first=0, end=4, bits=BITS, dtype=torch.float32):
+def load_telling(model_dir, store, first=0, end=4, bits=BITS, dtype=torch.float32, backend=None):
     """A stage, and which of its layers came from the store."""
     told = []
 
@@ -144,9 +145,30 @@ def load_telling(model_dir, store, first=0, end=4, bits=BITS, dtype=torch.float3
 
     part = bits[first:end]
     stage = load_stage(
-        model_dir, first, end, part, dtype=dtype, device="cpu", progress=tell, store=store
+        model_dir,
+        first,
+        end,
+        part,
+        dtype=dtype,
+        device="cpu",
+        progress=tell,
+        store=store,
+        backend=backend,
     )
     return stage, told
+
+
+def weights_of(stage):
+    """Every quantized matrix as its kernel keeps it."""
+    modules = stage.named_modules()
+    return {name: m._weight.tensors for name, m in modules if isinstance(m, QuantLinear)}
+
+
+def same_weights(one, other):
+    mine, theirs = weights_of(one), weights_of(other)
+    assert mine.keys() == theirs.keys()
+    assert mine
+    return all(all(map(torch.equal, mine[name], theirs[name])) for name in mine)
 
 
 def output_of(stage):
@@ -162,6 +184,53 @@ def test_the_second_start_quantizes_nothing(tiny_model, store, family):
     second, told = load_telling(model_dir, store)
     assert told == [True, False, True, True]  # the layer of 16 bits is read, not quantized
     assert torch.equal(output_of(first), output_of(second))
+    assert same_weights(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_rows_make_the_matrix_of_one_piece(tiny_model, store, monkeypatch, dtype):
+    model_dir = tiny_model("llama", seed=1, shape=SHAPE)
+    whole, _ = load_telling(model_dir, store, dtype=dtype)
+    monkeypatch.setattr(layer_source, "_BLOCK_BYTES", 5000)
+    parts, _ = load_telling(model_dir, None, dtype=dtype)
+    assert same_weights(whole, parts)
+
+
+@pytest.mark.parametrize(("writer", "reader"), [("reference", None), (None, "reference")])
+def test_kernels_of_tiles_and_of_rows_read_each_others_entries(own_model, store, writer, reader):
+    load_telling(own_model, store, backend=writer)
+    names = sorted(path.name for path in store.directory.iterdir())
+    found, told = load_telling(own_model, store, backend=reader)
+    assert told == [True, False, True, True]
+    expected, _ = load_telling(own_model, None, backend=reader)
+    assert same_weights(found, expected)
+    assert sorted(path.name for path in store.directory.iterdir()) == names
+
+
+def test_without_a_compiler_entries_of_tiles_are_read_as_well(own_model, store, monkeypatch):
+    first, _ = load_telling(own_model, store)
+    for module in (cpu_compiled, tiled, rtn):
+        monkeypatch.setattr(module, "library", lambda: None)
+    second, told = load_telling(own_model, store)
+    assert told == [True, False, True, True]
+    kernels = {m.backend_name for m in second.modules() if isinstance(m, QuantLinear)}
+    assert not kernels & {"cpu_packed", "cpu_llm_int8"}
+    assert (output_of(first) - output_of(second)).abs().max() < 1e-4
+
+
+def test_a_layer_damaged_in_one_matrix_is_whole_again_and_so_is_its_entry(own_model, store, caplog):
+    expected, _ = load_telling(own_model, store)
+    for path in store.directory.iterdir():
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    found, told = load_telling(own_model, store)
+    assert not any(told)
+    assert same_weights(found, expected)
+    assert caplog.text.count("will be quantized again") == 3
+    again, told = load_telling(own_model, store)
+    assert told == [True, False, True, True]
+    assert same_weights(again, expected)
 
 
 def test_another_plan_finds_the_layers_it_shares(own_model, store):

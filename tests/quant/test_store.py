@@ -11,18 +11,31 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.errors import SpecError
+from llmpq.models.sources import on_host
 from llmpq.quant.buffers import fresh
 from llmpq.quant.entry_file import EntryLayout
 from llmpq.quant.store import Store, entry_key
 
-LASTING = {"b.tiles": (torch.uint8, (128,)), "b.scales": (torch.bfloat16, (2, 16))}
-PASSING = {
+TILED = {"b.tiles": (torch.uint8, (128,)), "b.scales": (torch.bfloat16, (2, 16))}
+ROWS = {
     "a.codes": (torch.uint8, (3, 7)),
     "a.scales": (torch.bfloat16, (3, 2)),
     "empty": (torch.float32, (0, 4)),
 }
-LAYOUT = EntryLayout(LASTING, PASSING)
-ROWS_ONLY = EntryLayout({}, PASSING)
+LAYOUT = EntryLayout(TILED | ROWS)
+ROWS_ONLY = EntryLayout(ROWS)
+
+
+def read(store, key, *layouts, lend=on_host):
+    """All tensors of an entry; ``None`` when it is not there, or not whole."""
+    entry = store.find(key, layouts or (LAYOUT,))
+    if entry is None:
+        return None
+    try:
+        return entry.read(list(entry.layout.tensors), lend)
+    except SpecError as error:
+        store.discard(key, error)
+        return None
 
 
 @pytest.fixture
@@ -34,7 +47,7 @@ def tensors(seed=0, layout=LAYOUT):
     seeded = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(0, 100, shape, generator=seeded).to(dtype)
-        for name, (dtype, shape) in layout.whole.items()
+        for name, (dtype, shape) in layout.tensors.items()
     }
 
 
@@ -54,8 +67,8 @@ def equal(found, expected):
 
 def test_what_was_put_in_comes_back(store):
     put(store, "key")
-    assert equal(store.read("key", [LAYOUT]), tensors())
-    assert store.read("other", [LAYOUT]) is None
+    assert equal(read(store, "key"), tensors())
+    assert read(store, "other") is None
 
 
 def test_entries_are_safetensors_for_this_user_alone(store):
@@ -84,7 +97,7 @@ def test_every_damaged_byte_is_noticed_and_the_entry_removed(store, caplog):
         data = bytearray(path.read_bytes())
         data[position] ^= 1 << (position % 8)
         path.write_bytes(data)
-        assert store.read("key", [LAYOUT]) is None, position
+        assert read(store, "key") is None, position
         assert not path.exists()
     assert "will be quantized again" in caplog.text
 
@@ -94,20 +107,20 @@ def test_truncated_entries_are_noticed(store):
     rng = random.Random(0)
     for size in [0, 1, 7, 8, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(20))]:
         (store.directory / "key.safetensors").write_bytes(whole[:size])
-        assert store.read("key", [LAYOUT]) is None
+        assert read(store, "key") is None
 
 
 def test_another_layout_is_another_layer(store):
     put(store, "key")
-    other = EntryLayout(LASTING, PASSING | {"a.scales": (torch.float16, (3, 2))})
-    assert store.read("key", [other]) is None
+    other = EntryLayout(TILED | ROWS | {"a.scales": (torch.float16, (3, 2))})
+    assert read(store, "key", other) is None
 
 
 @pytest.mark.parametrize("written", [LAYOUT, ROWS_ONLY])
 def test_an_entry_is_read_as_the_layout_that_its_header_tells_of(store, written):
     put(store, "key", layout=written)
-    assert equal(store.read("key", [LAYOUT, ROWS_ONLY]), tensors(layout=written))
-    assert equal(store.read("key", [ROWS_ONLY, LAYOUT]), tensors(layout=written))
+    assert equal(read(store, "key", LAYOUT, ROWS_ONLY), tensors(layout=written))
+    assert equal(read(store, "key", ROWS_ONLY, LAYOUT), tensors(layout=written))
 
 
 def test_tensors_may_be_written_in_any_order(store):
@@ -115,27 +128,33 @@ def test_tensors_may_be_written_in_any_order(store):
     for name, tensor in reversed(tensors().items()):
         writer.add(name, tensor)
     writer.commit()
-    assert equal(store.read("key", [LAYOUT]), tensors())
+    assert equal(read(store, "key"), tensors())
 
 
-def test_lasting_tensors_stay_where_they_are_read_and_begin_at_a_line(store):
+def test_tensors_are_read_alone_into_lent_memory(store):
     put(store, "key")
     given = []
 
-    def stay(shape, dtype):
+    def lend(shape, dtype):
         given.append(torch.empty(shape, dtype=dtype))
         return given[-1]
 
-    found = store.read("key", [LAYOUT], stay=stay)
+    found = store.find("key", [LAYOUT]).read(list(TILED), lend)
     (memory,) = given
-    assert all(found[name].untyped_storage().data_ptr() == memory.data_ptr() for name in LASTING)
-    assert LAYOUT.places["b.tiles"][0] % 64 == 0
+    assert equal(found, {name: tensors()[name] for name in TILED})
+    places = {name: found[name].untyped_storage().data_ptr() for name in TILED}
+    assert places["b.tiles"] == memory.data_ptr()
+    assert places["b.scales"] != memory.data_ptr()  # kernels may keep it
 
 
-def test_large_entries_come_back_whole_wherever_pieces_end(tmp_path):
+def test_large_tensors_come_back_whole_from_disk_and_from_cache(tmp_path):
     large = EntryLayout(
-        {"b.tiles": (torch.uint8, (5 << 20,)), "b.scales": (torch.bfloat16, (3, 160_016))},
-        {"a.codes": (torch.uint8, (1001, 4099)), "a.scales": (torch.float32, (1001, 7))},
+        {
+            "b.tiles": (torch.uint8, (5 << 20,)),
+            "b.scales": (torch.bfloat16, (3, 160_016)),
+            "a.codes": (torch.uint8, (1001, 4099)),
+            "a.scales": (torch.float32, (1001, 7)),
+        }
     )
     store = Store.opened(tmp_path / "store", 10**9)
     path = put(store, "key", layout=large)
@@ -144,21 +163,28 @@ def test_large_entries_come_back_whole_wherever_pieces_end(tmp_path):
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = store.read("key", [large], stay=fresh, lend=fresh)
-        assert equal(found, tensors(layout=large))
+        assert equal(read(store, "key", large, lend=fresh), tensors(layout=large))
+
+
+def test_an_entry_that_is_replaced_while_it_is_read_is_refused(store):
+    put(store, "key")
+    entry = store.find("key", [LAYOUT])
+    put(store, "key", seed=1)
+    with pytest.raises(SpecError, match="replaced while it was read"):
+        entry.read(list(TILED), on_host)
 
 
 def test_a_link_is_not_an_entry(store, tmp_path):
     path = put(store, "key")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert store.read("key", [LAYOUT]) is None
+    assert read(store, "key") is None
 
 
 def test_unfinished_entries_do_not_exist(store):
     writer = store.writer("key", LAYOUT)
     writer.add("a.codes", tensors()["a.codes"])
-    assert store.read("key", [LAYOUT]) is None
+    assert read(store, "key") is None
     writer.abort()
     assert list(store.directory.iterdir()) == []
 
@@ -171,7 +197,7 @@ def test_the_entry_unused_for_longest_goes_first(tmp_path):
         if path.exists():
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age))
         if key == "older but used":
-            assert store.read(key, [LAYOUT]) is not None
+            assert read(store, key) is not None
     assert {path.stem for path in store.directory.iterdir()} == {"older but used", "young"}
 
 
@@ -195,7 +221,7 @@ def test_ranks_that_write_one_entry_at_once_leave_a_whole_one(store):
         thread.start()
     for thread in threads:
         thread.join()
-    assert equal(store.read("key", [LAYOUT]), tensors())
+    assert equal(read(store, "key"), tensors())
     assert [path.name for path in store.directory.iterdir()] == ["key.safetensors"]
 
 
