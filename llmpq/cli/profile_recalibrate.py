@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,12 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     for number, (file, strategy) in enumerate(_pairs(options)):
         plan = read_plan(strategy)
         _refuse_shared_cores(plan)
-        stages = _stages(plan, file, strategy)
+        told = _read_run(plan, file, strategy)
         costs = _costs(plan, options)
-        found = _observations(plan, costs, stages, file)
+        found = _observations(plan, costs, told, file)
         observations += [replace(one, run=number) for one in found]
         if costs.cluster.devices[plan.stages[0].device].profile is not None:
-            loops += _loop(file, stages[0])
+            loops += _loop(told)
     factors = correction_factors(observations)
     loop = master_loop(loops) if loops else None
     new = corrected(table, factors, loop, drift_between(observations, factors))
@@ -159,58 +159,80 @@ def _refuse_shared_cores(plan: Plan) -> None:
             )
 
 
-def _stages(plan: Plan, file: Path, strategy: Path) -> list[Fields]:
-    """Return what a report says of each stage of its plan."""
-    stages = Fields(read_json(file), str(file)).children("stages", minimum=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What a report says of a run; reports of older versions have no shares.
+
+    Attributes:
+        elapsed_s: from the first micro-batch sent off to the last token.
+        work: of every stage, ``None`` where it tells nothing.
+        shares: of every stage, what of the run it computed, waited and sent.
+    """
+
+    elapsed_s: float | None
+    work: tuple[tuple[WorkSample, ...] | None, ...]
+    shares: tuple[tuple[float | None, ...], ...]
+
+
+def _read_run(plan: Plan, file: Path, strategy: Path) -> _Run:
+    fields = Fields(read_json(file), str(file))
+    stages = fields.children("stages", minimum=1)
     if len(stages) != len(plan.stages):
         raise SpecError(
             f"{file}: field 'stages': found {len(stages)}, expected the {len(plan.stages)} of "
             f"{strategy}"
         )
-    return stages
+    return _Run(
+        elapsed_s=fields.optional_number("elapsed_s"),
+        work=tuple(
+            tuple(work_from_fields(one) for one in stage.children("work"))
+            if stage.has("work")
+            else None
+            for stage in stages
+        ),
+        shares=tuple(
+            tuple(stage.optional_number(f"{what}_fraction") for what in ("busy", "wait", "send"))
+            for stage in stages
+        ),
+    )
 
 
-def _observations(
-    plan: Plan, costs: ClusterCosts, stages: Sequence[Fields], file: Path
-) -> list[Observation]:
+def _observations(plan: Plan, costs: ClusterCosts, run: _Run, file: Path) -> list[Observation]:
     found: list[Observation] = []
-    for rank, stage in enumerate(stages):
+    for rank, work in enumerate(run.work):
         if costs.cluster.devices[plan.stages[rank].device].profile is None:
             continue
-        if not stage.has("work"):
+        if work is None:
             raise SpecError(f"{file}: field 'stages[{rank}].work': found none")
-        beside = _busy_beside(plan, stages, rank)
-        for one in stage.children("work"):
-            found += _observed(plan, costs, rank, work_from_fields(one), beside)
+        beside = _busy_beside(plan, run, rank)
+        for one in work:
+            found += _observed(plan, costs, rank, one, beside)
     return found
 
 
-def _busy_beside(plan: Plan, stages: Sequence[Fields], rank: int) -> float:
+def _busy_beside(plan: Plan, run: _Run, rank: int) -> float:
     """Return the share of a stage's time in which another of its node computed too.
 
-    Taken as if they computed at unrelated times; the most of it is 1.
+    Taken as if they computed at unrelated times.
     """
     nodes = [plan.device_of(stage).node for stage in plan.stages]
     idle = 1.0
-    for other, stage in enumerate(stages):
-        if other != rank and nodes[other] == nodes[rank]:
-            idle *= 1.0 - (stage.optional_number("busy_fraction") or 0.0)
+    for other, (busy, *_) in enumerate(run.shares):
+        if other != rank and nodes[other] == nodes[rank] and busy is not None:
+            idle *= 1.0 - busy
     return 1.0 - idle
 
 
-def _loop(file: Path, master: Fields) -> list[LoopObservation]:
+def _loop(run: _Run) -> list[LoopObservation]:
     """Return what a master did that was neither work on the model nor waiting nor sending."""
-    told = [master.optional_number(f"{what}_fraction") for what in ("busy", "wait", "send")]
-    elapsed_s = Fields(read_json(file), str(file)).optional_number("elapsed_s")
-    known = [share for share in told if share is not None]
-    if elapsed_s is None or len(known) < len(told):
-        return []  # a report of an older version
-    work = [work_from_fields(one) for one in master.children("work")]
+    work, known = run.work[0], [share for share in run.shares[0] if share is not None]
+    if work is None or run.elapsed_s is None or len(known) < len(run.shares[0]):
+        return []
     return [
         LoopObservation(
             micro_batches=sum(one.count for one in work),
             rows=sum(one.count * one.rows for one in work),
-            seconds=max(0.0, 1.0 - sum(known)) * elapsed_s,
+            seconds=max(0.0, 1.0 - sum(known)) * run.elapsed_s,
         )
     ]
 

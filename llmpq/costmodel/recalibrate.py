@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmpq.costmodel.fit import fit_relative
-from llmpq.costmodel.profiles import DRIFT_KEY, LOOP_KEY, MasterLoop
+from llmpq.costmodel.profiles import DRIFT_KEY, LOOP_KEY, MasterLoop, drift_of
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -122,7 +122,7 @@ def corrected(
         table: to correct.
         factors: on its seconds.
         loop: what the master's own loop takes, ``None`` to leave what the table says.
-        drift: between the runs; 0 to leave what the table says.
+        drift: between the runs; what the table says where that is more.
     """
 
     def factor(sample: LatencySample) -> float:
@@ -141,7 +141,7 @@ def corrected(
     said = {"recalibrated": words}
     if loop is not None:
         said[LOOP_KEY] = f"step {loop.step_s!r} row {loop.row_s!r}"
-    if drift:
+    if drift > drift_of("table", dict(table.provenance)):
         said[DRIFT_KEY] = f"{drift:.4f}"
     return LatencyTable(
         samples=tuple(

@@ -143,11 +143,12 @@ class StageWorker:
         hidden = self._runner.run(frame.hidden, rows)
         synchronize(self._runner.device)
         self._runner.leave(frame.rows)
+        answer = micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
         spent_s = self._clock.now() - start
         phase = PHASES[frame.kind]
         tokens = tokens_read(phase, frame.rows, self._runner.device)
         self._clock.record(phase, len(frame.rows), spent_s, tokens)
-        return micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
+        return answer
 
     def _stats(self) -> Frame:
         stats = self._clock.stats(self._communicator.rank, self._runner.device)

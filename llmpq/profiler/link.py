@@ -30,9 +30,10 @@ UNIT_BYTES = 512
 """Sizes are whole multiples of this: a frame of one row of tokens of 256 bfloat16 values."""
 DEFAULT_SIZES = (UNIT_BYTES, 4096, 32_768, 262_144, 1_048_576, 4_194_304)
 MIN_ROUNDS = 5
-STIRRED_SIZE = 4096
-"""Rows and columns of the matrix that is read in between: 64 MiB, what stages of small models read
-and more than most caches hold."""
+STIRRED_SIZE = 2048
+"""Rows and columns of the matrix that is read in between: 16 MiB, more than a core's own caches."""
+STIRRED_AFTER = 0.5
+"""How much longer rank 0 stays busy, as a share: the other end is then done, and seldom asleep."""
 _LEAST_S = 1e-9
 _DTYPE = torch.bfloat16
 
@@ -115,8 +116,13 @@ class _Stirring:
     def __init__(self) -> None:
         self._matrix = torch.ones(STIRRED_SIZE, STIRRED_SIZE)
 
-    def __call__(self) -> None:
+    def __call__(self, after: float = 0.0) -> None:
+        """Read it, and stay busy for a share of that time longer."""
+        start = time.perf_counter()
         torch.mv(self._matrix, self._matrix[0])
+        end = start + (1.0 + after) * (time.perf_counter() - start)
+        while time.perf_counter() < end:
+            pass
 
 
 def _hidden(size: int) -> torch.Tensor:
@@ -167,8 +173,7 @@ def _exchange_all(
         for kind in order:
             times[kind].append(_exchange(communicator, kind, frames[job.exchanges[kind][0]]))
         _exchange(communicator, len(job.exchanges), small)
-        stir()
-        stir()  # the other end has had its own turn by then
+        stir(STIRRED_AFTER)
         cold.append(_exchange(communicator, 0, small))
         if progress is not None:
             share = min((time.perf_counter() - start) / job.budget_s, len(times[0]) / MIN_ROUNDS)

@@ -11,6 +11,7 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import PlanRequest, costs_of
 from llmpq.cli.profile import main
+from llmpq.costmodel.profiles import MasterLoop, drift_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.plan_io import write_plan
@@ -161,3 +162,60 @@ def test_a_report_of_another_plan_is_refused(folder, capsys):
     (path / "report.json").write_text(json.dumps({"stages": [{"work": []}] * 5}))
     assert recalibrate(path) == 2
     assert "found 5, expected the" in capsys.readouterr().err
+
+
+def changed(report, slower, **shares):
+    """Return a report of a run that was slower, with shares of its stages' time."""
+    stages = [
+        {
+            **stage,
+            **shares,
+            "work": [
+                {**one, "seconds": slower * one["seconds"], "master_s": slower * one["master_s"]}
+                for one in stage["work"]
+            ],
+        }
+        for stage in report["stages"]
+    ]
+    return {"stages": stages, "elapsed_s": 10.0}
+
+
+def test_several_runs_tell_the_mean_the_drift_and_the_loop(folder, capsys):
+    path, *_ = folder
+    told = json.loads((path / "report.json").read_text())
+    for name, slower in (("slow.json", 1.1), ("fast.json", 0.9)):
+        shares = {"busy_fraction": 0.5, "wait_fraction": 0.3, "send_fraction": 0.1}
+        (path / name).write_text(json.dumps(changed(told, slower, **shares)))
+    words = ["recalibrate", "--report", "slow.json", "fast.json", "--strat_file_name", "plan.json"]
+    words += ["--table", "right.csv", "--output", "new.csv"]
+    assert main([str(path / w) if "." in w else w for w in words] + ["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(factor == pytest.approx(1.0, abs=0.02) for factor in found["factors"].values())
+    assert found["drift"] == pytest.approx(0.1 * 2**0.5, rel=0.05)
+    count = sum(one["count"] for one in told["stages"][0]["work"])
+    assert found["loop_s"]["step_s"] == pytest.approx(0.1 * 10.0 / count)
+    origin = dict(read_latency_table(path / "new.csv").provenance)
+    assert drift_of("new", origin) == pytest.approx(found["drift"], abs=1e-4)
+    assert MasterLoop.of("new", origin).step_s == found["loop_s"]["step_s"]
+
+
+def test_what_company_cost_a_run_stays_out_of_the_table(folder, capsys):
+    path, plan, *_ = folder
+    told = json.loads((path / "report.json").read_text())
+    (path / "report.json").write_text(json.dumps(changed(told, 1.2, busy_fraction=1.0)))
+    table = table_of()
+    slowed = replace(table, provenance=(*table.provenance, ("company", "prefill 1.2 decode 1.2")))
+    write_latency_table(path / "wrong.csv", slowed)
+    assert recalibrate(path, "--json") == 0
+    factors = json.loads(capsys.readouterr().out)["factors"]
+    alone = len(plan.stages) == 1
+    expected = 1.2 if alone else 1.0
+    assert all(factor == pytest.approx(expected, abs=0.01) for factor in factors.values())
+
+
+def test_plans_that_are_neither_one_nor_one_each_are_refused(folder, capsys):
+    path, *_ = folder
+    words = ["recalibrate", "--table", "wrong.csv", "--output", "new.csv", "--report"]
+    words += ["report.json"] * 3 + ["--strat_file_name"] + ["plan.json"] * 2
+    assert main([str(path / w) if "." in w else w for w in words]) == 2
+    assert "found 2 plans for 3 reports" in capsys.readouterr().err

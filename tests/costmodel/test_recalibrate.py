@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.recalibrate import Observation, corrected, correction_factors
+from llmpq.costmodel.profiles import MasterLoop, drift_of
+from llmpq.costmodel.recalibrate import (
+    LoopObservation,
+    Observation,
+    corrected,
+    correction_factors,
+    drift_between,
+    master_loop,
+)
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -82,3 +90,46 @@ def test_a_bitwidth_that_did_not_run_takes_its_phase_s_mean():
 def test_a_run_without_work_is_refused():
     with pytest.raises(SpecError, match="no measured work"):
         correction_factors([])
+
+
+def test_runs_that_differ_tell_the_drift():
+    seconds = (0.9, 1.0, 1.1)
+    runs = [
+        Observation(phase=phase, predicted={16: 1.0}, apart_s=0.0, measured_s=one, run=number)
+        for number, one in enumerate(seconds)
+        for phase in Phase
+    ]
+    factors = correction_factors(runs)
+    assert drift_between(runs, factors) == pytest.approx(0.1, rel=0.01)
+    assert drift_between([one for one in runs if not one.run], factors) == 0.0
+
+
+@pytest.mark.parametrize(("stated", "between", "told"), [(None, 0.1, 0.1), ("0.2", 0.1, 0.2)])
+def test_the_larger_drift_is_told(stated, between, told):
+    lines = () if stated is None else (("drift", stated),)
+    table = LatencyTable(samples=TABLE.samples, provenance=lines)
+    new = corrected(table, {(Phase.DECODE, 8): 1.0}, drift=between)
+    assert drift_of("table", dict(new.provenance)) == told
+
+
+def test_the_loop_is_told_apart_by_runs_of_unlike_micro_batches():
+    true = MasterLoop(step_s=4e-4, row_s=2e-5)
+    runs = [
+        LoopObservation(
+            micro_batches=count, rows=rows, seconds=count * true.step_s + rows * true.row_s
+        )
+        for count, rows in ((400, 1600), (200, 3200))
+    ]
+    found = master_loop(runs)
+    assert (found.step_s, found.row_s) == (pytest.approx(4e-4), pytest.approx(2e-5))
+    table = corrected(TABLE, {(Phase.DECODE, 8): 1.0}, found)
+    assert MasterLoop.of("table", dict(table.provenance)) == found
+    alone = master_loop(runs[:1])  # one run cannot tell rows from micro-batches
+    assert (alone.step_s, alone.row_s) == (pytest.approx(4e-4 + 4 * 2e-5), 0.0)
+    assert master_loop([]) == MasterLoop()
+
+
+@pytest.mark.parametrize("text", ["-0.1", "11", "much"])
+def test_a_drift_that_is_none_is_refused(text):
+    with pytest.raises(SpecError, match=f"provenance 'drift': found '{text}'"):
+        drift_of("table", {"drift": text})

@@ -15,9 +15,10 @@ from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
 from llmpq.dist.prompts import Request
 from llmpq.dist.ring import described, error_frame, error_of, shut_down, wait_until_ready
 from llmpq.dist.stage import StageRunner, StageWorker, micro_batch_frame
-from llmpq.dist.stats import StageClock
+from llmpq.dist.stats import StageClock, tokens_read
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
 
 LIMITS = FrameLimits(
     digest=b"12345678",
@@ -70,6 +71,14 @@ def test_a_worker_is_ready_computes_and_reports():
     thread.join(timeout=5)
     assert (stats.rank, stats.prefill_s, stats.decode_s, stats.busy_s) == (1, 1.0, None, 1.0)
     assert stats.memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("phase", "device", "tokens"),
+    [(Phase.DECODE, "cpu", 3.0), (Phase.DECODE, "cuda", 4), (Phase.PREFILL, "cpu", 4)],
+)
+def test_work_is_told_by_the_tokens_that_a_forecast_charges(phase, device, tokens):
+    assert tokens_read(phase, ROWS, torch.device(device)) == tokens
 
 
 @pytest.mark.parametrize("error", [SpecError("a"), CapacityError("b"), StageError("stage 1: c")])

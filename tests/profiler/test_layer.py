@@ -146,6 +146,24 @@ def test_timings_beside_a_slow_reference_are_thrown_away(job, monkeypatch):
     assert all(1.1 < value < 3.0 for value in slack.values())
 
 
+def test_the_level_of_each_span_tells_the_drift(job, monkeypatch):
+    clock = {"s": 0.0}
+
+    def run(_, trial):
+        clock["s"] += 0.05
+        is_slow = int(clock["s"] / (5 * layer_module.DRIFT_SPAN_S)) % 2
+        return [Timing(trial=trial, seconds=1.2 if is_slow else 0.8)]
+
+    monkeypatch.setattr(layer_module, "SETTLED_ROUNDS", 10**6)
+    monkeypatch.setattr(layer_module.time, "perf_counter", lambda: clock["s"])
+    monkeypatch.setattr(Bench, "reference_s", lambda _: 1.0)
+    monkeypatch.setattr(Bench, "run", run)
+    drift = float(dict(profile_layer(replace(job, layers=1, budget_s=40.0)).provenance)["drift"])
+    assert 0.15 < drift < 0.35  # of 0.8 and 1.2 in turn, over medians that are either
+    monkeypatch.setattr(Bench, "run", always(1.0))
+    assert "drift" not in dict(profile_layer(replace(job, budget_s=1e-3)).provenance)
+
+
 def test_a_machine_that_is_slow_for_good_does_not_stop_the_profiler(job, monkeypatch):
     calls = count(1)
     monkeypatch.setattr(Bench, "reference_s", lambda _: 1.1 ** next(calls))

@@ -10,7 +10,7 @@ import pytest
 from llmpq.costmodel.comm import fit_links
 from llmpq.dist.communicator import in_process_ring
 from llmpq.errors import SpecError, StageError
-from llmpq.profiler.link import UNIT_BYTES, LinkJob, measure_link
+from llmpq.profiler.link import UNIT_BYTES, LinkJob, _Stirring, measure_link
 
 JOB = LinkJob(between=("old", "desk"), sizes=(512, 4096, 65_536), budget_s=0.05)
 
@@ -87,3 +87,34 @@ def test_an_end_that_goes_away_is_an_error():
     second.close()
     with pytest.raises(StageError):
         measure_link(first, JOB)
+
+
+def test_what_a_message_costs_more_after_other_memory_was_read_is_added(monkeypatch):
+    cold = threading.local()
+    real = _Stirring.__call__
+
+    def stir(self, after=0.0):
+        real(self, after)
+        cold.is_now = True
+
+    class Cooled(Slow):
+        """The first call of either end after it has stirred takes 4 ms longer."""
+
+        def _warm(self):
+            if getattr(cold, "is_now", False):
+                time.sleep(0.004)
+                cold.is_now = False
+
+        def send(self, frame):
+            self._warm()
+            super().send(frame)
+
+        def recv(self):
+            frame = super().recv()
+            self._warm()
+            return frame
+
+    monkeypatch.setattr(_Stirring, "__call__", stir)
+    monkeypatch.setitem(globals(), "Slow", Cooled)
+    table = measured()
+    assert all(0.003 < one.seconds < 0.008 for one in table.samples)

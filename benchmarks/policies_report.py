@@ -1,0 +1,165 @@
+"""What benchmarks/policies.py measured so far: tables of forecasts and gains, and a picture.
+
+    python benchmarks/policies_report.py FOLDER [--picture FILE.png] [--table measured.csv]
+
+Forecasts are of the table that every calibrating run has corrected; ``--table measured.csv`` takes
+the bare one. A median is of all turns; gains are over static batches of the same turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from policies import BIN_RUNS, POLICIES, TASKS, Bench, bound_runs, figures, recalibrate, words
+
+HEAD = (
+    "schedule", "runs", "tokens/s", "spread", "simulated", "error", "mean latency, s", "simulated",
+    "error", "99 % in service, s", "bound, s", "gain in each turn",
+)  # fmt: skip
+ALL = (*POLICIES, *bound_runs(), *BIN_RUNS)
+
+
+def main() -> int:
+    """Print the tables, draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--table", default="table.csv", help="in the folder")
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    folder = options.folder.absolute()
+    recalibrate(folder)
+    rows = {
+        (task, name): row
+        for task in TASKS
+        for bench in (Bench(folder, task, options.table),)
+        for name in ALL
+        if (row := row_of(bench, name)) is not None
+    }
+    tell(rows)
+    if options.picture is not None:
+        draw(options.picture, rows)
+    return 0
+
+
+def tell(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Print a table of every task, and the errors of all."""
+    for task in TASKS:
+        print(f"\n| {task}: run | {' | '.join(HEAD)} |\n|" + " --- |" * (1 + len(HEAD)))
+        for (own, name), row in rows.items():
+            if own == task:
+                print(f"| {name} | {row['text']} |")
+    kinds = {
+        "policies": [row for (_, name), row in rows.items() if name in POLICIES],
+        "everything": list(rows.values()),
+    }
+    for kind, found in kinds.items():
+        for place, what in enumerate(("tokens/s", "mean latency", "99 % in service")):
+            errors = [abs(row["errors"][place]) for row in found]
+            if errors:
+                print(f"\n{kind}, {what}: {len(errors)} errors, mean {fmean(errors):.1%}, "
+                      f"most {max(errors):.1%}")  # fmt: skip
+
+
+def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
+    """Return one run's medians and errors, and its line of the table."""
+    found = _runs(bench, name)
+    if not found:
+        return None
+    plan = bench.plan_of(name)
+    played_ = bench.simulate(plan, BIN_RUNS.get(name, (0, 0.0))[1])
+    played = figures(played_.to_json(), played_.makespan_s)
+    made = {key: median(row[key] for row in found.values()) for key in played}
+    rates = [row["tokens_per_s"] for row in found.values()]
+    spread = (max(rates) - min(rates)) / made["tokens_per_s"]
+    kinds = ("tokens_per_s", "latency_s", "service_p99_s")
+    errors = [played[key] / made[key] - 1 for key in kinds]
+    base = _runs(bench, _base_of(name))
+    gains = [
+        row["tokens_per_s"] / base[turn]["tokens_per_s"]
+        for turn, row in found.items()
+        if turn in base
+    ]
+    bound_s = bench.bound_s(name)
+    cells = [
+        words(plan), str(len(found)), f"{made['tokens_per_s']:.0f}", f"{spread:.0%}",
+        f"{played['tokens_per_s']:.0f}", f"{errors[0]:+.1%}", f"{made['latency_s']:.2f}",
+        f"{played['latency_s']:.2f}", f"{errors[1]:+.1%}",
+        ", ".join(f"{row['service_p99_s']:.2f}" for row in found.values()),
+        "" if bound_s is None else f"{bound_s:.2f}",
+        ", ".join(f"{gain:.2f}" for gain in gains),
+    ]  # fmt: skip
+    return {"made": made, "played": played, "errors": errors, "gains": gains,
+            "text": " | ".join(cells)}  # fmt: skip
+
+
+def _runs(bench: Bench, name: str) -> dict[int, dict[str, float]]:
+    """Return the figures of a run, by turn."""
+    files = {
+        int(file.stem.rpartition("-")[2]): file for file in bench.folder.glob(f"{name}-?.json")
+    }
+    return {turn: json.loads(file.read_text()) for turn, file in sorted(files.items())}
+
+
+def _base_of(name: str) -> str:
+    """Return the run that a run's gain is over."""
+    if name in BIN_RUNS:
+        return "bins1"
+    return f"static{name.removeprefix('bound')}" if name.startswith("bound") else "static"
+
+
+def draw(picture: Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Draw simulated against measured on the left, gains on the right."""
+    import matplotlib as mpl  # noqa: PLC0415  only for the picture
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    for task, marker in zip(TASKS, "os^", strict=True):
+        own = [row for (one, _), row in rows.items() if one == task]
+        left.scatter(
+            [row["made"]["tokens_per_s"] for row in own],
+            [row["played"]["tokens_per_s"] for row in own],
+            s=28, marker=marker, label=task, alpha=0.8,
+        )  # fmt: skip
+    rates = [row[key]["tokens_per_s"] for row in rows.values() for key in ("made", "played")]
+    low, high = 0.95 * min(rates), 1.05 * max(rates)
+    left.plot([low, high], [low, high], color="black", linewidth=0.8)
+    for share, depth in ((0.05, 0.12), (0.1, 0.06)):
+        left.fill_between(
+            [low, high], [(1 - share) * low, (1 - share) * high],
+            [(1 + share) * low, (1 + share) * high],
+            color="black", alpha=depth, label=f"within {share:.0%}",
+        )  # fmt: skip
+    left.set(xlabel="measured, tokens/s", ylabel="simulated, tokens/s", title="Every run")
+    left.legend(fontsize=8)
+    _draw_gains(right, rows)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
+def _draw_gains(axes: Any, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    names = [name for name in ALL if not name.startswith("static") and name != "bins1"]
+    for shift, (task, marker) in enumerate(zip(TASKS, "os^", strict=True)):
+        places = [
+            (place + 0.2 * (shift - 1), gain)
+            for place, name in enumerate(names)
+            for gain in (rows[task, name]["gains"] if (task, name) in rows else ())
+        ]
+        axes.scatter(
+            [x for x, _ in places], [y for _, y in places], s=20, marker=marker, label=task
+        )
+    for gain, style in ((1.0, "-"), (1.3, ":"), (1.5, "--")):
+        axes.axhline(gain, color="black", linewidth=0.8, linestyle=style)
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axes.set(ylabel="times static batches of the same turn", title="Gains, every turn")
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
