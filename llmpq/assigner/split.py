@@ -69,13 +69,13 @@ def with_memory(
     """
     places = devices or [plan.device_of(stage) for stage in plan.stages]
     counted = zip(plan.estimate.stages, plan.stages, places, strict=True)
-    return replace(
-        plan.estimate,
-        stages=tuple(
-            replace(estimate, memory=stage_memory(plan, costs, stage, place))
-            for estimate, stage, place in counted
-        ),
-    )
+    stages = []
+    for estimate, stage, place in counted:
+        known = stage_memory(plan, costs, stage, place)
+        # On accelerators nothing more is known, and a search's own parts stay as they are.
+        is_better = known.total != estimate.memory.total
+        stages.append(replace(estimate, memory=known) if is_better else estimate)
+    return replace(plan.estimate, stages=tuple(stages))
 
 
 def excess_bytes(plan: Plan, costs: ClusterCosts) -> int:
