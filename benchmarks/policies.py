@@ -1,11 +1,12 @@
 """Batching policies on the real pipeline of this machine: simulated against measured, and gains.
 
-    python benchmarks/policies.py FOLDER model table plan calibrate calibrate search    # 4 minutes
-    python benchmarks/policies.py FOLDER runs --turn 0 --seconds 570                    # 8 minutes
+    python benchmarks/policies.py FOLDER model table plan calibrate calibrate           # 3 minutes
+    python benchmarks/policies.py FOLDER runs --turn 0 --seconds 570                    # 7 minutes
+    python benchmarks/policies.py FOLDER search                                         # 90 seconds
     python benchmarks/policies.py FOLDER bounds --turn 0 --seconds 570                  # 6 minutes
-    python benchmarks/policies.py FOLDER runs --turn 1 --seconds 570                    # 8 minutes
-    python benchmarks/policies.py FOLDER runs --turn 2 --seconds 570                    # 8 minutes
-    python benchmarks/policies.py FOLDER bounds bins --turn 1 --seconds 570             # 7 minutes
+    python benchmarks/policies.py FOLDER runs --turn 1 --seconds 570                    # 7 minutes
+    python benchmarks/policies.py FOLDER runs --turn 2 --seconds 570                    # 7 minutes
+    python benchmarks/policies.py FOLDER bounds bins --turn 1 --seconds 590             # 9 minutes
     python benchmarks/policies_report.py FOLDER --picture FILE.png
 
 Every step writes into FOLDER and goes on where it was stopped; ``--seconds`` bounds a part; all but
@@ -22,9 +23,10 @@ two micro-batch sizes, before every task of every turn, and ``llmpq-profile reca
 the table by all of these runs. No run that is forecast is among them. What is simulated on that
 table is compared with the median of a policy's runs.
 
-Schedules are searched as ``llmpq-algo --policy rra|waa|auto`` does, on what was known before the
-first turn. A bound is what static batches of 24 or 16 keep for 99 % of the requests when played,
-and as surely as the schedule is to keep it: the guard (``assigner/schedules/guard.py``) is on both.
+Schedules are searched as ``llmpq-algo --policy rra|waa|auto`` does: those of the first turn on what
+is known before it, those for a bound behind it, when the drift of some minutes is known. A bound is
+what static batches of 24 or 16 keep for 99 % of the requests when played, and as surely as the
+schedule is to keep it: the guard (``assigner/schedules/guard.py``) is on both.
 """
 
 from __future__ import annotations
@@ -78,6 +80,8 @@ POLICIES = ("static", "hybrid", "iteration", "rra", "waa", "multibin")
 BOUND_BATCHES = (24, 16)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
 BINS, BIN_BATCH, BIN_TASK = 8, 16, "T"
+BIN_REQUESTS = 256
+"""Eight bins in batches of 16: with 160 requests most are not full, and nothing is gained."""
 BIN_RUNS = {"bins1": (1, 0.0), "bins8": (BINS, 0.0), "noisy8": (BINS, 0.3)}
 CONFIDENCE = 0.95
 """How sure a bound is to be kept, of what the table knows of itself: the default of llmpq-algo."""
@@ -125,7 +129,7 @@ def profile(options: argparse.Namespace) -> None:
     folder = options.folder
     command([
         "llmpq-profile", "layer", "--model", str(folder / "model"), "--core", "0", "--bits", "16",
-        "--batches", "1", "4", "8", "12", "16", "32", "--prompt_tokens", "4", "8", "16", "32",
+        "--batches", "1", "2", "4", "8", "12", "16", "32", "--prompt_tokens", "4", "8", "16", "32",
         "--context_tokens", "16", "64", "192", "--companions", "1",
         "--budget", str(options.budget), "--output", str(folder / "measured.csv"), "--resume",
     ])  # fmt: skip
@@ -202,6 +206,7 @@ class Bench:
         self.plan = read_plan(folder / "plan.json")
         self.prompts, self.answers = laws_of(task)
         self.trace = draw_trace(REQUESTS[task], self.prompts, self.answers, seed=8)
+        self.many = draw_trace(BIN_REQUESTS, self.prompts, self.answers, seed=8)
         self.folder = folder / "runs" / task
         self.folder.mkdir(parents=True, exist_ok=True)
         model, _ = resolve_model(str(folder / "model"))
@@ -212,17 +217,19 @@ class Bench:
             model, cluster, dtype="bfloat16", kv_bits=16, profile_dir=folder / "links"
         )
 
-    def simulate(self, plan: Plan, error: float = 0.0) -> SimReport:
-        """Play the requests under a plan's schedule."""
+    def simulate(self, name: str) -> SimReport:
+        """Play the requests under the schedule that a run is called for."""
+        plan, error = self.plan_of(name), BIN_RUNS.get(name, (0, 0.0))[1]
         assert plan.schedule is not None
+        trace = self.many if name in BIN_RUNS else self.trace
         sizes = plan.micro_batching
         stages = len(plan.path(Phase.DECODE))
         shape = PipelineShape(micro_batching=sizes, num_slots=SLOTS, num_stages=stages)
-        answers = [item.new_tokens for item in self.trace]
-        prompts = [item.prompt_tokens for item in self.trace]
+        answers = [item.new_tokens for item in trace]
+        prompts = [item.prompt_tokens for item in trace]
         predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
         policy = make_policy(plan.schedule, shape, predictor)
-        return simulate(PlanCosts(plan, self.costs), policy, self.trace, num_slots=SLOTS)
+        return simulate(PlanCosts(plan, self.costs), policy, trace, num_slots=SLOTS)
 
     def plan_of(self, name: str) -> Plan:
         """Return what a run is called for; what is searched is searched once and kept."""
@@ -282,7 +289,8 @@ class Bench:
         """Run what is called for."""
         self.plan_of(name)
         prompts = self.folder / "prompts.jsonl"
-        write_prompts(prompts, [(item.prompt_tokens, item.new_tokens) for item in self.trace])
+        trace = self.many if name in BIN_RUNS else self.trace
+        write_prompts(prompts, [(item.prompt_tokens, item.new_tokens) for item in trace])
         strategy = self.folder / f"plan-{name}.json"
         found = run_plan(strategy, prompts, BIN_RUNS.get(name, (0, 0.0))[1])
         counts = {key: found[key] for key in ("generated_tokens", "requests")}
@@ -306,10 +314,11 @@ def laws_of(task: str) -> tuple[LengthDistribution, LengthDistribution]:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Search every schedule, so that no run waits for it."""
+    """Search schedules, so that no run waits for it: those of a bound behind the first turn."""
     for task in TASKS:
         bench = Bench(options.folder, task)
-        for name in (*POLICIES, *bound_runs()):
+        is_known = (bench.folder / f"{POLICIES[-1]}-0.json").exists()
+        for name in (*POLICIES, *(bound_runs() if is_known else ())):
             print(task, name, words(bench.plan_of(name)), bench.bound_s(name) or "", flush=True)
 
 

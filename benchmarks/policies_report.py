@@ -71,7 +71,7 @@ def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     if not found:
         return None
     plan = bench.plan_of(name)
-    played_ = bench.simulate(plan, BIN_RUNS.get(name, (0, 0.0))[1])
+    played_ = bench.simulate(name)
     played = figures(played_.to_json(), played_.makespan_s)
     made = {key: median(row[key] for row in found.values()) for key in played}
     rates = [row["tokens_per_s"] for row in found.values()]

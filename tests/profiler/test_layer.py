@@ -160,6 +160,9 @@ def test_the_level_of_each_span_tells_the_drift(job, monkeypatch):
     monkeypatch.setattr(Bench, "run", run)
     drift = float(dict(profile_layer(replace(job, layers=1, budget_s=40.0)).provenance)["drift"])
     assert 0.15 < drift < 0.35  # of 0.8 and 1.2 in turn, over medians that are either
+
+
+def test_a_moment_tells_no_drift(job, monkeypatch):
     monkeypatch.setattr(Bench, "run", always(1.0))
     assert "drift" not in dict(profile_layer(replace(job, budget_s=1e-3)).provenance)
 
