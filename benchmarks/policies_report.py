@@ -144,7 +144,8 @@ def draw(picture: Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
 
 
 def _draw_gains(axes: Any, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-    names = [name for name in ALL if not name.startswith("static") and name != "bins1"]
+    others = {name for _, name in rows if not name.startswith("static") and name != "bins1"}
+    names = [name for name in ALL if name in others]  # a column for what has run
     for shift, (task, marker) in enumerate(zip(TASKS, "os^", strict=True)):
         places = [
             (place + 0.2 * (shift - 1), gain)

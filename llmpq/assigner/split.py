@@ -73,8 +73,8 @@ def with_memory(
     for estimate, stage, place in counted:
         known = stage_memory(plan, costs, stage, place)
         # On accelerators nothing more is known, and a search's own parts stay as they are.
-        is_better = known.total != estimate.memory.total
-        stages.append(replace(estimate, memory=known) if is_better else estimate)
+        differs = known.total != estimate.memory.total
+        stages.append(replace(estimate, memory=known) if differs else estimate)
     return replace(plan.estimate, stages=tuple(stages))
 
 

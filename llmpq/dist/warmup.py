@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from llmpq.dist.decode_graphs import MOST_BLOCKS
 from llmpq.dist.messages import Row
 from llmpq.dist.stage import StageRunner
 from llmpq.dist.stats import synchronize
@@ -41,7 +42,7 @@ def warm_up(
     if work.new_tokens > 1 and stage.computes(Phase.DECODE):
         # A graph is captured for the slots of one micro-batch; without graphs one tells for all.
         last = work.batch - sizes.decode if runner.graphs is not None else 0
-        blocks = range(0, last + 1, sizes.decode)
+        blocks = range(0, last + 1, sizes.decode)[:MOST_BLOCKS]  # of more, all share a graph
         steps += [(range(slot, slot + sizes.decode), 1, prompt) for slot in blocks]
     for slots, tokens, first in steps:
         hidden = torch.zeros(len(slots), tokens, hidden_size, dtype=dtype, device=runner.device)

@@ -17,8 +17,6 @@ from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan, StageAssignment
 from llmpq.spec.precision import Phase
 
-ROOFLINE = "roofline"
-
 
 def guard_of(plan: Plan, costs: ClusterCosts, confidence: float) -> float:
     """Return the factor by which played latencies count, at least 1.
@@ -43,7 +41,7 @@ def guard_of(plan: Plan, costs: ClusterCosts, confidence: float) -> float:
 def _deviation(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> float:
     """Return one standard deviation of a stage's seconds, as a share of them."""
     device = plan.device_of(stage)
-    if costs.latency_source(device) == ROOFLINE or not stage.num_layers:
+    if costs.latency_source(device) == "roofline" or not stage.num_layers:
         return 0.0
     work, sizes = plan.workload, plan.micro_batching
     asked = [
