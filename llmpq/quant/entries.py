@@ -1,14 +1,14 @@
 """A layer's entry in the store: which tensors it holds, and the matrices made of them again.
 
-Where the kernels of a run keep tiles, its entries hold those tiles: the next start copies them from
-the disk to where they are multiplied, and has nothing else to do. Other kernels' runs store packed
+Where the kernels of a run keep tiles, its entries hold those tiles: the next start multiplies them
+where they lie in the file, and has nothing else to do. Other kernels' runs store packed
 rows. Either kind of run reads either kind of entry, at the price of bringing the codes into its own
 order. This module refuses to open files (``quant.entry_file``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +57,12 @@ def entry_layout(
             if not precision.symmetric:
                 parts["zeros"] = (dtype, groups)
         tensors |= {f"{matrix.name}.{part}": item for part, item in parts.items()}
-    return EntryLayout(tensors)
+    # Tiles first: their sizes are multiples of a cache line, those of scales need not be.
+    return EntryLayout(dict(sorted(tensors.items(), key=lambda item: not _is_tiles(item[0]))))
+
+
+def _is_tiles(name: str) -> bool:
+    return name.endswith(".tiles")
 
 
 def matrix_in(
@@ -69,9 +74,38 @@ def matrix_in(
         SpecError: what ``Entry.read`` refuses.
         OSError: the file is gone.
     """
-    names = [name for part in _PARTS if (name := f"{matrix.name}.{part}") in entry.layout.tensors]
-    found = entry.read(names, lend)
-    parts = {name.rpartition(".")[2]: tensor for name, tensor in found.items()}
+    found = entry.read(_names(entry, matrix), lend)
+    return _matrix(matrix, precision, found)
+
+
+def mapped_matrices(
+    entry: Entry, matrices: Iterable[Matrix], precision: Precision, lend: Allocate
+) -> list[TiledWeight | None]:
+    """Return matrices in tiles where they lie in the entry's file, ``None`` for a damaged one.
+
+    Raises:
+        SpecError: what ``Entry.mapped`` refuses.
+        OSError: the file is gone.
+    """
+    sound = entry.mapped(lend)
+    found: list[TiledWeight | None] = []
+    for matrix in matrices:
+        names = _names(entry, matrix)
+        whole = all(name in sound for name in names)
+        made = _matrix(matrix, precision, {name: sound[name] for name in names}) if whole else None
+        assert not isinstance(made, PackedWeight)
+        found.append(made)
+    return found
+
+
+def _names(entry: Entry, matrix: Matrix) -> list[str]:
+    return [name for part in _PARTS if (name := f"{matrix.name}.{part}") in entry.layout.tensors]
+
+
+def _matrix(
+    matrix: Matrix, precision: Precision, tensors: Mapping[str, Tensor]
+) -> PackedWeight | TiledWeight:
+    parts = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
     shape = (matrix.out_features, matrix.in_features)
     if "tiles" in parts:
         return TiledWeight.of_parts(*shape, precision, parts)

@@ -1,17 +1,18 @@
 """The file of one stored layer: a safetensors file with checksums.
 
-The tensors of a matrix lie side by side and are read at once, and matrices by several threads.
+Several threads read it, tensor by tensor, into memory or where it lies (``entry_map``).
 Nothing is handed out of which a single bit differs from what was written. This module refuses to
 know folders and keys (``quant.store``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -22,15 +23,17 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.models.direct import PAGE_BYTES, pages_around, read_pages
 from llmpq.models.headers import DTYPE_BITS
-from llmpq.models.sources import TORCH_DTYPES, Allocate, read_into
+from llmpq.models.sources import TORCH_DTYPES, Allocate, on_host, read_into
+from llmpq.quant.entry_map import ALIGNMENT, FileMap
 
 _logger = get_logger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Part of every key: raise it when entries or tiles change, or any quantizer gives other codes."""
 
 _CHECKSUMS = "checksums"
 _PASSING = (".codes", ".tiles")  # how the names of tensors end that are left in borrowed memory
+_PIECE_BYTES = 512 << 10  # of a mapped file, read at once: they are summed in the core's cache
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -90,59 +93,109 @@ class Entry:
         header_bytes = len(self.layout.header)
         sums = front[header_bytes : self.layout.checksums_end]
         if sums[:4] != _joined([zlib.crc32(self.layout.header)]):
-            raise SpecError(f"{path}: found another checksum than was written")
+            raise self.damage()
         parts = (sums[at : at + 4] for at in range(4, len(sums), 4))
         self._sums = dict(zip(self.layout.tensors, parts, strict=True))
+        self._map: FileMap | None = None
 
     def read(self, names: Sequence[str], lend: Allocate) -> dict[str, Tensor]:
-        """Return tensors that lie side by side, once every byte has proved to be as written.
+        """Return tensors, once every byte of them has proved to be as written.
 
         Several threads may do so at once.
 
         Args:
-            names: of the tensors, in the order of the file.
-            lend: makes the memory to read into, in which codes and tiles stay, to be dropped soon.
-                The rest is copied, for kernels may keep it.
+            names: of the tensors.
+            lend: makes the memory of codes and tiles, to be dropped soon. The others are in memory
+                of their own, for kernels may keep them.
 
         Raises:
             SpecError: the file ends before, holds other bytes than were written, or is another.
             OSError: it is gone.
         """
-        places = [self.layout.places[name] for name in names]
-        begin, end = places[0][0], places[-1][1]
-        origin = begin // PAGE_BYTES * PAGE_BYTES
-        whole = lend((pages_around(begin, end - begin),), torch.uint8)
-        pages = whole.numpy().data
+        with self._opened() as descriptor:
+            return {name: self._read(descriptor, name, lend) for name in names}
+
+    def map(self) -> bool:
+        """Map the file; ``False`` where that cannot be."""
+        with contextlib.suppress(SpecError, OSError, ValueError), self._opened() as descriptor:
+            self._map = FileMap(descriptor, self.layout.file_bytes)
+        return self._map is not None
+
+    def mapped(self, lend: Allocate) -> dict[str, Tensor]:
+        """Return the tensors where they lie in the file: those that have proved to be as written.
+
+        All in one go and in the order of the file, which a disk and reading ahead like best; once
+        the file is mapped.
+
+        Args:
+            lend: makes memory to read through.
+
+        Raises:
+            SpecError: the file ends before, or is another.
+            OSError: it is gone.
+        """
+        assert self._map is not None
+        piece = lend((_PIECE_BYTES,), torch.uint8).numpy().data
+        sound: dict[str, Tensor] = {}
+        with self._opened() as descriptor:
+            for name, (begin, end) in self.layout.places.items():
+                if self._is_sum(name, self._sum(descriptor, begin, end, piece)):
+                    sound[name] = self._map.tensor(begin, *self.layout.tensors[name])
+        self._map.populate(self.layout.checksums_end, self.layout.file_bytes)
+        return sound
+
+    def damage(self) -> SpecError:
+        """Return what to say of bytes that are not those that were written."""
+        return SpecError(f"{self._path}: found another checksum than was written")
+
+    def _read(self, descriptor: int, name: str, lend: Allocate) -> Tensor:
+        begin, end = self.layout.places[name]
+        lead = begin % PAGE_BYTES
+        if name.endswith(_PASSING):
+            whole = lend((pages_around(begin, end - begin),), torch.uint8)
+            done = read_pages(descriptor, begin, end - begin, whole.numpy().data)
+            content = whole[lead : lead + end - begin]
+        else:
+            content, done = on_host((end - begin,), torch.uint8), 0
+        view = content.numpy().data
+        read_into(descriptor, begin + done, view[done:], str(self._path))
+        if not self._is_sum(name, zlib.crc32(view)):
+            raise self.damage()
+        dtype, shape = self.layout.tensors[name]
+        return content.view(dtype).view(shape)
+
+    def _sum(self, descriptor: int, begin: int, end: int, piece: memoryview) -> int:
+        """Return the checksum of bytes that are thereby brought into the system's pages."""
+        checksum = 0
+        for first in range(begin, end, len(piece)):
+            part = piece[: end - first]
+            read_into(descriptor, first, part, str(self._path))
+            checksum = zlib.crc32(part, checksum)
+        return checksum
+
+    def _is_sum(self, name: str, checksum: int) -> bool:
+        return _joined([checksum]) == self._sums[name]
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the file that the header was read from, and no other."""
         descriptor = self._open()
         try:
             found = os.fstat(descriptor)
             if self._identity != (found.st_dev, found.st_ino):
                 raise SpecError(f"{self._path}: was replaced while it was read")
-            done = read_pages(descriptor, begin, end - begin, pages)
-            rest = pages[begin - origin + done : end - origin]
-            read_into(descriptor, begin + done, rest, str(self._path))
+            yield descriptor
         finally:
             os.close(descriptor)
-        inside = {
-            name: slice(b - origin, e - origin) for name, (b, e) in zip(names, places, strict=True)
-        }
-        if any(_joined([zlib.crc32(pages[inside[name]])]) != self._sums[name] for name in names):
-            raise SpecError(f"{self._path}: found another checksum than was written")
-        return {name: self._tensor(name, whole[place]) for name, place in inside.items()}
-
-    def _open(self) -> int:
-        return os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def _choose(self, layouts: Sequence[EntryLayout], front: bytes, size: int) -> EntryLayout:
         for layout in layouts:
             if front.startswith(layout.header) and size == layout.file_bytes:
                 return layout
         raise SpecError(f"{self._path}: found another layout than the layer's")
-
-    def _tensor(self, name: str, content: Tensor) -> Tensor:
-        dtype, shape = self.layout.tensors[name]
-        own = content if name.endswith(_PASSING) else content.clone()
-        return own.view(dtype).view(shape)
 
 
 class EntryWriter:
@@ -231,7 +284,8 @@ def _header(layout: Layout) -> bytes:
         }
         position = end
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 8)
+    # The first of the others is aligned, and every one after it whose size the format leaves so.
+    text += b" " * (-(8 + len(text) + _nbytes(*layout[_CHECKSUMS])) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -11,7 +11,8 @@ from functools import partial
 
 from llmpq.quant.assembly import matrices_of
 from llmpq.quant.checkpoint import GptqCheckpoint
-from llmpq.quant.layer_source import LayerEnd, Prepared, Reader, Reading, Ready
+from llmpq.quant.layer_source import Prepared, Reader
+from llmpq.quant.pieces import LayerEnd, Reading, Ready
 from llmpq.spec.precision import Precision
 
 

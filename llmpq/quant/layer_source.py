@@ -8,51 +8,26 @@ does no arithmetic. This module refuses to quantize and to place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
-from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.tiled import TILE_ROWS, TiledWeight
 from llmpq.models import Checkpoint
 from llmpq.models.sources import TensorSource
 from llmpq.models.tensor_files import TensorFiles
 from llmpq.quant.assembly import LayerAssembly, Matrix, matrices_of
-from llmpq.quant.entry_file import EntryWriter
-from llmpq.quant.linear import QuantLinear
+from llmpq.quant.pieces import LayerEnd, LayerJob, Lost, Mapped, Plain, Raw, Reading, Ready
 from llmpq.quant.pipeline import Budget
 from llmpq.quant.store import Store
 from llmpq.quant.stored_layer import StoredLayer
-from llmpq.quant.transfer import Sent, Transfer
+from llmpq.quant.transfer import Transfer
 from llmpq.spec.precision import Precision, linear_bytes
 
 _BLOCK_BYTES = 8 << 20
 """What is read at once of a large matrix: enough for a disk, and little to wait for."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class LayerJob:
-    """One layer on its way.
-
-    Attributes:
-        index: its place in the model.
-        precision: of its matrices.
-        assembly: where its pieces go.
-        origin: words for a progress line, when it was not quantized here.
-        begin_entry: opens its entry in the store, when it is to be quantized for the first time.
-        repair: opens it when it was found damaged, once all of the layer is there.
-        made: its operators from the store, by the names of the matrices.
-    """
-
-    index: int
-    precision: Precision
-    assembly: LayerAssembly
-    origin: str = ""
-    begin_entry: Callable[[], EntryWriter | None] | None = None
-    repair: Callable[[], EntryWriter | None] | None = None
-    made: dict[str, QuantLinear] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,93 +49,6 @@ class Prepared:
     sources: Mapping[str, TensorSource]
     matrices: list[Matrix]
     fingerprint: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Plain:
-    """A tensor that only has to be cast and placed."""
-
-    job: LayerJob
-    key: str
-    sent: Sent
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Raw:
-    """A matrix that has to be quantized, or some of its rows.
-
-    Attributes:
-        job: its layer.
-        matrix: which.
-        first_row: of the block of rows; ``None`` when this is all of it, for a kernel of no tiles.
-        sent: the weights.
-        where: names the matrix in messages.
-        held_bytes: to be given back.
-    """
-
-    job: LayerJob
-    matrix: Matrix
-    first_row: int | None
-    sent: Sent
-    where: str
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ready:
-    """A quantized matrix, or the rows of one that go into tiles from ``first_row`` on.
-
-    Attributes:
-        job: its layer.
-        matrix: which.
-        packed: its codes; in borrowed memory unless ``is_lasting``.
-        held_bytes: to be given back.
-        first_row: of the block of rows; ``None`` when this is all of it.
-        is_lasting: it is in tiles which may stay where they are.
-    """
-
-    job: LayerJob
-    matrix: Matrix
-    packed: PackedWeight | TiledWeight
-    held_bytes: int
-    first_row: int | None = None
-    is_lasting: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lost:
-    """A matrix that its entry in the store has no more.
-
-    Attributes:
-        job: its layer.
-        read: reads its weights instead: for one thread, one after the other, as no budget knows.
-        held_bytes: to be given back.
-    """
-
-    job: LayerJob
-    read: Callable[[], Raw]
-    held_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LayerEnd:
-    """Follows the last piece of a layer.
-
-    Attributes:
-        job: the layer.
-        held_bytes: to be given back.
-        keep: asked once all of it has been read: whether the store may keep what was made.
-    """
-
-    job: LayerJob
-    held_bytes: int = 0
-    keep: Callable[[], bool] = bool
-
-
-Piece = Plain | Raw | Ready | Lost | LayerEnd
-Reading = Callable[[], Piece]
-"""Reads a piece whose bytes the budget has given; any thread may run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,11 +133,7 @@ class PlainSource:
         stored = self._stored(job, matrices, tiled, fingerprint)
         if stored is not None and stored.is_found:
             job.origin = "from the store"
-            for matrix in matrices:
-                held = stored.held_bytes(matrix)
-                reader.budget.take(held)
-                source = weights[matrix.name]
-                yield partial(self._read_stored, stored, job, matrix, source, reader.transfer, held)
+            yield from self._from_store(stored, job, matrices, weights, reader)
             yield partial(LayerEnd, job=job, keep=proof)
             return
         job.begin_entry = None if stored is None else stored.begin
@@ -270,7 +154,71 @@ class PlainSource:
         dtype = job.assembly.dtype
         return StoredLayer(self._store, fingerprint, matrices, job.precision, dtype, tiled)
 
+    def _from_store(
+        self,
+        stored: StoredLayer,
+        job: LayerJob,
+        matrices: list[Matrix],
+        weights: Mapping[str, TensorSource],
+        reader: Reader,
+    ) -> Iterator[Reading]:
+        """Read the matrices of an entry: all at once where they can stay in its file."""
+        transfer = reader.transfer
+        lost = {
+            matrix.name: partial(self._lost, stored, job, matrix, weights[matrix.name], transfer)
+            for matrix in matrices
+        }
+        if stored.map():
+            yield partial(self._read_mapped, stored, job, matrices, lost, transfer)
+            return
+        for matrix in matrices:
+            held = stored.held_bytes(matrix)
+            reader.budget.take(held)
+            yield partial(self._read_stored, stored, job, matrix, lost[matrix.name], transfer, held)
+
+    def _read_mapped(
+        self,
+        stored: StoredLayer,
+        job: LayerJob,
+        matrices: list[Matrix],
+        lost: Mapping[str, Callable[[int], Lost]],
+        transfer: Transfer,
+    ) -> Mapped:
+        found = zip(matrices, stored.mapped(transfer.borrow), strict=True)
+        return Mapped(
+            matrices=[
+                lost[matrix.name](0)
+                if tiled is None
+                else Ready(job=job, matrix=matrix, packed=tiled, held_bytes=0, is_lasting=True)
+                for matrix, tiled in found
+            ]
+        )
+
     def _read_stored(
+        self,
+        stored: StoredLayer,
+        job: LayerJob,
+        matrix: Matrix,
+        lost: Callable[[int], Lost],
+        transfer: Transfer,
+        held_bytes: int,
+    ) -> Ready | Lost:
+        packed = stored.read(matrix, transfer.borrow)
+        if packed is None:
+            return lost(held_bytes)
+        is_lasting = stored.keeps_tiles and isinstance(packed, TiledWeight)
+        if isinstance(packed, TiledWeight) and is_lasting:
+            # Here and now: what was read is in this core's cache, and its memory is lent again.
+            packed = packed.clone()
+        return Ready(
+            job=job,
+            matrix=matrix,
+            packed=packed,
+            held_bytes=held_bytes,
+            is_lasting=is_lasting,
+        )
+
+    def _lost(
         self,
         stored: StoredLayer,
         job: LayerJob,
@@ -278,21 +226,8 @@ class PlainSource:
         source: TensorSource,
         transfer: Transfer,
         held_bytes: int,
-    ) -> Ready | Lost:
-        """Read a matrix of an entry; where that is damaged, it is quantized again."""
-        packed = stored.read(matrix, transfer.borrow)
-        is_lasting = stored.keeps_tiles and isinstance(packed, TiledWeight)
-        if isinstance(packed, TiledWeight) and is_lasting:
-            # Here and now: what was read is in this core's cache, and its memory is lent again.
-            packed = packed.clone()
-        if packed is not None:
-            return Ready(
-                job=job,
-                matrix=matrix,
-                packed=packed,
-                held_bytes=held_bytes,
-                is_lasting=is_lasting,
-            )
+    ) -> Lost:
+        """Have a matrix quantized again whose entry is damaged."""
         job.origin = ""
         job.repair = stored.begin
         make = partial(

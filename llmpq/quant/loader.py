@@ -27,21 +27,21 @@ from llmpq.quant.checkpoint import GptqCheckpoint, is_gptq
 from llmpq.quant.gptq_source import GptqSource
 from llmpq.quant.keeper import Keeper
 from llmpq.quant.layer import prepack_, quantize_layer_
-from llmpq.quant.layer_source import (
-    LayerEnd,
-    LayerJob,
-    Lost,
-    Piece,
-    Plain,
-    PlainSource,
-    Raw,
-    Reader,
-    Reading,
-    Ready,
-)
+from llmpq.quant.layer_source import PlainSource, Reader
 from llmpq.quant.linear import QuantLinear
 from llmpq.quant.methods import quantize
 from llmpq.quant.norms import fuse_norms_
+from llmpq.quant.pieces import (
+    LayerEnd,
+    LayerJob,
+    Lost,
+    Mapped,
+    Piece,
+    Plain,
+    Raw,
+    Reading,
+    Ready,
+)
 from llmpq.quant.pipeline import Budget, run_pipeline
 from llmpq.quant.store import Store
 from llmpq.quant.transfer import Transfer, transfer_to
@@ -155,6 +155,8 @@ class _Bench:
 
     def work(self, piece: Piece) -> Piece | _Placeable | _Installable:
         """Cast what stays, quantize what does not."""
+        if isinstance(piece, Mapped):
+            return replace(piece, matrices=[self._sound(one) for one in piece.matrices])
         if isinstance(piece, Plain):
             tensor = _cast(self._transfer.receive(piece.sent), self.reader.dtype)
             return _Placeable(
@@ -181,6 +183,11 @@ class _Bench:
             piece.job.assembly.fill({piece.key: piece.tensor})
         elif isinstance(piece, Ready):
             self._install(piece)
+        elif isinstance(piece, Mapped):
+            for one in piece.matrices:
+                assert isinstance(one, Ready)
+                self._install(one)
+                self.reader.budget.give(one.held_bytes)
         elif isinstance(piece, _Installable):
             self._put(piece, piece.linear)
         elif isinstance(piece, LayerEnd):
@@ -190,6 +197,11 @@ class _Bench:
     @property
     def _transfer(self) -> Transfer:
         return self.reader.transfer
+
+    def _sound(self, piece: Ready | Lost) -> Ready:
+        if isinstance(piece, Ready):
+            return piece
+        return self._quantized(piece.read())
 
     def _quantized(self, piece: Raw) -> Ready:
         weight = _cast(self._transfer.receive(piece.sent), self.reader.dtype)  # [N, K]

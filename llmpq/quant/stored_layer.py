@@ -1,7 +1,7 @@
 """StoredLayer: one layer's entry in the store, as this run would write it and as it may find it.
 
-A damaged entry is removed at the first matrix that shows it; what was read before was right, and
-stays in use. This module refuses to quantize.
+A damaged entry is removed once a matrix shows it; what was read and right stays in use. This module
+refuses to quantize.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.tiled import TiledWeight
 from llmpq.models.sources import Allocate
 from llmpq.quant.assembly import Matrix
-from llmpq.quant.entries import entry_layout, matrix_in, tiled_names
+from llmpq.quant.entries import entry_layout, mapped_matrices, matrix_in, tiled_names
 from llmpq.quant.entry_file import EntryWriter
 from llmpq.quant.store import Store, entry_key
 from llmpq.spec.precision import Precision, linear_bytes
@@ -49,6 +49,7 @@ class StoredLayer:
         self._store = store
         self._precision = precision
         self._itemsize = dtype.itemsize
+        self._matrices = matrices
         names = [matrix.name for matrix in matrices]
         self._key = entry_key(fingerprint, [str(precision), str(dtype), *names])
         fitting = tiled_names(matrices, precision)
@@ -86,8 +87,33 @@ class StoredLayer:
         try:
             return matrix_in(self._entry, matrix, self._precision, lend)
         except (SpecError, OSError) as error:
-            with self._telling:
-                if not self._is_damaged:
-                    self._store.discard(self._key, error)
-                self._is_damaged = True
+            self._discard(error)
             return None
+
+    def map(self) -> bool:
+        """Map the entry, if all of its matrices are in tiles that can be multiplied there."""
+        assert self._entry is not None
+        names = {f"{matrix.name}.tiles" for matrix in self._matrices}
+        return self.keeps_tiles and names <= self._entry.layout.tensors.keys() and self._entry.map()
+
+    def mapped(self, lend: Allocate) -> list[TiledWeight | None]:
+        """Return all matrices where they lie in the mapped entry, ``None`` for each damaged one.
+
+        Args:
+            lend: makes memory to read through.
+        """
+        assert self._entry is not None
+        try:
+            found = mapped_matrices(self._entry, self._matrices, self._precision, lend)
+        except (SpecError, OSError) as error:
+            self._discard(error)
+            return [None] * len(self._matrices)
+        if None in found:
+            self._discard(self._entry.damage())
+        return found
+
+    def _discard(self, error: Exception) -> None:
+        with self._telling:
+            if not self._is_damaged:
+                self._store.discard(self._key, error)
+            self._is_damaged = True

@@ -5,6 +5,7 @@ import itertools
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,20 @@ from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
 from llmpq.kernels import cpu_compiled, tiled
-from llmpq.models import MicroBatch
-from llmpq.quant import QuantLinear, layer_source, quantize_layer_, rtn, stored_bytes
+from llmpq.models import Checkpoint, MicroBatch
+from llmpq.quant import (
+    QuantLinear,
+    entry_file,
+    layer_source,
+    quantize_layer_,
+    rtn,
+    stored_bytes,
+)
+from llmpq.quant.assembly import matrices_of
+from llmpq.quant.entries import entry_layout, tiled_names
 from llmpq.quant.loader import load_master, load_stage
 from llmpq.quant.store import Store
+from llmpq.spec.precision import default_precision, linear_bytes
 
 torch.set_num_threads(1)
 
@@ -231,6 +242,50 @@ def test_a_layer_damaged_in_one_matrix_is_whole_again_and_so_is_its_entry(own_mo
     again, told = load_telling(own_model, store)
     assert told == [True, False, True, True]
     assert same_weights(again, expected)
+
+
+def maps_of(directory):
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if str(directory) in line}
+
+
+def test_tiles_from_the_store_lie_in_its_files_for_as_long_as_they_live(own_model, store):
+    load_telling(own_model, store)
+    stage, _ = load_telling(own_model, store)
+    entries = {str(path) for path in store.directory.iterdir()}
+    assert maps_of(store.directory) == entries
+    expected = output_of(stage)
+    for path in store.directory.iterdir():
+        path.unlink()
+    assert torch.equal(output_of(stage), expected)
+    del stage
+    gc.collect()
+    assert not maps_of(store.directory)
+
+
+def test_where_files_cannot_be_mapped_tiles_are_copied(own_model, store, monkeypatch):
+    def refused(*_):
+        raise OSError("no such device")
+
+    first, _ = load_telling(own_model, store)
+    monkeypatch.setattr(entry_file, "FileMap", refused)
+    second, told = load_telling(own_model, store)
+    assert told == [True, False, True, True]
+    assert not maps_of(store.directory)
+    assert same_weights(first, second)
+
+
+def test_tiles_of_a_layer_begin_at_cache_lines_and_nothing_lies_between(tiny_model):
+    matrices = matrices_of(Checkpoint(tiny_model("llama", shape=SHAPE)).empty_layer(0))
+    for bits in (3, 4, 8):
+        precision = default_precision(bits)
+        tiled = tiled_names(matrices, precision)
+        layout = entry_layout(matrices, precision, torch.bfloat16, tiled)
+        begins = [begin for name, (begin, _) in layout.places.items() if name.endswith(".tiles")]
+        assert len(begins) == len(tiled) == len(matrices)
+        assert {begin % 64 for begin in begins} == {0}
+        held = sum(linear_bytes(m.out_features, m.in_features, precision, 2) for m in matrices)
+        assert layout.file_bytes - layout.checksums_end == held
 
 
 def test_another_plan_finds_the_layers_it_shares(own_model, store):

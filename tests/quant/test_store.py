@@ -1,10 +1,14 @@
 """The store gives back what was put in, or nothing: never anything else."""
 
+import gc
 import os
 import random
+import re
 import stat
 import threading
+import warnings
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,10 @@ ROWS = {
     "empty": (torch.float32, (0, 4)),
 }
 LAYOUT = EntryLayout(TILED | ROWS)
+ALIGNED = EntryLayout(
+    {"a.tiles": (torch.uint8, (192,)), "b.tiles": (torch.uint8, (64,))}
+    | {"a.scales": (torch.bfloat16, (3, 32)), "a.zeros": (torch.float32, (5,))}
+)
 ROWS_ONLY = EntryLayout(ROWS)
 
 
@@ -164,6 +172,95 @@ def test_large_tensors_come_back_whole_from_disk_and_from_cache(tmp_path):
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         assert equal(read(store, "key", large, lend=fresh), tensors(layout=large))
+
+
+def mapped(store, key, *layouts):
+    """The sound tensors of an entry, where they lie in its file."""
+    entry = store.find(key, layouts or (LAYOUT,))
+    assert entry.map()
+    return entry.mapped(on_host)
+
+
+def kilobytes_of_map(path, field):
+    """What the system says of this process's map of a file."""
+    parts = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    (text,) = (part for part in parts if str(path) in part.partition("\n")[0])
+    return int(re.search(rf"(?m)^{field}: +(\d+) kB", text)[1])
+
+
+def test_mapped_tensors_are_what_was_put_in_and_in_cache_lines_of_their_own(store):
+    put(store, "key", layout=ALIGNED)
+    found = mapped(store, "key", ALIGNED)
+    assert equal(found, tensors(layout=ALIGNED))
+    assert {tensor.data_ptr() % 64 for tensor in found.values()} == {0}
+    for tensor in found.values():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_mapped_tensors_cost_no_page_more_than_their_bytes_and_none_is_copied(tmp_path):
+    store = Store.opened(tmp_path / "store", 10**9)
+    large = EntryLayout({"b.tiles": (torch.uint8, (5 << 20,)), "b.scales": (torch.float32, (999,))})
+    path = put(store, "key", layout=large)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    found = mapped(store, "key", large)
+    pages = -(-path.stat().st_size // 4096) * 4
+    assert kilobytes_of_map(path, "Rss") == pages  # all were mapped before anybody touched them
+    assert sum(int(tensor.to(torch.float64).sum()) for tensor in found.values()) > 0
+    assert kilobytes_of_map(path, "Rss") == pages
+    assert kilobytes_of_map(path, "Anonymous") == 0
+
+
+def test_an_entry_evicted_or_replaced_while_it_is_mapped_stays_what_it_was(store):
+    path = put(store, "key")
+    found = mapped(store, "key")
+    put(store, "key", seed=1)
+    assert equal(mapped(store, "key"), tensors(seed=1))
+    path.unlink()
+    gc.collect()
+    assert equal(found, tensors())
+
+
+def test_writing_into_a_mapped_tensor_would_not_reach_the_file(store):
+    path = put(store, "key")
+    before = path.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's, about memory that it may not write to
+        found = mapped(store, "key")
+    found["b.tiles"].zero_()
+    assert path.read_bytes() == before
+    assert equal(mapped(store, "key"), tensors())
+
+
+def test_of_a_damaged_mapped_entry_the_other_tensors_are_left(store):
+    for name, (begin, end) in LAYOUT.places.items():
+        for position in {begin, (begin + end) // 2, end - 1} if end > begin else ():
+            path = put(store, "key")
+            data = bytearray(path.read_bytes())
+            data[position] ^= 16
+            path.write_bytes(data)
+            expected = {other: tensor for other, tensor in tensors().items() if other != name}
+            assert equal(mapped(store, "key"), expected)
+
+
+def test_a_mapped_entry_that_became_shorter_or_another_is_refused_before_it_is_touched(store):
+    path = put(store, "key")
+    entry = store.find("key", [LAYOUT])
+    assert entry.map()
+    os.truncate(path, 8)
+    with pytest.raises(SpecError, match="ends at byte"):
+        entry.mapped(on_host)
+    put(store, "key")
+    with pytest.raises(SpecError, match="replaced while it was read"):
+        entry.mapped(on_host)
+
+
+def test_a_file_that_became_shorter_is_not_mapped(store):
+    path = put(store, "key")
+    entry = store.find("key", [LAYOUT])
+    os.truncate(path, 8)
+    assert not entry.map()
 
 
 def test_an_entry_that_is_replaced_while_it_is_read_is_refused(store):
