@@ -46,10 +46,18 @@ MATRICES_UNDER_WAY = 3
 """16-bit matrices a loader holds beside what it has placed (``quant.loader``)."""
 EXPERT_SHARE = 2.0
 """Rows of the busiest expert, as a multiple of an even share."""
-EAGER_ATTENTION = ("bloom", "gemma2")
-"""Families whose attention writes out its scores (alibi added, or scores capped)."""
-STEPWISE_ACTIVATION = ("bloom", "phi")
-"""Families whose activation is a formula of tensor operations, with four or five tensors alive."""
+EAGER_ATTENTION = ("gemma2",)
+"""Families whose attention writes out its scores (they are capped)."""
+BIASED_ATTENTION = ("bloom",)
+"""Families whose attention adds a bias of the keys: it is written out for a block of queries."""
+BIAS_TOKENS = 128
+"""Queries of such a block (``models.alibi``)."""
+STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
+"""Families whose activation is a formula of tensor operations: how many live beside its input."""
+STEP_VALUES = 2**18
+"""Values of each of them at most (``models.activation``)."""
+KV_BLOCK_TOKENS = 128
+"""Tokens whose keys and values are on their way to 8 bits at a time (``dist.kv_store``)."""
 
 SLOT_LANES, MOST_SLOT_DIM = 16, 256
 """Heads that ``kernels.slot_attention`` takes: of a multiple of the one size, up to the other."""
@@ -206,8 +214,9 @@ def _has_experts(layer: LayerSpec) -> bool:
 
 
 def _shared(step: Step, layer: LayerSpec) -> Moment:
-    """What all layers of a step share: cosines, sines, and where rows and tokens lie."""
-    return [step.of(layer.head_dim)] * 2 + [INDEX_BYTES * step.rows]
+    """What all layers of a step share: cosines, sines, a bias, and where rows and tokens lie."""
+    bias = layer.num_heads * step.context * 4 if step.model.family in BIASED_ATTENTION else 0
+    return [*[step.of(layer.head_dim)] * 2, bias, INDEX_BYTES * step.rows]
 
 
 def _attention(step: Step, layer: LayerSpec) -> Moment:
@@ -224,6 +233,8 @@ def _attention(step: Step, layer: LayerSpec) -> Moment:
     picked = [cached * key] * 2
     repeated = [cached * query] * 2 if key < query else []
     own = [*[step.hidden] * 2, *[step.of(query)] * 4, *[step.of(key)] * 2]
+    if step.model.family in BIASED_ATTENTION and not _reads_in_place(step, layer):
+        return _biased_attention(step, layer, picked)
     if step.model.family in EAGER_ATTENTION:
         scores = step.rows * layer.num_heads * step.context
         own = [*[step.hidden] * 2, *[step.of(query)] * 2, *[step.of(key)] * 2]
@@ -235,6 +246,18 @@ def _attention(step: Step, layer: LayerSpec) -> Moment:
     return [*own, mask, *picked, *repeated]
 
 
+def _biased_attention(step: Step, layer: LayerSpec, picked: Moment) -> Moment:
+    """One joined product, what was picked, the output; of a block of queries, bias and output."""
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    value_bytes = DTYPE_BYTES[step.dtype]
+    tokens = min(step.tokens, BIAS_TOKENS)
+    # Rows that begin together share the bias of a prefill; in decode each has its own length.
+    rows = step.batch if step.tokens == 1 else 1
+    bias = rows * layer.num_heads * tokens * step.context * value_bytes
+    block = step.batch * tokens * query * value_bytes
+    return [*[step.hidden] * 2, step.of(query + 2 * key), step.of(query), *picked, bias, block]
+
+
 def _reads_in_place(step: Step, layer: LayerSpec) -> bool:
     """Whether a decode step's attention reads the slots where they lie (``slot_attention``)."""
     fits = layer.head_dim % SLOT_LANES == 0 and layer.head_dim <= MOST_SLOT_DIM
@@ -242,13 +265,16 @@ def _reads_in_place(step: Step, layer: LayerSpec) -> bool:
 
 
 def _quantized_slots(step: Step, layer: LayerSpec) -> Moment:
-    """New keys and values on their way to 8 bits (``dist.kv_store``): joined, in float32 twice."""
+    """New keys and values on their way to 8 bits (``dist.kv_store``): all codes, and a block.
+
+    The block's are joined, in float32 twice, and codes.
+    """
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    both = step.of(2 * key)
-    wide = step.of(2 * key, 4)
+    codes = step.of(2 * key, 1)
     scales = step.of(2 * layer.num_kv_heads, 4 + 4 + 2)
-    new = [step.of(query), *[step.of(key)] * 2]
-    return [*[step.hidden] * 2, *new, both, wide, wide, step.of(2 * key, 1), scales]
+    block = min(step.rows, KV_BLOCK_TOKENS) * 2 * key
+    on_the_way = [block * DTYPE_BYTES[step.dtype], *[4 * block] * 2, block]
+    return [*[step.hidden] * 2, step.of(query), *[step.of(key)] * 2, codes, scales, *on_the_way]
 
 
 def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
@@ -256,11 +282,10 @@ def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
     *ups, down = [op for op in layer.linears if not _is_attention(op)]
     inner = step.of(down.in_features)
     residual = [step.hidden] * 2
-    if step.model.family in STEPWISE_ACTIVATION:
-        if step.model.family not in EAGER_ATTENTION:
-            return [*residual, step.hidden, *[inner] * 4]
-        kept = step.rows * layer.num_heads * step.context * DTYPE_BYTES[step.dtype]
-        return [*residual, kept, *[inner] * 5]  # attention's weights are still there
+    alive = STEPWISE_ACTIVATION.get(step.model.family)
+    if alive is not None:
+        block = min(inner, STEP_VALUES * DTYPE_BYTES[step.dtype])
+        return [*residual, step.hidden, inner, *[block] * alive]
     if sum(op.out_features for op in ups) == down.in_features:
         return [*residual, inner, inner]
     joined = [2 * inner] if len(ups) == 1 else [inner]

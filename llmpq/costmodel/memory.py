@@ -23,7 +23,9 @@ from llmpq.units import MIB
 SAFETY = 1.1
 WORKSPACE_BYTES = 4 * MIB
 """What kernels hold whatever the shape: blocks of a weight being widened, thread buffers."""
-EAGER_ATTENTION = cpu_memory.EAGER_ATTENTION
+EAGER_ATTENTION = (*cpu_memory.EAGER_ATTENTION, *cpu_memory.BIASED_ATTENTION)
+"""Families whose attention writes out its scores. BLOOM's writes out a block's alone, which was not
+measured on a GPU: this stays the upper estimate that shipped plans were made with."""
 STEPWISE_ACTIVATION = ("bloom", "phi")
 """Families whose activation is a formula of tensor operations, with three results alive."""
 

@@ -216,10 +216,15 @@ class SlotAttention:
         self._pending = (self._cache._layer(layer_idx, key, value), key, value)
         return key, value
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Keep what ``update`` was given last; return ``[R, 1, H, d]`` for its layer."""
+    def attend(
+        self, query: Tensor, scaling: float, window: int | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Keep what ``update`` was given last; return ``[R, 1, H, d]`` for its layer.
+
+        ``bias``, float32 ``[H, S]``, is added to the scaled scores.
+        """
         assert self._pending is not None, "a layer attends to what it has put into the cache"
         layer, key, value = self._pending
         self._pending = None
         new, heads = (key, value), layer.slot_heads
-        return self._call.attend(query, new, heads, scaling=scaling, window=window)
+        return self._call.attend(query, new, heads, scaling=scaling, window=window, bias=bias)

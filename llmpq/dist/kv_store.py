@@ -12,6 +12,7 @@ Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_d
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,8 @@ from llmpq.models import KVShape, MicroBatch
 STEPS = 127
 """Steps between zero and the largest value of a token and head."""
 SCALE_DTYPE = torch.bfloat16
+BLOCK_TOKENS = 128
+"""Tokens whose keys and values are in float32 at a time, on a CPU."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 """Divides what is all but zero: its codes are then zero or nearly."""
 
@@ -283,7 +286,7 @@ class Int8Store:
 
     def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize and keep ``[R, h, T, d]``; give ``[R, h, S, d]`` in the shared buffer."""
-        codes, scales = quantize_tokens(torch.cat((key, value), dim=1))  # [R, 2h, T, d]
+        codes, scales = quantize_both(key, value)
         rows.write(self._codes, codes)
         rows.write(self._scales, scales)
         kept = rows.read(self._codes)  # [R, 2h, S, d]
@@ -318,6 +321,28 @@ def token_bytes(shape: KVShape, dtype: torch.dtype, kv_bits: int | None) -> int:
     if kv_bits == 8:
         return heads * (shape.head_dim + SCALE_DTYPE.itemsize)
     return heads * shape.head_dim * dtype.itemsize
+
+
+def quantize_both(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize new keys, and values as further heads: codes ``[R, 2h, T, d]``, scales without d.
+
+    On the way to 8 bits they are float32, twice. A prompt's are a block of tokens at a time, or
+    they would take more than the feed-forward does.
+
+    Args:
+        key: ``[R, h, T, d]``.
+        value: likewise.
+    """
+    rows, heads, width, dim = key.shape
+    if rows * width <= BLOCK_TOKENS or key.device.type != "cpu":
+        return quantize_tokens(torch.cat((key, value), dim=1))
+    codes = torch.empty((rows, 2 * heads, width, dim), dtype=torch.int8)
+    scales = torch.empty((rows, 2 * heads, width), dtype=SCALE_DTYPE)
+    many = max(1, BLOCK_TOKENS // width)
+    for row, first in itertools.product(range(0, rows, many), range(0, width, BLOCK_TOKENS)):
+        block = slice(row, row + many), slice(None), slice(first, first + BLOCK_TOKENS)
+        codes[block], scales[block] = quantize_tokens(torch.cat((key[block], value[block]), dim=1))
+    return codes, scales
 
 
 def quantize_tokens(new: Tensor) -> tuple[Tensor, Tensor]:

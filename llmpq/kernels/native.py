@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 5
+ABI = 6
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -74,6 +74,8 @@ class Attention(Structure):
         *((name, c_int64) for name in ("query_row", "query_head", "key_row", "key_head")),
         *((name, c_int64) for name in ("value_row", "value_head", "slot_stride", "head_stride")),
         ("window", c_int64),
+        ("bias", c_void_p),
+        ("bias_head", c_int64),
         ("scaling", c_float),
         *((name, c_int32) for name in ("type", "stored", "threads")),
     )

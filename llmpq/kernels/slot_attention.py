@@ -72,6 +72,7 @@ class SlotCall:
         *,
         scaling: float,
         window: int | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Put the new keys and values into their slots, and attend to all up to them.
 
@@ -81,6 +82,8 @@ class SlotCall:
             heads: of this layer.
             scaling: of the scores.
             window: tokens a query sees, itself included; ``None`` for all.
+            bias: float32 ``[H, S']`` added to the scaled scores of a row's first tokens, at least
+                as many as the longest row has; ``None`` for none.
 
         Returns:
             ``[R, 1, H, d]``, contiguous.
@@ -101,6 +104,8 @@ class SlotCall:
         call.value_row, call.value_head = value.stride()[:2]
         call.slot_stride, call.head_stride = heads.keys.stride()[:2]
         call.window, call.scaling = window or 0, scaling
+        call.bias = None if bias is None else bias.data_ptr()
+        call.bias_head = 0 if bias is None else bias.stride(0)
         call.type, call.stored = TYPES[query.dtype], _STORED_TYPES[heads.keys.dtype]
         loaded = library()
         assert loaded is not None

@@ -1,15 +1,29 @@
 """ALiBi: the linear bias of BLOOM's attention scores, in the library's own numbers.
 
 Source: Press et al., "Train Short, Test Long" (2022); slopes as in transformers' BLOOM.
+
+transformers' BLOOM knows neither torch's attention nor any registered one: it writes out the scores
+of every query and key, and multiplies by products that oneDNN compiles anew for each context. Its
+layers get an attention of ours in that one's place, which goes where other families' goes.
+
+Shapes: R rows, T new tokens per row, S cached tokens, H heads, d head_dim.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from llmpq.models.attention import KVView
+from llmpq.models.slot_attention import SlotMask
+
+BLOCK_TOKENS = 128
+"""Queries attended with at a time: of each row where all share one bias, else of all together."""
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -33,11 +47,102 @@ def _slopes_on(heads: int, device: torch.device) -> Tensor:
     return alibi_slopes(heads).to(device)
 
 
-def alibi_bias(rows: int, heads: int, keys: int, like: Tensor) -> Tensor:
-    """Bias of key position ``s``, ``[rows * heads, 1, keys]`` in the dtype of ``like``.
+def alibi_bias(heads: int, keys: int, like: Tensor) -> Tensor:
+    """Bias of key position ``s``, float32 ``[heads, keys]``, rounded to the dtype of ``like``.
 
     It depends on the key alone: softmax ignores the constant that a query's position would add.
     """
     slopes = _slopes_on(heads, like.device)
-    bias = slopes[:, None, None] * torch.arange(keys, device=like.device)  # [heads, 1, keys]
-    return bias.repeat(rows, 1, 1).to(like.dtype)
+    bias = slopes[:, None] * torch.arange(keys, device=like.device)
+    return bias.to(like.dtype).to(torch.float32)
+
+
+def attend_biased(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None, scaling: float
+) -> Tensor:
+    """Attend with a bias of the keys, a block of queries after the other.
+
+    The library writes out the scores of all queries, four times; what is written out here is the
+    bias of one block. Scores are float32 until the softmax is done.
+
+    Args:
+        query: ``[R, H, T, d]``, of the last T tokens.
+        key: ``[R, H, S, d]``.
+        value: likewise.
+        bias: ``[H, S]``, added to the scaled scores.
+        visible: keys that each query attends to, bool ``[R, 1, T, S]``; ``None`` for all up to the
+            query's own.
+        scaling: of the scores.
+
+    Returns:
+        ``[R, T, H, d]``, contiguous.
+    """
+    rows, heads, width, dim = query.shape
+    tokens, bias = key.shape[2], bias.to(query.dtype)
+    out = query.new_empty(rows, width, heads, dim)
+    places = torch.arange(tokens, device=query.device)
+    many = BLOCK_TOKENS if visible is None else max(1, BLOCK_TOKENS // rows)
+    for first in range(0, width, many):
+        block = slice(first, min(first + many, width))
+        if visible is None:
+            own = places[tokens - width :][block]
+            seen = slice(tokens - width + block.stop)
+            shown = places[seen] <= own[:, None]  # [B, S']
+        else:
+            seen, shown = slice(tokens), visible[:, :, block]  # [R, 1, B, S]
+        mask = torch.where(shown, bias[:, None, seen], -math.inf)  # [H, B, S'] or [R, H, B, S]
+        part = scaled_dot_product_attention(
+            query[:, :, block],
+            key[:, :, seen],
+            value[:, :, seen],
+            attn_mask=mask if mask.dim() == 4 else mask[None],
+            scale=scaling,
+        )
+        out[:, block] = part.transpose(1, 2)
+    return out
+
+
+class AlibiAttention(nn.Module):
+    """BLOOM's self-attention without its written-out scores: the same submodules and call.
+
+    Args:
+        attention: the library's, of one layer.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.query_key_value = attention.query_key_value
+        self.dense = attention.dense
+        self._heads: int = attention.num_heads
+        self._head_dim: int = attention.head_dim
+        self._layer: int = attention.layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | SlotMask | None,
+        layer_past: KVView | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Return ``[R, T, hidden]``, the residual added; ``alibi`` is :func:`alibi_bias`'s."""
+        rows, width, _size = hidden_states.shape
+        fused = self.query_key_value(hidden_states)
+        parts = fused.view(rows, width, self._heads, 3, self._head_dim).transpose(1, 2)
+        query, key, value = parts.unbind(3)  # [R, H, T, d]
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self._layer)
+        scaling = self._head_dim**-0.5
+        if isinstance(attention_mask, SlotMask):
+            view, window = attention_mask.view, attention_mask.window
+            attended = view.attend(query, scaling, window, alibi)
+        else:
+            attended = attend_biased(query, key, value, alibi, attention_mask, scaling)
+        return residual + self.dense(attended.view(rows, width, -1)), None
+
+
+def install_alibi(layer: nn.Module) -> None:
+    """Let a BLOOM layer attend by :class:`AlibiAttention`."""
+    if not isinstance(layer.self_attention, AlibiAttention):
+        layer.self_attention = AlibiAttention(layer.self_attention)

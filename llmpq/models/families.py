@@ -36,6 +36,8 @@ class Family:
         final_norm: norm after the last layer; a model may lack it.
         project_out: projection before the head.
         alibi: whether layers take an ``alibi`` bias of the key positions.
+        activation: the feed-forward's, as a submodule of a layer, where it is a formula of several
+            tensor operations and its input is needed by nothing else.
         embedding_multiplier: configuration field that scales embeddings.
         logits_multiplier: configuration field that scales logits.
         logits_divisor: configuration field that divides logits.
@@ -51,6 +53,7 @@ class Family:
     final_norm: str = "norm"
     project_out: str | None = None
     alibi: bool = False
+    activation: str | None = None
     embedding_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
@@ -93,6 +96,7 @@ FAMILIES: dict[str, Family] = {
         embedding_norm="word_embeddings_layernorm",
         final_norm="ln_f",
         alibi=True,
+        activation="mlp.gelu_impl",
     ),
     "cohere": Family(logits_multiplier="logit_scale"),
     "cohere2": Family(logits_multiplier="logit_scale"),
@@ -101,7 +105,7 @@ FAMILIES: dict[str, Family] = {
         embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"
     ),
     "granite": Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
-    "phi": Family(final_norm="final_layernorm"),
+    "phi": Family(final_norm="final_layernorm", activation="mlp.activation_fn"),
     "persimmon": Family(final_norm="final_layernorm"),
 }
 

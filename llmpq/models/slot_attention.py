@@ -31,8 +31,13 @@ _FOREIGN = ("softcap", "s_aux", "position_bias")
 class AttendingView(KVView, Protocol):
     """The keys and values of one decode micro-batch, attended to where they lie."""
 
-    def attend(self, query: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Keep what ``update`` was given last, and return ``[R, 1, H, d]`` for its layer."""
+    def attend(
+        self, query: Tensor, scaling: float, window: int | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Keep what ``update`` was given last, and return ``[R, 1, H, d]`` for its layer.
+
+        ``bias``, float32 ``[H, S]``, is added to the scaled scores.
+        """
         ...
 
 

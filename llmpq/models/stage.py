@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
+from llmpq.models.activation import install_blocks
 from llmpq.models.adapter import build_rotary, takes
-from llmpq.models.alibi import alibi_bias
+from llmpq.models.alibi import alibi_bias, install_alibi
 from llmpq.models.attention import (
     KVStore,
     KVView,
@@ -27,7 +28,7 @@ from llmpq.models.attention import (
     visible_keys,
 )
 from llmpq.models.config import kv_shapes, layer_window
-from llmpq.models.families import CHECKED, family_of
+from llmpq.models.families import CHECKED, Family, family_of
 from llmpq.models.rotary import RotaryTables
 from llmpq.models.slot_attention import AttendingStore, AttendingView, SlotMask, install
 
@@ -54,13 +55,15 @@ class DecoderStage(nn.Module):
         self.layers = nn.ModuleList(layers)
         rotary = build_rotary(config)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
-        self._is_sdpa = config._attn_implementation == "sdpa"
-        self._has_alibi = family_of(config.model_type).alibi
+        family = family_of(config.model_type)
+        self._has_alibi = family.alibi
+        # Ours, which takes the same masks, in the place of what writes scores out.
+        self._is_sdpa = config._attn_implementation == "sdpa" or family.alibi
         (shape,) = kv_shapes(config, 0, 1)
         self._has_groups = shape.heads < config.num_attention_heads
         # Every layer, or none: a view is of one kind.
-        is_known = family_of(config.model_type).attends_once and config.model_type in CHECKED
-        self._may_attend = self._is_sdpa and all([install(layer) for layer in layers])
+        is_known = family.attends_once and config.model_type in CHECKED
+        self._may_attend = self._is_sdpa and all([_install(layer, family) for layer in layers])
         self._may_attend &= is_known
         self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
@@ -149,7 +152,7 @@ class DecoderStage(nn.Module):
         shared: LayerArguments = {"position_ids": positions}
         if self._has_alibi:
             heads = self.config.num_attention_heads
-            shared["alibi"] = alibi_bias(hidden.shape[0], heads, longest, hidden)
+            shared["alibi"] = alibi_bias(heads, longest, hidden)
         tables = None if self.rotary is None else self.rotary(hidden, positions)
         found = []
         for index in range(len(self.layers)):
@@ -184,3 +187,13 @@ class DecoderStage(nn.Module):
             visible = visible_keys(batch, window, hidden.device)
             masks[window] = visible if is_sdpa else additive(visible, hidden.dtype)
         return masks
+
+
+def _install(layer: nn.Module, family: Family) -> bool:
+    """Put what is ours into a layer; tell whether a store may attend for it."""
+    if family.activation is not None:
+        install_blocks(layer, family.activation)
+    if family.alibi:
+        install_alibi(layer)
+        return True
+    return install(layer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.kv_store import quantize_tokens
+from llmpq.dist.kv_store import quantize_both, quantize_tokens
 from llmpq.dist.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, MicroBatch, kv_shapes
@@ -124,6 +124,15 @@ def test_what_was_announced_is_read_without_new_memory(slots):
     again, _ = cache.view(batch).update(_random(2, 5), _random(2, 5), 1)
     assert first.data_ptr() == again.data_ptr()
     assert cache.buffer_bytes == before == 2 * 10 * SHAPE.heads * SHAPE.head_dim * 4
+
+
+@pytest.mark.parametrize("shape", [(3, 50), (5, 100), (2, 300), (1, 129), (200, 1)])
+def test_blocks_of_tokens_have_the_codes_of_the_whole(shape):
+    rows, width = shape
+    key, value = torch.randn(2, rows, width, 2, 16).to(torch.bfloat16).transpose(2, 3)
+    found = quantize_both(key, value)
+    for made, right in zip(found, quantize_tokens(torch.cat((key, value), dim=1)), strict=True):
+        assert torch.equal(made, right)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "bloom", "gemma2"])

@@ -92,3 +92,29 @@ def test_far_scores_neither_overflow_nor_vanish():
 
     right = _expected(query[0, 0], keys[0], values[0], 129, None, 1.0)
     assert torch.allclose(made[0, 0].double(), right, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_bias_of_the_keys_is_added_to_the_scores_of_its_head(window):
+    torch.manual_seed(3)
+    slots, lengths = torch.tensor([1, 0]), torch.tensor([77, 130])
+    keys, values = (torch.randn(2, 2, 140, 16) for _ in range(2))
+    query = torch.randn(2, 6, 1, 16)
+    new = tuple(torch.randn(2, 2, 1, 16) for _ in range(2))
+    bias = torch.randn(6, 200)[:, :131] * 3
+    call, heads = SlotCall(slots, lengths), SlotHeads(keys=keys, values=values)
+
+    made = call.attend(query, new, heads, scaling=0.3, window=window, bias=bias)
+    plain = call.attend(query, new, heads, scaling=0.3, window=window)
+
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        # A further part of queries and keys whose product is the bias.
+        for head in range(6):
+            one = torch.cat((query[row, head] * 0.3, torch.ones(1, 1)), 1)  # [1, d + 1]
+            key = torch.cat((keys[slot, head // 3, :length], bias[head, :length, None]), 1)
+            value = values[slot, head // 3, :length]
+            right = _expected(one, key[None], value[None], length, window, 1.0)[0]
+            assert (made[row, 0, head].double() - right).abs().max() <= 2e-6 * 4
+    assert not torch.allclose(made, plain, atol=0.1)
+    unbiased = SlotCall(slots, lengths).attend(query, new, heads, scaling=0.3, window=window)
+    assert torch.equal(plain, unbiased)

@@ -100,9 +100,9 @@ def test_alibi_slopes_are_those_of_the_paper(heads):
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2 ** (-4 * i / power) for i in range(1, 2 * (heads - power), 2)]
     torch.testing.assert_close(alibi_slopes(heads), torch.tensor(slopes))
-    bias = alibi_bias(2, heads, 5, torch.zeros(1, dtype=torch.float32))
-    assert bias.shape == (2 * heads, 1, 5)
-    torch.testing.assert_close(bias[heads, 0], torch.tensor(slopes[0]) * torch.arange(5))
+    bias = alibi_bias(heads, 5, torch.zeros(1, dtype=torch.float32))
+    assert bias.shape == (heads, 5)
+    torch.testing.assert_close(bias[0], torch.tensor(slopes[0]) * torch.arange(5))
 
 
 def test_decode_gets_a_mask_where_that_is_faster():

@@ -21,6 +21,8 @@ typedef struct {
     int64_t query_row, query_head, key_row, key_head, value_row, value_head; /* in numbers */
     int64_t slot_stride, head_stride;                                        /* in numbers */
     int64_t window; /* tokens a query sees, 0 for all */
+    const float *bias; /* [heads, tokens] by a stride, added to the scaled scores; NULL for none */
+    int64_t bias_head; /* in numbers */
     float scaling;
     int32_t type, stored, threads;
 } Attention;
@@ -224,6 +226,8 @@ INLINE void attend(const Attention *a, int64_t row, int64_t kv_head, int64_t fir
         for (int q = 0; q < n; q++) {
             if (type == TYPE_INT8)
                 for (int i = 0; i < count; i++) score[q][i] *= scale_of(a->key_scales, at / a->dim + i);
+            if (a->bias)
+                for (int i = 0; i < count; i++) score[q][i] += a->bias[(head + q) * a->bias_head + t + i];
             float shrink = weigh(score[q], count, &most[q], &weight[q]);
             if (shrink != 1)
                 for (int64_t k = 0; k < a->dim; k++) total[q][k] *= shrink;
