@@ -4,8 +4,9 @@ Encoding rarely keeps decoding batches full without a bubble at every step. A cy
 requests as ended in the one before, then every sequence makes ``N_D`` tokens.
 
 In a pipeline the last micro-batches of a cycle are still on their way when the first is back. What
-ended in that one has made room: prompts follow at once, behind the last decode steps of the old
-cycle, and no stage waits between two cycles.
+ended in that one has made room: as many prompts as it holds follow at once, behind the last decode
+steps of the old cycle, and no stage waits between two cycles. Nor does a cycle wait for room that
+the others may make: what does not fit is encoded after the next iterations.
 """
 
 from __future__ import annotations
@@ -71,11 +72,8 @@ class RraPolicy:
         return all(self._made.get(number, 0) >= self._decode_iterations for number in numbers)
 
     def _encode(self, view: SchedulerView) -> Decision | None:
-        """Encode a micro-batch; ``None`` when this cycle has encoded all that it can."""
-        size = min(self._sizes.prefill, self._to_encode)
-        chosen = self._admission.take(view, size)
-        if len(chosen) < min(size, len(view.waiting)) and view.num_flights(Phase.DECODE):
-            return Wait()  # sequences on their way may end and make room
+        """Encode a micro-batch; ``None`` when this cycle has encoded all that there is room for."""
+        chosen = self._admission.take(view, min(self._sizes.prefill, self._to_encode))
         if not chosen:
             return None
         self._to_encode -= len(chosen)

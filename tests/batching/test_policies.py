@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from helpers.abstract_pipeline import Pipeline
@@ -14,14 +15,18 @@ from llmpq.batching import (
     BatchingPolicy,
     Decode,
     FirstComeFormer,
+    Flight,
     HybridPolicy,
     IterationPolicy,
     MultiBinFormer,
     Prefill,
+    ReadySequence,
     RraPolicy,
+    SchedulerView,
     StaticPolicy,
     WaaPolicy,
     Wait,
+    WaitingRequest,
 )
 from llmpq.batching.length import OraclePredictor
 from llmpq.spec.plan import MicroBatching
@@ -169,6 +174,31 @@ def test_rra_encodes_before_the_last_micro_batch_of_a_cycle_is_back():
     )
     pipeline.run(policy)
     assert sum(policy.out) > 2
+
+
+@pytest.mark.parametrize(("free", "phase"), [(2, "prefill"), (1, "prefill"), (0, "decode")])
+def test_rra_never_waits_for_room_that_others_may_make(free, phase):
+    policy = RraPolicy(
+        admission=Admission(encode_batch=2, decode_batch=6, threshold=0.0),
+        decode_iterations=1,
+        micro_batching=MicroBatching(prefill=2, decode=2),
+    )
+    kept = [
+        ReadySequence(request=number, slot=number, context_tokens=9, new_tokens=2)
+        for number in range(6 - free)
+    ]
+    waiting = [WaitingRequest(request=9 + number, prompt_tokens=3) for number in range(4)]
+    view = SchedulerView(waiting=waiting, ready=kept, free_slots=free)
+    begun = policy.decide(replace(view, waiting=[]))
+    assert isinstance(begun, Decode)
+    flight = Flight(number=0, phase=Phase.DECODE, requests=begun.slots, slots=begun.slots)
+    late = replace(view, ready=kept[2:], flights=(flight,))
+    for _ in range(-(-len(late.ready) // 2)):  # the others make the cycle's token and are back
+        assert isinstance(policy.decide(replace(late, waiting=[])), Decode)
+    decision = policy.decide(late)
+    assert isinstance(decision, Prefill if phase == "prefill" else Decode)
+    if isinstance(decision, Prefill):
+        assert len(decision.requests) == free
 
 
 def test_rra_begins_with_a_batch_large_enough_to_decode():

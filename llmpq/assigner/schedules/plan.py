@@ -18,7 +18,7 @@ import numpy as np
 
 from llmpq.assigner.decode import reprice
 from llmpq.assigner.schedules.guard import guard_of
-from llmpq.assigner.schedules.polish import polished
+from llmpq.assigner.schedules.polish import BATCHES, CYCLES, Move, polished
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, estimated
 from llmpq.assigner.schedules.split import SHARINGS, Sharing, split_plans
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
@@ -148,26 +148,33 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
 
 
 def _polished(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
-    """Return the plan, or under RRA the best of its neighbours that keep the bound when played."""
+    """Return the plan, or under RRA a better neighbour that keeps the bound when played."""
     if plan.schedule is None or plan.schedule.policy != "rra":
         return plan
     count = max(_POLISH_REQUESTS, _POLISH_ROUNDS * plan.workload.batch)
+    bound_s = request.latency_bound_s
+    moves: tuple[Move, ...] = CYCLES
+    if not math.isinf(bound_s):
+        # The few requests of a play differ from all that a bound is kept for, of all plans alike.
+        few, every = (simulated(plan, costs, request, n) for n in (count, _TRACE_REQUESTS))
+        bound_s *= _kept_s(few, plan, costs, request) / _kept_s(every, plan, costs, request)
+        moves += BATCHES
 
     def score(candidate: Plan) -> float:
         if not _fits(candidate, costs, candidate.micro_batching):
             return 0.0
         report = simulated(candidate, costs, request, count)
-        kept = _kept_s(report, candidate, costs, request) <= request.latency_bound_s
+        kept = _kept_s(report, candidate, costs, request) <= bound_s * _SAME
         return report.throughput_requests_per_s if kept else 0.0
 
-    best = polished(plan, request.prompt_tokens, request.new_tokens, score)
-    if best is plan:
-        return plan
-    reached_s = _kept_s(simulated(best, costs, request), best, costs, request)
-    if reached_s > request.latency_bound_s:
-        return plan  # on the longer trace it does not
-    task = _task(best, costs, request, request.latency_bound_s)
-    return _repriced(replace(best, schedule=estimated(best, task)), costs)
+    path = polished(plan, request.prompt_tokens, request.new_tokens, score, moves=moves)
+    while len(path) > 1:
+        best = path.pop()
+        reached_s = _kept_s(simulated(best, costs, request), best, costs, request)
+        if reached_s <= request.latency_bound_s:
+            task = _task(best, costs, request, request.latency_bound_s)
+            return _repriced(replace(best, schedule=estimated(best, task)), costs)
+    return plan
 
 
 def simulated(

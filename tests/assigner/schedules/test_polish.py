@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.schedules.expected import SteadyBatch
 from llmpq.assigner.schedules.plan import ScheduleRequest, simulated, with_schedule
-from llmpq.assigner.schedules.polish import polished
+from llmpq.assigner.schedules.polish import BATCHES, CYCLES, FILLED, MOST_PLAYED, polished
 from llmpq.assigner.schedules.steady import rra_performance
 from llmpq.assigner.task import costs_of
 from llmpq.batching import percentile
@@ -58,43 +58,82 @@ def with_rra(plan, encode_batch=8, iterations=16, prefill=4):
 
 
 def variables(plan):
-    schedule = plan.schedule
-    return schedule.encode_batch, schedule.decode_iterations, plan.micro_batching.prefill
+    schedule, sizes = plan.schedule, plan.micro_batching
+    return (
+        schedule.encode_batch,
+        schedule.decode_iterations,
+        sizes.prefill,
+        schedule.decode_batch,
+        schedule.threshold,
+    )
 
 
 @settings(max_examples=50, deadline=None)
 @given(
     encode=st.integers(1, 32),
     iterations=st.integers(1, 79),
-    best=st.tuples(st.integers(1, 32), st.integers(1, 79), st.integers(1, 32)),
+    best=st.tuples(*[st.integers(1, high) for high in (32, 79, 32, 32)], st.sampled_from((0, 20))),
 )
-def test_nothing_worse_is_returned_and_variables_stay_in_their_ranges(
+def test_only_better_neighbours_are_returned_and_variables_stay_in_their_ranges(
     problem, encode, iterations, best
 ):
     start = with_rra(problem[0], encode, iterations, prefill=min(4, encode))
     tried = {}
 
     def score(plan):
-        found = variables(plan)
-        assert found not in tried, "played twice"
-        tried[found] = 1 / (1 + math.dist(found, best))
-        return tried[found]
+        *found, threshold = variables(plan)
+        key = variables(plan)
+        assert key not in tried, "played twice"
+        assert plan.micro_batching.decode == -(-plan.schedule.decode_batch // len(plan.stages))
+        tried[key] = 1 / (1 + math.dist((*found, 80 * threshold), best))
+        return tried[key]
 
-    made = polished(start, PROMPTS, ANSWERS, score)
-    assert tried[variables(made)] >= tried[variables(start)]
-    assert len(tried) <= 19  # three rounds of six, and the first
-    assert all(1 <= mb <= be <= 32 and 1 <= nd <= 79 for be, nd, mb in tried)
+    path = polished(start, PROMPTS, ANSWERS, score, moves=CYCLES + BATCHES)
+    reached = [tried[variables(plan)] for plan in path]
+    assert path[0] is start
+    assert reached == sorted(set(reached))
+    assert len(tried) <= MOST_PLAYED
+    for be, nd, mb, bd, threshold in tried:
+        assert 1 <= be <= bd <= 32
+        assert 1 <= nd <= 79
+        assert 1 <= mb <= 32
+        assert threshold in (FILLED, 0.25)
+
+
+def test_only_a_bound_moves_the_decoding_batch(problem):
+    start, batches = with_rra(problem[0]), []
+    polished(start, PROMPTS, ANSWERS, lambda plan: batches.append(plan.schedule.decode_batch) or 1)
+    assert set(batches) == {32}
+    polished(
+        start, PROMPTS, ANSWERS, lambda plan: batches.append(plan.schedule.decode_batch) or 1,
+        moves=BATCHES,
+    )  # fmt: skip
+    assert min(batches) == round(0.9 * 32)
+
+
+def test_a_neighbour_keeps_the_decoding_batch_by_what_it_encodes(problem):
+    path = polished(
+        with_rra(problem[0]), PROMPTS, ANSWERS, lambda plan: 1 / (1 + abs(9 - of(plan)))
+    )
+    assert len(path) > 1
+    for plan in path[1:]:
+        steady = SteadyBatch(prompt_tokens=PROMPTS, new_tokens=ANSWERS, decode_iterations=of(plan))
+        assert plan.schedule.encode_batch == round(steady.encode_batch(32))
+
+
+def of(plan):
+    return plan.schedule.decode_iterations
 
 
 def test_a_plan_that_nothing_beats_is_returned_itself(problem):
     start = with_rra(problem[0])
-    assert polished(start, PROMPTS, ANSWERS, lambda _: 1.0) is start
+    assert polished(start, PROMPTS, ANSWERS, lambda _: 1.0) == [start]
 
 
 def test_the_search_is_polished_by_playing_and_priced_as_what_it_is(problem):
     plan, costs = problem
     made = with_schedule(plan, costs, LAW)
-    again = polished(
+    *_, again = polished(
         made,
         PROMPTS,
         ANSWERS,
