@@ -50,7 +50,7 @@ EAGER_ATTENTION = ("gemma2",)
 """Families whose attention writes out its scores (they are capped)."""
 BIASED_ATTENTION = ("bloom",)
 """Families whose attention adds a bias of the keys: it is written out for a block of queries."""
-BIAS_TOKENS = 128
+BIAS_TOKENS = 64
 """Queries of such a block (``models.alibi``)."""
 STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
 """Families whose activation is a formula of tensor operations: how many live beside its input."""

@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from llmpq.models.attention import KVView
 from llmpq.models.slot_attention import SlotMask
 
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 64
 """Queries attended with at a time: of each row where all share one bias, else of all together."""
 
 
@@ -90,7 +90,9 @@ def attend_biased(
             shown = places[seen] <= own[:, None]  # [B, S']
         else:
             seen, shown = slice(tokens), visible[:, :, block]  # [R, 1, B, S]
-        mask = torch.where(shown, bias[:, None, seen], -math.inf)  # [H, B, S'] or [R, H, B, S]
+        hidden = torch.zeros(shown.shape, dtype=query.dtype, device=query.device)
+        hidden.masked_fill_(~shown, -math.inf)
+        mask = bias[:, None, seen] + hidden  # [H, B, S'] or [R, H, B, S]
         part = scaled_dot_product_attention(
             query[:, :, block],
             key[:, :, seen],
