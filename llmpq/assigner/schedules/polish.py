@@ -23,7 +23,7 @@ LEAST_GAIN = 1.003
 """Smaller gains are of the trace, not of the schedule."""
 FILLED = 0.0
 """The threshold under which every encoding fills the decoding batch up."""
-_ROUNDS = 4
+_ROUNDS = 3
 
 Score = Callable[[Plan], float]
 """Requests a second of a plan when played; 0 when it breaks the bound or does not fit."""
