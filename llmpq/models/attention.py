@@ -2,8 +2,9 @@
 
 The layers attend with transformers' own registered function (``sdpa``, or ``eager`` for families
 that need a soft cap), so a stage computes what the library computes, bit for bit where shapes
-agree; BLOOM's, which knows none, is ``alibi``'s business. What this module owns is everything around that call: which cached token each
-query may see, and when no mask is needed at all (the fast kernels take none).
+agree; BLOOM's, which knows none, is ``alibi``'s business. What this module owns is everything
+around that call: which cached token each query may see, and when no mask is needed at all (the fast
+kernels take none).
 
 It refuses to know how keys and values are stored: a store is anything with ``view(batch)``.
 
