@@ -11,6 +11,11 @@ shared machine is faster in one minute than in the next, and kept out of the tab
 plans (1 to 3 stages, mixed bits, unlike micro-batches) are run. Both happen in ``--turns``: layers,
 all plans, layers again, so that a table is of the same minutes as the runs; medians count. Workers
 have one thread; three share two cores, which the cluster says (``cores``).
+
+A core of this machine runs on one of two levels (``benchmarks/cores.py``). Cores are kept awake and
+watched: the table is brought to the calm level by what the profiler tells, and a run is forecast at
+the levels that its cores had during it. What the table says of its own minutes' mean, the forecast
+of a user who watches nothing, is told beside it (``plain``).
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cores import CoreWatch, awake_cores, disturbed_share
+from leveled import at_share, by_phase, share_of, words_of
 from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.decode import reprice
@@ -40,7 +47,7 @@ from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.plan_io import read_plan, write_plan
-from llmpq.spec.precision import BITS
+from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.workload import Workload
 
@@ -52,6 +59,10 @@ HELD = {
 }
 STAGES = 3
 NUM_PLANS = 24
+ENDING_S = 0.3
+"""What a run takes behind its last token."""
+SHARE_STEP = 0.1
+"""To which shares of disturbed time are rounded: a table is fitted for each."""
 LEFT_S = 14.0
 """A run is not begun with less time left."""
 
@@ -86,10 +97,11 @@ def write_model(options: argparse.Namespace) -> None:
 
 def take_turns(options: argparse.Namespace) -> None:
     """Time layers and run all plans, again and again; a folder that was left goes on."""
-    for turn in range(options.turns):
-        if not (options.folder / f"layers-{turn}.csv").exists():
-            time_layers(options, turn)
-        run_plans(options, turn)
+    with awake_cores() as watch:
+        for turn in range(options.turns):
+            if not (options.folder / f"layers-{turn}.csv").exists():
+                time_layers(options, turn)
+            run_plans(options, turn, watch)
 
 
 def time_layers(options: argparse.Namespace, turn: int) -> None:
@@ -108,21 +120,17 @@ def time_layers(options: argparse.Namespace, turn: int) -> None:
 
 
 def join_turns(folder: Path) -> None:
-    """Make one table and one hold-out of all turns: a shape counts by its median over them."""
+    """Make one calm table and one hold-out of all turns: a shape counts by its median over them."""
     tables = [read_latency_table(file) for file in sorted(folder.glob("layers-*.csv"))]
-    own = [dict(table.provenance) for table in tables]
+    calm = [at_share(table, -share_of(table)) for table in tables]
     means = {}
-    for key in ("stage_s", "company"):
-        words = [one[key].split() for one in own]
-        means[key] = " ".join(
-            f"{phase} {statistics.mean(float(word[2 * place + 1]) for word in words)}"
-            for place, phase in enumerate(words[0][::2])
-        )
+    for key in ("stage_s", "company", "disturbed"):
+        values = [by_phase(table, key) for table in calm]
+        means[key] = words_of({phase: statistics.mean(v[phase] for v in values) for phase in Phase})
+    means["disturbed share"] = "0%"
     provenance = tuple((key, means.get(key, value)) for key, value in tables[0].provenance)
-    for name, is_held in (("table", False), ("held", True)):
-        samples = tuple(
-            one for table in tables for one in table.samples if held_out(one) == is_held
-        )
+    for name, is_held in (("calm", False), ("held", True)):
+        samples = tuple(one for table in calm for one in table.samples if held_out(one) == is_held)
         table = LatencyTable(samples=samples, provenance=provenance)
         write_latency_table(folder / f"{name}.csv", table)
 
@@ -138,8 +146,10 @@ def measure_links(options: argparse.Namespace) -> None:
     command(["llmpq-profile", "link", "--output", str(options.folder / "links" / "links.csv")])
 
 
-def costs_of(folder: Path) -> ClusterCosts:
-    """Return the costs of three workers on two cores, from the measured tables."""
+def costs_of(folder: Path, share: float = 0.0) -> ClusterCosts:
+    """Return the costs of three workers on two cores that are disturbed for a share of the time."""
+    calm = read_latency_table(folder / "calm.csv")
+    write_latency_table(folder / "table.csv", at_share(calm, share))
     group = {"type": "cpu", "count": STAGES, "threads": 1, "profile": "table.csv"}
     cores = len(os.sched_getaffinity(0))
     cluster = {
@@ -202,7 +212,7 @@ def priced(plan: Plan, costs: ClusterCosts) -> Plan:
     return replace(plan, estimate=replace(estimate, forecast=forecast(plan, costs)))
 
 
-def run_plans(options: argparse.Namespace, turn: int) -> None:
+def run_plans(options: argparse.Namespace, turn: int, watch: CoreWatch) -> None:
     """Run as many plans as fit into this part."""
     folder, start = options.folder, time.perf_counter()
     runs = folder / "runs"
@@ -224,9 +234,17 @@ def run_plans(options: argparse.Namespace, turn: int) -> None:
         plan = random_plan(number, read_plan(base), costs)
         write_plan(runs / f"plan-{number:02}.json", plan)
         found = run(runs / f"plan-{number:02}.json", plan, runs)
+        end_s = time.time() - ENDING_S
+        cores = watch.cores[: len(plan.stages)]
+        begin_s = end_s - found["elapsed_s"]
+        found["loops_s"] = watch.loops_s(begin_s, end_s, cores)
         done.write_text(json.dumps(found, indent=2) + "\n")
         latency = found["latency_s"]
-        print(f"{number:2} {latency['measured']:7.3f} s, predicted {latency['predicted']:7.3f}")
+        print(
+            f"{number:2} {latency['measured']:7.3f} s, on calm cores {latency['predicted']:7.3f}, "
+            f"loops {[round(1e3 * statistics.mean(own), 2) for own in found['loops_s'] if own]}",
+            flush=True,
+        )
 
 
 def run(strategy: Path, plan: Plan, folder: Path) -> dict[str, Any]:
@@ -247,27 +265,25 @@ def report(options: argparse.Namespace) -> None:
     folder = options.folder
     costs = costs_of(folder)
     held = medians(read_latency_table(folder / "held.csv"))
-    for key in ("rounds", "noise", "reference_s", "thrown away", "company", "companions"):
+    for key in ("rounds", "noise", "reference_s", "disturbed", "company", "companions"):
         print(f"{key}: {dict(held.provenance).get(key)}")
     rows = [(one, predicted(costs, one)) for one in held.samples]
     print_layers(rows)
-    runs = measured_runs(folder, costs)
-    print("| plan | stages | micro-batches | predicted | measured | spread | error |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    runs = measured_runs(folder)
+    print("| plan | stages | micro-batches | predicted | measured | spread | disturbed | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for one in runs:
-        error = one["predicted"] / one["measured"] - 1
         print(
             f"| {one['name']} | {one['stages']} | {one['sizes']} | {one['predicted']:.3f} | "
-            f"{one['measured']:.3f} | {one['spread']:.0%} | {error:+.1%} |"
+            f"{one['measured']:.3f} | {one['spread']:.0%} | {one['share']:.0%} | "
+            f"{one['error']:+.1%} |"
         )
-    for stages in (*range(1, STAGES + 1), None):
-        errors = [
-            abs(one["predicted"] / one["measured"] - 1)
-            for one in runs
-            if stages in (one["stages"], None)
-        ]
-        if errors:
-            print(f"| {stages or 'all'} stages | {len(errors)} plans | {line_of(errors)} |")
+    for key in ("error", "plain"):
+        for stages in (*range(1, STAGES + 1), None):
+            errors = [abs(one[key]) for one in runs if stages in (one["stages"], None)]
+            if errors:
+                name = f"{stages or 'all'} stages, {key}"
+                print(f"| {name} | {len(errors)} plans | {line_of(errors)} |")
     if options.picture is not None:
         draw(options.picture, rows, runs)
 
@@ -310,30 +326,45 @@ def predicted(costs: ClusterCosts, one: LatencySample) -> float:
     return costs.layer_s(device, one.phase, one.bits, one.batch, one.tokens, 0)
 
 
-def measured_runs(folder: Path, costs: ClusterCosts) -> list[dict[str, Any]]:
+def measured_runs(folder: Path) -> list[dict[str, Any]]:
     """Return what was measured of every plan, beside today's forecast of it."""
+    tables = [read_latency_table(file) for file in sorted(folder.glob("layers-*.csv"))]
+    usual_share = statistics.mean(share_of(table) for table in tables)
+    calm_s = min(float(dict(table.provenance)["reference_s"]) for table in tables)
+    costs: dict[int, ClusterCosts] = {}
+
+    def predicted_s(plan: Plan, share: float) -> float:
+        step = round(share / SHARE_STEP)
+        if step not in costs:
+            costs[step] = costs_of(folder, step * SHARE_STEP)
+        return priced(plan, costs[step]).estimate.predicted_s
+
     found = []
     for file in sorted((folder / "runs").glob("plan-*.json")):
         number = file.stem.removeprefix("plan-")
-        plan = priced(read_plan(file), costs)
-        sizes = plan.micro_batching
-        seconds = [
-            json.loads(one.read_text())["latency_s"]["measured"]
-            for one in file.parent.glob(f"{number}-[0-9].json")
-        ]
-        if not seconds:
+        plan = read_plan(file)
+        reports = [json.loads(one.read_text()) for one in file.parent.glob(f"{number}-[0-9].json")]
+        if not reports:
             continue
-        middle = statistics.median(seconds)
+        seconds = [report["latency_s"]["measured"] for report in reports]
+        shares = [disturbed_share(report["loops_s"], calm_s) for report in reports]
+        forecasts = [predicted_s(plan, share) for share in shares]
+        middle, sizes = statistics.median(seconds), plan.micro_batching
         found.append(
             {
                 "name": number,
                 "stages": len(plan.stages),
                 "sizes": f"{plan.workload.batch}: {sizes.prefill}, {sizes.decode}",
-                "predicted": plan.estimate.predicted_s,
+                "predicted": statistics.median(forecasts),
                 "measured": middle,
                 "spread": (max(seconds) - min(seconds)) / middle,
+                "share": statistics.mean(shares),
+                "error": statistics.median(
+                    guess / took for guess, took in zip(forecasts, seconds, strict=True)
+                ) - 1,
+                "plain": predicted_s(plan, usual_share) / middle - 1,
             }
-        )
+        )  # fmt: skip
     return found
 
 

@@ -23,6 +23,11 @@ two micro-batch sizes, before every task of every turn, and ``llmpq-profile reca
 the table by all of these runs. No run that is forecast is among them. What is simulated on that
 table is compared with the median of a policy's runs.
 
+A core of this machine runs on one of two levels (``benchmarks/cores.py``): cores are kept awake and
+watched. Calibrating runs are brought to the calm level (``calm.csv``), and a run is compared with
+what is simulated at the levels that its cores had. What a user forecasts who watches nothing, with
+``table.csv``, is told beside it.
+
 Schedules are searched as ``llmpq-algo --policy rra|waa|auto`` does: those of the first turn on what
 is known before it, those for a bound behind it, when the drift of some minutes is known. A bound is
 what static batches of 24 or 16 keep for 99 % of the requests when played, and as surely as the
@@ -42,6 +47,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cores import CoreWatch, awake_cores, disturbed_share
+from leveled import at_share, by_phase, share_of
 from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.schedules.guard import guard_of
@@ -54,7 +61,7 @@ from llmpq.assigner.schedules.plan import (
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
-from llmpq.costmodel import build_costs
+from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
@@ -63,6 +70,7 @@ from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule, default_schedule
+from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.trace import draw_trace
 
 SLOTS, STAGES, PROMPT, NEW = 32, 2, 32, 160
@@ -90,6 +98,8 @@ CALIBRATIONS = {4: (16, 96), 16: (64, 96)}
 CALIBRATION_PROMPT = 16
 TIMED_ROWS = (1, 2, 4, 6, 8, 12, 13, 16, 32)
 """Weights are multiplied in strips of six rows: thirteen cost 4 % more than between 12 and 16."""
+ENDING_S = 0.3
+"""What a run takes behind its last token."""
 LEFT_S = 35.0
 """A run is not begun with less time left."""
 
@@ -116,8 +126,9 @@ def main() -> int:
     options.until_s = time.perf_counter() + options.seconds
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
-    for step in options.steps:
-        steps[step](options)
+    with awake_cores() as options.watch:
+        for step in options.steps:
+            steps[step](options)
     return 0
 
 
@@ -173,53 +184,104 @@ def calibrate(options: argparse.Namespace) -> None:
             ),
         )
         write_prompts(prompts, [(CALIBRATION_PROMPT, new)] * count)
-        found = run_plan(strategy, prompts)
+        found = run_plan(strategy, prompts, options.watch)
         (folder / f"{number}-{size}.json").write_text(json.dumps(found))
         print(f"calibration {number} by {size}: {found['throughput_tokens_per_s']:.1f} tokens/s")
     recalibrate(options.folder)
 
 
 def recalibrate(folder: Path) -> None:
-    """Correct the measured table by every calibrating run."""
+    """Correct the measured table by every calibrating run, as they were and as on calm cores."""
     reports = sorted((folder / "calibration").glob("*-*.json"))
     plans = [report.with_name(f"plan{report.stem.partition('-')[2]}.json") for report in reports]
-    print(command([
+    print(_corrected(folder, reports, plans, "measured.csv", "table.csv"))
+    measured = read_latency_table(folder / "measured.csv")
+    write_latency_table(folder / "leveled.csv", at_share(measured, -share_of(measured)))
+    leveled = [_leveled(report, measured) for report in reports]
+    _corrected(folder, leveled, plans, "leveled.csv", "calm.csv")
+
+
+def _corrected(
+    folder: Path, reports: Sequence[Path], plans: Sequence[Path], table: str, output: str
+) -> str:
+    return command([
         "llmpq-profile", "recalibrate", "--report", *map(str, reports),
-        "--strat_file_name", *map(str, plans), "--table", str(folder / "measured.csv"),
-        "--output", str(folder / "table.csv"),
-    ]))  # fmt: skip
+        "--strat_file_name", *map(str, plans), "--table", str(folder / table),
+        "--output", str(folder / output),
+    ])  # fmt: skip
 
 
-def run_plan(strategy: Path, prompts: Path, error: float = 0.0) -> dict[str, Any]:
-    """Return the report of a run."""
+def _leveled(report: Path, measured: LatencyTable) -> Path:
+    """Write a report as if its cores had been calm; return the file."""
+    found = json.loads(report.read_text())
+    shares = stage_shares(found["loops_s"], measured)
+    factors = by_phase(measured, "disturbed")
+    for stage, share in zip(found["stages"], shares, strict=True):
+        for work in stage["work"]:
+            level = 1 + (factors[Phase(work["phase"])] - 1) * share
+            work["seconds"] /= level
+            work["master_s"] /= level
+    file = report.parent / "leveled" / report.name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(found))
+    return file
+
+
+def stage_shares(loops_s: Sequence[Sequence[float]], measured: LatencyTable) -> list[float]:
+    """Return the share of a run in which each stage's core was disturbed."""
+    calm_s = float(dict(measured.provenance)["reference_s"])
+    return [disturbed_share([own], calm_s) for own in loops_s]
+
+
+def run_plan(strategy: Path, prompts: Path, watch: CoreWatch, error: float = 0.0) -> dict[str, Any]:
+    """Return the report of a run, and the loops of its cores."""
     answers = prompts.with_name("answers.jsonl")
     answers.unlink(missing_ok=True)
-    return dict(json.loads(command([
+    found = dict(json.loads(command([
         "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
         "--output", str(answers), "--predictor", "noisy", "--predictor_error", str(error),
         "--json",
     ])))  # fmt: skip
+    end_s = time.time() - ENDING_S
+    found["loops_s"] = watch.loops_s(end_s - found["elapsed_s"], end_s, watch.cores[:STAGES])
+    return found
 
 
 class Bench:
     """One task: its requests, simulated and run under any schedule."""
 
-    def __init__(self, folder: Path, task: str, table: str = "table.csv") -> None:
+    def __init__(self, folder: Path, task: str) -> None:
         self.plan = read_plan(folder / "plan.json")
         self.prompts, self.answers = laws_of(task)
         self.trace = draw_trace(REQUESTS[task], self.prompts, self.answers, seed=8)
         self.many = draw_trace(BIN_REQUESTS, self.prompts, self.answers, seed=8)
         self.folder = folder / "runs" / task
         self.folder.mkdir(parents=True, exist_ok=True)
-        model, _ = resolve_model(str(folder / "model"))
+        self.root = folder
+        self.costs = self._costs(["table.csv"] * STAGES)
+
+    def _costs(self, tables: Sequence[str]) -> ClusterCosts:
+        """Return the costs of workers that take the times of a table each."""
+        model, _ = resolve_model(str(self.root / "model"))
         (node,) = self.plan.cluster.nodes
-        group = replace(node.devices[0], profile=str(folder / table))
-        cluster = replace(self.plan.cluster, nodes=(replace(node, devices=(group,)),))
-        self.costs = build_costs(
-            model, cluster, dtype="bfloat16", kv_bits=16, profile_dir=folder / "links"
+        groups = tuple(
+            replace(node.devices[0], count=1, profile=str(self.root / table)) for table in tables
+        )
+        cluster = replace(self.plan.cluster, nodes=(replace(node, devices=groups),))
+        return build_costs(
+            model, cluster, dtype="bfloat16", kv_bits=16, profile_dir=self.root / "links"
         )
 
-    def simulate(self, name: str) -> SimReport:
+    def costs_of(self, loops_s: Sequence[Sequence[float]]) -> ClusterCosts:
+        """Return the costs on cores that were disturbed as the loops on them tell."""
+        shares = stage_shares(loops_s, read_latency_table(self.root / "measured.csv"))
+        calm = read_latency_table(self.root / "calm.csv")
+        names = [f"stage-{stage}.csv" for stage in range(len(shares))]
+        for name, share in zip(names, shares, strict=True):
+            write_latency_table(self.root / name, at_share(calm, share))
+        return self._costs(names)
+
+    def simulate(self, name: str, costs: ClusterCosts) -> SimReport:
         """Play the requests under the schedule that a run is called for."""
         plan, error = self.plan_of(name), BIN_RUNS.get(name, (0, 0.0))[1]
         assert plan.schedule is not None
@@ -231,7 +293,7 @@ class Bench:
         prompts = [item.prompt_tokens for item in trace]
         predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
         policy = make_policy(plan.schedule, shape, predictor)
-        return simulate(PlanCosts(plan, self.costs), policy, trace, num_slots=SLOTS)
+        return simulate(PlanCosts(plan, costs), policy, trace, num_slots=SLOTS)
 
     def plan_of(self, name: str) -> Plan:
         """Return what a run is called for; what is searched is searched once and kept."""
@@ -287,17 +349,18 @@ class Bench:
     def _wanted(self) -> ScheduleRequest:
         return ScheduleRequest(prompt_tokens=self.prompts, new_tokens=self.answers)
 
-    def run(self, name: str, turn: int) -> None:
+    def run(self, name: str, turn: int, watch: CoreWatch) -> None:
         """Run what is called for."""
         self.plan_of(name)
         prompts = self.folder / "prompts.jsonl"
         trace = self.many if name in BIN_RUNS else self.trace
         write_prompts(prompts, [(item.prompt_tokens, item.new_tokens) for item in trace])
         strategy = self.folder / f"plan-{name}.json"
-        found = run_plan(strategy, prompts, BIN_RUNS.get(name, (0, 0.0))[1])
+        found = run_plan(strategy, prompts, watch, BIN_RUNS.get(name, (0, 0.0))[1])
         counts = {key: found[key] for key in ("generated_tokens", "requests")}
         row = figures(found["per_request"] | counts, found["elapsed_s"])
-        text = json.dumps({**row, "stages": found["stages"]}, indent=2)
+        kept = {key: found[key] for key in ("stages", "loops_s")}
+        text = json.dumps({**row, **kept}, indent=2)
         (self.folder / f"{name}-{turn}.json").write_text(text + "\n")
         print(
             self.folder.name, name, turn, f"{row['tokens_per_s']:.1f} tokens/s, 99 % in "
@@ -359,7 +422,7 @@ def _run_all(options: argparse.Namespace, tasks: Sequence[str], names: Sequence[
                 return
             if name == missing[0]:
                 calibrate(options)
-            bench.run(name, options.turn)
+            bench.run(name, options.turn, options.watch)
 
 
 def figures(found: dict[str, Any], seconds: float) -> dict[str, float]:

@@ -1,9 +1,11 @@
 """What benchmarks/policies.py measured so far: tables of forecasts and gains, and a picture.
 
-    python benchmarks/policies_report.py FOLDER [--picture FILE.png] [--table measured.csv]
+    python benchmarks/policies_report.py FOLDER [--picture FILE.png]
 
-Forecasts are of the table that every calibrating run has corrected; ``--table measured.csv`` takes
-the bare one. A median is of all turns; gains are over static batches of the same turn.
+Each run is simulated at the levels that its cores had during it, with the table that every
+calibrating run has corrected; errors are medians over the turns. ``plain`` errors are those of the
+same table at the level of the calibrating runs, against the median of the turns. Gains are over
+static batches of the same turn.
 """
 
 from __future__ import annotations
@@ -15,11 +17,24 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from policies import BIN_RUNS, POLICIES, TASKS, Bench, bound_runs, figures, recalibrate, words
+from policies import (
+    BIN_RUNS,
+    POLICIES,
+    TASKS,
+    Bench,
+    bound_runs,
+    figures,
+    recalibrate,
+    stage_shares,
+    words,
+)
+
+from llmpq.costmodel import ClusterCosts
+from llmpq.spec.tables import read_latency_table
 
 HEAD = (
-    "schedule", "runs", "tokens/s", "spread", "simulated", "error", "mean latency, s", "simulated",
-    "error", "99 % in service, s", "bound, s", "gain in each turn",
+    "schedule", "runs", "disturbed", "tokens/s", "spread", "simulated", "error", "plain",
+    "mean latency, s", "simulated", "error", "99 % in service, s", "bound, s", "gain in each turn",
 )  # fmt: skip
 ALL = (*POLICIES, *bound_runs(), *BIN_RUNS)
 
@@ -28,7 +43,6 @@ def main() -> int:
     """Print the tables, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--table", default="table.csv", help="in the folder")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -36,7 +50,7 @@ def main() -> int:
     rows = {
         (task, name): row
         for task in TASKS
-        for bench in (Bench(folder, task, options.table),)
+        for bench in (Bench(folder, task),)
         for name in ALL
         if (row := row_of(bench, name)) is not None
     }
@@ -58,11 +72,12 @@ def tell(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
         "everything": list(rows.values()),
     }
     for kind, found in kinds.items():
-        for place, what in enumerate(("tokens/s", "mean latency", "99 % in service")):
-            errors = [abs(row["errors"][place]) for row in found]
-            if errors:
-                print(f"\n{kind}, {what}: {len(errors)} errors, mean {fmean(errors):.1%}, "
-                      f"most {max(errors):.1%}")  # fmt: skip
+        for of in ("errors", "plain"):
+            for place, what in enumerate(("tokens/s", "mean latency", "99 % in service")):
+                errors = [abs(row[of][place]) for row in found]
+                if errors:
+                    print(f"\n{kind}, {what}: {len(errors)} {of}, mean {fmean(errors):.1%}, "
+                          f"most {max(errors):.1%}")  # fmt: skip
 
 
 def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
@@ -71,13 +86,20 @@ def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     if not found:
         return None
     plan = bench.plan_of(name)
-    played_ = bench.simulate(name)
-    played = figures(played_.to_json(), played_.makespan_s)
+    by_run = [_played(bench, name, bench.costs_of(row["loops_s"])) for row in found.values()]
+    played = {key: median(one[key] for one in by_run) for key in by_run[0]}
+    usual = _played(bench, name, bench.costs)
     made = {key: median(row[key] for row in found.values()) for key in played}
     rates = [row["tokens_per_s"] for row in found.values()]
     spread = (max(rates) - min(rates)) / made["tokens_per_s"]
     kinds = ("tokens_per_s", "latency_s", "service_p99_s")
-    errors = [played[key] / made[key] - 1 for key in kinds]
+    errors = [
+        median(one[key] / row[key] for one, row in zip(by_run, found.values(), strict=True)) - 1
+        for key in kinds
+    ]
+    plain = [usual[key] / made[key] - 1 for key in kinds]
+    measured = read_latency_table(bench.root / "measured.csv")
+    shares = [fmean(stage_shares(row["loops_s"], measured)) for row in found.values()]
     base = _runs(bench, _base_of(name))
     gains = [
         row["tokens_per_s"] / base[turn]["tokens_per_s"]
@@ -86,18 +108,24 @@ def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     ]
     bound_s = bench.bound_s(name)
     cells = [
-        words(plan), str(len(found)), f"{made['tokens_per_s']:.0f}", f"{spread:.0%}",
-        f"{played['tokens_per_s']:.0f}", f"{errors[0]:+.1%}", f"{made['latency_s']:.2f}",
+        words(plan), str(len(found)), ", ".join(f"{share:.0%}" for share in shares),
+        f"{made['tokens_per_s']:.0f}", f"{spread:.0%}", f"{played['tokens_per_s']:.0f}",
+        f"{errors[0]:+.1%}", f"{plain[0]:+.1%}", f"{made['latency_s']:.2f}",
         f"{played['latency_s']:.2f}", f"{errors[1]:+.1%}",
         ", ".join(f"{row['service_p99_s']:.2f}" for row in found.values()),
         "" if bound_s is None else f"{bound_s:.2f}",
         ", ".join(f"{gain:.2f}" for gain in gains),
     ]  # fmt: skip
-    return {"made": made, "played": played, "errors": errors, "gains": gains,
+    return {"made": made, "played": played, "errors": errors, "plain": plain, "gains": gains,
             "text": " | ".join(cells)}  # fmt: skip
 
 
-def _runs(bench: Bench, name: str) -> dict[int, dict[str, float]]:
+def _played(bench: Bench, name: str, costs: ClusterCosts) -> dict[str, float]:
+    played = bench.simulate(name, costs)
+    return figures(played.to_json(), played.makespan_s)
+
+
+def _runs(bench: Bench, name: str) -> dict[int, dict[str, Any]]:
     """Return the figures of a run, by turn."""
     files = {
         int(file.stem.rpartition("-")[2]): file for file in bench.folder.glob(f"{name}-?.json")

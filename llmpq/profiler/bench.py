@@ -3,7 +3,8 @@
 What is timed is what runs. A stage is timed with a few and with more layers in a row: their
 difference is what one layer takes, and what is left is what a stage takes apart from its layers.
 The master's own work is timed by letting the engine answer requests over a stage without layers, so
-that embedding, head, sampling and the book of requests are all in it.
+that embedding, head, sampling and the book of requests are all in it. In their place other memory
+is read, off the clock: a run's layers push the head out of the caches too.
 
 Shapes: ``[R, T, H]`` rows (sequences), tokens, hidden size.
 """
@@ -11,12 +12,14 @@ Shapes: ``[R, T, H]`` rows (sequences), tokens, hidden size.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from llmpq.batching import HybridPolicy
 from llmpq.dist.allocator import keep_memory
@@ -41,13 +44,13 @@ MASTER_BITS = 0
 """Marks the master's own work in a table: embedding, final norm, head and the choice of a token."""
 MASTER_STEPS = 4
 """Decode steps after every prefill of the master; the first of them is not timed."""
+OTHER_SHAPE = (3072, 4096)
+"""Of the float32 matrix that is read in place of layers: 48 MiB, more than most last caches."""
 BURST = 3
 """Times that a short trial is run and timed, behind one that is not: the median counts. A stage of
 a pipeline runs the same layers again and again, and finds what it left in the caches and in the
 processor's tables of pages and branches; a lone run took a quarter longer. How much longer the
 first one takes is kept: a step of a pipeline pays it that follows a wait, or the master's work."""
-REFERENCE_SIZE = 2048
-"""Rows and columns of the reference's matrix: 16 MiB, more than a core's own cache."""
 FEW_ROWS = 256
 """Rows up to which a prefill is timed with more layers too: beyond, a stage's own time is lost in
 the noise of one layer."""
@@ -121,6 +124,28 @@ class LayerJob:
         return max(shape.tokens for shape in self.shapes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _OtherMemory(StageRunner):
+    """A stage without layers that reads other memory, and tells how long it did.
+
+    Attributes:
+        other: what is read.
+        spent_s: of every micro-batch so far.
+    """
+
+    other: Tensor
+    spent_s: list[float]
+
+    def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Return the hidden states as they are, or their last tokens."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        torch.mv(self.other, self.other[0])
+        synchronize(self.device)
+        self.spent_s.append(time.perf_counter() - start)
+        return StageRunner.run(self, hidden, rows)
+
+
 class Bench:
     """One short stage a bitwidth, the master, and KV slots.
 
@@ -161,7 +186,7 @@ class Bench:
         self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
         self._hidden = self._master.embed(tokens, tokens)[:, :1]  # [1, 1, H]
-        self._reference = torch.ones(REFERENCE_SIZE, REFERENCE_SIZE, device=job.device)
+        self._other = torch.ones(OTHER_SHAPE, device=job.device)
         keep_memory()  # as a rank does once it is loaded
 
     def trials(self) -> list[list[Trial]]:
@@ -182,15 +207,6 @@ class Bench:
         if shape.phase is Phase.PREFILL and shape.batch * shape.tokens > FEW_ROWS:
             return [few]
         return [few, Trial(shape=shape, bits=bits, layers=self.depth)]
-
-    @torch.inference_mode()
-    def reference_s(self) -> float:
-        """Time one fixed product of a matrix and a vector: how fast the machine is just now."""
-        synchronize(self.job.device)
-        start = time.perf_counter()
-        torch.mv(self._reference, self._reference[0])
-        synchronize(self.job.device)
-        return time.perf_counter() - start
 
     @torch.inference_mode()
     def run(self, trial: Trial) -> list[Timing]:
@@ -233,9 +249,13 @@ class Bench:
     def _run_master(self, shape: Shape) -> list[Timing]:
         """Let an engine answer the prompts over no layers at all; every landing is a moment."""
         sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
+        runner = _OtherMemory(
+            layers=None, cache=None, device=self.job.device, is_last=True,
+            other=self._other, spent_s=[],
+        )  # fmt: skip
         engine = MasterEngine(
             master=self._master,
-            runner=StageRunner(layers=None, cache=None, device=self.job.device, is_last=True),
+            runner=runner,
             communicator=None,
             policy=HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1),
             sampler=Sampler(Sampling()),
@@ -252,7 +272,10 @@ class Bench:
         ]
         moments = [time.perf_counter()]
         engine.run(requests, _forget, lambda _: moments.append(time.perf_counter()))
-        spans = [after - before for before, after in pairwise(moments)]
+        spans = [
+            after - before - spent_s
+            for (before, after), spent_s in zip(pairwise(moments), runner.spent_s, strict=True)
+        ]
         decode = Shape(phase=Phase.DECODE, batch=shape.batch, tokens=1)
         timed = [(shape, spans[0]), *((decode, span) for span in spans[2:])]
         return [

@@ -1,6 +1,6 @@
 """Journal: every single timing on disk as it is made, so that an interrupted run can go on.
 
-CSV with the header ``phase,bits,batch,tokens,layers,seconds`` behind ``# key: value`` lines that
+CSV with the header of :data:`HEADER` behind ``# key: value`` lines that
 say what was measured. Those lines must equal the new run's own, or the old timings are refused.
 """
 
@@ -14,9 +14,10 @@ from types import TracebackType
 from llmpq.errors import SpecError, bad_field
 from llmpq.profiler.bench import Timing, Trial
 from llmpq.profiler.grid import Shape
+from llmpq.profiler.levels import Timed
 from llmpq.spec.precision import Phase
 
-HEADER = ("phase", "bits", "batch", "tokens", "layers", "seconds")
+HEADER = ("phase", "bits", "batch", "tokens", "layers", "seconds", "before_s", "after_s")
 Identity = Sequence[tuple[str, str]]
 
 
@@ -39,14 +40,14 @@ class Journal:
 
     def __init__(self, path: Path, identity: Identity, *, resume: bool) -> None:
         self._path = path
-        self.timings: list[Timing] = []
+        self.timed: list[Timed] = []
         if resume and path.exists():
-            self.timings = read_journal(path, identity)
+            self.timed = read_journal(path, identity)
         lines = [f"# {key}: {value}" for key, value in identity]
         text = "\n".join([*lines, ",".join(HEADER), ""])
         self._file = path.open("w", encoding="utf-8")
         self._file.write(text)
-        self.add(self.timings)
+        self.add(self.timed)
 
     def __enter__(self) -> Journal:
         return self
@@ -60,10 +61,10 @@ class Journal:
         """Close the file; what is in it stays."""
         self._file.close()
 
-    def add(self, timings: Iterable[Timing]) -> None:
+    def add(self, timed: Iterable[Timed]) -> None:
         """Write timings down at once."""
-        for timing in timings:
-            trial = timing.trial
+        for one in timed:
+            trial = one.timing.trial
             shape = trial.shape
             cells = (
                 shape.phase.value,
@@ -71,7 +72,9 @@ class Journal:
                 shape.batch,
                 shape.tokens,
                 trial.layers,
-                repr(timing.seconds),
+                repr(one.timing.seconds),
+                repr(one.before_s),
+                repr(one.after_s),
             )
             self._file.write(",".join(str(cell) for cell in cells) + "\n")
         self._file.flush()
@@ -81,7 +84,7 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
 
-def read_journal(path: Path, identity: Identity) -> list[Timing]:
+def read_journal(path: Path, identity: Identity) -> list[Timed]:
     """Read the timings of an interrupted run; a last line cut short is left out.
 
     Raises:
@@ -100,14 +103,18 @@ def read_journal(path: Path, identity: Identity) -> list[Timing]:
     rows = list(csv.reader(whole))
     if not rows or tuple(rows[0]) != HEADER:
         raise bad_field(str(path), "header", ",".join(rows[0]) if rows else "", ",".join(HEADER))
-    return [_timing(path, row) for row in rows[1:]]
+    return [_timed(path, row) for row in rows[1:]]
 
 
-def _timing(path: Path, row: list[str]) -> Timing:
+def _timed(path: Path, row: list[str]) -> Timed:
     try:
-        phase, bits, batch, tokens, layers, seconds = row
+        phase, bits, batch, tokens, layers, seconds, before_s, after_s = row
         shape = Shape(phase=Phase(phase), batch=int(batch), tokens=int(tokens))
         trial = Trial(shape=shape, bits=int(bits), layers=int(layers))
-        return Timing(trial=trial, seconds=float(seconds))
+        return Timed(
+            timing=Timing(trial=trial, seconds=float(seconds)),
+            before_s=float(before_s),
+            after_s=float(after_s),
+        )
     except ValueError:
         raise bad_field(str(path), "row", ",".join(row), ",".join(HEADER)) from None

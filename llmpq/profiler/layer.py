@@ -2,13 +2,13 @@
 
 The trials of all bitwidths are dealt in turn in a seeded random order and repeated in rounds: a
 slow minute of a shared machine spoils no single point, and no stage finds its own weights in the
-cache because it ran just before. A fixed reference is timed before and after each; a timing beside
-which it ran slow says more of the neighbours than of the layer, and no point's median has it. A
-point is settled once the error of its median is small; from then on the time left goes to the
-others. A run sums up thousands of steps, disturbed ones too, so its latency follows their mean: the
-table holds medians, the steadiest estimate, times how far all timings of a phase, disturbed ones
-too, are above their medians in the mean (``slack`` in the provenance). It also tells the noise,
-and how far the level differs between spans of two seconds (``drift``), by which bounds are guarded.
+cache because it ran just before. Timings on a disturbed core are told from those on a calm one and
+brought to its level (``profiler.levels``). A point is settled once the error of its median is
+small; from then on the time left goes to the others. A run sums up thousands of steps, disturbed
+ones too, so its latency follows their mean: the table holds medians of the calm level, the
+steadiest estimate, times how far all timings of a phase, disturbed ones too, are above their
+medians in the mean (``slack`` in the provenance). It also tells the noise, and how far the level
+differs between spans of two seconds (``drift``), by which bounds are guarded.
 
 How much longer everything takes beside other workers (``company`` in the provenance) is measured
 in pairs, with and without them.
@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from statistics import mean, median, quantiles, stdev
@@ -31,6 +30,8 @@ from llmpq import __version__
 from llmpq.profiler.bench import MASTER_BITS, Bench, LayerJob, Timing, Trial, is_short
 from llmpq.profiler.company import Company
 from llmpq.profiler.journal import Journal
+from llmpq.profiler.levels import Timed, levels_of
+from llmpq.profiler.reference import DISTURBED, reference_s
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 
@@ -38,15 +39,13 @@ MIN_ROUNDS = 3
 SETTLED_ROUNDS = 7
 SETTLED_ERROR = 0.004
 """A median whose standard error is below this share needs no further timing."""
-SLOW_REFERENCE = 1.12
-"""A timing is thrown away when the reference beside it takes this many times its median."""
-MAX_REFERENCES = 200
-"""The latest of them say what is usual: a clock may change for good."""
 REPEATS = 2
 """Times that a short trial is dealt in each round: it is noisier, and costs little."""
 COMPANY_SHAPES = 5
 COMPANY_SHARE = 0.25
 """Of the budget, for the pairs with and without companions."""
+CALM_PAIRS = DISTURBED
+"""A pair beside whose reference the fastest is that many times as fast says little."""
 COMPANY_PAUSE_S = 0.004
 """How long companions that were just let go or stopped take to make a difference."""
 DRIFT_SPAN_S = 2.0
@@ -84,10 +83,11 @@ def profile_layer(
         ),
         provenance=(
             *_provenance(times, job, bench.depth, stage_s),
-            ("reference_s", f"{median(rounds.usual or rounds.references):.6f}"),
+            ("reference_s", f"{rounds.levels.calm_s:.6f}"),
             *rounds.drift(),
-            ("slack", " ".join(f"{phase.value} {slack[phase]:.4f}" for phase in Phase)),
-            ("thrown away", f"{rounds.dropped.total()} timings beside a slow reference"),
+            ("slack", _by_phase(slack)),
+            ("disturbed", _by_phase({phase: rounds.levels.factor(phase) for phase in Phase})),
+            ("disturbed share", f"{rounds.levels.disturbed_share:.0%} of the timings"),
             *_company(bench, times),
         ),
     )
@@ -112,34 +112,32 @@ class _Rounds:
         self.progress = progress
         self.journal = journal
         self.told = 0.0
-        self.dropped: Counter[Trial] = Counter()
-        self.references: list[float] = []
-        self.usual: list[float] = []  # those beside the timings that were kept
-        self.disturbed: list[tuple[Trial, float]] = []
-        self.by_span: dict[int, list[tuple[Trial, float]]] = {}
+        self.by_span: dict[int, list[Timing]] = {}
         self.start_s = 0.0
-        self.times: dict[Trial, list[float]] = {}
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
-        for timing in () if journal is None else journal.timings:
-            if timing.trial in wanted or timing.trial.bits == MASTER_BITS:
-                self.times.setdefault(timing.trial, []).append(timing.seconds)
+        self.timed: list[Timed] = [
+            one
+            for one in (() if journal is None else journal.timed)
+            if one.timing.trial in wanted or one.timing.trial.bits == MASTER_BITS
+        ]
+        self.levels = levels_of(self.timed)
 
     def run(self) -> Times:
         for trial in chain.from_iterable(self.groups):
             self.bench.run(trial)  # first calls allocate, compile and choose kernels
         for first in self.bench.cold_s.values():
             first.clear()
-        shuffle = random.Random(self.bench.job.seed + sum(map(len, self.times.values())))
-        self.references = [self.bench.reference_s() for _ in range(SETTLED_ROUNDS)]
+        shuffle = random.Random(self.bench.job.seed + len(self.timed))
         start = self.start_s = time.perf_counter()
         while left := self._left(time.perf_counter() - start):
             order = _dealt([_weighted(group) for group in left], shuffle)
             for number, trial in enumerate(order, start=1):
                 self._time(trial)
                 self._tell(time.perf_counter() - start, number / len(order))
+            self.levels = levels_of(self.timed)
         self._start_cold()
-        return self.times
+        return self.levels.times
 
     def _start_cold(self) -> None:
         """Have a first run of either phase timed, should the journal have brought all the rest."""
@@ -152,7 +150,7 @@ class _Rounds:
 
     def _left(self, elapsed_s: float) -> list[list[Trial]]:
         """Return the trials of another round, one list a bitwidth; none when it is enough."""
-        counts = {trial: len(self.times.get(trial, ())) for trial in chain(*self.groups)}
+        counts = {trial: len(self.levels.times.get(trial, ())) for trial in chain(*self.groups)}
         if elapsed_s < self.bench.job.budget_s:
             return self._keep(lambda trial: not self._is_settled(trial))
         return self._keep(lambda trial: counts[trial] < MIN_ROUNDS)
@@ -162,39 +160,28 @@ class _Rounds:
         return [group for group in kept if group]
 
     def _is_settled(self, trial: Trial) -> bool:
-        values = self.times.get(trial, [])
+        values = self.levels.times.get(trial, [])
         if len(values) < SETTLED_ROUNDS:
             return False
         # Of a normal law: the median's error is 1.25 sigma / sqrt(n), the quartiles 1.35 sigma.
         return _spread(values) / math.sqrt(len(values)) < SETTLED_ERROR
 
     def _time(self, trial: Trial) -> None:
-        before_s = self.bench.reference_s()
+        before_s = reference_s()
         timings: list[Timing] = self.bench.run(trial)
         span = int((time.perf_counter() - self.start_s) / DRIFT_SPAN_S)
-        self.by_span.setdefault(span, []).extend((one.trial, one.seconds) for one in timings)
-        slowest_s = max(before_s, self.bench.reference_s())
-        is_slow = slowest_s > SLOW_REFERENCE * median(self.references)
-        self.references = [*self.references[-MAX_REFERENCES:], slowest_s]
-        # Never many more than are kept: a machine may be slow for good.
-        if is_slow and self.dropped[trial] <= len(self.times.get(trial, ())):
-            self.dropped[trial] += 1
-            self.disturbed += [(timing.trial, timing.seconds) for timing in timings]
-            return
-        self.usual.append(slowest_s)
-        for timing in timings:
-            self.times.setdefault(timing.trial, []).append(timing.seconds)
+        self.by_span.setdefault(span, []).extend(timings)
+        after_s = reference_s()
+        timed = [Timed(timing=one, before_s=before_s, after_s=after_s) for one in timings]
+        self.timed += timed
         if self.journal is not None:
-            self.journal.add(timings)
+            self.journal.add(timed)
 
     def slack(self, phase: Phase) -> float:
-        """Return how far all timings of layers in a phase are above their kept ones' median."""
-        kept = [(trial, seconds) for trial, own in self.times.items() for seconds in own]
-        ratios = [
-            seconds / median(self.times[trial])
-            for trial, seconds in chain(kept, self.disturbed)
-            if trial.shape.phase is phase and trial.bits != MASTER_BITS and trial in self.times
-        ]
+        """Return how far all timings of layers in a phase are above the median of the calm."""
+        ratios = self._ratios(
+            one.timing for one in self.timed if one.timing.trial.shape.phase is phase
+        )
         return mean(ratios) if ratios else 1.0
 
     def drift(self) -> tuple[tuple[str, str], ...]:
@@ -204,21 +191,30 @@ class _Rounds:
         """
         levels = []
         for timed in self.by_span.values():
-            ratios = [
-                seconds / median(self.times[trial])
-                for trial, seconds in timed
-                if trial.bits != MASTER_BITS and trial in self.times
-            ]
+            ratios = self._ratios(timed)
             if len(ratios) >= DRIFT_TIMINGS:
                 levels.append(mean(ratios))
         if len(levels) < 2:
             return ()
         return (("drift", f"{stdev(levels):.4f}"),)
 
+    def _ratios(self, timings: Iterable[Timing]) -> list[float]:
+        """Return how many times the median of their trials those of layers took."""
+        medians: dict[Trial, float] = {}
+        found = []
+        for one in timings:
+            trial = one.trial
+            if trial.bits == MASTER_BITS:
+                continue
+            if trial not in medians:
+                medians[trial] = median(self.levels.times[trial])
+            found.append(one.seconds / medians[trial])
+        return found
+
     def _tell(self, elapsed_s: float, share_of_round: float) -> None:
         if self.progress is None:
             return
-        rounds = min((len(values) for values in self.times.values()), default=0)
+        rounds = min((len(values) for values in self.levels.times.values()), default=0)
         least = (min(rounds, MIN_ROUNDS) + share_of_round) / (MIN_ROUNDS + 1)
         share = min(1.0, elapsed_s / self.bench.job.budget_s, least)
         self.told = max(self.told, share)
@@ -243,25 +239,40 @@ def _company(bench: Bench, times: Times) -> tuple[tuple[str, str], ...]:
     if not job.companions:
         return ()
     trials = {phase: _spread_out(times, phase) for phase in Phase}
-    ratios: dict[Trial, list[float]] = {}
+    pairs: dict[Trial, list[tuple[float, float]]] = {}
     company = Company(job, job.companions)
     try:
         start = time.perf_counter()
-        while not ratios or time.perf_counter() - start < COMPANY_SHARE * job.budget_s:
+        while not pairs or time.perf_counter() - start < COMPANY_SHARE * job.budget_s:
             for trial in chain(*trials.values()):
-                alone_s = _timed(bench, trial)
-                with company:
-                    beside_s = _timed(bench, trial)
-                again_s = _timed(bench, trial)
-                ratios.setdefault(trial, []).append(2.0 * beside_s / (alone_s + again_s))
+                pairs.setdefault(trial, []).append(_pair(bench, trial, company))
     finally:
         company.close()
+    least = CALM_PAIRS * min(worst_s for own in pairs.values() for worst_s, _ in own)
+    ratios = {
+        trial: [ratio for worst_s, ratio in own if worst_s < least] or [ratio for _, ratio in own]
+        for trial, own in pairs.items()
+    }
     found = {phase: max(1.0, mean(median(ratios[t]) for t in trials[phase])) for phase in Phase}
-    pairs = len(next(iter(ratios.values())))
+    count = len(next(iter(pairs.values())))
     return (
-        ("company", " ".join(f"{phase.value} {found[phase]:.4f}" for phase in Phase)),
-        ("companions", f"{len(job.companions)}, {pairs} pairs of {len(ratios)} trials"),
+        ("company", _by_phase(found)),
+        ("companions", f"{len(job.companions)}, {count} pairs of {len(pairs)} trials"),
     )
+
+
+def _pair(bench: Bench, trial: Trial, company: Company) -> tuple[float, float]:
+    """Return the slower reference around a pair, and how many times as long the company made it."""
+    before_s = reference_s()
+    alone_s = _timed(bench, trial)
+    with company:
+        beside_s = _timed(bench, trial)
+    again_s = _timed(bench, trial)
+    return max(before_s, reference_s()), 2.0 * beside_s / (alone_s + again_s)
+
+
+def _by_phase(values: Mapping[Phase, float]) -> str:
+    return " ".join(f"{phase.value} {values[phase]:.4f}" for phase in Phase)
 
 
 def _timed(bench: Bench, trial: Trial) -> float:

@@ -8,12 +8,18 @@ from llmpq.errors import SpecError
 from llmpq.profiler.bench import Timing, Trial
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.journal import Journal, journal_file, read_journal
+from llmpq.profiler.levels import Timed
 from llmpq.spec.precision import Phase
 
 WHO = (("model", "tiny"), ("threads", "1"))
 TIMINGS = [
-    Timing(
-        trial=Trial(shape=Shape(phase=phase, batch=2, tokens=7), bits=4, layers=3), seconds=0.125
+    Timed(
+        timing=Timing(
+            trial=Trial(shape=Shape(phase=phase, batch=2, tokens=7), bits=4, layers=3),
+            seconds=0.125,
+        ),
+        before_s=0.001,
+        after_s=0.1 + 0.2,
     )
     for phase in Phase
 ]
@@ -34,14 +40,14 @@ def test_timings_are_read_back(path):
 
 def test_a_resumed_journal_keeps_the_old_and_adds_the_new(path):
     with Journal(path, WHO, resume=True) as journal:
-        assert journal.timings == TIMINGS
+        assert journal.timed == TIMINGS
         journal.add(TIMINGS[:1])
     assert read_journal(path, WHO) == [*TIMINGS, TIMINGS[0]]
 
 
 def test_without_resume_it_starts_afresh(path):
     with Journal(path, WHO, resume=False) as journal:
-        assert journal.timings == []
+        assert journal.timed == []
     assert read_journal(path, WHO) == []
 
 
