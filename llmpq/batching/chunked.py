@@ -3,7 +3,8 @@
 Every iteration has a budget of tokens. Sequences that run come first, one token each or the next
 chunk of their prompt; what is left goes to waiting requests, whose prompts may be cut. KV memory is
 in blocks: a sequence that needs one when none is free makes the youngest sequence give up all of
-its own and wait at the head of the queue, to be computed again.
+its own and wait at the head of the queue, to be computed again. One whose last token is being made
+gives up its blocks too, but has nothing left to wait for.
 
 The scheduler is told arrivals and ends and knows neither tokens nor seconds. Iterations may be
 scheduled before those ahead of them have been computed: how long an answer may be is known.
@@ -110,8 +111,9 @@ class ChunkedScheduler:
             if sequence is None or sequence.made < sequence.new_tokens:
                 continue
             if chunk.makes_token and chunk.start + chunk.tokens == sequence.tokens - 1:
-                self._running.remove(sequence)
-                self._pool.release(sequence.blocks)
+                if sequence in self._running:  # not when it has given up its blocks
+                    self._running.remove(sequence)
+                    self._pool.release(sequence.blocks)
                 del self._sequences[chunk.request]
                 ended.append(chunk.request)
         return tuple(ended)
@@ -145,6 +147,8 @@ class ChunkedScheduler:
 
     def _preempt(self, victim: _Sequence) -> None:
         self._pool.release(victim.blocks)
+        if victim.made == victim.new_tokens:
+            return  # its last token is being made by an iteration ahead of whoever takes the blocks
         victim.blocks, victim.computed = [], 0
         del self._sequences[victim.request]
         self._waiting.appendleft(victim)

@@ -1,7 +1,7 @@
 """Chunked prefill: budgets kept, nobody lost, memory given back, the youngest gives way first."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmpq.batching.chunked import Chunk, ChunkedScheduler, ChunkLimits
@@ -84,6 +84,13 @@ def test_what_can_never_fit_is_refused():
     sequences=st.integers(1, 6),
     blocks=st.integers(8, 20),
     ahead=st.integers(1, 2),
+)
+@example(  # the youngest gives way while its last token is being made
+    wanted=[(1, 1)] * 4 + [(1, 5), (1, 5), (12, 2), (1, 1)],
+    tokens=6,
+    sequences=4,
+    blocks=8,
+    ahead=2,
 )
 def test_every_request_gets_its_tokens_within_the_limits(wanted, tokens, sequences, blocks, ahead):
     limits = _limits(tokens=tokens, sequences=sequences, blocks=blocks)
