@@ -44,6 +44,11 @@ class CoreWatch:
             for core in cores
         ]
 
+    def calm_s(self) -> float:
+        """Return the loop's time on the calm level, as far as it was seen."""
+        loops = sorted(loop_s for core in self.cores for _, loop_s in self._records(core))
+        return loops[len(loops) // 20]
+
     def _records(self, core: int) -> list[tuple[float, float]]:
         lines = (self._folder / str(core)).read_text().splitlines(keepends=True)
         whole = (line.split() for line in lines if line.endswith("\n"))
