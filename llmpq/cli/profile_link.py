@@ -19,7 +19,13 @@ from llmpq.cli.common import command_line, print_json, require
 from llmpq.dist.environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.profiler.device import available_cores
-from llmpq.spec.tables import CommTable, read_comm_table, write_comm_table
+from llmpq.spec.tables import (
+    CommTable,
+    ends_line,
+    ends_of,
+    read_comm_table,
+    write_comm_table,
+)
 from llmpq.units import format_bytes, format_seconds
 
 NAME = "llmpq-profile"
@@ -139,7 +145,10 @@ def _joined(old: CommTable, new: CommTable) -> CommTable:
     """Return both tables as one; a pair measured again counts by the new table."""
     measured = {frozenset((one.source, one.target)) for one in new.samples}
     kept = [one for one in old.samples if frozenset((one.source, one.target)) not in measured]
-    return CommTable(samples=(*kept, *new.samples), provenance=new.provenance)
+    pairs = dict.fromkeys((one.source, one.target) for one in kept)
+    ends = (ends_line(pair, found) for pair in pairs if (found := ends_of("", old, pair)))
+    provenance = dict(new.provenance) | dict(ends)
+    return CommTable(samples=(*kept, *new.samples), provenance=tuple(provenance.items()))
 
 
 def _summary(table: CommTable) -> str:

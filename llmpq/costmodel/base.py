@@ -72,3 +72,7 @@ class CommModel(Protocol):
     def send_s(self, source: Device, target: Device, size_bytes: int) -> float:
         """Return the seconds until ``size_bytes`` from ``source`` have arrived at ``target``."""
         ...
+
+    def end_s(self, source: Device, target: Device) -> float | None:
+        """Return the seconds of work an empty message is at either end, ``None`` if not known."""
+        ...

@@ -10,7 +10,7 @@ import numpy as np
 from llmpq.costmodel.fit import fit_relative
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, LinkSpec
-from llmpq.spec.tables import CommSample
+from llmpq.spec.tables import CommSample, LinkEnds
 
 MAX_BYTES_PER_S = 1e15
 
@@ -23,11 +23,13 @@ class AlphaBetaCommModel:
         cluster: names the links; a node's own devices use the sender's figures otherwise.
         specs: figures of every group of the cluster, by ``Device.group``.
         measured: links that replace the cluster's.
+        ends: what messages of measured links take of their ends, by the two nodes.
     """
 
     cluster: Cluster
     specs: tuple[DeviceSpec, ...]
     measured: tuple[LinkSpec, ...] = ()
+    ends: tuple[tuple[tuple[str, str], LinkEnds], ...] = ()
 
     def send_s(self, source: Device, target: Device, size_bytes: int) -> float:
         """Return ``latency + size / bandwidth``; a device sends to itself in no time."""
@@ -35,6 +37,17 @@ class AlphaBetaCommModel:
             return 0.0
         link = self._link(source, target)
         return link.latency_s + size_bytes / link.bytes_per_s
+
+    def end_s(self, source: Device, target: Device) -> float | None:
+        """Return the seconds of work an empty message is at either end, ``None`` if not measured.
+
+        The mean of both: every rank of a ring sends as often as it receives.
+        """
+        nodes = {source.node, target.node}
+        for between, ends in self.ends:
+            if set(between) == nodes:
+                return (ends.send_s + ends.receive_s) / 2.0
+        return None
 
     def _link(self, source: Device, target: Device) -> LinkSpec:
         ends = {source.node, target.node}

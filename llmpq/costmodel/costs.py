@@ -10,7 +10,6 @@ from typing import Literal
 from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
 from llmpq.costmodel.cache import Cache
-from llmpq.costmodel.comm import AlphaBetaCommModel
 from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.profiles import (
     Company,
@@ -285,9 +284,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         kv_bits=kv_bits,
         specs=tuple(specs),
         latency=tuple(models),
-        comm=AlphaBetaCommModel(
-            cluster=cluster, specs=tuple(specs), measured=read_links(profile_dir, cluster)
-        ),
+        comm=read_links(profile_dir, cluster, tuple(specs)),
         stage=tuple(StageSeconds() if one is None else one.stage for one in profiles),
         company=tuple(Company() if one is None else one.company for one in profiles),
         loop=tuple(MasterLoop() if one is None else one.loop for one in profiles),

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.costmodel.comm import fit_links
+from llmpq.costmodel.comm import AlphaBetaCommModel, fit_links
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Cluster, Device, LinkSpec
+from llmpq.spec.cluster import Cluster, Device, DeviceSpec
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Dtype, Phase
 from llmpq.spec.tables import (
@@ -20,6 +20,8 @@ from llmpq.spec.tables import (
     LATENCY_HEADER,
     CommSample,
     LatencyTable,
+    LinkEnds,
+    ends_of,
     read_comm_table,
     read_latency_table,
 )
@@ -279,21 +281,30 @@ def read_folder(folder: Path | None) -> dict[str, LatencyTable]:
     return {str(file): read_latency_table(file) for file in files}
 
 
-def read_links(folder: Path | None, cluster: Cluster) -> tuple[LinkSpec, ...]:
-    """Fit the links of a cluster from the link tables of a folder.
+def read_links(
+    folder: Path | None, cluster: Cluster, specs: tuple[DeviceSpec, ...]
+) -> AlphaBetaCommModel:
+    """Fit the links of a cluster from the link tables of a folder; without one, as it states them.
 
     A table whose provenance names another cluster is left out, and so are nodes the cluster lacks.
     """
     if folder is None:
-        return ()
+        return AlphaBetaCommModel(cluster=cluster, specs=specs)
     names = {node.name for node in cluster.nodes}
     header = ",".join(COMM_HEADER)
     samples: list[CommSample] = []
+    ends: dict[tuple[str, str], LinkEnds] = {}
     for file in _tables(folder, header):
         table = read_comm_table(file)
         if dict(table.provenance).get("cluster", cluster.name) == cluster.name:
-            samples += [one for one in table.samples if {one.source, one.target} <= names]
-    return fit_links(samples)
+            own = [one for one in table.samples if {one.source, one.target} <= names]
+            samples += own
+            for first, second in dict.fromkeys((one.source, one.target) for one in own):
+                found = ends_of(str(file), table, (first, second))
+                ends |= {} if found is None else {(first, second): found}
+    return AlphaBetaCommModel(
+        cluster=cluster, specs=specs, measured=fit_links(samples), ends=tuple(ends.items())
+    )
 
 
 def _tables(folder: Path, header: str) -> list[Path]:

@@ -8,6 +8,9 @@ which is taken to be the same in both directions, as nobody can tell it apart.
 Between two messages of a run a rank reads its weights, so that what sends and receives is no longer
 in its caches: 0.15 ms instead of 0.07 at either end. So the smallest is timed in that state too,
 and half of the difference is added to every size.
+
+A rank that is busy finds its message waiting. Then the way between does not count, but what send
+and receive take of either processor does: both are timed apart, in that state, at the first rank.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from llmpq import __version__
 from llmpq.dist.communicator import Communicator
 from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import SpecError, StageError
-from llmpq.spec.tables import CommSample, CommTable
+from llmpq.spec.tables import CommSample, CommTable, LinkEnds, ends_line
 
 UNIT_BYTES = 512
 """Sizes are whole multiples of this: a frame of one row of tokens of 256 bfloat16 values."""
@@ -34,6 +37,8 @@ STIRRED_SIZE = 2048
 """Rows and columns of the matrix that is read in between: 16 MiB, more than a core's own caches."""
 STIRRED_AFTER = 0.5
 """How much longer rank 0 stays busy, as a share: the other end is then done, and seldom asleep."""
+SURELY_THERE = 2.0
+"""An answer is taken to be there after so many times an exchange."""
 _LEAST_S = 1e-9
 _DTYPE = torch.bfloat16
 
@@ -101,12 +106,13 @@ def measure_link(
     if communicator.rank != 0:
         _answer(communicator, job, frames, stir)
         return None
-    times, cold = _exchange_all(communicator, job, frames, stir, progress)
+    times, cold, ends = _exchange_all(communicator, job, frames, stir, progress)
     communicator.send(Frame(kind=FrameKind.SHUTDOWN))
     communicator.recv()
     cold_s = max(0.0, (median(cold) - median(times[0])) / 2.0)
     return CommTable(
-        samples=_samples(job, times, cold_s), provenance=_provenance(job, times, cold_s)
+        samples=_samples(job, times, cold_s),
+        provenance=(*_provenance(job, times, cold_s), ends_line(job.between, ends)),
     )
 
 
@@ -120,9 +126,13 @@ class _Stirring:
         """Read it, and stay busy for a share of that time longer."""
         start = time.perf_counter()
         torch.mv(self._matrix, self._matrix[0])
-        end = start + (1.0 + after) * (time.perf_counter() - start)
-        while time.perf_counter() < end:
-            pass
+        _spin(start + (1.0 + after) * (time.perf_counter() - start))
+
+
+def _spin(end_s: float) -> None:
+    """Stay busy until a moment of ``time.perf_counter``."""
+    while time.perf_counter() < end_s:
+        pass
 
 
 def _hidden(size: int) -> torch.Tensor:
@@ -157,14 +167,16 @@ def _exchange_all(
     frames: dict[int, torch.Tensor],
     stir: _Stirring,
     progress: Progress | None,
-) -> tuple[list[list[float]], list[float]]:
+) -> tuple[list[list[float]], list[float], LinkEnds]:
     """Repeat every exchange in shuffled rounds; the first round is not counted.
 
-    Also returns the smallest between two ranks that have read other memory since.
+    Also returns the smallest between two ranks that have read other memory since, and what it then
+    takes of either end.
     """
     shuffle = random.Random(job.seed)
     times: list[list[float]] = [[] for _ in job.exchanges]
     cold: list[float] = []
+    ends: list[tuple[float, float]] = []
     small = frames[min(job.sizes)]
     order = list(range(len(job.exchanges)))
     start = time.perf_counter()
@@ -175,10 +187,32 @@ def _exchange_all(
         _exchange(communicator, len(job.exchanges), small)
         stir(STIRRED_AFTER)
         cold.append(_exchange(communicator, 0, small))
+        _exchange(communicator, len(job.exchanges), small)
+        ends.append(_time_ends(communicator, small, stir, SURELY_THERE * cold[-1]))
         if progress is not None:
             share = min((time.perf_counter() - start) / job.budget_s, len(times[0]) / MIN_ROUNDS)
             progress(min(1.0, share))
-    return [values[1:] for values in times], cold[1:]
+    send_s, receive_s = (median(values) for values in zip(*ends[1:], strict=True))
+    found = LinkEnds(send_s=send_s, receive_s=receive_s)
+    return [values[1:] for values in times], cold[1:], found
+
+
+def _time_ends(
+    communicator: Communicator, hidden: torch.Tensor, stir: _Stirring, answered_s: float
+) -> tuple[float, float]:
+    """Return the seconds of a send, and those of receiving an answer that is there already.
+
+    The answer is left alone for ``answered_s``, and for as long as reading memory takes.
+    """
+    stir(STIRRED_AFTER)
+    start = time.perf_counter()
+    communicator.send(_frame(0, hidden))
+    send_s = time.perf_counter() - start
+    _spin(start + answered_s)
+    stir()
+    start = time.perf_counter()
+    communicator.recv()
+    return send_s, time.perf_counter() - start
 
 
 def _exchange(communicator: Communicator, kind: int, hidden: torch.Tensor) -> float:

@@ -1,7 +1,9 @@
 """PlanCosts: the simulator's questions answered from a plan and the cost models.
 
-- On a CPU a message costs both ends processor time (serialising, copying, the loopback device), so
-  between workers of one host half of a send occupies each end. Other links only delay.
+- On a CPU a message costs both ends processor time (serialising, copying, the loopback device).
+  Where a table tells how much, both are busy so long, and between workers of one host while it is
+  copied; what the way takes beyond that only delays. Without such a figure half of a send occupies
+  each end between workers of one host, and other links only delay.
 - In decode the compiled attention of a CPU reads each row as far as it goes: what it takes is
   linear in the rows' contexts, so that a ragged micro-batch is charged for their mean. Elsewhere
   rows are read as far as the longest goes. Prompts are padded to the longest everywhere.
@@ -160,6 +162,11 @@ class PlanCosts:
         target = self._devices[path[(path.index(rank) + 1) % len(path)]]
         seconds = self._costs.send_s(source, target, phase, rows, tokens)
         kinds = {self._costs.specs[end.group].kind for end in (source, target)}
-        if source.node == target.node and kinds == {"cpu"}:
-            return Hop(seconds / 2.0, 0.0)
-        return Hop(0.0, seconds)
+        if kinds != {"cpu"}:
+            return Hop(0.0, seconds)
+        is_local, end_s = source.node == target.node, self._costs.comm.end_s(source, target)
+        if end_s is None:
+            return Hop(seconds / 2.0, 0.0) if is_local else Hop(0.0, seconds)
+        if is_local:
+            end_s += (seconds - self._costs.comm.send_s(source, target, 0)) / 2.0
+        return Hop(end_s, max(0.0, seconds - 2.0 * end_s))

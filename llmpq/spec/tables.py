@@ -21,6 +21,9 @@ from llmpq.spec.precision import BITS, Phase
 
 LATENCY_HEADER = ("phase", "bits", "batch", "tokens", "seconds")
 COMM_HEADER = ("from", "to", "bytes", "seconds")
+ENDS_KEY = "ends_s"
+"""Provenance line of a link table, with two nodes: what an empty message takes of either end."""
+_MAX_END_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,49 @@ class CommTable:
 
     samples: tuple[CommSample, ...]
     provenance: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEnds:
+    """Seconds that an empty message takes of a processor, where nobody has to wait for it.
+
+    Attributes:
+        send_s: to hand it over.
+        receive_s: to take it in when it is there already.
+    """
+
+    send_s: float
+    receive_s: float
+
+
+def ends_line(between: tuple[str, str], ends: LinkEnds) -> tuple[str, str]:
+    """Return the provenance line ``ends_s A B: send 0.00015 receive 0.00014``."""
+    return f"{ENDS_KEY} {' '.join(between)}", f"send {ends.send_s!r} receive {ends.receive_s!r}"
+
+
+def ends_of(file: str, table: CommTable, between: tuple[str, str]) -> LinkEnds | None:
+    """Read what a message between two nodes takes of its ends; ``None`` without the line.
+
+    Raises:
+        SpecError: the line says something else.
+    """
+    said = dict(table.provenance)
+    keys = (f"{ENDS_KEY} {first} {second}" for first, second in (between, between[::-1]))
+    key = next((one for one in keys if one in said), None)
+    if key is None:
+        return None
+    try:
+        send, one, receive, other = said[key].split()
+        found = LinkEnds(send_s=float(one), receive_s=float(other))
+    except ValueError:
+        send, receive, found = "", "", LinkEnds(send_s=-1.0, receive_s=-1.0)
+    is_good = all(0.0 <= value < _MAX_END_S for value in (found.send_s, found.receive_s))
+    if (send, receive) != ("send", "receive") or not is_good:
+        raise SpecError(
+            f"{file}: provenance '{key}': found '{said[key]}', expected 'send X receive Y', both "
+            f"at least 0 and below {_MAX_END_S:g} seconds"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,6 +185,34 @@ def test_measured_links_of_this_cluster_replace_the_stated_ones(tmp_path, cluste
     assert (seconds > 1.0) == is_used
 
 
+ENDS = ("ends_s node0 node1", "send 0.0002 receive 0.0001")
+
+
+def links_saying(folder, *lines):
+    samples = tuple(
+        CommSample(source="node0", target="node1", size_bytes=size, seconds=1e-3)
+        for size in (1, 1000)
+    )
+    write_comm_table(folder / "links.csv", CommTable(samples=samples, provenance=lines))
+    return costs_of(PAPER, folder).comm
+
+
+def test_what_a_message_takes_of_its_ends_is_their_mean_and_unknown_in_older_tables(tmp_path):
+    first, second = PAPER.devices[0], PAPER.devices[3]
+    comm = links_saying(tmp_path, ENDS)
+    assert comm.end_s(first, second) == comm.end_s(second, first) == pytest.approx(1.5e-4)
+    assert comm.end_s(first, first) is None
+    assert links_saying(tmp_path).end_s(first, second) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["send 1", "receive 1 send 1", "send -1 receive 1", "send nan receive 1"]
+)
+def test_ends_that_are_no_seconds_are_refused(tmp_path, text):
+    with pytest.raises(SpecError, match=f"provenance 'ends_s node0 node1': found '{text}'"):
+        links_saying(tmp_path, (ENDS[0], text))
+
+
 def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
     cluster = one_node(
         DeviceGroup(type="cpu", count=1), DeviceGroup(type="cpu", count=1, cpu_isa="avx2")

@@ -11,6 +11,7 @@ from llmpq.costmodel.comm import fit_links
 from llmpq.dist.communicator import in_process_ring
 from llmpq.errors import SpecError, StageError
 from llmpq.profiler.link import UNIT_BYTES, LinkJob, _Stirring, measure_link
+from llmpq.spec.tables import ends_of
 
 JOB = LinkJob(between=("old", "desk"), sizes=(512, 4096, 65_536), budget_s=0.05)
 
@@ -118,3 +119,12 @@ def test_what_a_message_costs_more_after_other_memory_was_read_is_added(monkeypa
     monkeypatch.setitem(globals(), "Slow", Cooled)
     table = measured()
     assert all(0.003 < one.seconds < 0.008 for one in table.samples)
+    ends = ends_of("links", table, ("desk", "old"))
+    assert 0.004 < ends.send_s < 0.008
+    assert 0.004 < ends.receive_s < 0.008
+
+
+def test_what_the_other_end_takes_is_no_work_of_this_one():
+    ends = ends_of("links", measured(second=takes(0.02)), ("old", "desk"))
+    assert 0 < ends.send_s < 0.01
+    assert 0 < ends.receive_s < 0.01

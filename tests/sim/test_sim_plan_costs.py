@@ -1,6 +1,6 @@
 """The simulator's questions, answered from a plan."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -68,3 +68,67 @@ def test_the_master_s_loop_takes_its_time(on_cpu):
     bare = PlanCosts(plan, costs)
     loop = PlanCosts(plan, replace(costs, loop=(MasterLoop(step_s=0.5, row_s=0.25),)))
     assert loop.project_s(EVEN) - bare.project_s(EVEN) == pytest.approx(1.5)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Links that take ``way_s`` and a microsecond a byte, and ``work_s`` of either end."""
+
+    way_s: float
+    work_s: float | None
+
+    def send_s(self, _, __, size_bytes):
+        return self.way_s + 1e-6 * size_bytes
+
+    def end_s(self, _, __):
+        return self.work_s
+
+
+def _hop(nodes, wire, device="cpu"):
+    group = {"type": device, "count": 2 // nodes, **({"threads": 1} if device == "cpu" else {})}
+    cluster = {
+        "schema": 1,
+        "name": "two",
+        "nodes": [{"name": f"n{number}", "devices": [group]} for number in range(nodes)],
+        "links": [],
+    }
+    request = PlanRequest(
+        model=catalog.model("facebook/opt-125m"),
+        cluster=cluster_from_fields(Fields(cluster, "cluster")),
+        workload=Workload(batch=8, prompt_tokens=64, new_tokens=128),
+        dtype="float16",
+        kv_bits=16,
+        bits=(16,),
+        theta_s=0.0,
+        latency="roofline",
+    )
+    plan = make_plan(request)
+    assert len(plan.stages) == 2
+    costs = replace(costs_of(request, plan.cluster), comm=wire)
+    return PlanCosts(plan, costs).hop(0, EVEN)
+
+
+COPY_S = 4 * 768 * 2 * 1e-6
+
+
+def test_ends_of_one_host_work_as_long_as_the_table_says_and_while_they_copy():
+    end_s, delay_s = _hop(1, Wire(way_s=2e-4, work_s=1.5e-4))
+    assert end_s == pytest.approx(1.5e-4 + COPY_S / 2)
+    assert delay_s == 0.0
+    end_s, delay_s = _hop(1, Wire(way_s=5e-4, work_s=1e-4))
+    assert 2 * end_s + delay_s == pytest.approx(5e-4 + COPY_S)
+
+
+def test_ends_of_two_hosts_work_and_the_rest_of_the_way_delays():
+    end_s, delay_s = _hop(2, Wire(way_s=1e-3, work_s=1e-4))
+    assert end_s == pytest.approx(1e-4)
+    assert delay_s == pytest.approx(8e-4 + COPY_S)
+
+
+def test_without_measured_ends_half_of_a_send_of_one_host_is_work():
+    assert _hop(1, Wire(way_s=1e-3, work_s=None)).end_s == pytest.approx((1e-3 + COPY_S) / 2)
+    assert _hop(2, Wire(way_s=1e-3, work_s=None)).end_s == 0.0
+
+
+def test_a_message_between_gpus_takes_nobody_s_time():
+    assert _hop(1, Wire(way_s=1e-3, work_s=1e-4), "T4-16G").end_s == 0.0
