@@ -1,14 +1,18 @@
 """The cores of a shared machine: kept awake while a benchmark runs, and watched.
 
 A host takes an idle virtual core away, and half of a busy one when it likes: for seconds a core is
-on the disturbed level of ``llmpq.profiler.levels``, unseen by ``top``. So one process of the idle
-class spins on every core; it yields to any work at once. What it spins is the reference loop, whose
-processor time tells the level: also under work, for the idle class gets some 0.3 % of a busy core.
+on the disturbed level of ``llmpq.profiler.levels``, unseen by ``top``. So a process of the idle
+class spins on every core, which yields to any work at once; and another one looks 40 times a second
+how long the reference loop takes there, for 0.7 % of the core.
+
+Workers that outnumber the cores are not pinned, and a core that spins never looks for work that
+waits at another. So for their runs the spinning ones rest.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,12 +20,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 from llmpq.profiler.reference import DISTURBED, reference_s
 
-RECORD_S = 0.05
-"""Between two records of a core that has nothing else to do."""
+LOOK_S = 0.025
 WARM_S = 3.0
 """Until the host has found a busy core its place."""
 
@@ -33,9 +36,24 @@ class CoreWatch:
         cores: that are watched.
     """
 
-    def __init__(self, folder: Path, cores: Sequence[int]) -> None:
+    def __init__(
+        self, folder: Path, cores: Sequence[int], spinners: Sequence[subprocess.Popen[bytes]]
+    ) -> None:
         self._folder = folder
+        self._spinners = tuple(spinners)
         self.cores = tuple(cores)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Let cores fall idle where there is no work, for as long as this context lasts."""
+        for one in self._spinners:
+            one.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for one in self._spinners:
+                one.send_signal(signal.SIGCONT)
+            time.sleep(WARM_S)
 
     def loops_s(self, begin_s: float, end_s: float, cores: Sequence[int]) -> list[list[float]]:
         """Return the loop's seconds of each core in a span of ``time.time()``."""
@@ -71,31 +89,48 @@ def awake_cores() -> Iterator[CoreWatch]:
     """Keep all cores of this process awake and watched, once they had time to warm up."""
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        watchers = [
-            subprocess.Popen([sys.executable, __file__, str(core), folder]) for core in cores
-        ]
+
+        def started(what: str) -> list[subprocess.Popen[bytes]]:
+            return [
+                subprocess.Popen([sys.executable, __file__, what, str(core), folder])
+                for core in cores
+            ]
+
+        spinners, watchers = started("spin"), started("watch")
         try:
             time.sleep(WARM_S)
-            yield CoreWatch(Path(folder), cores)
+            yield CoreWatch(Path(folder), cores, spinners)
         finally:
-            for one in watchers:
+            for one in (*spinners, *watchers):
                 one.kill()
                 one.wait()
 
 
-def main(core: int, folder: Path, parent: int) -> None:
-    """Spin the reference loop on a core, and write down how long it takes."""
-    os.sched_setaffinity(0, {core})
+def spin(parent: int) -> None:
+    """Keep this core awake, and be in nobody's way."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    told_s = 0.0
-    with (folder / str(core)).open("w", buffering=1) as record:
-        loops: list[float] = []
+    while os.getppid() == parent:
+        for _ in range(1_000_000):
+            pass
+
+
+def watch(parent: int, record: Path) -> None:
+    """Look now and then how long the loop takes, and write it down."""
+    with record.open("w", buffering=1) as lines:
         while os.getppid() == parent:
-            loops.append(reference_s())
-            if time.monotonic() - told_s > RECORD_S:
-                record.write(f"{time.time():.3f} {median(loops):.7f}\n")
-                told_s, loops = time.monotonic(), []
+            time.sleep(LOOK_S)
+            lines.write(f"{time.time():.3f} {reference_s():.7f}\n")
+
+
+def main(what: str, core: int, folder: Path) -> None:
+    """Be a spinner or a watcher for as long as the parent lives."""
+    parent = os.getppid()
+    os.sched_setaffinity(0, {core})
+    if what == "spin":
+        spin(parent)
+    else:
+        watch(parent, folder / str(core))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), os.getppid())
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

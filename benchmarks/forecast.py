@@ -27,13 +27,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cores import CoreWatch, awake_cores, disturbed_share
+from cores import WARM_S, CoreWatch, awake_cores, disturbed_share
 from leveled import at_share, by_phase, share_of, words_of
 from workbench import command, make_model, write_prompts
 
@@ -146,16 +147,25 @@ def measure_links(options: argparse.Namespace) -> None:
     command(["llmpq-profile", "link", "--output", str(options.folder / "links" / "links.csv")])
 
 
-def costs_of(folder: Path, share: float = 0.0) -> ClusterCosts:
-    """Return the costs of three workers on two cores that are disturbed for a share of the time."""
+def costs_of(folder: Path, steps: tuple[int, ...] = (0,) * STAGES) -> ClusterCosts:
+    """Return the costs of three workers on two cores.
+
+    Args:
+        folder: of the benchmark.
+        steps: of each worker, in how many tenths of the time its core is disturbed.
+    """
     calm = read_latency_table(folder / "calm.csv")
-    write_latency_table(folder / "table.csv", at_share(calm, share))
-    group = {"type": "cpu", "count": STAGES, "threads": 1, "profile": "table.csv"}
+    for step in set(steps):
+        table = at_share(calm, step * SHARE_STEP)
+        write_latency_table(folder / f"table-{step}.csv", table)
+    groups = [
+        {"type": "cpu", "count": 1, "threads": 1, "profile": f"table-{step}.csv"} for step in steps
+    ]
     cores = len(os.sched_getaffinity(0))
     cluster = {
         "schema": 1,
         "name": "box",
-        "nodes": [{"name": "here", "devices": [group], "cores": cores}],
+        "nodes": [{"name": "here", "devices": groups, "cores": cores}],
         "links": [],
     }
     (folder / "cluster.json").write_text(json.dumps(cluster))
@@ -233,11 +243,12 @@ def run_plans(options: argparse.Namespace, turn: int, watch: CoreWatch) -> None:
             return
         plan = random_plan(number, read_plan(base), costs)
         write_plan(runs / f"plan-{number:02}.json", plan)
-        found = run(runs / f"plan-{number:02}.json", plan, runs)
-        end_s = time.time() - ENDING_S
-        cores = watch.cores[: len(plan.stages)]
+        crowded = len(plan.stages) > len(watch.cores)
+        with watch.resting() if crowded else nullcontext():
+            found = run(runs / f"plan-{number:02}.json", plan, runs)
+        end_s = time.time() - ENDING_S - (WARM_S if crowded else 0.0)
         begin_s = end_s - found["elapsed_s"]
-        found["loops_s"] = watch.loops_s(begin_s, end_s, cores)
+        found["loops_s"] = watch.loops_s(begin_s, end_s, watch.cores[: len(plan.stages)])
         done.write_text(json.dumps(found, indent=2) + "\n")
         latency = found["latency_s"]
         print(
@@ -331,13 +342,16 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
     tables = [read_latency_table(file) for file in sorted(folder.glob("layers-*.csv"))]
     usual_share = statistics.mean(share_of(table) for table in tables)
     calm_s = min(float(dict(table.provenance)["reference_s"]) for table in tables)
-    costs: dict[int, ClusterCosts] = {}
+    costs: dict[tuple[int, ...], ClusterCosts] = {}
 
-    def predicted_s(plan: Plan, share: float) -> float:
-        step = round(share / SHARE_STEP)
-        if step not in costs:
-            costs[step] = costs_of(folder, step * SHARE_STEP)
-        return priced(plan, costs[step]).estimate.predicted_s
+    def predicted_s(plan: Plan, shares: Sequence[float]) -> float:
+        """Price a plan on pinned cores, each as disturbed as told, or on shared ones."""
+        if len(shares) < len(plan.stages):
+            shares = [statistics.mean(shares)] * STAGES
+        steps = tuple(round(share / SHARE_STEP) for share in (*shares, *[0.0] * STAGES)[:STAGES])
+        if steps not in costs:
+            costs[steps] = costs_of(folder, steps)
+        return priced(plan, costs[steps]).estimate.predicted_s
 
     found = []
     for file in sorted((folder / "runs").glob("plan-*.json")):
@@ -347,8 +361,10 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
         if not reports:
             continue
         seconds = [report["latency_s"]["measured"] for report in reports]
-        shares = [disturbed_share(report["loops_s"], calm_s) for report in reports]
-        forecasts = [predicted_s(plan, share) for share in shares]
+        shares = [
+            [disturbed_share([own], calm_s) for own in report["loops_s"]] for report in reports
+        ]
+        forecasts = [predicted_s(plan, of_run) for of_run in shares]
         middle, sizes = statistics.median(seconds), plan.micro_batching
         found.append(
             {
@@ -358,11 +374,11 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
                 "predicted": statistics.median(forecasts),
                 "measured": middle,
                 "spread": (max(seconds) - min(seconds)) / middle,
-                "share": statistics.mean(shares),
+                "share": statistics.mean(map(statistics.mean, shares)),
                 "error": statistics.median(
                     guess / took for guess, took in zip(forecasts, seconds, strict=True)
                 ) - 1,
-                "plain": predicted_s(plan, usual_share) / middle - 1,
+                "plain": predicted_s(plan, [usual_share] * STAGES) / middle - 1,
             }
         )  # fmt: skip
     return found
