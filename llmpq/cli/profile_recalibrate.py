@@ -11,7 +11,7 @@ from typing import Any
 
 from llmpq.cli.common import command_line, print_json
 from llmpq.costmodel import ClusterCosts, build_costs
-from llmpq.costmodel.profiles import MasterLoop, drift_of
+from llmpq.costmodel.profiles import MasterLoop, drift_of, stage_loop_of
 from llmpq.costmodel.recalibrate import (
     MASTER_BITS,
     Factors,
@@ -21,6 +21,7 @@ from llmpq.costmodel.recalibrate import (
     correction_factors,
     drift_between,
     master_loop,
+    stage_loop,
 )
 from llmpq.dist.measurement import WorkSample, work_from_fields
 from llmpq.errors import SpecError
@@ -63,6 +64,7 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     table = read_latency_table(options.table)
     observations: list[Observation] = []
     loops: list[LoopObservation] = []
+    others: list[LoopObservation] = []
     for number, (file, strategy) in enumerate(_pairs(options)):
         plan = read_plan(strategy)
         _refuse_shared_cores(plan)
@@ -72,9 +74,13 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         observations += [replace(one, run=number) for one in found]
         if costs.cluster.devices[plan.stages[0].device].profile is not None:
             loops += _loop(told)
+        for rank in range(1, len(plan.stages)):
+            if costs.cluster.devices[plan.stages[rank].device].profile is not None:
+                others += [] if plan.is_split else _stage_loop(told, rank)
     factors = correction_factors(observations)
     loop = master_loop(loops) if loops else None
-    new = corrected(table, factors, loop, drift_between(observations, factors))
+    other_s = stage_loop(others) if others else None
+    new = corrected(table, factors, loop, drift_between(observations, factors), other_s)
     origin = [line for line in new.provenance if line[0] not in ("command", "recalibrated by")]
     digests = ", ".join(digest_of(read_json(file)) for file in options.report)
     first = (
@@ -90,13 +96,15 @@ def _tell(options: argparse.Namespace, new: LatencyTable, factors: Factors) -> N
     named = {f"{phase.value} {bits or 'master'}": value for (phase, bits), value in factors.items()}
     file, said = str(options.output), dict(new.provenance)
     loop, drift = MasterLoop.of(file, said), drift_of(file, said)
+    other_s = stage_loop_of(file, said)
     if options.json:
         record = {"output": file, "factors": named, "loop_s": asdict(loop), "drift": drift}
-        print_json(record)
+        print_json(record | {"stage_loop_s": other_s})
         return
     for name, value in sorted(named.items()):
         print(f"{name:16} x {value:.3f}")
     print(f"master's loop    {loop.step_s:.6f} s a micro-batch, {loop.row_s:.6f} s a row")
+    print(f"other stages'    {other_s:.6f} s a micro-batch")
     print(f"drift            {drift:.1%} from one moment or run to the next")
     print(f"{len(new.samples)} points written to {options.output}")
 
@@ -235,6 +243,33 @@ def _loop(run: _Run) -> list[LoopObservation]:
             seconds=max(0.0, 1.0 - sum(known)) * run.elapsed_s,
         )
     ]
+
+
+def _stage_loop(run: _Run, rank: int) -> list[LoopObservation]:
+    """Return what a stage did that was neither computing nor waiting nor sending.
+
+    The pipeline filling before its first micro-batch and draining behind its last one is not
+    counted as waiting in a report: it is taken from the other stages' own mean seconds.
+    """
+    work = run.work[rank]
+    known = [share for share in run.shares[rank] if share is not None]
+    if not work or run.elapsed_s is None or len(known) < len(run.shares[rank]):
+        return []
+    idle_s = sum(_mean_s(one, Phase.PREFILL) for one in run.work[:rank])
+    idle_s += sum(_mean_s(one, Phase.DECODE) for one in run.work[rank + 1 :])
+    idle_s += _mean_s(run.work[0], Phase.DECODE, of_master=True)
+    count = sum(one.count for one in work)
+    seconds = max(0.0, (1.0 - sum(known)) * run.elapsed_s - idle_s)
+    rows = sum(one.count * one.rows for one in work)
+    return [LoopObservation(micro_batches=count, rows=rows, seconds=seconds)]
+
+
+def _mean_s(work: tuple[WorkSample, ...] | None, phase: Phase, *, of_master: bool = False) -> float:
+    """Return the seconds of a stage's mean micro-batch in a phase, or of the master's own work."""
+    own = [one for one in work or () if one.phase is phase]
+    count = sum(one.count for one in own)
+    spent_s = sum(one.master_s if of_master else one.seconds for one in own)
+    return spent_s / count if count else 0.0
 
 
 def _observed(

@@ -84,6 +84,8 @@ class ClusterCosts:
         company: how much longer a device computes while other workers of its host do, by
             ``Device.group``.
         loop: what the master's own loop takes beside the model, by ``Device.group``.
+        stage_loop: seconds that the loop of a stage that is no master takes of a micro-batch beside
+            all that, by ``Device.group``.
         drift: one standard deviation of a device's speed from moment to moment, as a share, by
             ``Device.group``.
         hurried: types of devices with tables that there was no time to make ready; the roofline
@@ -100,6 +102,7 @@ class ClusterCosts:
     stage: tuple[StageSeconds, ...] = ()
     company: tuple[Company, ...] = ()
     loop: tuple[MasterLoop, ...] = ()
+    stage_loop: tuple[float, ...] = ()
     drift: tuple[float, ...] = ()
     hurried: tuple[str, ...] = ()
 
@@ -148,6 +151,10 @@ class ClusterCosts:
             return 0.0
         own = self.loop[device.group]
         return own.step_s + own.row_s * rows
+
+    def stage_loop_s(self, device: Device) -> float:
+        """Return what the loop of a stage that is no master takes of a micro-batch."""
+        return self.stage_loop[device.group] if self.stage_loop else 0.0
 
     def drift_share(self, device: Device) -> float:
         """Return one standard deviation of the speed of a device from moment to moment."""
@@ -288,6 +295,7 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         stage=tuple(StageSeconds() if one is None else one.stage for one in profiles),
         company=tuple(Company() if one is None else one.company for one in profiles),
         loop=tuple(MasterLoop() if one is None else one.loop for one in profiles),
+        stage_loop=tuple(0.0 if one is None else one.stage_loop_s for one in profiles),
         drift=tuple(0.0 if one is None else one.drift for one in profiles),
         hurried=tuple(dict.fromkeys(hurried)),
     )

@@ -32,6 +32,8 @@ COMPANY_KEY = "company"
 """Provenance line: how much longer a layer takes while other workers keep the host's cores busy."""
 LOOP_KEY = "loop_s"
 """Provenance line: what the master's own loop takes of a micro-batch beside the model."""
+STAGE_LOOP_KEY = "stage_loop_s"
+"""Provenance line: what a stage that is no master takes of a micro-batch beside the model."""
 DRIFT_KEY = "drift"
 """Provenance line: how far the device's speed differs from one moment to the next."""
 MAX_S = 3600.0
@@ -131,6 +133,25 @@ def drift_of(file: str, provenance: dict[str, str]) -> float:
     return found
 
 
+def stage_loop_of(file: str, provenance: dict[str, str]) -> float:
+    """Read ``stage_loop_s: 0.00006``, seconds of a micro-batch; without the line it is 0.
+
+    Raises:
+        SpecError: the line says something else.
+    """
+    text = provenance.get(STAGE_LOOP_KEY, "0")
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < MAX_S:
+        raise SpecError(
+            f"{file}: provenance '{STAGE_LOOP_KEY}': found '{text}', expected seconds of at least "
+            f"0 and below {MAX_S:g}"
+        )
+    return found
+
+
 _PHASES = ("prefill", "decode")
 
 
@@ -170,6 +191,7 @@ class Profile:
         stage: what a stage takes apart from its layers.
         company: how much longer everything takes beside other workers.
         loop: what the master's own loop takes beside the model.
+        stage_loop_s: what the loop of any other stage takes of a micro-batch.
         drift: one standard deviation of the device's speed from moment to moment, as a share.
     """
 
@@ -179,6 +201,7 @@ class Profile:
     stage: StageSeconds = StageSeconds()
     company: Company = Company()
     loop: MasterLoop = MasterLoop()
+    stage_loop_s: float = 0.0
     drift: float = 0.0
 
 
@@ -263,6 +286,10 @@ def _profile(
         stage=next((one for one in stages if one != StageSeconds()), StageSeconds()),
         company=next((one for one in company if one != Company()), Company()),
         loop=next((one for one in loops if one != MasterLoop()), MasterLoop()),
+        stage_loop_s=next(
+            (found for name, origin in origins.items() if (found := stage_loop_of(name, origin))),
+            0.0,
+        ),
         drift=max(drift_of(name, origin) for name, origin in origins.items()),
     )
 

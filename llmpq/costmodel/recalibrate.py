@@ -7,7 +7,8 @@ and as little correction as they allow (a ridge towards 1), for a run that mixes
 always tell them apart. Bitwidths that did not run take the mean correction of their phase. The
 master's own work is measured apart and corrected by itself.
 
-What the master's own loop takes beside the model is known from runs alone, so it is added. Several
+What the loops of the master and of other stages take beside the model is known from runs alone, so
+it is added. Several
 runs also tell how far the machine differs from one to the next, after all corrections.
 
 It corrects seconds, never shapes: a table of the wrong kernel deserves a new measurement.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmpq.costmodel.fit import fit_relative
-from llmpq.costmodel.profiles import DRIFT_KEY, LOOP_KEY, MasterLoop, drift_of
+from llmpq.costmodel.profiles import DRIFT_KEY, LOOP_KEY, STAGE_LOOP_KEY, MasterLoop, drift_of
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -55,10 +56,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopObservation:
-    """What the master of one run did that was neither work on the model nor waiting nor sending.
+    """What a stage of one run did that was neither work on the model nor waiting nor sending.
 
     Attributes:
-        micro_batches: that came back to it.
+        micro_batches: that it worked on, or that came back to the master.
         rows: of all of them.
         seconds: of all of them.
     """
@@ -111,8 +112,18 @@ def master_loop(observations: Sequence[LoopObservation]) -> MasterLoop:
     return MasterLoop(step_s=float(step_s), row_s=float(row_s))
 
 
+def stage_loop(observations: Sequence[LoopObservation]) -> float:
+    """Return the seconds of a micro-batch of all stages but the master, in the mean."""
+    count = sum(one.micro_batches for one in observations)
+    return sum(one.seconds for one in observations) / count if count else 0.0
+
+
 def corrected(
-    table: LatencyTable, factors: Factors, loop: MasterLoop | None = None, drift: float = 0.0
+    table: LatencyTable,
+    factors: Factors,
+    loop: MasterLoop | None = None,
+    drift: float = 0.0,
+    stage_loop_s: float | None = None,
 ) -> LatencyTable:
     """Return the table with its seconds multiplied, and what was done in its provenance.
 
@@ -123,6 +134,7 @@ def corrected(
         factors: on its seconds.
         loop: what the master's own loop takes, ``None`` to leave what the table says.
         drift: between the runs; what the table says where that is more.
+        stage_loop_s: what any other stage's loop takes, ``None`` to leave what the table says.
     """
 
     def factor(sample: LatencySample) -> float:
@@ -141,6 +153,8 @@ def corrected(
     said = {"recalibrated": words}
     if loop is not None:
         said[LOOP_KEY] = f"step {loop.step_s!r} row {loop.row_s!r}"
+    if stage_loop_s is not None:
+        said[STAGE_LOOP_KEY] = repr(stage_loop_s)
     if drift > drift_of("table", dict(table.provenance)):
         said[DRIFT_KEY] = f"{drift:.4f}"
     return LatencyTable(

@@ -87,7 +87,11 @@ class PlanCosts:
             return 0.0
         is_own = shape.phase is Phase.DECODE and self._takes_own_lengths[rank]
         tokens = shape.mean if is_own else shape.longest
-        return self.layers_s(rank, shape.phase, shape.rows, tokens)
+        return self.layers_s(rank, shape.phase, shape.rows, tokens) + self.loop_s(rank)
+
+    def loop_s(self, rank: int) -> float:
+        """Return what a stage's loop takes of a micro-batch; the master's is in ``project_s``."""
+        return self._costs.stage_loop_s(self._devices[rank]) if rank else 0.0
 
     def has_layers(self, rank: int, phase: Phase) -> bool:
         """Whether a rank computes layers; a master may only embed and project."""

@@ -194,6 +194,12 @@ def test_several_runs_tell_the_mean_the_drift_and_the_loop(folder, capsys):
     assert found["drift"] == pytest.approx(0.1 * 2**0.5, rel=0.05)
     count = sum(one["count"] for one in told["stages"][0]["work"])
     assert found["loop_s"]["step_s"] == pytest.approx(0.1 * 10.0 / count)
+    first, *others = told["stages"]
+    if others:  # what is left of a stage's time once the pipeline has filled and drained
+        prefill, decode = first["work"]
+        idle_s = (prefill["seconds"] + decode["master_s"]) / 5
+        own = sum(one["count"] for one in others[0]["work"])
+        assert found["stage_loop_s"] == pytest.approx((0.1 * 10.0 - idle_s) / own, rel=1e-6)
     origin = dict(read_latency_table(path / "new.csv").provenance)
     assert drift_of("new", origin) == pytest.approx(found["drift"], abs=1e-4)
     assert MasterLoop.of("new", origin).step_s == found["loop_s"]["step_s"]

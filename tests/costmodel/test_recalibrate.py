@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.profiles import MasterLoop, drift_of
+from llmpq.costmodel.profiles import MasterLoop, drift_of, stage_loop_of
 from llmpq.costmodel.recalibrate import (
     LoopObservation,
     Observation,
@@ -16,6 +16,7 @@ from llmpq.costmodel.recalibrate import (
     correction_factors,
     drift_between,
     master_loop,
+    stage_loop,
 )
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
@@ -127,6 +128,25 @@ def test_the_loop_is_told_apart_by_runs_of_unlike_micro_batches():
     alone = master_loop(runs[:1])  # one run cannot tell rows from micro-batches
     assert (alone.step_s, alone.row_s) == (pytest.approx(4e-4 + 4 * 2e-5), 0.0)
     assert master_loop([]) == MasterLoop()
+
+
+def test_the_loop_of_other_stages_is_their_mean():
+    runs = [
+        LoopObservation(micro_batches=n, rows=n, seconds=s) for n, s in ((100, 0.01), (300, 0.01))
+    ]
+    assert stage_loop(runs) == pytest.approx(0.02 / 400)
+    assert stage_loop([]) == 0.0
+    table = corrected(TABLE, {(Phase.DECODE, 8): 1.0}, stage_loop_s=5e-5)
+    assert stage_loop_of("table", dict(table.provenance)) == 5e-5
+    kept = corrected(table, {(Phase.DECODE, 8): 1.0})
+    assert stage_loop_of("table", dict(kept.provenance)) == 5e-5
+    assert stage_loop_of("table", {}) == 0.0
+
+
+@pytest.mark.parametrize("text", ["-0.1", "nan", "much"])
+def test_a_loop_that_is_none_is_refused(text):
+    with pytest.raises(SpecError, match=f"provenance 'stage_loop_s': found '{text}'"):
+        stage_loop_of("table", {"stage_loop_s": text})
 
 
 @pytest.mark.parametrize("text", ["-0.1", "11", "much"])

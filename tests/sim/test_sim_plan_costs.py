@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import costs_of
 from llmpq.costmodel.profiles import MasterLoop
 from llmpq.sim import Shape
@@ -84,7 +85,7 @@ class Wire:
         return self.work_s
 
 
-def _hop(nodes, wire, device="cpu"):
+def _two(nodes, wire, device):
     group = {"type": device, "count": 2 // nodes, **({"threads": 1} if device == "cpu" else {})}
     cluster = {
         "schema": 1,
@@ -104,8 +105,22 @@ def _hop(nodes, wire, device="cpu"):
     )
     plan = make_plan(request)
     assert len(plan.stages) == 2
-    costs = replace(costs_of(request, plan.cluster), comm=wire)
-    return PlanCosts(plan, costs).hop(0, EVEN)
+    return plan, replace(costs_of(request, plan.cluster), comm=wire)
+
+
+def _hop(nodes, wire, device="cpu"):
+    return PlanCosts(*_two(nodes, wire, device)).hop(0, EVEN)
+
+
+def test_the_loop_of_a_stage_is_charged_to_all_but_the_master():
+    plan, costs = _two(1, Wire(way_s=1e-4, work_s=None), "cpu")
+    slow = replace(costs, stage_loop=(0.5,))
+    bare, loop = PlanCosts(plan, costs), PlanCosts(plan, slow)
+    assert loop.stage_s(1, EVEN) - bare.stage_s(1, EVEN) == pytest.approx(0.5)
+    assert loop.stage_s(0, EVEN) == bare.stage_s(0, EVEN)
+    steps = 128 * -(-8 // plan.micro_batching.decode)
+    more_s = forecast(plan, slow).latency_s - forecast(plan, costs).latency_s
+    assert more_s == pytest.approx(0.5 * steps, rel=0.1)
 
 
 COPY_S = 4 * 768 * 2 * 1e-6
