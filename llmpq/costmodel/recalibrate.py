@@ -29,7 +29,7 @@ from llmpq.spec.tables import LatencySample, LatencyTable
 
 MASTER_BITS = 0
 RIDGE = 1e-4
-"""Weight of "no correction" against a relative error of all of a phase's time."""
+"""Weight of "as all bitwidths" against a relative error of all of a phase's time."""
 LIMITS = (0.05, 20.0)
 
 Factors = Mapping[tuple[Phase, int], float]
@@ -166,18 +166,23 @@ def corrected(
 
 
 def _fit(observations: Sequence[Observation]) -> dict[int, float]:
-    """Return the factors of one phase: ``sum_b f_b predicted_b + apart = measured``."""
+    """Return the factors of one phase: ``sum_b f_b predicted_b + apart = measured``.
+
+    What the runs do not tell apart gets the factor that all bitwidths share: a machine is sooner
+    slower throughout than at one of them.
+    """
     widths = sorted({bits for one in observations for bits in one.predicted})
     total_s = sum(one.measured_s for one in observations)
-    rows, targets = [], []
-    for one in observations:
-        weight = float(np.sqrt(one.measured_s / total_s)) / one.measured_s
-        # Solved for the correction f - 1, so that the ridge is towards "none".
-        guess = one.apart_s + sum(one.predicted.values())
-        rows.append([weight * one.predicted.get(bits, 0.0) for bits in widths])
-        targets.append(weight * (one.measured_s - guess))
-    matrix = np.vstack([np.array(rows), np.sqrt(RIDGE) * np.eye(len(widths))])
-    target = np.concatenate([np.array(targets), np.zeros(len(widths))])
+    weights = np.array([1.0 / np.sqrt(one.measured_s * total_s) for one in observations])
+    predicted = weights[:, None] * np.array(
+        [[one.predicted.get(bits, 0.0) for bits in widths] for one in observations]
+    )  # [observations, widths]
+    measured = weights * np.array([one.measured_s - one.apart_s for one in observations])
+    whole = predicted.sum(axis=1)
+    common = float(whole @ measured / (whole @ whole)) if whole.any() else 1.0
+    # Solved for what a factor differs from the common one, so that the ridge is towards that.
+    matrix = np.vstack([predicted, np.sqrt(RIDGE) * np.eye(len(widths))])
+    target = np.concatenate([measured - common * whole, np.zeros(len(widths))])
     found = np.linalg.lstsq(matrix, target, rcond=None)[0]
-    values = np.clip(1.0 + found, *LIMITS)
+    values = np.clip(common + found, *LIMITS)
     return dict(zip(widths, values.tolist(), strict=True))

@@ -33,8 +33,8 @@ UNIT_BYTES = 512
 """Sizes are whole multiples of this: a frame of one row of tokens of 256 bfloat16 values."""
 DEFAULT_SIZES = (UNIT_BYTES, 4096, 32_768, 262_144, 1_048_576, 4_194_304)
 MIN_ROUNDS = 5
-STIRRED_SIZE = 2048
-"""Rows and columns of the matrix that is read in between: 16 MiB, more than a core's own caches."""
+STIRRED_SIZE = 3584
+"""Rows and columns of the matrix that is read in between: 49 MiB, more than most last caches."""
 STIRRED_AFTER = 0.5
 """How much longer rank 0 stays busy, as a share: the other end is then done, and seldom asleep."""
 SURELY_THERE = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmpq.costmodel.profiles import MasterLoop, drift_of, stage_loop_of
@@ -60,6 +60,7 @@ def test_as_many_unlike_stages_as_bitwidths_tell_every_factor(seed):
 
 @settings(max_examples=50)
 @given(factor=st.floats(0.3, 3.0), seed=st.integers(0, 10_000))
+@example(factor=0.3046875, seed=820)  # two mixes nearly alike
 def test_a_machine_that_is_slower_throughout_is_found_so_by_any_mix(factor, seed):
     chance = random.Random(seed)
     mixes = [{bits: chance.uniform(0.1, 1.0) for bits in WIDTHS} for _ in range(2)]
@@ -68,7 +69,7 @@ def test_a_machine_that_is_slower_throughout_is_found_so_by_any_mix(factor, seed
     for phase in Phase:
         for mix in mixes:
             again = sum(found[phase, bits] * seconds for bits, seconds in mix.items())
-            assert again == pytest.approx(factor * sum(mix.values()), rel=0.02)
+            assert again == pytest.approx(factor * sum(mix.values()), rel=1e-6)
 
 
 def test_a_table_that_is_right_stays_as_it_is():
