@@ -41,9 +41,10 @@ def stage_memory(
         costs.layer_weight_bytes(device, kind, bits)
         for kind, bits in zip(kinds, stage.bits, strict=True)
     )
+    kv = sum(costs.layer_kv_bytes(kind, slots, tokens) for kind in kinds)
     return MemoryParts(
         weights=sum(weights),
-        kv=sum(costs.layer_kv_bytes(kind, slots, tokens) for kind in kinds),
+        kv=kv,
         temporary=costs.temporary_bytes(
             device,
             plan.workload,
@@ -51,6 +52,7 @@ def stage_memory(
             is_master,
             is_last=not plan.is_split and stage.rank == len(plan.stages) - 1,
             dense_layers=stage.bits.count(16),
+            kv_bytes=kv,
         ),
         master=costs.master_bytes() if is_master else 0,
         runtime=costs.runtime_bytes(device),

@@ -167,12 +167,13 @@ def _estimate(
     layers = range(stage.first_layer, stage.end_layer)
     kinds = [costs.model.layer_kinds[layer] for layer in layers]
     tokens = workload.max_context_tokens
+    kv = sum(costs.layer_kv_bytes(kind, workload.batch, tokens) for kind in kinds)
     memory = MemoryParts(
         weights=sum(
             costs.layer_weight_bytes(device, kind, width)
             for kind, width in zip(kinds, stage.bits, strict=True)
         ),
-        kv=sum(costs.layer_kv_bytes(kind, workload.batch, tokens) for kind in kinds),
+        kv=kv,
         temporary=costs.temporary_bytes(
             device,
             workload,
@@ -180,6 +181,7 @@ def _estimate(
             stage.rank == 0,
             is_last=stage.end_layer == costs.model.num_layers,
             dense_layers=stage.bits.count(16),
+            kv_bytes=kv,
         ),
         master=costs.master_bytes() if stage.rank == 0 else 0,
         runtime=costs.runtime_bytes(device),

@@ -190,7 +190,7 @@ class ClusterCosts:
         """Return the bytes of one layer's preallocated key-value slots."""
         return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, self.kv_bits)
 
-    def temporary_bytes(
+    def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         self,
         device: Device,
         workload: Workload,
@@ -199,6 +199,7 @@ class ClusterCosts:
         *,
         is_last: bool = False,
         dense_layers: int | None = None,
+        kv_bytes: int = 0,
     ) -> int:
         """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
         each = memory.temporary_bytes(
@@ -211,6 +212,7 @@ class ClusterCosts:
             kv_bits=self.kv_bits,
             is_last=is_last or len(self.cluster.devices) == 1,
             dense_layers=dense_layers,
+            kv_bytes=kv_bytes,
         )
         return device.members * each  # hidden states are whole on every device that shares layers
 

@@ -95,7 +95,13 @@ class Step:
 
 
 def step_bytes(
-    steps: Sequence[Step], *, is_master: bool, is_last: bool, dense_layers: int, batches: int
+    steps: Sequence[Step],
+    *,
+    is_master: bool,
+    is_last: bool,
+    dense_layers: int,
+    batches: int,
+    kv_bytes: int = 0,
 ) -> int:
     """Return the most bytes a CPU worker takes for one of these steps, or for loading.
 
@@ -106,6 +112,7 @@ def step_bytes(
         is_last: whether it is the last stage.
         dense_layers: how many of its layers have 16 bits.
         batches: micro-batches of prefill.
+        kv_bytes: of the stage's slots, which are not written by the time it loads.
     """
     worst = 0
     for step in steps:
@@ -118,7 +125,8 @@ def step_bytes(
     kept += MASTER_USE_BYTES if is_master else 0
     if dense_layers:
         kept += DENSE_USE_BYTES + _expert_kernel_bytes(steps[0], dense_layers * batches)
-    return max(worst + kept + read_buffer_bytes(steps), loading_bytes(steps[0].model))
+    loading = loading_bytes(steps[0].model) - kv_bytes
+    return max(worst + kept + read_buffer_bytes(steps), loading)
 
 
 def _messages(step: Step, is_master: bool, is_last: bool) -> int:
@@ -152,10 +160,7 @@ def _expert_kernel_bytes(step: Step, layers: int) -> int:
 
 
 def loading_bytes(model: ModelSpec) -> int:
-    """Return what loading takes beside what it has placed.
-
-    Slots are not written by then, so a stage with many of them peaks later than this counts on.
-    """
+    """Return what loading takes beside what it has placed."""
     largest = max(
         op.out_features * op.in_features
         for layer in model.layer_types

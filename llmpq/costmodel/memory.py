@@ -91,13 +91,14 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     kv_bits: int = 16,
     is_last: bool = False,
     dense_layers: int | None = None,
+    kv_bytes: int = 0,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
     On a CPU, ``cpu_memory`` tells: the worst moment and the holes it leaves in the heap. There
-    ``kv_bits`` counts, and what a finished plan knows of a stage: ``is_last``, and
-    ``dense_layers``, how many have 16 bits; who knows neither is told enough. Elsewhere, with
-    ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
+    ``kv_bits`` counts, and what a finished plan knows of a stage: ``is_last``, ``dense_layers``,
+    how many have 16 bits, and ``kv_bytes`` of its slots; who knows none is told enough. Elsewhere,
+    with ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
               2 R h e                      messages: received, to be sent
@@ -142,6 +143,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             is_last=is_last,
             dense_layers=model.num_layers if dense_layers is None else dense_layers,
             batches=-(-workload.batch // micro_batching.prefill),
+            kv_bytes=kv_bytes,
         )
     worst = 0
     for batch, tokens, context in sizes:

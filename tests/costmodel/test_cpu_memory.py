@@ -182,6 +182,17 @@ def peak(model, workload, micro_batching, *, dtype="bfloat16", **known):
     return temporary_bytes(model, workload, sizes, dtype=dtype, device_kind="cpu", **known)
 
 
+def test_loading_peaks_before_slots_are_written():
+    """What counts is the later peak: of a step beside its slots, or of loading without any."""
+    model = model_from_config(LIVE["opt"], "m", "here")
+    work = Workload(batch=1, prompt_tokens=4, new_tokens=2)
+    loading, step = peak(model, work, 1), peak(model, work, 1, kv_bytes=10**12)
+    assert loading == loading_bytes(model) > step > 0
+    for kv_bytes in (1, loading // 2, loading - step, loading):
+        found = peak(model, work, 1, kv_bytes=kv_bytes)
+        assert found + kv_bytes == max(loading, step + kv_bytes)
+
+
 @pytest.mark.parametrize(("prompt", "places"), [(10, 1), (1000, 2)])
 def test_hidden_states_are_held_for_every_link_of_a_stage(prompt, places):
     model = model_from_config(LIVE["opt"], "m", "here")
