@@ -186,11 +186,14 @@ def test_loading_peaks_before_slots_are_written():
     """What counts is the later peak: of a step beside its slots, or of loading without any."""
     model = model_from_config(LIVE["opt"], "m", "here")
     work = Workload(batch=1, prompt_tokens=4, new_tokens=2)
-    loading, step = peak(model, work, 1), peak(model, work, 1, kv_bytes=10**12)
+
+    def of(kv_bytes):
+        return peak(model, work, 1, dense_layers=0, kv_bytes=kv_bytes)
+
+    loading, step = of(0), of(10**12)
     assert loading == loading_bytes(model) > step > 0
     for kv_bytes in (1, loading // 2, loading - step, loading):
-        found = peak(model, work, 1, kv_bytes=kv_bytes)
-        assert found + kv_bytes == max(loading, step + kv_bytes)
+        assert of(kv_bytes) + kv_bytes == max(loading, step + kv_bytes)
 
 
 @pytest.mark.parametrize(("prompt", "places"), [(10, 1), (1000, 2)])
