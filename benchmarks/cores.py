@@ -3,7 +3,7 @@
 A host takes an idle virtual core away, and half of a busy one when it likes: for seconds a core is
 on the disturbed level of ``llmpq.profiler.levels``, unseen by ``top``. So a process of the idle
 class spins on every core, which yields to any work at once; and another one looks 40 times a second
-how long the reference loop takes there, for 0.7 % of the core.
+how long the reference loop takes there, for 0.8 % of a calm core.
 
 Workers that outnumber the cores are not pinned, and a core that spins never looks for work that
 waits at another. So for their runs the spinning ones rest.

@@ -44,8 +44,6 @@ REPEATS = 2
 COMPANY_SHAPES = 5
 COMPANY_SHARE = 0.25
 """Of the budget, for the pairs with and without companions."""
-CALM_PAIRS = DISTURBED
-"""A pair beside whose reference the fastest is that many times as fast says little."""
 COMPANY_PAUSE_S = 0.004
 """How long companions that were just let go or stopped take to make a difference."""
 DRIFT_SPAN_S = 2.0
@@ -248,9 +246,10 @@ def _company(bench: Bench, times: Times) -> tuple[tuple[str, str], ...]:
                 pairs.setdefault(trial, []).append(_pair(bench, trial, company))
     finally:
         company.close()
-    least = CALM_PAIRS * min(worst_s for own in pairs.values() for worst_s, _ in own)
+    # A pair on a disturbed core says little of company, unless its trial has no other.
+    calm_s = DISTURBED * min(worst_s for own in pairs.values() for worst_s, _ in own)
     ratios = {
-        trial: [ratio for worst_s, ratio in own if worst_s < least] or [ratio for _, ratio in own]
+        trial: [ratio for worst_s, ratio in own if worst_s < calm_s] or [ratio for _, ratio in own]
         for trial, own in pairs.items()
     }
     found = {phase: max(1.0, mean(median(ratios[t]) for t in trials[phase])) for phase in Phase}

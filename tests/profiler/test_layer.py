@@ -138,7 +138,9 @@ def test_a_settled_point_is_not_timed_again(job, monkeypatch):
     assert layer_module.SETTLED_ROUNDS < most <= layer_module.SETTLED_ROUNDS + layer_module.REPEATS
 
 
-def test_timings_on_a_disturbed_core_are_told_apart(job, monkeypatch):
+@pytest.fixture
+def often_disturbed(monkeypatch):
+    """A machine whose core is disturbed for three eighths of the time."""
     machine = {"calls": 0, "slow": False}
 
     def reference_s():
@@ -151,6 +153,9 @@ def test_timings_on_a_disturbed_core_are_told_apart(job, monkeypatch):
 
     monkeypatch.setattr(layer_module, "reference_s", reference_s)
     monkeypatch.setattr(Bench, "run", run)
+
+
+def test_timings_on_a_disturbed_core_are_told_apart(job, often_disturbed):
     provenance = dict(profile_layer(replace(job, layers=1, budget_s=0.2)).provenance)
     assert float(provenance["reference_s"]) == 1.0
     assert provenance["disturbed"] == "prefill 1.5000 decode 1.5000"
@@ -158,20 +163,8 @@ def test_timings_on_a_disturbed_core_are_told_apart(job, monkeypatch):
     assert provenance["noise"].startswith("0.0%")
 
 
-def test_a_table_holds_what_a_run_meets_in_the_mean(job, monkeypatch):
+def test_a_table_holds_what_a_run_meets_in_the_mean(job, often_disturbed):
     """The calm level, times the mean of all timings over it."""
-    machine = {"calls": 0, "slow": False}
-
-    def reference_s():
-        machine["calls"] += 1
-        machine["slow"] = machine["calls"] % 32 < 12
-        return 2.0 if machine["slow"] else 1.0
-
-    def run(_, trial):
-        return [Timing(trial=trial, seconds=1.5 if machine["slow"] else 1.0)]
-
-    monkeypatch.setattr(layer_module, "reference_s", reference_s)
-    monkeypatch.setattr(Bench, "run", run)
     table = profile_layer(replace(job, layers=1, budget_s=0.2))
     words = dict(table.provenance)["slack"].split()
     slack = {Phase(name): float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
