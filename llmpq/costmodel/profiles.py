@@ -120,17 +120,7 @@ def drift_of(file: str, provenance: dict[str, str]) -> float:
     Raises:
         SpecError: the line says something else.
     """
-    text = provenance.get(DRIFT_KEY, "0")
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0.0 <= found < MAX_DRIFT:
-        raise SpecError(
-            f"{file}: provenance '{DRIFT_KEY}': found '{text}', expected a share of at least 0 "
-            f"and below {MAX_DRIFT:g}"
-        )
-    return found
+    return _number(file, provenance, DRIFT_KEY, "a share", MAX_DRIFT)
 
 
 def stage_loop_of(file: str, provenance: dict[str, str]) -> float:
@@ -139,15 +129,20 @@ def stage_loop_of(file: str, provenance: dict[str, str]) -> float:
     Raises:
         SpecError: the line says something else.
     """
-    text = provenance.get(STAGE_LOOP_KEY, "0")
+    return _number(file, provenance, STAGE_LOOP_KEY, "seconds", MAX_S)
+
+
+def _number(file: str, provenance: dict[str, str], key: str, what: str, limit: float) -> float:
+    """Return the one figure of a line, in ``[0, limit)``; 0 without the line."""
+    text = provenance.get(key, "0")
     try:
         found = float(text)
     except ValueError:
         found = -1.0
-    if not 0.0 <= found < MAX_S:
+    if not 0.0 <= found < limit:
         raise SpecError(
-            f"{file}: provenance '{STAGE_LOOP_KEY}': found '{text}', expected seconds of at least "
-            f"0 and below {MAX_S:g}"
+            f"{file}: provenance '{key}': found '{text}', expected {what} of at least 0 and below "
+            f"{limit:g}"
         )
     return found
 
