@@ -29,6 +29,11 @@ class Shape:
     batch: int
     tokens: int
 
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix products: tokens of all prompts, or one of each sequence."""
+        return self.batch * self.tokens if self.phase is Phase.PREFILL else self.batch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridLimits:

@@ -7,8 +7,9 @@ brought to its level (``profiler.levels``). A point is settled once the error of
 small; from then on the time left goes to the others. A run sums up thousands of steps, disturbed
 ones too, so its latency follows their mean: the table holds medians of the calm level, the
 steadiest estimate, times how far all timings of a phase, disturbed ones too, are above their
-medians in the mean (``slack`` in the provenance). It also tells the noise, and how far the level
-differs between spans of two seconds (``drift``), by which bounds are guarded.
+medians in the mean (``slack`` in the provenance), more where trials suffer more. It also tells the
+noise, and how far the level differs between spans of two seconds (``drift``), by which bounds are
+guarded.
 
 How much longer everything takes beside other workers (``company`` in the provenance) is measured
 in pairs, with and without them.
@@ -20,7 +21,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, zip_longest
 from statistics import mean, median, quantiles, stdev
 
@@ -30,7 +30,7 @@ from llmpq import __version__
 from llmpq.profiler.bench import MASTER_BITS, Bench, LayerJob, Timing, Trial, is_short
 from llmpq.profiler.company import Company
 from llmpq.profiler.journal import Journal
-from llmpq.profiler.levels import Timed, levels_of
+from llmpq.profiler.levels import Levels, Timed, levels_of
 from llmpq.profiler.reference import DISTURBED, reference_s
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -73,11 +73,12 @@ def profile_layer(
     rounds = _Rounds(bench, progress, journal)
     times = rounds.run()
     slack = {phase: rounds.slack(phase) for phase in Phase}
+    skew = {phase: slack[phase] / rounds.usual_level(phase) for phase in Phase}
     warm_s = {phase: _stage_s(times, phase) for phase in Phase}
     stage_s = {phase: slack[phase] * (warm_s[phase] + _cold_s(bench, phase)) for phase in Phase}
     return LatencyTable(
-        samples=tuple(
-            replace(one, seconds=slack[one.phase] * one.seconds) for one in _samples(times, warm_s)
+        samples=_samples(
+            times, warm_s, lambda one: skew[one.shape.phase] * rounds.levels.level(one)
         ),
         provenance=(
             *_provenance(times, job, bench.depth, stage_s),
@@ -86,6 +87,7 @@ def profile_layer(
             ("slack", _by_phase(slack)),
             ("disturbed", _by_phase({phase: rounds.levels.factor(phase) for phase in Phase})),
             ("disturbed share", f"{rounds.levels.disturbed_share:.0%} of the timings"),
+            *_slowdowns(rounds.levels),
             *_company(bench, times),
         ),
     )
@@ -182,6 +184,13 @@ class _Rounds:
         )
         return mean(ratios) if ratios else 1.0
 
+    def usual_level(self, phase: Phase) -> float:
+        """Return how far layers were above the calm level in a phase, in the mean."""
+        trials = (one.timing.trial for one in self.timed)
+        own = (t for t in trials if t.shape.phase is phase and t.bits != MASTER_BITS)
+        levels = [self.levels.level(trial) for trial in own]
+        return mean(levels) if levels else 1.0
+
     def drift(self) -> tuple[tuple[str, str], ...]:
         """Return the standard deviation of the level between spans, as provenance.
 
@@ -270,6 +279,17 @@ def _pair(bench: Bench, trial: Trial, company: Company) -> tuple[float, float]:
     return max(before_s, reference_s()), 2.0 * beside_s / (alone_s + again_s)
 
 
+def _slowdowns(levels: Levels) -> tuple[tuple[str, str], ...]:
+    """Return by rows how many times as long everything takes when disturbed, as provenance."""
+    return tuple(
+        (
+            f"disturbed {phase.value} {bits or 'master'}",
+            " ".join(f"{rows} {factor:.3f}" for rows, factor in slowdown.by_rows),
+        )
+        for (phase, bits), slowdown in sorted(levels.slowdowns.items())
+    )
+
+
 def _by_phase(values: Mapping[Phase, float]) -> str:
     return " ".join(f"{phase.value} {values[phase]:.4f}" for phase in Phase)
 
@@ -311,7 +331,9 @@ def _cold_s(bench: Bench, phase: Phase) -> float:
     return max(0.0, median(found)) if found else 0.0
 
 
-def _samples(times: Times, stage_s: Mapping[Phase, float]) -> tuple[LatencySample, ...]:
+def _samples(
+    times: Times, stage_s: Mapping[Phase, float], slack_of: Callable[[Trial], float]
+) -> tuple[LatencySample, ...]:
     deepest: dict[tuple[object, int], tuple[Trial, float]] = {}
     for trial, values in times.items():
         key = trial.shape, trial.bits
@@ -329,7 +351,7 @@ def _samples(times: Times, stage_s: Mapping[Phase, float]) -> tuple[LatencySampl
                 bits=trial.bits,
                 batch=trial.shape.batch,
                 tokens=trial.shape.tokens,
-                seconds=seconds,
+                seconds=slack_of(trial) * seconds,
             )
         )
     return tuple(

@@ -159,6 +159,10 @@ def test_timings_on_a_disturbed_core_are_told_apart(job, often_disturbed):
     provenance = dict(profile_layer(replace(job, layers=1, budget_s=0.2)).provenance)
     assert float(provenance["reference_s"]) == 1.0
     assert provenance["disturbed"] == "prefill 1.5000 decode 1.5000"
+    for kind in ("prefill 16", "decode 4"):  # by rows
+        words = provenance[f"disturbed {kind}"].split()
+        assert {int(word) for word in words[::2]} <= {shape.rows for shape in SHAPES}
+        assert set(words[1::2]) == {"1.500"}
     assert provenance["disturbed share"] in {f"{share}% of the timings" for share in range(25, 45)}
     assert provenance["noise"].startswith("0.0%")
 
@@ -171,6 +175,33 @@ def test_a_table_holds_what_a_run_meets_in_the_mean(job, often_disturbed):
     for sample in table.samples:
         assert sample.seconds == pytest.approx(slack[sample.phase], abs=1e-4)
     assert all(1.1 < value < 1.3 for value in slack.values())  # 3 of 8 are disturbed: 1.19
+
+
+def test_shapes_that_suffer_more_lie_further_above_the_calm_level(job, monkeypatch):
+    machine = {"calls": 0, "slow": False}
+
+    def reference_s():
+        machine["calls"] += 1
+        machine["slow"] = machine["calls"] % 32 < 12
+        return 2.0 if machine["slow"] else 1.0
+
+    def run(_, trial):
+        factor = 1.6 if trial.shape.rows == 1 else 1.1
+        return [Timing(trial=trial, seconds=factor if machine["slow"] else 1.0)]
+
+    monkeypatch.setattr(layer_module, "reference_s", reference_s)
+    monkeypatch.setattr(Bench, "run", run)
+    shapes = tuple(Shape(phase=Phase.DECODE, batch=batch, tokens=tokens)
+                   for batch in (1, 64) for tokens in range(2, 12))  # fmt: skip
+    table = profile_layer(replace(job, shapes=shapes, layers=1, budget_s=0.3))
+    provenance = dict(table.provenance)
+    share = float(provenance["disturbed share"].partition("%")[0]) / 100
+    words = provenance["slack"].split()
+    slack = float(words[words.index("decode") + 1])
+    seconds = {one.batch: one.seconds for one in table.samples if one.bits}
+    ratio = (1 + 0.6 * share) / (1 + 0.1 * share)
+    assert seconds[1] / seconds[64] == pytest.approx(ratio, rel=0.02)
+    assert (seconds[1] + seconds[64]) / 2 == pytest.approx(slack, rel=0.05)
 
 
 def test_the_level_of_each_span_tells_the_drift(job, monkeypatch):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmpq.profiler import reference as reference_module
 from llmpq.profiler.bench import MASTER_BITS, Timing, Trial
 from llmpq.profiler.grid import Shape
-from llmpq.profiler.levels import Timed, levels_of
+from llmpq.profiler.levels import Slowdown, Timed, levels_of
 from llmpq.profiler.reference import DISTURBED, reference_s
 from llmpq.spec.precision import Phase
 
@@ -60,6 +60,59 @@ def test_levels_are_found_again(seed, factors, share):
     assert found.disturbed_share == pytest.approx(share, abs=0.12)
 
 
+def test_few_rows_may_suffer_more_than_many():
+    factor = {1: 1.2, 2: 1.6, 4: 1.4, 8: 1.2, 16: 1.1}
+    everything = [
+        timed(trial, seconds, loop_s, loop_s)
+        for rows, slower in factor.items()
+        for tokens in range(9)
+        for trial in (
+            Trial(shape=Shape(phase=Phase.DECODE, batch=rows, tokens=tokens), bits=4, layers=2),
+        )
+        for seconds, loop_s in ((rows, 1.0), (rows, 1.0), (slower * rows, 2.0))
+    ]
+    found = levels_of(everything)
+    slowdown = found.slowdowns[Phase.DECODE, 4]
+    assert dict(slowdown.by_rows) == pytest.approx(factor)
+    assert found.disturbed_share == pytest.approx(1 / 3)
+    assert all(times == pytest.approx([trial.shape.rows] * 3)
+               for trial, times in found.times.items())  # fmt: skip
+    assert found.level(trial_of(Phase.DECODE, 2)) == pytest.approx(1 + 0.6 / 3)
+    assert found.level(trial_of(Phase.PREFILL, 2)) == 1.0  # of which there were none
+
+
+def test_trials_that_met_one_level_take_the_factor_of_the_nearest_by_rows():
+    few = [trial_of(Phase.DECODE, rows) for rows in range(1, 10)]
+    many = [trial_of(Phase.DECODE, rows) for rows in range(1000, 1009)]
+    lone = trial_of(Phase.DECODE, 5000)
+    found = levels_of(
+        [
+            *(timed(trial, 1.0 + 0.5 * slow, 1.0 + slow, 1.0 + slow)
+              for trial in few for slow in (0, 1)),
+            *(timed(trial, 1.0 + 0.1 * slow, 1.0 + slow, 1.0 + slow)
+              for trial in many for slow in (0, 1)),
+            timed(lone, 1.1, 2.0, 2.0),
+        ]
+    )  # fmt: skip
+    assert found.times[lone] == [pytest.approx(1.0)]
+    assert found.slowdowns[Phase.DECODE, 4].at(3) == pytest.approx(1.5)
+
+
+@given(
+    by_rows=st.dictionaries(st.integers(1, 4096), st.floats(1.0, 3.0), min_size=1, max_size=8),
+    rows=st.integers(1, 8192),
+)
+def test_a_slowdown_lies_between_those_of_its_neighbours(by_rows, rows):
+    slowdown = Slowdown(tuple(sorted(by_rows.items())))
+    below = max((one for one in by_rows if one <= rows), default=min(by_rows))
+    above = min((one for one in by_rows if one >= rows), default=max(by_rows))
+    ends = by_rows[below], by_rows[above]
+    assert min(ends) - 1e-9 <= slowdown.at(rows) <= max(ends) + 1e-9
+    if rows in by_rows:
+        assert slowdown.at(rows) == by_rows[rows]
+    assert Slowdown().at(rows) == 1.0
+
+
 def test_a_timing_during_which_the_level_changed_is_left_out():
     trial = trial_of(Phase.DECODE, 1)
     found = levels_of([timed(trial, 1.0), timed(trial, 5.0, 1.0, 2.0), timed(trial, 7.0, 2.0, 1.0)])
@@ -77,7 +130,7 @@ def test_a_trial_is_never_left_without_a_timing():
             *(timed(trial, 2.0, 2.0, 2.0) for trial in both),
         ]
     )
-    assert found.factors == {(Phase.DECODE, 4): 2.0}
+    assert found.slowdowns[Phase.DECODE, 4].middle == 2.0
     assert found.times[disturbed] == [4.0]
     assert found.times[changed] == [2.0]  # half of it on either level
 
@@ -105,14 +158,14 @@ def test_the_masters_own_work_says_nothing_of_layers():
         [timed(trial, 1.0 + slow, 1.0 + slow, 1.0 + slow) for trial in trials for slow in (0, 1)]
     )
     assert found.factor(Phase.DECODE) == 1.0
-    assert found.factors[Phase.DECODE, MASTER_BITS] == 2.0
+    assert found.slowdowns[Phase.DECODE, MASTER_BITS].middle == 2.0
 
 
 def test_a_steady_machine_has_one_level():
     trials = [trial_of(Phase.DECODE, batch) for batch in range(1, 9)]
     found = levels_of([timed(trial, 1.0, DISTURBED, DISTURBED) for trial in trials])
     assert found.disturbed_share == 0
-    assert set(found.factors.values()) == {1.0}
+    assert {one.middle for one in found.slowdowns.values()} == {1.0}
 
 
 def test_no_timings_are_no_levels():
