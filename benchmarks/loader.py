@@ -8,7 +8,7 @@ each reading the files are dropped from the page cache, as far as the system let
 computes, as in a worker of one thread; ``one core`` holds the whole process to one core too.
 
 Cores run on one of two levels (``benchmarks/cores.py``), and a ratio of trials on unlike ones says
-nothing: a trial on disturbed cores is repeated, and the calmest of a few counts.
+nothing: only rounds count whose two trials were on like levels, and how many is told.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from llmpq.spec.precision import default_precision
 
 DTYPE = torch.bfloat16
 PARTS = ("read", "quantize", "place")
-TRIES = 4
-CALM_SHARE = 0.15
-"""Of a trial, in which its cores may be disturbed, in the mean of both."""
+LIKE_SHARES = 0.2
+"""By which the disturbed shares of two trials may differ that are compared."""
 Figures = dict[str, float]
 
 
@@ -135,22 +134,19 @@ def measure(bits: int, options: argparse.Namespace) -> dict[str, list[Figures]]:
     with awake_cores() as watch:
         for _ in range(options.rounds):
             for name, figures in found.items():
-                figures.append(calmest(name, bits, options, watch))
+                figures.append(tried(name, bits, options, watch))
     return found
 
 
-def calmest(name: str, bits: int, options: argparse.Namespace, watch: CoreWatch) -> Figures:
-    """Return the figures of a trial, repeated while its cores are disturbed."""
+def tried(name: str, bits: int, options: argparse.Namespace, watch: CoreWatch) -> Figures:
+    """Return the figures of a trial, and for how much of it its cores were disturbed."""
     words = [sys.executable, __file__, "--trial", name, "--bits", str(bits)]
     words += ["--layers", str(options.layers), "--folder", str(options.folder)]
-    tried: list[Figures] = []
-    while len(tried) < TRIES and (not tried or tried[-1]["disturbed"] > CALM_SHARE):
-        done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-        figures = json.loads(done.stdout.splitlines()[-1])
-        span = figures.pop("begin_s"), figures.pop("end_s")
-        loops = watch.loops_s(*span, watch.cores)
-        tried.append(figures | {"disturbed": disturbed_share(loops, watch.calm_s())})
-    return min(tried, key=lambda figures: figures["disturbed"])
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
+    figures: Figures = json.loads(done.stdout.splitlines()[-1])
+    span = figures.pop("begin_s"), figures.pop("end_s")
+    loops = watch.loops_s(*span, watch.cores)
+    return figures | {"disturbed": disturbed_share(loops, watch.calm_s())}
 
 
 def table(bits: int, found: Mapping[str, list[Figures]]) -> str:
@@ -161,17 +157,27 @@ def table(bits: int, found: Mapping[str, list[Figures]]) -> str:
             values = [figures[key] for figures in rounds]
             spread = f"({min(values):.3f}-{max(values):.3f})"
             lines.append(f"  {name + ': ' + key:<36}{statistics.median(values):8.3f} {spread}")
-    pairs = list(zip(found["parts"], found["load"], found["store"], strict=True))
     ratios = {
-        "load / slowest part": [
-            load["seconds"] / max(parts[key] for key in PARTS) for parts, load, _ in pairs
-        ],
-        "load / second start": [load["seconds"] / store["second_s"] for _, load, store in pairs],
-    }
-    for name, values in ratios.items():
-        spread = f"({min(values):.2f}-{max(values):.2f})"
-        lines.append(f"  {name:<36}{statistics.median(values):8.2f} {spread}")
+        "load / slowest part": (
+            "parts", lambda load, parts: load["seconds"] / max(parts[key] for key in PARTS),
+        ),
+        "load / second start": (
+            "store", lambda load, store: load["seconds"] / store["second_s"],
+        ),
+    }  # fmt: skip
+    for name, (other, ratio) in ratios.items():
+        pairs = list(zip(found["load"], found[other], strict=True))
+        values = [ratio(*pair) for pair in pairs if are_like(*pair)]
+        text = f"of {len(values)} like rounds of {len(pairs)}"
+        if values:
+            text = f"{statistics.median(values):8.2f} ({min(values):.2f}-{max(values):.2f}), {text}"
+        lines.append(f"  {name:<36}{text}")
     return "\n".join(lines)
+
+
+def are_like(one: Figures, other: Figures) -> bool:
+    """Whether two trials were on like levels of their cores."""
+    return abs(one["disturbed"] - other["disturbed"]) <= LIKE_SHARES
 
 
 def _parts(options: argparse.Namespace) -> Figures:
