@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,23 @@ def disturbed_share(loops_s: Sequence[Sequence[float]], calm_s: float) -> float:
     """
     shares = [mean(one > DISTURBED * calm_s for one in own) for own in loops_s if own]
     return mean(shares) if shares else float("nan")
+
+
+def state_shares(
+    loops_s: Sequence[Sequence[float]], calm_s: float
+) -> dict[tuple[bool, ...], float]:
+    """Return in which share of the time which cores were disturbed together.
+
+    Args:
+        loops_s: of each core, what ``CoreWatch.loops_s`` returns: looks at about the same moments.
+        calm_s: the loop's time on the calm level.
+    """
+    looks = min(map(len, loops_s))
+    states = Counter(
+        tuple(own[look * len(own) // looks] > DISTURBED * calm_s for own in loops_s)
+        for look in range(looks)
+    )
+    return {state: count / looks for state, count in states.items()}
 
 
 @contextmanager

@@ -13,9 +13,10 @@ all plans, layers again, so that a table is of the same minutes as the runs; med
 have one thread; three share two cores, which the cluster says (``cores``).
 
 A core of this machine runs on one of two levels (``benchmarks/cores.py``). Cores are kept awake and
-watched: the table is brought to the calm level by what the profiler tells, and a run is forecast at
-the levels that its cores had during it. What the table says of its own minutes' mean, the forecast
-of a user who watches nothing, is told beside it (``plain``).
+watched: the table is brought to the calm level by what the profiler tells, a run is forecast with
+either core calm or disturbed, and held against these in the shares of its time that it met them.
+What the table says of its own minutes' mean, the forecast of a user who watches nothing, is told
+beside it (``plain``).
 """
 
 from __future__ import annotations
@@ -34,8 +35,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cores import WARM_S, CoreWatch, awake_cores, disturbed_share
-from leveled import at_share, by_phase, share_of, words_of
+from cores import WARM_S, CoreWatch, awake_cores, disturbed_share, state_shares
+from leveled import (
+    State,
+    at_share,
+    by_phase,
+    mixed,
+    share_of,
+    slowdown_key,
+    slowdown_of,
+    slowdown_words,
+    words_of,
+)
 from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.decode import reprice
@@ -44,6 +55,7 @@ from llmpq.assigner.task import default_omega
 from llmpq.cli.profile_layer import POINTS
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.costmodel.lookup import MASTER_BITS
+from llmpq.profiler.levels import Slowdown
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
@@ -62,8 +74,6 @@ STAGES = 3
 NUM_PLANS = 24
 ENDING_S = 0.3
 """What a run takes behind its last token."""
-SHARE_STEP = 0.1
-"""To which shares of disturbed time are rounded: a table is fitted for each."""
 LEFT_S = 14.0
 """A run is not begun with less time left."""
 
@@ -129,6 +139,12 @@ def join_turns(folder: Path) -> None:
         values = [by_phase(table, key) for table in calm]
         means[key] = words_of({phase: statistics.mean(v[phase] for v in values) for phase in Phase})
     means["disturbed share"] = "0%"
+    for phase in Phase:
+        for bits in (*BITS, MASTER_BITS):
+            key, values_of = slowdown_key(phase, bits), [slowdown_of(t, phase, bits) for t in calm]
+            rows = [rows for rows, _ in values_of[0].by_rows]
+            mean = tuple((r, statistics.mean(one.at(r) for one in values_of)) for r in rows)
+            means[key] = slowdown_words(Slowdown(mean))
     provenance = tuple((key, means.get(key, value)) for key, value in tables[0].provenance)
     for name, is_held in (("calm", False), ("held", True)):
         samples = tuple(one for table in calm for one in table.samples if held_out(one) == is_held)
@@ -147,19 +163,19 @@ def measure_links(options: argparse.Namespace) -> None:
     command(["llmpq-profile", "link", "--output", str(options.folder / "links" / "links.csv")])
 
 
-def costs_of(folder: Path, steps: tuple[int, ...] = (0,) * STAGES) -> ClusterCosts:
+def costs_of(folder: Path, shares: Sequence[float] = (0.0,) * STAGES) -> ClusterCosts:
     """Return the costs of three workers on two cores.
 
     Args:
         folder: of the benchmark.
-        steps: of each worker, in how many tenths of the time its core is disturbed.
+        shares: of the time in which each worker's core is disturbed.
     """
     calm = read_latency_table(folder / "calm.csv")
-    for step in set(steps):
-        table = at_share(calm, step * SHARE_STEP)
-        write_latency_table(folder / f"table-{step}.csv", table)
+    for share in set(shares):
+        write_latency_table(folder / f"table-{share:.2f}.csv", at_share(calm, share))
     groups = [
-        {"type": "cpu", "count": 1, "threads": 1, "profile": f"table-{step}.csv"} for step in steps
+        {"type": "cpu", "count": 1, "threads": 1, "profile": f"table-{share:.2f}.csv"}
+        for share in shares
     ]
     cores = len(os.sched_getaffinity(0))
     cluster = {
@@ -342,16 +358,22 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
     tables = [read_latency_table(file) for file in sorted(folder.glob("layers-*.csv"))]
     usual_share = statistics.mean(share_of(table) for table in tables)
     calm_s = min(float(dict(table.provenance)["reference_s"]) for table in tables)
-    costs: dict[tuple[int, ...], ClusterCosts] = {}
+    costs: dict[tuple[float, ...], ClusterCosts] = {}
 
     def predicted_s(plan: Plan, shares: Sequence[float]) -> float:
-        """Price a plan on pinned cores, each as disturbed as told, or on shared ones."""
-        if len(shares) < len(plan.stages):
-            shares = [statistics.mean(shares)] * STAGES
-        steps = tuple(round(share / SHARE_STEP) for share in (*shares, *[0.0] * STAGES)[:STAGES])
-        if steps not in costs:
-            costs[steps] = costs_of(folder, steps)
-        return priced(plan, costs[steps]).estimate.predicted_s
+        """Price a plan on workers whose cores are disturbed for a share of the time each."""
+        levels = tuple((*shares, *[0.0] * STAGES)[:STAGES])
+        if levels not in costs:
+            costs[levels] = costs_of(folder, levels)
+        return priced(plan, costs[levels]).estimate.predicted_s
+
+    def forecast_s(plan: Plan, loops_s: Sequence[Sequence[float]]) -> float:
+        """Price a plan on the levels that its cores had in a run."""
+        shares = state_shares(loops_s, calm_s)
+        by_state = {
+            state: {"seconds": predicted_s(plan, levels_of(plan, state))} for state in shares
+        }
+        return mixed(by_state, shares)["seconds"]
 
     found = []
     for file in sorted((folder / "runs").glob("plan-*.json")):
@@ -361,10 +383,8 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
         if not reports:
             continue
         seconds = [report["latency_s"]["measured"] for report in reports]
-        shares = [
-            [disturbed_share([own], calm_s) for own in report["loops_s"]] for report in reports
-        ]
-        forecasts = [predicted_s(plan, of_run) for of_run in shares]
+        shares = [disturbed_share(report["loops_s"], calm_s) for report in reports]
+        forecasts = [forecast_s(plan, report["loops_s"]) for report in reports]
         middle, sizes = statistics.median(seconds), plan.micro_batching
         found.append(
             {
@@ -374,7 +394,7 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
                 "predicted": statistics.median(forecasts),
                 "measured": middle,
                 "spread": (max(seconds) - min(seconds)) / middle,
-                "share": statistics.mean(map(statistics.mean, shares)),
+                "share": statistics.mean(shares),
                 "error": statistics.median(
                     guess / took for guess, took in zip(forecasts, seconds, strict=True)
                 ) - 1,
@@ -382,6 +402,13 @@ def measured_runs(folder: Path) -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return found
+
+
+def levels_of(plan: Plan, state: State) -> Sequence[float]:
+    """Return in which share of the time each worker's core is disturbed, shared ones in turn."""
+    if len(state) < len(plan.stages):
+        return [statistics.mean(state)] * STAGES
+    return [float(one) for one in state]
 
 
 def draw(

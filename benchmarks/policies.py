@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from cores import CoreWatch, awake_cores, disturbed_share
-from leveled import at_share, by_phase, share_of
+from leveled import State, at_share, busy_level, rows_of, share_of, slowdown_of
 from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.schedules.guard import guard_of
@@ -62,6 +62,7 @@ from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.multibin import quantile_boundaries
 from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.costmodel.lookup import MASTER_BITS
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
@@ -71,9 +72,10 @@ from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule, default_schedule
 from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.trace import TraceRequest, draw_trace
 
 SLOTS, STAGES, PROMPT, NEW = 32, 2, 32, 160
+BITS = 16
 PREFILL, DECODE = 8, SLOTS // STAGES
 TASKS = {
     "S": (256, 252, 512, 32, 13, 80),
@@ -141,9 +143,10 @@ def profile(options: argparse.Namespace) -> None:
     """Time one layer, and messages between two workers."""
     folder = options.folder
     command([
-        "llmpq-profile", "layer", "--model", str(folder / "model"), "--core", "0", "--bits", "16",
-        "--batches", *map(str, TIMED_ROWS), "--prompt_tokens", "4", "8", "16", "32",
-        "--context_tokens", "16", "64", "192", "--companions", "1",
+        "llmpq-profile", "layer", "--model", str(folder / "model"), "--core", "0",
+        "--bits", str(BITS), "--batches", *map(str, TIMED_ROWS),
+        "--prompt_tokens", "4", "8", "16", "32", "--context_tokens", "16", "64", "192",
+        "--companions", "1",
         "--budget", str(options.budget), "--output", str(folder / "measured.csv"), "--resume",
     ])  # fmt: skip
     shutil.copy(folder / "measured.csv", folder / "table.csv")
@@ -163,7 +166,7 @@ def make_plan(options: argparse.Namespace) -> None:
     command([
         "llmpq-algo", "--model", str(folder / "model"), "--cluster", str(folder / "cluster.json"),
         "--global_bz", str(SLOTS), "--s", str(PROMPT), "--n", str(NEW), "--theta", "0",
-        "--bits", "16", "--output", str(folder / "plan.json"),
+        "--bits", str(BITS), "--output", str(folder / "plan.json"),
     ])  # fmt: skip
 
 
@@ -215,12 +218,12 @@ def _leveled(report: Path, measured: LatencyTable) -> Path:
     """Write a report as if its cores had been calm; return the file."""
     found = json.loads(report.read_text())
     shares = stage_shares(found["loops_s"], measured)
-    factors = by_phase(measured, "disturbed")
     for stage, share in zip(found["stages"], shares, strict=True):
         for work in stage["work"]:
-            level = 1 + (factors[Phase(work["phase"])] - 1) * share
-            work["seconds"] /= level
-            work["master_s"] /= level
+            phase = Phase(work["phase"])
+            rows = rows_of(phase, work["rows"], work["tokens"])
+            for key, bits in (("seconds", BITS), ("master_s", MASTER_BITS)):
+                work[key] /= busy_level(slowdown_of(measured, phase, bits).at(rows), share)
     file = report.parent / "leveled" / report.name
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(found))
@@ -229,8 +232,12 @@ def _leveled(report: Path, measured: LatencyTable) -> Path:
 
 def stage_shares(loops_s: Sequence[Sequence[float]], measured: LatencyTable) -> list[float]:
     """Return the share of a run in which each stage's core was disturbed."""
-    calm_s = float(dict(measured.provenance)["reference_s"])
-    return [disturbed_share([own], calm_s) for own in loops_s]
+    return [disturbed_share([own], calm_s_of(measured)) for own in loops_s]
+
+
+def calm_s_of(measured: LatencyTable) -> float:
+    """Return the loop's time on the calm level."""
+    return float(dict(measured.provenance)["reference_s"])
 
 
 def run_plan(strategy: Path, prompts: Path, watch: CoreWatch, error: float = 0.0) -> dict[str, Any]:
@@ -259,6 +266,7 @@ class Bench:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.root = folder
         self.costs = self._costs(["table.csv"] * STAGES)
+        self._by_state: dict[State, ClusterCosts] = {}
 
     def _costs(self, tables: Sequence[str]) -> ClusterCosts:
         """Return the costs of workers that take the times of a table each."""
@@ -272,28 +280,19 @@ class Bench:
             model, cluster, dtype="bfloat16", kv_bits=16, profile_dir=self.root / "links"
         )
 
-    def costs_of(self, loops_s: Sequence[Sequence[float]]) -> ClusterCosts:
-        """Return the costs on cores that were disturbed as the loops on them tell."""
-        shares = stage_shares(loops_s, read_latency_table(self.root / "measured.csv"))
-        calm = read_latency_table(self.root / "calm.csv")
-        names = [f"stage-{stage}.csv" for stage in range(len(shares))]
-        for name, share in zip(names, shares, strict=True):
-            write_latency_table(self.root / name, at_share(calm, share))
-        return self._costs(names)
+    def costs_of(self, state: State) -> ClusterCosts:
+        """Return the costs on cores of which some are disturbed all the time."""
+        if state not in self._by_state:
+            calm = read_latency_table(self.root / "calm.csv")
+            write_latency_table(self.root / "disturbed.csv", at_share(calm, 1.0))
+            tables = ["disturbed.csv" if one else "calm.csv" for one in state]
+            self._by_state[state] = self._costs(tables)
+        return self._by_state[state]
 
     def simulate(self, name: str, costs: ClusterCosts) -> SimReport:
         """Play the requests under the schedule that a run is called for."""
         plan, error = self.plan_of(name), BIN_RUNS.get(name, (0, 0.0))[1]
-        assert plan.schedule is not None
-        trace = self.many if name in BIN_RUNS else self.trace
-        sizes = plan.micro_batching
-        stages = len(plan.path(Phase.DECODE))
-        shape = PipelineShape(micro_batching=sizes, num_slots=SLOTS, num_stages=stages)
-        answers = [item.new_tokens for item in trace]
-        prompts = [item.prompt_tokens for item in trace]
-        predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
-        policy = make_policy(plan.schedule, shape, predictor)
-        return simulate(PlanCosts(plan, costs), policy, trace, num_slots=SLOTS)
+        return played(plan, costs, self.many if name in BIN_RUNS else self.trace, error)
 
     def plan_of(self, name: str) -> Plan:
         """Return what a run is called for; what is searched is searched once and kept."""
@@ -366,6 +365,23 @@ class Bench:
             self.folder.name, name, turn, f"{row['tokens_per_s']:.1f} tokens/s, 99 % in "
             f"{row['service_p99_s']:.2f} s", flush=True,
         )  # fmt: skip
+
+
+def played(
+    plan: Plan, costs: ClusterCosts, trace: Sequence[TraceRequest], error: float = 0.0
+) -> SimReport:
+    """Play requests under a plan's schedule, with lengths predicted with an error."""
+    assert plan.schedule is not None
+    shape = PipelineShape(
+        micro_batching=plan.micro_batching,
+        num_slots=SLOTS,
+        num_stages=len(plan.path(Phase.DECODE)),
+    )
+    answers = [item.new_tokens for item in trace]
+    prompts = [item.prompt_tokens for item in trace]
+    predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
+    policy = make_policy(plan.schedule, shape, predictor)
+    return simulate(PlanCosts(plan, costs), policy, trace, num_slots=SLOTS)
 
 
 def laws_of(task: str) -> tuple[LengthDistribution, LengthDistribution]:

@@ -2,10 +2,10 @@
 
     python benchmarks/policies_report.py FOLDER [--picture FILE.png]
 
-Each run is simulated at the levels that its cores had during it, with the table that every
-calibrating run has corrected; errors are medians over the turns. ``plain`` errors are those of the
-same table at the level of the calibrating runs, against the median of the turns. Gains are over
-static batches of the same turn.
+Each run is simulated with either core calm or disturbed, with the table that every calibrating run
+has corrected, and held against these in the shares of its time that it met them; errors are medians
+over the turns. ``plain`` errors are those of the same table at the level of the calibrating runs,
+against the median of the turns. Gains are over static batches of the same turn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from cores import state_shares
+from leveled import mixed
 from policies import (
     BIN_RUNS,
     POLICIES,
     TASKS,
     Bench,
     bound_runs,
+    calm_s_of,
     figures,
     recalibrate,
     stage_shares,
@@ -86,7 +89,12 @@ def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     if not found:
         return None
     plan = bench.plan_of(name)
-    by_run = [_played(bench, name, bench.costs_of(row["loops_s"])) for row in found.values()]
+    measured = read_latency_table(bench.root / "measured.csv")
+    shares = [state_shares(row["loops_s"], calm_s_of(measured)) for row in found.values()]
+    by_state = {
+        state: _played(bench, name, bench.costs_of(state)) for state in set().union(*shares)
+    }
+    by_run = [mixed(by_state, of_run) for of_run in shares]
     played = {key: median(one[key] for one in by_run) for key in by_run[0]}
     usual = _played(bench, name, bench.costs)
     made = {key: median(row[key] for row in found.values()) for key in played}
@@ -98,8 +106,7 @@ def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
         for key in kinds
     ]
     plain = [usual[key] / made[key] - 1 for key in kinds]
-    measured = read_latency_table(bench.root / "measured.csv")
-    shares = [fmean(stage_shares(row["loops_s"], measured)) for row in found.values()]
+    disturbed = [fmean(stage_shares(row["loops_s"], measured)) for row in found.values()]
     base = _runs(bench, _base_of(name))
     gains = [
         row["tokens_per_s"] / base[turn]["tokens_per_s"]
@@ -108,7 +115,7 @@ def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     ]
     bound_s = bench.bound_s(name)
     cells = [
-        words(plan), str(len(found)), ", ".join(f"{share:.0%}" for share in shares),
+        words(plan), str(len(found)), ", ".join(f"{share:.0%}" for share in disturbed),
         f"{made['tokens_per_s']:.0f}", f"{spread:.0%}", f"{played['tokens_per_s']:.0f}",
         f"{errors[0]:+.1%}", f"{plain[0]:+.1%}", f"{made['latency_s']:.2f}",
         f"{played['latency_s']:.2f}", f"{errors[1]:+.1%}",
