@@ -5,7 +5,8 @@
 Each run is simulated with either core calm or disturbed, with the table that every calibrating run
 has corrected, and held against these in the shares of its time that it met them; errors are medians
 over the turns. ``plain`` errors are those of the same table at the level of the calibrating runs,
-against the median of the turns. Gains are over static batches of the same turn.
+against the median of the turns. Gains are over static batches of the same turn; the last column has
+both brought to calm cores, in the mean of the turns.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from cores import state_shares
-from leveled import mixed
-from policies import (
+from leveled import State, mixed
+from policies_bench import (
     BIN_RUNS,
     POLICIES,
+    STAGES,
     TASKS,
     Bench,
     bound_runs,
-    calm_s_of,
     figures,
-    recalibrate,
-    stage_shares,
     words,
 )
+from policies_table import calm_s_of, recalibrate, stage_shares
 
 from llmpq.costmodel import ClusterCosts
 from llmpq.spec.tables import read_latency_table
@@ -38,6 +40,7 @@ from llmpq.spec.tables import read_latency_table
 HEAD = (
     "schedule", "runs", "disturbed", "tokens/s", "spread", "simulated", "error", "plain",
     "mean latency, s", "simulated", "error", "99 % in service, s", "bound, s", "gain in each turn",
+    "gain, as on calm cores",
 )  # fmt: skip
 ALL = (*POLICIES, *bound_runs(), *BIN_RUNS)
 
@@ -83,45 +86,80 @@ def tell(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
                           f"most {max(errors):.1%}")  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One run.
+
+    Attributes:
+        made: its figures.
+        played: simulated, in the states that its cores had.
+        calm_per_s: tokens a second, simulated on calm cores.
+        disturbed: share of the time, in the mean of its cores.
+    """
+
+    made: dict[str, float]
+    played: dict[str, float]
+    calm_per_s: float
+    disturbed: float
+
+    @property
+    def as_calm_per_s(self) -> float:
+        """Tokens a second as it had made them on calm cores."""
+        return self.made["tokens_per_s"] * self.calm_per_s / self.played["tokens_per_s"]
+
+
+@cache
+def turns_of(bench: Bench, name: str) -> dict[int, Turn]:
+    """Return what was run of a name, by turn."""
+    measured = read_latency_table(bench.root / "measured.csv")
+    found = _runs(bench, name)
+    shares = {
+        turn: state_shares(row["loops_s"], calm_s_of(measured)) for turn, row in found.items()
+    }
+    calm: State = (False,) * STAGES
+    states = {calm}.union(*shares.values()) if found else ()
+    by_state = {state: _played(bench, name, bench.costs_of(state)) for state in states}
+    return {
+        turn: Turn(
+            made=row,
+            played=mixed(by_state, shares[turn]),
+            calm_per_s=by_state[calm]["tokens_per_s"],
+            disturbed=fmean(stage_shares(row["loops_s"], measured)),
+        )
+        for turn, row in found.items()
+    }
+
+
 def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     """Return one run's medians and errors, and its line of the table."""
-    found = _runs(bench, name)
-    if not found:
+    turns = turns_of(bench, name)
+    if not turns:
         return None
-    plan = bench.plan_of(name)
-    measured = read_latency_table(bench.root / "measured.csv")
-    shares = [state_shares(row["loops_s"], calm_s_of(measured)) for row in found.values()]
-    by_state = {
-        state: _played(bench, name, bench.costs_of(state)) for state in set().union(*shares)
-    }
-    by_run = [mixed(by_state, of_run) for of_run in shares]
-    played = {key: median(one[key] for one in by_run) for key in by_run[0]}
-    usual = _played(bench, name, bench.costs)
-    made = {key: median(row[key] for row in found.values()) for key in played}
-    rates = [row["tokens_per_s"] for row in found.values()]
-    spread = (max(rates) - min(rates)) / made["tokens_per_s"]
     kinds = ("tokens_per_s", "latency_s", "service_p99_s")
+    played = {key: median(one.played[key] for one in turns.values()) for key in kinds}
+    made = {key: median(one.made[key] for one in turns.values()) for key in kinds}
+    usual = _played(bench, name, bench.costs)
+    rates = [one.made["tokens_per_s"] for one in turns.values()]
+    spread = (max(rates) - min(rates)) / made["tokens_per_s"]
     errors = [
-        median(one[key] / row[key] for one, row in zip(by_run, found.values(), strict=True)) - 1
-        for key in kinds
+        median(one.played[key] / one.made[key] for one in turns.values()) - 1 for key in kinds
     ]
     plain = [usual[key] / made[key] - 1 for key in kinds]
-    disturbed = [fmean(stage_shares(row["loops_s"], measured)) for row in found.values()]
-    base = _runs(bench, _base_of(name))
-    gains = [
-        row["tokens_per_s"] / base[turn]["tokens_per_s"]
-        for turn, row in found.items()
-        if turn in base
-    ]
+    base = turns_of(bench, _base_of(name))
+    pairs = [(one, base[turn]) for turn, one in turns.items() if turn in base]
+    gains = [one.made["tokens_per_s"] / other.made["tokens_per_s"] for one, other in pairs]
+    calm = [one.as_calm_per_s / other.as_calm_per_s for one, other in pairs]
     bound_s = bench.bound_s(name)
     cells = [
-        words(plan), str(len(found)), ", ".join(f"{share:.0%}" for share in disturbed),
+        words(bench.plan_of(name)), str(len(turns)),
+        ", ".join(f"{one.disturbed:.0%}" for one in turns.values()),
         f"{made['tokens_per_s']:.0f}", f"{spread:.0%}", f"{played['tokens_per_s']:.0f}",
         f"{errors[0]:+.1%}", f"{plain[0]:+.1%}", f"{made['latency_s']:.2f}",
         f"{played['latency_s']:.2f}", f"{errors[1]:+.1%}",
-        ", ".join(f"{row['service_p99_s']:.2f}" for row in found.values()),
+        ", ".join(f"{one.made['service_p99_s']:.2f}" for one in turns.values()),
         "" if bound_s is None else f"{bound_s:.2f}",
         ", ".join(f"{gain:.2f}" for gain in gains),
+        f"{fmean(calm):.2f}" if calm else "",
     ]  # fmt: skip
     return {"made": made, "played": played, "errors": errors, "plain": plain, "gains": gains,
             "text": " | ".join(cells)}  # fmt: skip
