@@ -337,6 +337,8 @@ def print_layers(rows: list[tuple[LatencySample, float]]) -> None:
             ]
             name = {None: "all", MASTER_BITS: "master"}.get(bits, bits)
             print(f"| {phase} | {name} | {len(chosen)} | {line_of(chosen)} |")
+    layers = [abs(guess / one.seconds - 1) for one, guess in rows if one.bits != MASTER_BITS]
+    print(f"| both | all | {len(layers)} | {line_of(layers)} |")
 
 
 def line_of(errors: list[float]) -> str:
