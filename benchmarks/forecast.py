@@ -446,6 +446,10 @@ def draw(
         axes.plot([low, high], [low, high], color="black", linewidth=0.8)
         axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
                           color="black", alpha=0.1, label="within 5 %")  # fmt: skip
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            if high < 10 * low:
+                axis.set_minor_formatter("{x:.1g}")
         axes.set_xlabel(f"measured, {unit}")
         axes.set_ylabel(f"predicted, {unit}")
         axes.legend(fontsize=7)

@@ -29,7 +29,8 @@ def calibrate(options: argparse.Namespace) -> None:
     """Run requests of one length in micro-batches of two sizes; correct the table by all so far."""
     folder = options.folder / "calibration"
     folder.mkdir(exist_ok=True)
-    number = len(list(folder.glob(f"*-{max(CALIBRATIONS)}.json")))
+    done = [int(file.stem.partition("-")[0]) for file in folder.glob("*-*.json")]
+    number = max(done, default=-1) + 1  # some may have been left out
     plan = read_plan(options.folder / "plan.json")
     for size, (count, new) in CALIBRATIONS.items():
         strategy, prompts = folder / f"plan{size}.json", folder / f"prompts{size}.jsonl"
