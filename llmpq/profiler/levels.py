@@ -65,8 +65,6 @@ class Slowdown:
         if len(near) < 2 or near[1][0] == rows:
             return near[-1][1] if near else 1.0
         (low, low_factor), (high, high_factor) = near
-        if rows > high:
-            return high_factor
         share = log(rows / low) / log(high / low)
         return low_factor + share * (high_factor - low_factor)
 
