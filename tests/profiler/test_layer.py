@@ -139,19 +139,26 @@ def test_a_settled_point_is_not_timed_again(job, monkeypatch):
 
 
 @pytest.fixture
-def often_disturbed(monkeypatch):
-    """A machine whose core is disturbed for three eighths of the time."""
-    machine = {"calls": 0, "slow": False}
+def machine(monkeypatch):
+    """A machine whose core is disturbed for three eighths of the time, and says when."""
+    found = {"calls": 0, "slow": False}
 
     def reference_s():
-        machine["calls"] += 1
-        machine["slow"] = machine["calls"] % 32 < 12
-        return 2.0 if machine["slow"] else 1.0
+        found["calls"] += 1
+        found["slow"] = found["calls"] % 32 < 12
+        return 2.0 if found["slow"] else 1.0
+
+    monkeypatch.setattr(layer_module, "reference_s", reference_s)
+    return found
+
+
+@pytest.fixture
+def often_disturbed(machine, monkeypatch):
+    """All trials take half as long again on its disturbed core."""
 
     def run(_, trial):
         return [Timing(trial=trial, seconds=1.5 if machine["slow"] else 1.0)]
 
-    monkeypatch.setattr(layer_module, "reference_s", reference_s)
     monkeypatch.setattr(Bench, "run", run)
 
 
@@ -177,19 +184,11 @@ def test_a_table_holds_what_a_run_meets_in_the_mean(job, often_disturbed):
     assert all(1.1 < value < 1.3 for value in slack.values())  # 3 of 8 are disturbed: 1.19
 
 
-def test_shapes_that_suffer_more_lie_further_above_the_calm_level(job, monkeypatch):
-    machine = {"calls": 0, "slow": False}
-
-    def reference_s():
-        machine["calls"] += 1
-        machine["slow"] = machine["calls"] % 32 < 12
-        return 2.0 if machine["slow"] else 1.0
-
+def test_shapes_that_suffer_more_lie_further_above_the_calm_level(job, machine, monkeypatch):
     def run(_, trial):
         factor = 1.6 if trial.shape.rows == 1 else 1.1
         return [Timing(trial=trial, seconds=factor if machine["slow"] else 1.0)]
 
-    monkeypatch.setattr(layer_module, "reference_s", reference_s)
     monkeypatch.setattr(Bench, "run", run)
     shapes = tuple(Shape(phase=Phase.DECODE, batch=batch, tokens=tokens)
                    for batch in (1, 64) for tokens in range(2, 12))  # fmt: skip
