@@ -6,7 +6,7 @@ times as long, a decode step 1.4 to 1.6 times, a long prefill 1.25 times, and th
 between. Medians over such timings are of either level, as it happens. So a loop that tells the
 level is timed before and after each trial, how much slower each kind of trial is on the disturbed
 level is estimated from trials met on both, and every timing is brought to the calm level. Few rows
-suffer most (two by half, sixteen by a sixth), so that is estimated by rows.
+suffer most (two by half, sixteen by a fifth), so that is estimated by rows.
 
 This module refuses to time anything.
 """
