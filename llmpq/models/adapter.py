@@ -166,9 +166,14 @@ def build_layer(config: PreTrainedConfig, index: int) -> nn.Module:
     return layer.eval().requires_grad_(False)
 
 
-def build_rotary(config: PreTrainedConfig) -> nn.Module | None:
-    """Build the family's rotary embedding with real buffers, or ``None`` when it has none."""
-    template = getattr(Skeleton.of(config).decoder, "rotary_emb", None)
+def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> nn.Module | None:
+    """Build the family's rotary embedding with real buffers, or ``None`` when it has none.
+
+    Args:
+        config: from :func:`load_config`.
+        skeleton: of ``config``, where the caller has it; else it is made.
+    """
+    template = getattr((skeleton or Skeleton.of(config)).decoder, "rotary_emb", None)
     if template is None:
         return None
     rotary: nn.Module = type(template)(config)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
 from llmpq.models.activation import install_blocks
-from llmpq.models.adapter import build_rotary, takes
+from llmpq.models.adapter import Skeleton, build_rotary, takes
 from llmpq.models.alibi import alibi_bias, install_alibi
 from llmpq.models.attention import (
     KVStore,
@@ -44,16 +44,21 @@ class DecoderStage(nn.Module):
         config: from ``load_config``; of the whole model.
         layers: from ``build_layer`` in order, weights loaded.
         first_layer: index of ``layers[0]`` in the whole model.
+        skeleton: the model's map, where the caller has it; else it is made, in 5 ms.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, layers: Sequence[nn.Module], first_layer: int
+        self,
+        config: PreTrainedConfig,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        skeleton: Skeleton | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.first_layer = first_layer
         self.layers = nn.ModuleList(layers)
-        rotary = build_rotary(config)
+        rotary = build_rotary(config, skeleton)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
         family = family_of(config.model_type)
         self._has_alibi = family.alibi

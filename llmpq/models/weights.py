@@ -40,6 +40,7 @@ class Checkpoint:
 
     Attributes:
         config: of the whole model.
+        skeleton: the map of its model's parts.
         tensors: the files themselves, for readers of other layouts.
 
     Raises:
@@ -48,7 +49,7 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path | str) -> None:
         self.directory = Path(model_dir)
-        self.config, self._skeleton = load_skeleton(self.directory)
+        self.config, self.skeleton = load_skeleton(self.directory)
         self.tensors = TensorFiles(self.directory)
         self._root = self._find_root()
 
@@ -90,26 +91,26 @@ class Checkpoint:
         if not 0 <= index < self.config.num_hidden_layers:
             raise SpecError(f"layer {index}: expected one of [0, {self.config.num_hidden_layers})")
         with torch.device("meta"):
-            layer = self._skeleton.layer_class(self.config, index)
+            layer = self.skeleton.layer_class(self.config, index)
         return layer.eval().requires_grad_(False)
 
     @property
     def layers_name(self) -> str:
         """What the model calls its list of decoder layers, such as ``layers``."""
-        return self._skeleton.layers_name
+        return self.skeleton.layers_name
 
     def layer_prefix(self, index: int) -> str:
         """What the stored names of decoder layer ``index`` begin with."""
-        return f"{self._root}{self._skeleton.layers_name}.{index}."
+        return f"{self._root}{self.skeleton.layers_name}.{index}."
 
     def module_name(self, stored: str) -> str:
         """What the whole model of transformers calls a stored tensor; others keep their names.
 
         The two differ where a checkpoint was saved without the head's model around the decoder.
         """
-        path = self._skeleton.decoder_path
+        path = self.skeleton.decoder_path
         root = f"{path}." if path else ""
-        heads = (self._skeleton.head_path, self._skeleton.family.stored_head or "lm_head")
+        heads = (self.skeleton.head_path, self.skeleton.family.stored_head or "lm_head")
         is_head = any(stored.startswith(f"{head}.") for head in heads)
         if self._root == root or is_head or not stored.startswith(self._root):
             return stored
@@ -199,10 +200,10 @@ class Checkpoint:
 
     def _find_root(self) -> str:
         """Prefix of the decoder's tensors: checkpoints of base models lack some of the path."""
-        parts = [part for part in self._skeleton.decoder_path.split(".") if part]
+        parts = [part for part in self.skeleton.decoder_path.split(".") if part]
         roots = ["".join(f"{part}." for part in parts[i:]) for i in range(len(parts) + 1)]
         roots += [f"model.{root}" for root in roots]
-        layers = self._skeleton.layers_name
+        layers = self.skeleton.layers_name
         for root in roots:
             if any(name.startswith(f"{root}{layers}.") for name in self.tensors.names):
                 return root
@@ -213,8 +214,8 @@ class Checkpoint:
 
     def _find_head(self, suffix: str) -> str:
         """Name of the head's tensor: the library's own, a family's other one, or a wrapped one."""
-        head = self._skeleton.head_path
+        head = self.skeleton.head_path
         names = [f"{head}.{suffix}", f"model.{head}.{suffix}"]
-        if self._skeleton.family.stored_head is not None:
-            names.insert(0, f"{self._skeleton.family.stored_head}.{suffix}")
+        if self.skeleton.family.stored_head is not None:
+            names.insert(0, f"{self.skeleton.family.stored_head}.{suffix}")
         return next((name for name in names if name in self.tensors), names[0])

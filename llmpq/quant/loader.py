@@ -115,7 +115,8 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         run_pipeline(pieces(), bench.work, bench.place, budget=budget, scope=transfer.scope)
     for layer in bench.layers:
         fuse_norms_(layer)
-    return DecoderStage(checkpoint.config, bench.layers, first_layer).to(device)
+    stage = DecoderStage(checkpoint.config, bench.layers, first_layer, checkpoint.skeleton)
+    return stage.to(device)
 
 
 def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> Master:

@@ -70,6 +70,22 @@ def test_no_drawn_weight_gives_other_bits(weight, bits, symmetric, scale_dtype):
     assert_same(weight, precision, scale_dtype)
 
 
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("exponent", [-110, -62, -58, -20, 0, 58, 62, 100])
+def test_weights_beside_halves_of_steps_are_rounded_as_by_division(exponent, scale_dtype):
+    # Multiplying by a reciprocal alone takes some of these to the wrong side.
+    drawn = torch.Generator().manual_seed(exponent)
+    step = torch.rand(64, 1, generator=drawn) + 1  # [N, 1]
+    halves = torch.randint(-7, 8, (64, 64), generator=drawn) + 0.5  # [N, K]
+    units = torch.randint(-3, 4, (64, 64), generator=drawn, dtype=torch.int32)
+    beside = (step.to(torch.bfloat16).to(torch.float32) * halves).view(torch.int32) + units
+    weight = beside.view(torch.float32) * 2.0**exponent
+    for bits, group, symmetric in product(PACKED_BITS, (16, 64), (True, False)):
+        precision = Precision(bits=bits, group_size=group, symmetric=symmetric)
+        if scale_dtype != torch.float16 or abs(exponent) < 20:
+            assert_same(weight, precision, scale_dtype)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3.0e38])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_what_cannot_be_rounded_is_refused_in_words(wrong, symmetric):

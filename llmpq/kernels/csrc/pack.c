@@ -1,5 +1,5 @@
 /* From rows of packed codes, each a little-endian bit stream, to tiles. */
-#include "kernels.h"
+#include "lanes.h"
 
 typedef struct {
     const uint8_t *codes;
@@ -8,10 +8,10 @@ typedef struct {
     int32_t bits;
 } Packing;
 
-/* One word of each of 16 rows. */
-INLINE v16u words_of(const uint8_t *from, int64_t row_bytes) {
-    v16u words;
-    for (int r = 0; r < TILE_ROWS; r++) {
+/* One word of each of some rows. */
+INLINE vu words_of(const uint8_t *from, int64_t row_bytes) {
+    vu words;
+    for (int r = 0; r < LANES; r++) {
         uint32_t word;
         memcpy(&word, from + r * row_bytes, sizeof word);
         words[r] = word;
@@ -19,24 +19,24 @@ INLINE v16u words_of(const uint8_t *from, int64_t row_bytes) {
     return words;
 }
 
-INLINE void put_words(uint8_t *to, v16u words) {
+INLINE void put_words(uint8_t *to, vu words) {
     memcpy(to, &words, sizeof words);
 }
 
 /* The even nibbles of every word into its low half, the odd ones into its high half. */
-INLINE v16u parted(v16u words) {
-    v16u even = words & 0x0F0F0F0F, odd = words >> 4 & 0x0F0F0F0F;
+INLINE vu parted(vu words) {
+    vu even = words & 0x0F0F0F0F, odd = words >> 4 & 0x0F0F0F0F;
     even = (even | even >> 4) & 0x00FF00FF, odd = (odd | odd >> 4) & 0x00FF00FF;
     return ((even | even >> 8) & 0xFFFF) | (odd | odd >> 8) << 16;
 }
 
 /* Pair p of columns at bit 3 (p % 5) of half lanes of vector p / 5, pair 15 in the bits left over. */
 INLINE void part_by_three(const uint8_t *from, int64_t row_bytes, uint8_t *to) {
-    v16u word[3], lane[3] = {{0}, {0}, {0}};
+    vu word[3], lane[3] = {{0}, {0}, {0}};
     for (int i = 0; i < 3; i++) word[i] = words_of(from + 4 * i, row_bytes);
     for (int k = 0; k < TILE_COLUMNS; k++) {
         int at = 3 * k / 32, shift = 3 * k % 32, pair = k / 2, half = k % 2 * 16;
-        v16u q = word[at] >> shift;
+        vu q = word[at] >> shift;
         if (shift > 29) q |= word[at + 1] << (32 - shift);
         q &= 7;
         if (pair < 15)
@@ -47,19 +47,27 @@ INLINE void part_by_three(const uint8_t *from, int64_t row_bytes, uint8_t *to) {
     for (int i = 0; i < 3; i++) put_words(to + 64 * i, lane[i]);
 }
 
+/* The next bytes of 16 rows, as many rows at once as a vector holds. */
+INLINE void pack_words(const uint8_t *from, int64_t row_bytes, uint8_t *to, const int bits) {
+    for (int row = 0; row < TILE_ROWS; row += LANES, from += LANES * row_bytes, to += VECTOR_BYTES) {
+        if (bits == 3) part_by_three(from, row_bytes, to);
+        else if (bits == 4) put_words(to, parted(words_of(from, row_bytes)));
+        else put_words(to, words_of(from, row_bytes));
+    }
+}
+
+INLINE void pack_row(const uint8_t *from, int64_t row_bytes, uint8_t *to, const int bits) {
+    const int step = bits == 3 ? 12 : 4; /* bytes that fill whole vectors */
+    for (int64_t byte = 0; byte < row_bytes; byte += step)
+        pack_words(from + byte, row_bytes, to + TILE_ROWS * byte, bits);
+}
+
 static void pack_rows(void *data, int64_t item) {
     const Packing *p = data;
-    int64_t row_bytes = p->columns * p->bits / 8;
-    const uint8_t *from = p->codes + item * TILE_ROWS * row_bytes;
-    uint8_t *to = p->tiles + item * TILE_ROWS * row_bytes;
-    if (p->bits == 3)
-        for (int64_t byte = 0; byte < row_bytes; byte += 12)
-            part_by_three(from + byte, row_bytes, to + TILE_ROWS * byte);
-    else
-        for (int64_t byte = 0; byte < row_bytes; byte += 4) {
-            v16u words = words_of(from + byte, row_bytes);
-            put_words(to + TILE_ROWS * byte, p->bits == 4 ? parted(words) : words);
-        }
+    int64_t row_bytes = p->columns * p->bits / 8, at = item * TILE_ROWS * row_bytes;
+    if (p->bits == 3) pack_row(p->codes + at, row_bytes, p->tiles + at, 3);
+    else if (p->bits == 4) pack_row(p->codes + at, row_bytes, p->tiles + at, 4);
+    else pack_row(p->codes + at, row_bytes, p->tiles + at, 8);
 }
 
 void kernels_pack(const uint8_t *codes, uint8_t *tiles, int64_t rows, int64_t columns, int bits,

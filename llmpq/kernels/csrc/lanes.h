@@ -1,0 +1,138 @@
+/* Vectors as wide as the processor's own, and what the compiler has to be told of them: it would take
+ * wider ones apart number by number. */
+#ifndef LLMPQ_LANES_H
+#define LLMPQ_LANES_H
+
+#include "kernels.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__AVX2__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+enum { VECTOR_BYTES = 4 * LANES };
+
+typedef float vf __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint64_t vl __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+/* Whether a b + c is rounded once. */
+#ifdef __FMA__
+enum { FUSES = 1 };
+#else
+enum { FUSES = 0 };
+#endif
+
+/* 0, 1, 2, ... */
+INLINE vi lane_numbers(void) {
+    vi lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    return lane;
+}
+
+/* a where `is` says so, else b. */
+INLINE vf either(vi is, vf a, vf b) {
+    return (vf)((is & (vi)a) | (~is & (vi)b));
+}
+
+/* Of two numbers that are none, or of two zeros: b. */
+INLINE vf greater(vf a, vf b) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return either(a > b, a, b);
+#endif
+}
+
+/* Whole numbers brought to no less than `low` and no more than `high`. */
+INLINE vi within(vi value, int low, int high) {
+    const vi none = {0}, least = none + low, most = none + high;
+#if defined(__AVX512F__)
+    return (vi)_mm512_min_epi32(_mm512_max_epi32((__m512i)value, (__m512i)least), (__m512i)most);
+#elif defined(__AVX2__)
+    return (vi)_mm256_min_epi32(_mm256_max_epi32((__m256i)value, (__m256i)least), (__m256i)most);
+#else
+    value = (vi)either(value > least, (vf)value, (vf)least);
+    return (vi)either(value < most, (vf)value, (vf)most);
+#endif
+}
+
+/* a b + c; where FUSES says so rounded once, elsewhere as it comes. */
+INLINE vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* Numbers of a stored type, from place `at` on. */
+INLINE vf load_lanes(const void *from, int64_t at, const int type) {
+    vf wide;
+    vh narrow;
+    if (type == TYPE_F32) {
+        memcpy(&wide, (const float *)from + at, sizeof wide);
+        return wide;
+    }
+    memcpy(&narrow, (const uint16_t *)from + at, sizeof narrow);
+    if (type == TYPE_BF16) return (vf)(__builtin_convertvector(narrow, vu) << 16);
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)narrow);
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps((__m128i)narrow);
+#else
+    for (int i = 0; i < LANES; i++) {
+        _Float16 number;
+        memcpy(&number, (const uint16_t *)from + at + i, sizeof number);
+        wide[i] = (float)number;
+    }
+    return wide;
+#endif
+}
+
+/* The nearest numbers of a type, as their bits. */
+INLINE vu typed_bits(vf value, int type) {
+    vu bits = (vu)value;
+    if (type == TYPE_F32) return bits;
+    if (type == TYPE_BF16) return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+#if defined(__AVX512F__)
+    return __builtin_convertvector((vh)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT), vu);
+#elif defined(__F16C__)
+    return __builtin_convertvector((vh)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT), vu);
+#else
+    for (int i = 0; i < LANES; i++) {
+        _Float16 narrow = (_Float16)value[i];
+        uint16_t half;
+        memcpy(&half, &narrow, sizeof half);
+        bits[i] = half;
+    }
+    return bits;
+#endif
+}
+
+INLINE vf typed_value(vu bits, int type) {
+    if (type == TYPE_F32) return (vf)bits;
+    vh narrow = __builtin_convertvector(bits, vh);
+    return load_lanes(&narrow, 0, type);
+}
+
+/* The first `count` of them. */
+INLINE void store_typed(void *to, int64_t at, int64_t count, vu bits, int type) {
+    vh narrow = __builtin_convertvector(bits, vh);
+    if (type == TYPE_F32) memcpy((uint32_t *)to + at, &bits, (size_t)count * 4);
+    else memcpy((uint16_t *)to + at, &narrow, (size_t)count * 2);
+}
+
+#endif
