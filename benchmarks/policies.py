@@ -1,11 +1,11 @@
 """Batching policies on the real pipeline of this machine: simulated against measured, and gains.
 
-    python benchmarks/policies.py FOLDER model table plan calibrate calibrate           # 3 minutes
-    python benchmarks/policies.py FOLDER runs --turn 0 --seconds 570                    # 7 minutes
+    python benchmarks/policies.py FOLDER model table plan calibrate calibrate           # 4 minutes
+    python benchmarks/policies.py FOLDER runs --turn 0 --seconds 570                    # 9 minutes
     python benchmarks/policies.py FOLDER search                                         # 90 seconds
-    python benchmarks/policies.py FOLDER bounds --turn 0 --seconds 570                  # 6 minutes
-    python benchmarks/policies.py FOLDER runs --turn 1 --seconds 570                    # 7 minutes
-    python benchmarks/policies.py FOLDER runs --turn 2 --seconds 570                    # 7 minutes
+    python benchmarks/policies.py FOLDER bounds --turn 0 --seconds 570                  # 7 minutes
+    python benchmarks/policies.py FOLDER runs --turn 1 --seconds 570                    # 9 minutes
+    python benchmarks/policies.py FOLDER runs --turn 2 --tasks S --policies static rra  # 90 seconds
     python benchmarks/policies.py FOLDER bounds bins --turn 1 --seconds 590             # 9 minutes
     python benchmarks/policies_report.py FOLDER --picture FILE.png
 
@@ -86,6 +86,8 @@ def main() -> int:
     parser.add_argument("steps", nargs="+", choices=steps)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of a table")
     parser.add_argument("--turn", type=int, default=0, help="which run of each")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--seconds", type=float, default=500.0, help="of all that is run now")
     options = parser.parse_args()
     options.until_s = time.perf_counter() + options.seconds
@@ -135,7 +137,7 @@ def make_plan(options: argparse.Namespace) -> None:
 
 def search(options: argparse.Namespace) -> None:
     """Search schedules, so that no run waits for it: those of a bound behind the first turn."""
-    for task in TASKS:
+    for task in options.tasks:
         bench = Bench(options.folder, task)
         is_known = (bench.folder / f"{POLICIES[-1]}-0.json").exists()
         for name in (*POLICIES, *(bound_runs() if is_known else ())):
@@ -143,13 +145,13 @@ def search(options: argparse.Namespace) -> None:
 
 
 def run_policies(options: argparse.Namespace) -> None:
-    """Run every policy without a bound, on every task."""
-    _run_all(options, TASKS, POLICIES)
+    """Run policies without a bound."""
+    _run_all(options, options.tasks, options.policies)
 
 
 def run_bounds(options: argparse.Namespace) -> None:
     """Run smaller static batches, and what is fastest within their latency."""
-    _run_all(options, TASKS, tuple(bound_runs()))
+    _run_all(options, options.tasks, tuple(bound_runs()))
 
 
 def run_bins(options: argparse.Namespace) -> None:

@@ -45,8 +45,10 @@ TASKS = {
 }
 """Mean, standard deviation and longest of prompts and answers."""
 ANSWERS_BY = {"S": 1, "T": 2, "C1": 1}
-REQUESTS = {"S": 320, "T": 160, "C1": 200}
-"""Enough to fill the slots five to ten times: what fills and drains the pipeline counts little."""
+REQUESTS = {"S": 640, "T": 160, "C1": 200}
+"""Slots are filled twenty times with the shortest answers, five with others. While the last end,
+slots are empty: 5 % of a run of 320 of S under schedules that fill them, nothing of static batches.
+"""
 POLICIES = ("static", "hybrid", "iteration", "rra", "waa", "multibin")
 BOUND_BATCHES = (24, 16)
 """Static batches whose own latency is a bound; a batch of all slots is no bound."""
