@@ -113,8 +113,6 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     bench = _Bench(reader=reader, total=len(bits), progress=progress)
     with bench.keeper:
         run_pipeline(pieces(), bench.work, bench.place, budget=budget, scope=transfer.scope)
-    for layer in bench.layers:
-        fuse_norms_(layer)
     stage = DecoderStage(checkpoint.config, bench.layers, first_layer, checkpoint.skeleton)
     return stage.to(device)
 
@@ -276,6 +274,7 @@ class _Bench:
         layer = job.assembly.finish()
         if job.precision.bits == 16:
             quantize_layer_(layer, 16, self.reader.dtype, backend=self.reader.backend)
+        fuse_norms_(layer)
         self.layers.append(layer)
         if self.progress is not None:
             origin = f", {job.origin}" if job.origin else ""

@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,29 @@ def test_the_file_may_end_before(opened):
     assert bytes(pages[:done]) == content[:done]
 
 
+@pytest.fixture(params=["counted", "probed"])
+def way(request, monkeypatch):
+    """Ask for the page cache in each of the two ways."""
+    if request.param == "probed":
+        monkeypatch.setattr(direct, "_CAN_COUNT", False)
+        return
+    with Path(__file__).open("rb") as file:
+        if direct._cached_pages(file.fileno(), 0, 1) is None:
+            pytest.skip("this system does not count pages of the cache")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("begin", [0, PAGE_BYTES - 1, 5 * PAGE_BYTES + 10])
+@pytest.mark.parametrize(("kept", "expected"), [(0.25, False), (0.75, True)])
+def test_most_pages_decide_what_is_cached(opened, begin, kept, expected):
+    _, descriptor = opened
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # or pages beyond are read as well
+    nbytes = SIZE - begin
+    os.pread(descriptor, int(kept * nbytes), begin)
+    assert is_cached(descriptor, begin, nbytes) is expected
+
+
+@pytest.mark.usefixtures("way")
 def test_what_is_cached_is_not_read_from_the_disk(opened):
     _, descriptor = opened
     assert not is_cached(descriptor, 0, SIZE)
