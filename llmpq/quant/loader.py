@@ -152,8 +152,8 @@ class _Bench:
     filling: TiledWeight | None = None
     stored: int = 0
 
-    def work(self, piece: Piece) -> Piece | _Placeable | _Installable:
-        """Cast what stays, quantize what does not."""
+    def work(self, piece: Piece, has_time: bool) -> Piece | _Placeable | _Installable | _Rows:
+        """Cast what stays, quantize what does not; ``has_time`` when nothing else is waiting."""
         if isinstance(piece, Mapped):
             return replace(piece, matrices=[self._sound(one) for one in piece.matrices])
         if isinstance(piece, Plain):
@@ -164,7 +164,10 @@ class _Bench:
         if isinstance(piece, Lost):
             piece = piece.read()
         if isinstance(piece, Raw):
-            return self._quantized(piece)
+            ready = self._quantized(piece)
+            return (
+                ready if piece.first_row is None else self._rows(ready, piece.first_row, has_time)
+            )
         if isinstance(piece, Ready) and not piece.is_lasting:
             piece = replace(piece, packed=piece.packed.to(self.reader.device))
             self.stored += 1
@@ -176,12 +179,16 @@ class _Bench:
                 )
         return piece
 
-    def place(self, piece: Piece | _Placeable | _Installable) -> None:
+    def place(self, piece: Piece | _Placeable | _Installable | _Rows) -> None:
         """Put a piece where it belongs, and its bytes back into the budget."""
         if isinstance(piece, _Placeable):
             piece.job.assembly.fill({piece.key: piece.tensor})
         elif isinstance(piece, Ready):
             self._install(piece)
+        elif isinstance(piece, _Rows):
+            self._bring(piece)
+            if piece.is_last:
+                self._install(piece.whole())
         elif isinstance(piece, Mapped):
             for one in piece.matrices:
                 assert isinstance(one, Ready)
@@ -212,28 +219,48 @@ class _Bench:
             raise SpecError(f"{piece.where}: {error}") from error
         del weight  # before its bytes are given back
         self.reader.budget.give(piece.held_bytes - packed.nbytes)
-        return Ready(
-            job=piece.job,
-            matrix=piece.matrix,
-            packed=packed,
-            held_bytes=packed.nbytes,
-            first_row=piece.first_row,
+        return Ready(job=piece.job, matrix=piece.matrix, packed=packed, held_bytes=packed.nbytes)
+
+    def _rows(self, ready: Ready, first_row: int, has_time: bool) -> _Rows:
+        """Bring a block of rows into tiles, unless another one waits for this thread.
+
+        Whoever does it all has its codes in his core's cache, and a core that does nothing
+        meanwhile is one that the disk's answers need not wait for.
+        """
+        matrix, block = ready.matrix, ready.packed
+        assert isinstance(block, PackedWeight)
+        if first_row == 0:
+            shape = (matrix.out_features, matrix.in_features)
+            self.filling = TiledWeight.empty(*shape, block.precision, block.dtype)
+        assert self.filling is not None
+        rows = _Rows(
+            job=ready.job,
+            matrix=matrix,
+            tiled=self.filling,
+            first_row=first_row,
+            end_row=first_row + block.out_features,
+            block=block,
+            held_bytes=ready.held_bytes,
         )
+        if has_time:
+            self._bring(rows)
+        return rows
+
+    def _bring(self, rows: _Rows) -> None:
+        """Bring rows into tiles, if nobody has done so."""
+        if rows.block is not None:
+            rows.tiled.put_rows(rows.first_row, rows.block)
+            rows.block = None
+            self.reader.budget.give(rows.held_bytes)
+            rows.held_bytes = 0
 
     def _install(self, piece: Ready) -> None:
-        """Put in a matrix, once all of its rows have come."""
         matrix, job, packed = piece.matrix, piece.job, piece.packed
-        if piece.first_row is not None:
-            tiled = self._with_rows(piece)
-            if tiled is None:
-                return
-            packed = tiled
         if job.begin_entry is not None:  # the first matrix of a new entry
             self.keeper.begin(job.begin_entry)
             job.begin_entry = None
         self.keeper.add(matrix.name, packed)
-        is_lasting = piece.is_lasting or piece.first_row is not None
-        if isinstance(packed, TiledWeight) and is_lasting:
+        if isinstance(packed, TiledWeight) and piece.is_lasting:
             self._put(piece, job.assembly.adopt(packed))
         else:
             self._put(piece, job.assembly.linear(packed))
@@ -241,21 +268,6 @@ class _Bench:
     def _put(self, piece: Ready | _Installable, linear: QuantLinear) -> None:
         piece.job.made[piece.matrix.name] = linear
         piece.job.assembly.install(piece.matrix, linear)
-
-    def _with_rows(self, piece: Ready) -> TiledWeight | None:
-        """Bring rows into tiles, for good; return the matrix with its last ones."""
-        matrix, block, first_row = piece.matrix, piece.packed, piece.first_row
-        assert isinstance(block, PackedWeight)
-        assert first_row is not None
-        if self.filling is None:
-            shape = (matrix.out_features, matrix.in_features)
-            self.filling = TiledWeight.empty(*shape, block.precision, block.dtype)
-        filling = self.filling
-        filling.put_rows(first_row, block)
-        if first_row + block.out_features < matrix.out_features:
-            return None
-        self.filling = None
-        return filling
 
     def _repair(self, job: LayerJob) -> None:
         """Write an entry anew that was found damaged; rows are dropped already, tiles are here."""
@@ -290,6 +302,38 @@ class _Placeable:
     key: str
     tensor: Tensor
     held_bytes: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Rows:
+    """Rows of a matrix on their way into its tiles, or there already.
+
+    Attributes:
+        job: the layer.
+        matrix: whose rows they are.
+        tiled: all of it, for good.
+        first_row: of these.
+        end_row: behind the last of these.
+        block: their codes; ``None`` once they are in tiles.
+        held_bytes: to be given back.
+    """
+
+    job: LayerJob
+    matrix: Matrix
+    tiled: TiledWeight
+    first_row: int
+    end_row: int
+    block: PackedWeight | None
+    held_bytes: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.end_row == self.matrix.out_features
+
+    def whole(self) -> Ready:
+        return Ready(
+            job=self.job, matrix=self.matrix, packed=self.tiled, held_bytes=0, is_lasting=True
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -74,14 +74,13 @@ class Raw:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """A quantized matrix, or the rows of one that go into tiles from ``first_row`` on.
+    """A quantized matrix.
 
     Attributes:
         job: its layer.
         matrix: which.
         packed: its codes; in borrowed memory unless ``is_lasting``.
         held_bytes: to be given back.
-        first_row: of the block of rows; ``None`` when this is all of it.
         is_lasting: it is in tiles which may stay where they are.
     """
 
@@ -89,7 +88,6 @@ class Ready:
     matrix: Matrix
     packed: PackedWeight | TiledWeight
     held_bytes: int
-    first_row: int | None = None
     is_lasting: bool = False
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -123,7 +124,7 @@ class _Failure:
 
 def run_pipeline(
     pieces: Iterator[Callable[[], In]],
-    work: Callable[[In], Out],
+    work: Callable[[In, bool], Out],
     place: Callable[[Out], None],
     *,
     budget: Budget,
@@ -134,7 +135,8 @@ def run_pipeline(
     Args:
         pieces: yields what reads each piece, having taken its bytes from ``budget``; runs in a
             thread of its own. The readings themselves run in two threads, each begun in order.
-        work: runs in the calling thread.
+        work: runs in the calling thread; told whether no other piece has been read by now, so that
+            it has time to do what could be left to ``place``.
         place: runs in a thread of its own; gives the bytes back.
         budget: closed when anything fails.
         scope: entered by each thread: the device that is its current one.
@@ -147,9 +149,13 @@ def run_pipeline(
     failure = _Failure(budget)
     reading = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="load-disk")
 
+    waiting: deque[None] = deque()  # as many as there are pieces read and not worked on
+
     def scoped(piece: Callable[[], In]) -> In:
         with scope():
-            return piece()
+            found = piece()
+        waiting.append(None)
+        return found
 
     def begin_all() -> None:
         with failure.noted(), scope():
@@ -175,8 +181,10 @@ def run_pipeline(
     with failure.noted(), scope():
         for future in read:
             failure.check()
-            worked.put(work(future.result()))
-            del future
+            piece = future.result()
+            waiting.pop()
+            worked.put(work(piece, not waiting))
+            del future, piece
     worked.close()
     for thread in threads:
         thread.join()

@@ -19,7 +19,7 @@ def numbers(count, budget, held=0):
 def test_pieces_arrive_in_order():
     placed = []
     budget = Budget(10)
-    run_pipeline(numbers(100, budget), lambda n: n * n, placed.append, budget=budget)
+    run_pipeline(numbers(100, budget), lambda n, _: n * n, placed.append, budget=budget)
     assert placed == [n * n for n in range(100)]
 
 
@@ -29,7 +29,7 @@ def test_never_more_under_way_than_the_budget():
     def place(_):
         budget.give(3)
 
-    run_pipeline(numbers(200, budget, held=3), lambda n: n, place, budget=budget)
+    run_pipeline(numbers(200, budget, held=3), lambda n, _: n, place, budget=budget)
     assert 3 <= budget.high_water_bytes <= 9
 
 
@@ -43,7 +43,7 @@ def test_the_three_work_at_the_same_time():
             together.wait()
         return number
 
-    def work(number):
+    def work(number, _):
         if number == 1:
             together.wait()
         return number
@@ -69,8 +69,26 @@ def test_two_readings_are_under_way_and_arrive_in_order():
 
     placed = []
     pieces = (partial(read, number) for number in range(2))
-    run_pipeline(pieces, lambda n: n, placed.append, budget=Budget(1))
+    run_pipeline(pieces, lambda n, _: n, placed.append, budget=Budget(1))
     assert placed == [0, 1]
+
+
+def test_work_is_told_whether_another_piece_is_waiting():
+    """Reading 0 ends once 1 has been read, as its thread began 2; behind 2 nothing is left."""
+    third_has_begun = threading.Event()
+
+    def read(number):
+        if number == 0:
+            assert third_has_begun.wait(LIMIT_S)
+        if number == 2:
+            third_has_begun.set()
+        return number
+
+    told = {}
+    pieces = (partial(read, number) for number in range(3))
+    run_pipeline(pieces, told.__setitem__, lambda _: None, budget=Budget(1))
+    assert not told[0]
+    assert told[2]
 
 
 def test_a_piece_larger_than_the_budget_goes_alone():
@@ -82,7 +100,7 @@ def test_a_piece_larger_than_the_budget_goes_alone():
             budget.take(size)
             yield partial(int, size)
 
-    run_pipeline(read(), lambda size: size, budget.give, budget=budget)
+    run_pipeline(read(), lambda size, _: size, budget.give, budget=budget)
     assert budget.high_water_bytes == 25
 
 
@@ -106,7 +124,7 @@ def test_the_first_error_comes_out_and_every_thread_ends(where):
         budget.give(1)
 
     with pytest.raises(ValueError, match=f"{where} failed"):
-        run_pipeline(read(), lambda n: fail("work", n), place, budget=budget)
+        run_pipeline(read(), lambda n, _: fail("work", n), place, budget=budget)
     assert threading.active_count() == before
 
 
