@@ -19,6 +19,7 @@ from llmpq.quant import (
     QuantLinear,
     entry_file,
     layer_source,
+    loader,
     quantize_layer_,
     rtn,
     stored_bytes,
@@ -198,8 +199,18 @@ def test_the_second_start_quantizes_nothing(tiny_model, store, family):
     assert same_weights(first, second)
 
 
+@pytest.mark.parametrize(
+    "has_time", [lambda: True, lambda: False, itertools.cycle([0, 1]).__next__]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_rows_make_the_matrix_of_one_piece(tiny_model, store, monkeypatch, dtype):
+def test_blocks_of_rows_make_the_matrix_of_one_piece(
+    tiny_model, store, monkeypatch, dtype, has_time
+):
+    """Whichever thread brings them into tiles, or both in turn."""
+    work = loader._Bench.work
+    monkeypatch.setattr(
+        loader._Bench, "work", lambda self, piece, _: work(self, piece, bool(has_time()))
+    )
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     whole, _ = load_telling(model_dir, store, dtype=dtype)
     monkeypatch.setattr(layer_source, "_BLOCK_BYTES", 5000)
