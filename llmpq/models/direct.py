@@ -83,17 +83,15 @@ def _cached_pages(descriptor: int, begin: int, nbytes: int) -> int | None:
     if not _CAN_COUNT:
         return None
     span, found = (ctypes.c_uint64 * 2)(begin, nbytes), (ctypes.c_uint64 * 5)()
-    number, descriptor_, flags = map(ctypes.c_long, (_CACHESTAT, descriptor, 0))
-    failed = _count(number, descriptor_, ctypes.byref(span), ctypes.byref(found), flags)
-    return None if failed else found[0]
+    return None if _syscall(_CACHESTAT, descriptor, span, found, 0) else found[0]
 
 
 def _are_probes_resident(descriptor: int, begin: int, pages: int) -> bool:
     """Whether most of a few pages of a file are in memory.
 
     The file is mapped for the question and never touched. Systems before Linux 6.5 know no other
-    way; it costs a load a twelfth of its time, as to map is to wait for every thread that is just
-    given memory.
+    way; it costs a load a twelfth of its time, probably as a new map waits for threads that are
+    just given memory.
     """
     pages -= 1  # the last may be beyond the file
     step = max(1, pages // _PROBES)
@@ -120,4 +118,5 @@ _mincore = ctypes.CDLL(None).mincore
 _CACHESTAT = 451
 _CAN_COUNT = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64", "riscv64"}
 # Keeps Python's lock: the call is short, and to get the lock back is not.
-_count = ctypes.PyDLL(None).syscall
+_syscall = ctypes.PyDLL(None).syscall
+_syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long)

@@ -142,7 +142,10 @@ def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.devi
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Bench:
-    """The work of two threads: ``work`` runs in one, ``place`` and all it touches in the other."""
+    """The work of two threads: ``work`` runs in one, ``place`` and all it touches in the other.
+
+    Either may bring rows into the tiles of ``filling``, never the same.
+    """
 
     reader: Reader
     total: int
@@ -165,9 +168,9 @@ class _Bench:
             piece = piece.read()
         if isinstance(piece, Raw):
             ready = self._quantized(piece)
-            return (
-                ready if piece.first_row is None else self._rows(ready, piece.first_row, has_time)
-            )
+            if piece.first_row is None:
+                return ready
+            return self._rows(ready, piece.first_row, has_time)
         if isinstance(piece, Ready) and not piece.is_lasting:
             piece = replace(piece, packed=piece.packed.to(self.reader.device))
             self.stored += 1
@@ -238,7 +241,7 @@ class _Bench:
             matrix=matrix,
             tiled=self.filling,
             first_row=first_row,
-            end_row=first_row + block.out_features,
+            is_last=first_row + block.out_features == matrix.out_features,
             block=block,
             held_bytes=ready.held_bytes,
         )
@@ -313,7 +316,7 @@ class _Rows:
         matrix: whose rows they are.
         tiled: all of it, for good.
         first_row: of these.
-        end_row: behind the last of these.
+        is_last: whether the matrix is whole with them.
         block: their codes; ``None`` once they are in tiles.
         held_bytes: to be given back.
     """
@@ -322,13 +325,9 @@ class _Rows:
     matrix: Matrix
     tiled: TiledWeight
     first_row: int
-    end_row: int
+    is_last: bool
     block: PackedWeight | None
     held_bytes: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.end_row == self.matrix.out_features
 
     def whole(self) -> Ready:
         return Ready(
