@@ -24,10 +24,10 @@ import numpy as np
 from exact_planner import CLUSTERS, PAPER_MODELS, uneven
 
 from llmpq import __version__
-from llmpq.assigner.deadline import NEVER
+from llmpq.assigner.constraints.deadline import NEVER
 from llmpq.assigner.exact.method import find_exact, space_of
+from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.planner import silent
-from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, PlanRequest, build_task
 from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster
@@ -118,7 +118,7 @@ def _figure(cluster: str, name: str, task: PlanningTask, time_limit_s: float | N
     ended = time.process_time()
     assert exact.solver == "exact"
     assert found.bound_s is not None
-    best_s, found_s = exact.price.objective_s, found.price.objective_s
+    best_s, found_s = exact.evaluation.objective_s, found.evaluation.objective_s
     return Figure(
         cluster=cluster,
         degradations=name,

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmpq.costmodel.fidelity import HELD_SHARE, split_shapes, summarise
-from llmpq.costmodel.imported import DEVICE_TYPES, ImportRequest, import_table
-from llmpq.costmodel.latency import RegressionLatencyModel
+from llmpq.costmodel.importers.imported import DEVICE_TYPES, ImportRequest, import_table
+from llmpq.costmodel.tables.fidelity import HELD_SHARE, split_shapes, summarise
+from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase

@@ -46,9 +46,9 @@ from workbench import command, make_model, write_prompts
 from llmpq.assigner.decode import reprice
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import default_omega
-from llmpq.cli.profile_layer import POINTS
+from llmpq.cli.commands.profile_layer import POINTS
 from llmpq.costmodel import ClusterCosts, build_costs
-from llmpq.costmodel.lookup import MASTER_BITS
+from llmpq.costmodel.tables.lookup import MASTER_BITS
 from llmpq.profiler.levels import Slowdown
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster

@@ -24,7 +24,7 @@ from forecast import STAGES, costs_of, priced
 from leveled import State, mixed, share_of
 
 from llmpq.costmodel import ClusterCosts
-from llmpq.costmodel.lookup import MASTER_BITS
+from llmpq.costmodel.tables.lookup import MASTER_BITS
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.precision import BITS

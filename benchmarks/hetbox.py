@@ -31,7 +31,7 @@ from typing import Any
 from hetbox_report import AS, METHODS, SAME_QUALITY, close_ones, distinct, slug
 from workbench import ROOT, make_model, write_prompts
 
-from llmpq.cli.profile_memory import even_plan
+from llmpq.cli.commands.profile_memory import even_plan
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.tables import read_latency_table, write_latency_table
@@ -142,7 +142,7 @@ def measure_tables(options: argparse.Namespace) -> None:
             continue
         words = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
         words += ["--cpu_isa", kind.isa] if kind.isa else []
-        call([sys.executable, "-m", "llmpq.cli.profile", "layer", "--resume", "--model",
+        call([sys.executable, "-m", "llmpq.cli.commands.profile", "layer", "--resume", "--model",
               str(options.folder / "model"), "--points", "10", "--layers", "6", *words, "--core",
               str(min(os.sched_getaffinity(0))), "--companions", "1", "--budget",
               str(options.budget), "--output", str(table)])  # fmt: skip

@@ -36,15 +36,15 @@ from torch import Tensor
 
 from llmpq import __version__
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.average import bits_at_average, quantizable_weights
-from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
+from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.calibration import read_calibration
 from llmpq.evals import Sweep, Windows, read_windows, sweep_layers
 from llmpq.evals.score import Tally, add_states
 from llmpq.evals.windows import WindowBatch
 from llmpq.indicator import INDICATORS, Random, Subject, Variance, sensitivity_table
 from llmpq.models import DecoderStage
-from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.identity import weights_digest

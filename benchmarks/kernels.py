@@ -25,8 +25,8 @@ import torch
 from torch.nn import functional as F
 
 from llmpq.kernels import BACKENDS
-from llmpq.kernels.cpu_dense import DENSE_BACKEND, can_prepack, prepack, prepacked_linear
-from llmpq.kernels.native import instruction_set
+from llmpq.kernels.cpu.dense import DENSE_BACKEND, can_prepack, prepack, prepacked_linear
+from llmpq.kernels.cpu.native import instruction_set
 from llmpq.quant import quantize
 from llmpq.spec.precision import Precision, default_precision
 

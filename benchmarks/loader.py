@@ -29,13 +29,13 @@ from cores import CoreWatch, awake_cores, disturbed_share
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from llmpq.dist.allocator import give_memory_back
+from llmpq.dist.launch.malloc_tuning import give_memory_back
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize, stored_bytes
-from llmpq.quant.assembly import LayerAssembly, matrices_of
-from llmpq.quant.loader import budget_bytes, load_stage
-from llmpq.quant.store import Store
-from llmpq.quant.transfer import transfer_to
+from llmpq.quant.loading.assembly import LayerAssembly, matrices_of
+from llmpq.quant.loading.loader import budget_bytes, load_stage
+from llmpq.quant.loading.store import Store
+from llmpq.quant.loading.transfer import transfer_to
 from llmpq.spec.precision import default_precision
 
 DTYPE = torch.bfloat16

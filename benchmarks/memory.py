@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.profile_memory import even_plan
+from llmpq.cli.commands.profile_memory import even_plan
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.plan import Plan
 

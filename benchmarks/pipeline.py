@@ -28,15 +28,15 @@ import torch
 from transformers import AutoModelForCausalLM
 from workbench import call, command, make_model, write_prompts
 
-from llmpq.dist.environment import cpu_environment
-from llmpq.dist.job import Sampling
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.messages import Row
-from llmpq.dist.sampler import Sampler
-from llmpq.dist.stage import StageRunner
+from llmpq.dist.engine.sampler import Sampler
+from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.dist.transport.frames import Row
 from llmpq.models import kv_shapes, load_config
-from llmpq.quant.loader import load_master, load_stage
-from llmpq.quant.store import Store
+from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.store import Store
 
 SHAPES = {
     "batch16": (12, 768, 2048, 12, 4),
@@ -218,7 +218,7 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
     cache = KVCache(kv_shapes(config, 0, layers), 0, num_slots=rows, max_tokens=MAX_POSITIONS,
                     dtype=torch.bfloat16)  # fmt: skip
     runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
-    sampler = Sampler(Sampling())
+    sampler = Sampler(SamplingParams())
 
     def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
         width = tokens.shape[1]

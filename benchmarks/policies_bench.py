@@ -22,7 +22,7 @@ from llmpq.assigner.schedules.plan import (
 )
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.batching.length import Prediction, make_predictor
-from llmpq.batching.multibin import quantile_boundaries
+from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts

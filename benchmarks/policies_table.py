@@ -13,7 +13,7 @@ from leveled import at_share, busy_level, rows_of, share_of, slowdown_of
 from policies_bench import BITS, PREFILL, SLOTS, run_plan
 from workbench import command, write_prompts
 
-from llmpq.costmodel.lookup import MASTER_BITS
+from llmpq.costmodel.tables.lookup import MASTER_BITS
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.plan_io import read_plan, write_plan
 from llmpq.spec.precision import Phase

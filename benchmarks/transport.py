@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from llmpq.dist.connect import Me, connect
-from llmpq.dist.job import Meeting
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.io.job import Meeting
+from llmpq.dist.transport.connect import RankIdentity, connect
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 
 SIZES = (16 << 10, 1 << 20, 16 << 20)
 TRANSPORTS = ("auto", "gloo")
@@ -56,7 +56,7 @@ def end(rank: int, transport: str, folder: str, plan: tuple[int, int, float], ou
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    me = Me(rank=rank, world_size=2, name=f"rank {rank}", limits=LIMITS, timeout_s=30.0)
+    me = RankIdentity(rank=rank, world_size=2, name=f"rank {rank}", limits=LIMITS, timeout_s=30.0)
     door = connect(me, Meeting(file=Path(folder) / "meeting"), transport).communicator
     size, count, budget_s = plan
     there, back = frame(size), frame(4 * HIDDEN)

@@ -69,7 +69,7 @@ def prepare(folder: Path) -> list[str]:
 
 def run(words: list[str]) -> dict[str, float]:
     """Run the command once."""
-    command = [sys.executable, "-m", "llmpq.cli.dist", *words, "--json"]
+    command = [sys.executable, "-m", "llmpq.cli.commands.dist", *words, "--json"]
     Path(words[words.index("--output") + 1]).unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "LLMPQ_STORE": "off"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

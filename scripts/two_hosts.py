@@ -102,7 +102,7 @@ def prepare(folder: Path, layers: int) -> list[str]:
 
 def run_both(both: list[Host], verb: str | None, words: list[str]) -> dict[str, object]:
     """Run the command on both hosts; return what the master's printed."""
-    command = [sys.executable, "-m", "llmpq.cli.dist", *([verb] if verb else []), *words]
+    command = [sys.executable, "-m", "llmpq.cli.commands.dist", *([verb] if verb else []), *words]
     command += ["--json", "--nnodes", "2", "--master_addr", both[0].address]
     command += ["--master_port", str(PORT)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -27,11 +27,11 @@ from helpers.ranks import make_plan  # noqa: E402
 from helpers.tiny_models import save_tiny_model  # noqa: E402
 
 from llmpq.dist import Supervision, run_job  # noqa: E402
-from llmpq.dist.job import Job, Transport  # noqa: E402
-from llmpq.dist.measurement import Measurement  # noqa: E402
-from llmpq.dist.progress import Event  # noqa: E402
-from llmpq.dist.prompts import Prompt, write_prompts  # noqa: E402
-from llmpq.dist.results import read_results  # noqa: E402
+from llmpq.dist.io.job import Job, Transport  # noqa: E402
+from llmpq.dist.io.prompts import Prompt, write_prompts  # noqa: E402
+from llmpq.dist.io.results import read_results  # noqa: E402
+from llmpq.dist.metrics.measurement import Measurement  # noqa: E402
+from llmpq.dist.metrics.progress import Event  # noqa: E402
 from llmpq.errors import LlmpqError  # noqa: E402
 from llmpq.spec.plan import Plan  # noqa: E402
 from llmpq.spec.plan_io import write_plan  # noqa: E402

@@ -31,7 +31,7 @@ from bench import (
     write_prompts,
 )
 
-from llmpq.dist.progress import Event
+from llmpq.dist.metrics.progress import Event
 from llmpq.errors import StageError
 
 PHASES = ("loading", "prefill", "decode", "idle", "drain")
@@ -145,7 +145,7 @@ def command(
     files += ["--output", "results.jsonl", "--model", str(model_for(STAGES, folder)), *more]
     with (own / "stdout").open("wb") as out, (own / "stderr").open("wb") as told:
         return subprocess.Popen(
-            [sys.executable, "-m", "llmpq.cli.dist", *files],
+            [sys.executable, "-m", "llmpq.cli.commands.dist", *files],
             cwd=own,
             env=os.environ | {"TMPDIR": str(own), "PYTHONPATH": str(ROOT)},
             stdout=out,

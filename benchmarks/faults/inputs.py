@@ -18,7 +18,9 @@ import torch
 from bench import ROOT, Answers, model_for, plan_of, prompts_of, write_plan, write_prompts
 from deaths import STAGES, command
 
-from llmpq.dist.messages import (
+from llmpq.dist.io.prompts import Prompt, read_prompts
+from llmpq.dist.io.results import read_results
+from llmpq.dist.transport.frames import (
     Frame,
     FrameKind,
     FrameLimits,
@@ -26,8 +28,6 @@ from llmpq.dist.messages import (
     decode_header,
     encode_header,
 )
-from llmpq.dist.prompts import Prompt, read_prompts
-from llmpq.dist.results import read_results
 from llmpq.errors import LlmpqError
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.families import load_model_dir
@@ -256,7 +256,7 @@ def planner(folder: Path, solver: str, limit_s: float) -> dict[str, Any]:
     ``seconds`` is the whole command, its libraries loaded and its fits made anew.
     """
     start_s = time.monotonic()
-    main = "import sys; from llmpq.cli.algo import main; sys.exit(main())"
+    main = "import sys; from llmpq.cli.commands.algo import main; sys.exit(main())"
     words = [sys.executable, "-c", main, "--model-name", "opt", "--model_size", "66b"]
     words += ["--cluster", str(ROOT / "inputs" / "clusters" / "paper-06.json")]
     words += ["--solver", solver, "--time_limit", str(limit_s), "--json", "--no_explain"]

@@ -26,7 +26,7 @@ from bench import Answers, Supervision, execute, prompts_of, send, workers_of
 from deaths import command, wait_for
 
 from inputs import BAD_LINES, CANARY
-from llmpq.dist.progress import Event
+from llmpq.dist.metrics.progress import Event
 
 SOAK_STAGES = 2
 SOAK_REQUESTS = 2000

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
-from llmpq.assigner.decisions.limits import obeys
-from llmpq.assigner.objective import Price, is_feasible, price
+from llmpq.assigner.constraints.limits import obeys
+from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 
 
@@ -19,14 +19,14 @@ def all_assignments(problem: AssignmentProblem) -> Iterator[Assignment]:
                 yield Assignment(positions, widths)
 
 
-def brute_force(problem: AssignmentProblem) -> tuple[Assignment, Price] | None:
+def brute_force(problem: AssignmentProblem) -> tuple[Assignment, Evaluation] | None:
     """Return a best feasible assignment and its price, ``None`` when there is none.
 
     Time grows as ``C(L + N - 1, L) * B**L``: for problems of a few layers only.
     """
-    best: tuple[Assignment, Price] | None = None
+    best: tuple[Assignment, Evaluation] | None = None
     for assignment in all_assignments(problem):
-        found = price(problem, assignment)
+        found = evaluate(problem, assignment)
         if is_feasible(problem, found) and (
             best is None or found.objective_s < best[1].objective_s
         ):

@@ -13,7 +13,7 @@ import numpy as np
 from llmpq import __version__
 from llmpq.assigner.enumeration import build_pairs
 from llmpq.assigner.forecast import forecast
-from llmpq.assigner.objective import Price, price
+from llmpq.assigner.objective import Evaluation, evaluate
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 from llmpq.assigner.split import price_split, with_memory
 from llmpq.assigner.task import DEFAULT_OMEGA, PlanningTask, PlanRequest, Solution
@@ -41,7 +41,7 @@ def plan_of(
     request = task.request
     stages = _stages(task, solution)
     used = {stage.device for stage in stages}
-    bound_s, objective_s = solution.bound_s, solution.price.objective_s
+    bound_s, objective_s = solution.bound_s, solution.evaluation.objective_s
     gap = None
     if bound_s is not None:
         gap = (objective_s - bound_s) / objective_s if objective_s > 0 else 0.0
@@ -60,7 +60,7 @@ def plan_of(
         dropped_devices=tuple(
             index for index in range(len(task.cluster.devices)) if index not in used
         ),
-        estimate=estimate_of(solution.problem, solution.price),
+        estimate=estimate_of(solution.problem, solution.evaluation),
         search=Search(
             method=method,
             solver=solution.solver,
@@ -85,7 +85,7 @@ def plan_of(
     return replace(plan, estimate=replace(estimate, forecast=played))
 
 
-def estimate_of(problem: AssignmentProblem, found: Price) -> PlanEstimate:
+def estimate_of(problem: AssignmentProblem, found: Evaluation) -> PlanEstimate:
     """Return the estimate that a plan stores."""
     costs = problem.costs
     stages = []
@@ -146,7 +146,7 @@ def reprice(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEst
         tuple(stage.rank for stage in plan.stages for _ in stage.bits),
         tuple(bits.index(width) for width in plan.bits),
     )
-    found = estimate_of(problem, price(problem, assignment))
+    found = estimate_of(problem, evaluate(problem, assignment))
     estimate = with_memory(replace(plan, estimate=found), costs)
     over = (stage.memory.total - stage.capacity_bytes for stage in estimate.stages)
     return estimate, sum(max(0, excess) for excess in over)

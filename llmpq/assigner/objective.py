@@ -25,7 +25,7 @@ QUALITY_SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
+class StageEvaluation:
     """What one used position takes.
 
     Attributes:
@@ -45,7 +45,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Evaluation:
     """What an assignment takes.
 
     Attributes:
@@ -56,14 +56,14 @@ class Price:
         excess_bytes: bytes over capacity, summed over positions; 0 when it fits.
     """
 
-    stages: tuple[StageCost, ...]
+    stages: tuple[StageEvaluation, ...]
     latency_s: float
     quality: float
     objective_s: float
     excess_bytes: int
 
 
-def price(problem: AssignmentProblem, assignment: Assignment) -> Price:
+def evaluate(problem: AssignmentProblem, assignment: Assignment) -> Evaluation:
     """Price an assignment; contiguity is the caller's promise (positions never decrease)."""
     stages = _stage_costs(problem, assignment)
     latency_s = latency(problem.costs, stages, problem.formula)
@@ -74,7 +74,7 @@ def price(problem: AssignmentProblem, assignment: Assignment) -> Price:
         max(0, stage.weight_bytes + stage.kv_bytes - problem.capacity_bytes(stage.position))
         for stage in stages
     )
-    return Price(
+    return Evaluation(
         stages=stages,
         latency_s=latency_s,
         quality=quality,
@@ -83,7 +83,7 @@ def price(problem: AssignmentProblem, assignment: Assignment) -> Price:
     )
 
 
-def is_feasible(problem: AssignmentProblem, found: Price) -> bool:
+def is_feasible(problem: AssignmentProblem, found: Evaluation) -> bool:
     """Tell whether a priced assignment fits in memory and within the quality budget."""
     return found.excess_bytes == 0 and within_budget(problem, found.quality)
 
@@ -94,7 +94,7 @@ def within_budget(problem: AssignmentProblem, quality: float) -> bool:
     return budget is None or quality <= budget * (1 + QUALITY_SLACK) + 1e-15
 
 
-def latency(costs: PairCosts, stages: Sequence[StageCost], formula: Formula) -> float:
+def latency(costs: PairCosts, stages: Sequence[StageEvaluation], formula: Formula) -> float:
     """Return the seconds of the whole batch for stages in pipeline order (module docstring)."""
     prefill_max = max(max(stage.prefill_s, stage.send_prefill_s) for stage in stages)
     decode_max = max(max(stage.decode_s, stage.send_decode_s) for stage in stages)
@@ -108,7 +108,7 @@ def latency(costs: PairCosts, stages: Sequence[StageCost], formula: Formula) -> 
     return prefill_s + rounds * max(costs.decode_batches * decode_max, pass_s)
 
 
-def _stage_costs(problem: AssignmentProblem, assignment: Assignment) -> tuple[StageCost, ...]:
+def _stage_costs(problem: AssignmentProblem, assignment: Assignment) -> tuple[StageEvaluation, ...]:
     costs, order = problem.costs, problem.order
     used = assignment.used_positions()
     kinds = problem.kinds.tolist()
@@ -128,7 +128,7 @@ def _stage_costs(problem: AssignmentProblem, assignment: Assignment) -> tuple[St
         kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
         send_prefill_s, send_decode_s = _sends(problem, used, rank)
         stages.append(
-            StageCost(
+            StageEvaluation(
                 position=position,
                 prefill_s=prefill_s,
                 decode_s=decode_s,

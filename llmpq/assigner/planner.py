@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from llmpq.assigner.baselines.adabits import find_adabits, find_adaptive_even
-from llmpq.assigner.baselines.fastest import find_fastest
-from llmpq.assigner.baselines.pipeedge import find_pipeedge
-from llmpq.assigner.baselines.proportional import (
+from llmpq.assigner.constraints.overrides import NO_OVERRIDES
+from llmpq.assigner.decode import plan_of
+from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.heuristics.adabits import find_adabits, find_adaptive_even
+from llmpq.assigner.heuristics.fastest import find_fastest
+from llmpq.assigner.heuristics.pipeedge import find_pipeedge
+from llmpq.assigner.heuristics.proportional import (
     find_memory_proportional,
     find_speed_proportional,
 )
-from llmpq.assigner.baselines.uniform import find_uniform
-from llmpq.assigner.decisions.overrides import NO_OVERRIDES
-from llmpq.assigner.decode import plan_of
-from llmpq.assigner.exact.method import find_exact
-from llmpq.assigner.heuristic.transfer import find_transfer
-from llmpq.assigner.programs.search import OutOfTimeError, find_plan
+from llmpq.assigner.heuristics.transfer import find_transfer
+from llmpq.assigner.heuristics.uniform import find_uniform
+from llmpq.assigner.milp.search import OutOfTimeError, find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.assigner.decisions.limits import BoolArray, Limits
+from llmpq.assigner.constraints.limits import BoolArray, Limits
 from llmpq.spec.plan import Formula, MicroBatching
 
 FloatArray = npt.NDArray[np.float64]

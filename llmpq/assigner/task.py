@@ -9,10 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from llmpq.assigner.deadline import NEVER, Deadline
-from llmpq.assigner.decisions.limits import Limits
-from llmpq.assigner.decisions.overrides import NO_OVERRIDES, Overrides
-from llmpq.assigner.decisions.resolve import resolve
+from llmpq.assigner.constraints.deadline import NEVER, Deadline
+from llmpq.assigner.constraints.limits import Limits
+from llmpq.assigner.constraints.overrides import NO_OVERRIDES, Overrides
+from llmpq.assigner.constraints.resolve import resolve
 from llmpq.assigner.enumeration import (
     OrderMode,
     build_pairs,
@@ -21,7 +21,9 @@ from llmpq.assigner.enumeration import (
     layers_that_fit,
     micro_batch_pairs,
 )
-from llmpq.assigner.objective import Price
+from llmpq.assigner.milp.bounds import BoundInputs, lower_bounds
+from llmpq.assigner.milp.solvers import SolverName
+from llmpq.assigner.objective import Evaluation
 from llmpq.assigner.problem import (
     Assignment,
     AssignmentProblem,
@@ -29,8 +31,6 @@ from llmpq.assigner.problem import (
     IntArray,
     PairCosts,
 )
-from llmpq.assigner.programs.bounds import BoundInputs, lower_bounds
-from llmpq.assigner.programs.solvers import SolverName
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster
@@ -237,7 +237,7 @@ class Solution:
 
     problem: AssignmentProblem
     assignment: Assignment
-    price: Price
+    evaluation: Evaluation
     solver: str
     status: Status
     bound_s: float | None

@@ -5,7 +5,7 @@ from llmpq.batching.base import (
     BatchingPolicy,
     Decision,
     Decode,
-    Flight,
+    InFlightBatch,
     Prefill,
     ReadySequence,
     SchedulerView,
@@ -13,15 +13,15 @@ from llmpq.batching.base import (
     WaitingRequest,
     check_decision,
 )
-from llmpq.batching.book import RequestBook, SlotPool, Step
 from llmpq.batching.factory import PipelineShape, make_policy
-from llmpq.batching.hybrid import HybridPolicy
-from llmpq.batching.iteration import IterationPolicy
-from llmpq.batching.multibin import MultiBinFormer
+from llmpq.batching.policies.hybrid import HybridPolicy
+from llmpq.batching.policies.iteration import IterationPolicy
+from llmpq.batching.policies.multibin import MultiBinFormer
+from llmpq.batching.policies.rra import RraPolicy
+from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
+from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.batching.record import RequestRecord, percentile, summarise
-from llmpq.batching.rra import RraPolicy
-from llmpq.batching.static import FirstComeFormer, StaticPolicy
-from llmpq.batching.waa import WaaPolicy
+from llmpq.batching.scheduler import Scheduler, SlotAllocator, Step
 from llmpq.batching.ways import Ways, straight_ways
 
 __all__ = [
@@ -30,18 +30,18 @@ __all__ = [
     "Decision",
     "Decode",
     "FirstComeFormer",
-    "Flight",
     "HybridPolicy",
+    "InFlightBatch",
     "IterationPolicy",
     "MultiBinFormer",
     "PipelineShape",
     "Prefill",
     "ReadySequence",
-    "RequestBook",
     "RequestRecord",
     "RraPolicy",
+    "Scheduler",
     "SchedulerView",
-    "SlotPool",
+    "SlotAllocator",
     "StaticPolicy",
     "Step",
     "WaaPolicy",

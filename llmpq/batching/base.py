@@ -2,8 +2,8 @@
 
 A policy is asked whenever the pipeline can take one more micro-batch, and answers with one
 ``Decision``. The runtime and the simulator drive the same policies through the same book of
-requests (``llmpq.batching.book``): equal views get equal answers. It refuses to know tensors and
-results; the time is told to it.
+requests (``llmpq.batching.scheduler``): equal views get equal answers. A policy sees no tensors and
+no results; the time is an argument.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReadySequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
+class InFlightBatch:
     """A micro-batch on its way through the stages.
 
     Attributes:
@@ -86,7 +86,7 @@ class SchedulerView:
     waiting: Sequence[WaitingRequest]
     ready: Sequence[ReadySequence]
     free_slots: int
-    flights: tuple[Flight, ...] = ()
+    flights: tuple[InFlightBatch, ...] = ()
     open_phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE)
     is_closed: bool = True
     now_s: float = 0.0

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from llmpq.batching.admission import Admission
 from llmpq.batching.base import BatchingPolicy
-from llmpq.batching.hybrid import HybridPolicy
-from llmpq.batching.iteration import IterationPolicy
 from llmpq.batching.length import LengthPredictor
-from llmpq.batching.multibin import MultiBinFormer
-from llmpq.batching.rra import RraPolicy
-from llmpq.batching.static import FirstComeFormer, StaticPolicy
-from llmpq.batching.waa import WaaPolicy
+from llmpq.batching.policies.hybrid import HybridPolicy
+from llmpq.batching.policies.iteration import IterationPolicy
+from llmpq.batching.policies.multibin import MultiBinFormer
+from llmpq.batching.policies.rra import RraPolicy
+from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
+from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.schedule import Schedule

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.batching.book import BOTH_PHASES, RequestBook
+from llmpq.batching.scheduler import BOTH_PHASES, Scheduler
 from llmpq.spec.precision import Phase
 
 
@@ -37,13 +37,13 @@ class Ways:
         """Whether the master alone computes a phase."""
         return self.most_in_flight(phase) == 1
 
-    def open_phases(self, book: RequestBook) -> tuple[Phase, ...]:
+    def open_phases(self, scheduler: Scheduler) -> tuple[Phase, ...]:
         """Return what the pipeline can take now."""
         if not self.is_split:
-            has_room = book.num_flights() < self.most_in_flight(Phase.DECODE)
+            has_room = scheduler.num_flights() < self.most_in_flight(Phase.DECODE)
             return BOTH_PHASES if has_room else ()
         return tuple(
-            phase for phase in Phase if book.num_flights(phase) < self.most_in_flight(phase)
+            phase for phase in Phase if scheduler.num_flights(phase) < self.most_in_flight(phase)
         )
 
 

@@ -25,14 +25,14 @@ from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_exper
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.models.experts import find_stored, part_spellings
-from llmpq.quant.assembly import Matrix, matrices_of
-from llmpq.quant.checkpoint import is_gptq
-from llmpq.quant.checkpoint_config import make_config
-from llmpq.quant.checkpoint_format import from_integers
-from llmpq.quant.checkpoint_writer import SHARD_BYTES, CheckpointWriter
-from llmpq.quant.gptq import GptqOptions, gptq, round_integers
-from llmpq.quant.integer import IntegerWeight
-from llmpq.quant.layer import quantizable_names
+from llmpq.quant.checkpoint.config import make_config
+from llmpq.quant.checkpoint.format import from_integers
+from llmpq.quant.checkpoint.reader import is_gptq
+from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from llmpq.quant.loading.assembly import Matrix, matrices_of
+from llmpq.quant.modules.layer import quantizable_names
+from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
+from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
 from llmpq.spec.gptq_config import FIELD, ZERO_OFFSETS
 from llmpq.spec.precision import Precision

@@ -25,8 +25,8 @@ from llmpq.calibration.data import CalibrationSet
 from llmpq.calibration.stats import Collector
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer
-from llmpq.quant.layer import quantizable_names
-from llmpq.quant.linear import QuantExperts
+from llmpq.quant.modules.layer import quantizable_names
+from llmpq.quant.modules.linear import QuantExperts
 
 C = TypeVar("C", bound=Collector)
 Progress = Callable[[int, int, str], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmpq.assigner.compare import Outcome
+from llmpq.assigner.explain.compare import Outcome
 from llmpq.cli.report import compact_bits
 from llmpq.spec.plan import Plan
 from llmpq.units import format_seconds

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.explanation.binding import PlanBinding, binding_text, plan_binding
-from llmpq.assigner.explanation.explain import dropped_reasons
-from llmpq.assigner.explanation.what_if import Alternative, forced_use, one_more
+from llmpq.assigner.explain.binding import PlanBinding, binding_text, plan_binding
+from llmpq.assigner.explain.explain import dropped_reasons
+from llmpq.assigner.explain.what_if import Alternative, forced_use, one_more
 from llmpq.assigner.planner import silent
 from llmpq.assigner.task import Progress, costs_of
 from llmpq.costmodel import ClusterCosts

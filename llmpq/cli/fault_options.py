@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from llmpq.dist import Supervision
-from llmpq.dist.measurement import Measurement
-from llmpq.dist.supervisor import DRAIN_TIMEOUT_S
+from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
+from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError, StoppedError
 
 DEFAULT_MAX_RESTARTS = 3

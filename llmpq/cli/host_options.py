@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from llmpq.dist import Hosts
-from llmpq.dist.job import Meeting, Transport
+from llmpq.dist.io.job import Meeting, Transport
 from llmpq.errors import SpecError
 
 

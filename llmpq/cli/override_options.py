@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.units import GIB

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import cast
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.average import bits_at_average, quantizable_weights
+from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
+from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
-from llmpq.assigner.programs.solvers import SOLVERS
 from llmpq.assigner.task import DEFAULT_GAP, omega_of
 from llmpq.cli.fit_cache import fit_cache
 from llmpq.cli.override_options import overrides_of

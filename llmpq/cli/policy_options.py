@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.batching.length import PREDICTOR_NAMES, Prediction
-from llmpq.batching.multibin import quantile_boundaries
+from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule

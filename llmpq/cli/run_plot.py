@@ -10,7 +10,7 @@ _COLOURS = {"predicted": "#9ecae1", "measured": "#3182bd"}
 
 
 def draw_run(report: dict[str, Any], path: str | Path) -> None:
-    """Draw a report of ``llmpq.dist.report.build_report``.
+    """Draw a report of ``llmpq.dist.metrics.report.build_report``.
 
     Args:
         report: with or without the phases; without, only the latency is drawn.

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmpq.dist.job import DEFAULT_STORE_LIMIT_BYTES
+from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES
 from llmpq.errors import SpecError
 from llmpq.units import GIB
 

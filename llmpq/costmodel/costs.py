@@ -7,22 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
-from llmpq.costmodel.cache import Cache
-from llmpq.costmodel.lookup import TableLatencyModel
-from llmpq.costmodel.profiles import (
+from llmpq.costmodel.importers.public import is_measured, public_source, public_table
+from llmpq.costmodel.memory import memory
+from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.costmodel.tables.cache import Cache
+from llmpq.costmodel.tables.lookup import TableLatencyModel
+from llmpq.costmodel.tables.profiles import (
     Company,
-    MasterLoop,
     Profile,
     ProfileKey,
-    StageSeconds,
+    SchedulerOverhead,
+    StageOverhead,
     find_profile,
     read_folder,
     read_links,
 )
-from llmpq.costmodel.public import is_measured, public_source, public_table
-from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
@@ -99,9 +99,9 @@ class ClusterCosts:
     specs: tuple[DeviceSpec, ...]
     latency: tuple[LatencyModel, ...]
     comm: CommModel
-    stage: tuple[StageSeconds, ...] = ()
+    stage: tuple[StageOverhead, ...] = ()
     company: tuple[Company, ...] = ()
-    loop: tuple[MasterLoop, ...] = ()
+    loop: tuple[SchedulerOverhead, ...] = ()
     stage_loop: tuple[float, ...] = ()
     drift: tuple[float, ...] = ()
     hurried: tuple[str, ...] = ()
@@ -294,9 +294,9 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         specs=tuple(specs),
         latency=tuple(models),
         comm=read_links(profile_dir, cluster, tuple(specs)),
-        stage=tuple(StageSeconds() if one is None else one.stage for one in profiles),
+        stage=tuple(StageOverhead() if one is None else one.stage for one in profiles),
         company=tuple(Company() if one is None else one.company for one in profiles),
-        loop=tuple(MasterLoop() if one is None else one.loop for one in profiles),
+        loop=tuple(SchedulerOverhead() if one is None else one.loop for one in profiles),
         stage_loop=tuple(0.0 if one is None else one.stage_loop_s for one in profiles),
         drift=tuple(0.0 if one is None else one.drift for one in profiles),
         hurried=tuple(dict.fromkeys(hurried)),

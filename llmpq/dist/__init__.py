@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmpq.dist.janitor import watched
-from llmpq.dist.job import Job, Meeting, Sampling, check_plan
-from llmpq.dist.launch import ranks_of_node
-from llmpq.dist.measurement import Measurement
-from llmpq.dist.policy import schedule_of
-from llmpq.dist.progress import Progress, SilentProgress
-from llmpq.dist.prompts import (
+from llmpq.dist.engine.policy import schedule_of
+from llmpq.dist.io.job import Job, Meeting, SamplingParams, check_plan
+from llmpq.dist.io.prompts import (
     Prompt,
     RequestLimits,
     request_limits,
@@ -25,9 +21,13 @@ from llmpq.dist.prompts import (
     sort_requests,
     write_prompts,
 )
-from llmpq.dist.results import Result, finished_ids, read_results
-from llmpq.dist.supervisor import Supervision, Supervisor
-from llmpq.dist.wiring import check_transport, wiring_of
+from llmpq.dist.io.results import Result, finished_ids, read_results
+from llmpq.dist.launch.launcher import ranks_of_node
+from llmpq.dist.launch.orphan_cleanup import watched
+from llmpq.dist.launch.supervisor import Supervision, Supervisor
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import Progress, SilentProgress
+from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -68,7 +68,7 @@ def generate_offline(  # noqa: PLR0913  the library's front door
     prompts: Sequence[Prompt],
     *,
     model_dir: str | Path | None = None,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     step_timeout_s: float = 10.0,
     progress: Progress | None = None,
     supervision: Supervision | None = None,
@@ -98,7 +98,7 @@ def generate_offline(  # noqa: PLR0913  the library's front door
             model_dir=model_dir_of(plan, model_dir),
             prompts=folder / "prompts.jsonl",
             output=folder / "results.jsonl",
-            sampling=sampling or Sampling(),
+            sampling=sampling or SamplingParams(),
             step_timeout_s=step_timeout_s,
         )
         write_plan(job.strategy, plan)
@@ -159,7 +159,7 @@ def check_job(job: Job) -> Plan:
     model = load_model_dir(job.model_dir)
     check_plan(plan, job.model_dir, model.num_layers)
     schedule_of(plan, job.schedule)
-    check_transport(job.transport, wiring_of(plan))
+    check_transport(job.transport, topology_of(plan))
     _check_prompts(job, request_limits(plan, model, ()))
     finished_ids(job.output, resume=job.resume)
     return plan

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from llmpq.models import DecoderStage
-from llmpq.quant.checkpoint import GptqCheckpoint, gptq_layer
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

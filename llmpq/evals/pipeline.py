@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from llmpq.dist import Job, Prompt, run_job
-from llmpq.dist.progress import Progress
-from llmpq.dist.prompts import write_prompts
+from llmpq.dist.io.prompts import write_prompts
+from llmpq.dist.metrics.progress import Progress
 from llmpq.errors import StageError
 from llmpq.evals.windows import Windows
 from llmpq.spec.plan import MicroBatching, Plan

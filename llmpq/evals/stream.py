@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv.cache import KVCache
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master, kv_shapes
-from llmpq.quant.loader import load_stage
+from llmpq.quant.loading.loader import load_stage
 
 Progress = Callable[[int, int], None]
 """Called with the layers done and the layers in all."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmpq.dist.model_files import load_tokenizer
+from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
 from llmpq.models import MicroBatch, load_config
 

@@ -14,7 +14,7 @@ import torch
 
 from llmpq.calibration import CalibrationSet
 from llmpq.errors import SpecError
-from llmpq.quant.checkpoint import is_gptq
+from llmpq.quant.checkpoint.reader import is_gptq
 from llmpq.spec.precision import BITS
 
 Progress = Callable[[int, int, str], None]

@@ -27,7 +27,7 @@ from torch import Tensor
 from llmpq.calibration import CalibrationSet
 from llmpq.indicator.base import Progress, Scores, Subject
 from llmpq.models import DecoderStage, Master, MicroBatch, load_config
-from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_master, load_stage
 
 _CHUNK_VALUES = 1 << 20  # scores C x V: 4 MiB in float32
 _WHOLE = None  # the stream with no layer changed

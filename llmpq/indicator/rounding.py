@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.packed import row_blocks
-from llmpq.quant.rtn import fit_grid, nearest_codes
+from llmpq.quant.quantizers.rtn import fit_grid, nearest_codes
 from llmpq.spec.precision import Precision, default_precision
 
 

@@ -21,7 +21,7 @@ from llmpq.calibration import LayerWalk, Moments
 from llmpq.indicator.base import Progress, Scores, Subject
 from llmpq.indicator.rounding import mean_squared_step
 from llmpq.models import Checkpoint
-from llmpq.quant.assembly import matrices_of
+from llmpq.quant.loading.assembly import matrices_of
 
 Rounding = Literal["deterministic", "stochastic"]
 

@@ -11,9 +11,9 @@ import torch
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import Capability, KernelBackend
-from llmpq.kernels.cpu import CpuInt4Backend, CpuInt4WidenedBackend, CpuInt8Backend
-from llmpq.kernels.cpu_compiled import CpuLlmInt8Backend, CpuPackedBackend
-from llmpq.kernels.cuda import cuda_backends
+from llmpq.kernels.cpu.compiled import CpuLlmInt8Backend, CpuPackedBackend
+from llmpq.kernels.cpu.dispatch import CpuInt4Backend, CpuInt4WidenedBackend, CpuInt8Backend
+from llmpq.kernels.gpu.cuda import cuda_backends
 from llmpq.kernels.reference import ReferenceBackend
 from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision

@@ -7,10 +7,10 @@
 from llmpq.models.adapter import build_layer
 from llmpq.models.attention import KVShape, KVStore, KVView, MicroBatch
 from llmpq.models.config import kv_shapes, load_config
+from llmpq.models.files.tensor_files import TensorFiles
+from llmpq.models.files.weights import Checkpoint
 from llmpq.models.master import Master
 from llmpq.models.stage import DecoderStage
-from llmpq.models.tensor_files import TensorFiles
-from llmpq.models.weights import Checkpoint
 
 __all__ = [
     "Checkpoint",

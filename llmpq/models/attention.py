@@ -124,7 +124,7 @@ class KVView(Protocol):
 
 
 class KVStore(Protocol):
-    """Keys and values of every slot; implemented by ``llmpq.dist.kv_cache.KVCache``."""
+    """Keys and values of every slot; implemented by ``llmpq.dist.kv.cache.KVCache``."""
 
     def view(self, batch: MicroBatch) -> KVView:
         """Open the slots of ``batch`` for one forward pass."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmpq.errors import SpecError
-from llmpq.models.sources import TensorSource
-from llmpq.models.tensor_files import TensorFiles
+from llmpq.models.files.sources import TensorSource
+from llmpq.models.files.tensor_files import TensorFiles
 
 # Fused parameter -> the names of its parts, stacked along N, in the spelling of each lineage.
 _PARTS = {

@@ -125,7 +125,7 @@ class DecoderStage(nn.Module):
         """What every layer is called with for one new token a row, made on the device alone.
 
         Unlike :meth:`forward`, which leaves masks out and picks kernels by the rows at hand, this
-        depends on shapes only: a CUDA graph can hold it (``llmpq.dist.decode_graphs``).
+        depends on shapes only: a CUDA graph can hold it (``llmpq.dist.engine.cuda_graphs``).
 
         Args:
             hidden: ``[R, 1, H]``.

@@ -22,21 +22,21 @@ import torch
 from torch import Tensor
 
 from llmpq.batching import HybridPolicy
-from llmpq.dist.allocator import keep_memory
-from llmpq.dist.decode_graphs import graphs_of
-from llmpq.dist.engine import MasterEngine
-from llmpq.dist.job import Sampling
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.messages import Row
-from llmpq.dist.prompts import Request
-from llmpq.dist.results import FinishReason
-from llmpq.dist.sampler import Sampler
-from llmpq.dist.stage import StageRunner
-from llmpq.dist.stats import StageClock, synchronize
+from llmpq.dist.engine.cuda_graphs import graphs_of
+from llmpq.dist.engine.engine import MasterEngine
+from llmpq.dist.engine.sampler import Sampler
+from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.io.results import FinishReason
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.launch.malloc_tuning import keep_memory
+from llmpq.dist.metrics.stats import StageClock, synchronize
+from llmpq.dist.transport.frames import Row
 from llmpq.errors import SpecError
 from llmpq.models import DecoderStage, Master, kv_shapes, load_config
 from llmpq.profiler.grid import Shape
-from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 
@@ -258,7 +258,7 @@ class Bench:
             runner=runner,
             communicator=None,
             policy=HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1),
-            sampler=Sampler(Sampling()),
+            sampler=Sampler(SamplingParams()),
             clock=StageClock(micro_batching=sizes),
             num_slots=shape.batch,
         )

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from llmpq.dist.worker import die_with
+from llmpq.dist.launch.worker import die_with
 from llmpq.errors import StageError
 from llmpq.profiler.bench import Bench, LayerJob
 from llmpq.profiler.grid import Shape

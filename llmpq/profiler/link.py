@@ -24,8 +24,8 @@ from statistics import median, quantiles
 import torch
 
 from llmpq import __version__
-from llmpq.dist.communicator import Communicator
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.transport.communicator import Communicator
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.tables import CommSample, CommTable, LinkEnds, ends_line
 

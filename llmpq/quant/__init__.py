@@ -1,13 +1,13 @@
 """Quantization of weights, of modules and of whole decoder layers.
 
 ``quantize`` turns one matrix into a ``PackedWeight``; ``quantize_layer_`` does it to a decoder
-layer in place; ``llmpq.quant.loader`` reads a checkpoint layer by layer through both, and is
-imported by its own name because it brings transformers with it.
+layer in place; ``llmpq.quant.loading.loader`` reads a checkpoint layer by layer through both, and
+is imported by its own name because it brings transformers with it.
 """
 
-from llmpq.quant.layer import quantize_layer_, stored_bytes
-from llmpq.quant.linear import DenseLinear, QuantExperts, QuantLinear
-from llmpq.quant.methods import METHODS, quantize
+from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
+from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
+from llmpq.quant.quantizers.methods import METHODS, quantize
 
 __all__ = [
     "METHODS",

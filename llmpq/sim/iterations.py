@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.chunked import Chunk, ChunkedScheduler, ChunkLimits
+from llmpq.batching.policies.chunked import Chunk, ChunkedScheduler, ChunkLimits
 from llmpq.errors import LlmpqError
 from llmpq.spec.trace import TraceRequest
 

@@ -1,6 +1,6 @@
 """A pipeline in simulated time: the runtime's own loop, with seconds in place of tensors.
 
-The master is one worker that does one thing at a time, exactly as ``llmpq.dist.engine`` does it:
+The master is one worker that does one thing at a time, as ``llmpq.dist.engine.engine`` does:
 it takes in a micro-batch that came back (projection, sampling), or asks the policy and sends the
 next one off (embedding, its own layers). Every other rank takes micro-batches in the order they
 arrive. Requests are kept in the book that the runtime keeps them in, so both make the same
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from llmpq.batching import BatchingPolicy, RequestBook, RequestRecord, Step, Wait, WaitingRequest
-from llmpq.batching.drift import DriftWatch
+from llmpq.batching import BatchingPolicy, RequestRecord, Scheduler, Step, Wait, WaitingRequest
+from llmpq.batching.workload_shift import DriftWatch
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import Hop, Shape, StepCosts, mean_shape
 from llmpq.sim.report import Activity, SimReport
@@ -52,8 +52,8 @@ def simulate(
     Raises:
         LlmpqError: the policy makes a decision that is not allowed, or never ends.
     """
-    book = RequestBook(policy=policy, num_slots=num_slots, watch=watch)
-    return _Simulation(costs, book, trace, with_activities).run()
+    scheduler = Scheduler(policy=policy, num_slots=num_slots, watch=watch)
+    return _Simulation(costs, scheduler, trace, with_activities).run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class _Simulation:
     def __init__(
         self,
         costs: StepCosts,
-        book: RequestBook,
+        scheduler: Scheduler,
         trace: Sequence[TraceRequest],
         with_activities: bool,
     ) -> None:
@@ -98,7 +98,7 @@ class _Simulation:
         self._layout = costs.layout
         self._ways = self._layout.ways
         self._trace = trace
-        self._book = book
+        self._scheduler = scheduler
         self._workers = [
             _Worker(rank=rank, host=self._layout.hosts[rank], threads=self._layout.threads[rank])
             for rank in range(self._layout.num_ranks)
@@ -118,7 +118,7 @@ class _Simulation:
     def run(self) -> SimReport:
         self._take_arrivals()
         self._wake_master()
-        while not self._book.is_done:
+        while not self._scheduler.is_done:
             self._advance()
             self._take_arrivals()
             self._wake_master()
@@ -143,7 +143,7 @@ class _Simulation:
             item = trace[self._arrived]
             if item.arrival_s > self._now_s:
                 return
-            self._book.arrive(
+            self._scheduler.arrive(
                 WaitingRequest(
                     request=self._arrived,
                     prompt_tokens=item.prompt_tokens,
@@ -152,7 +152,7 @@ class _Simulation:
             )
             self._arrived += 1
             self._is_waiting = False
-        self._book.close()
+        self._scheduler.close()
         self._is_waiting = False
 
     def _wake_master(self) -> None:
@@ -163,10 +163,10 @@ class _Simulation:
         if master.waiting:
             self._begin(master)
             return
-        open_phases = self._ways.open_phases(self._book)
-        if self._is_waiting or not open_phases or self._book.is_done:
+        open_phases = self._ways.open_phases(self._scheduler)
+        if self._is_waiting or not open_phases or self._scheduler.is_done:
             return
-        decision, step = self._book.decide(self._now_s, open_phases)
+        decision, step = self._scheduler.decide(self._now_s, open_phases)
         if step is None:
             self._is_waiting = True
             self._wake_s = decision.until_s if isinstance(decision, Wait) else None
@@ -295,7 +295,7 @@ class _Simulation:
                 life.takes_token(self._now_s)
             complete.append(life.made == self._trace[item.request].new_tokens)
         self._is_waiting = False
-        for number in self._book.land(step.flight.number, complete):
+        for number in self._scheduler.land(step.flight.number, complete):
             self._lives[number].end_s = self._now_s
 
     def _note(self, worker: _Worker, message: _Message) -> None:

@@ -200,7 +200,7 @@ def _command(words: list[str]) -> list[str]:
     """Return the command; ours run from this very checkout and interpreter."""
     if not words:
         raise SpecError("COMMAND: found nothing, expected what to run")
-    own = {"llmpq-dist": "llmpq.cli.dist", "llmpq-profile": "llmpq.cli.profile"}
+    own = {"llmpq-dist": "llmpq.cli.commands.dist", "llmpq-profile": "llmpq.cli.commands.profile"}
     if words[0] in own:
         return [sys.executable, "-m", own[words[0]], *words[1:]]
     return list(words)

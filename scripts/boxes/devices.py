@@ -14,7 +14,7 @@ from scripts.boxes.groups import Group
 
 _EPSILON = 1e-9
 RANK_NAME = "llmpq-rank-"
-"""What ``llmpq.dist.worker`` calls its process, its number behind; it takes seconds to import."""
+"""What ``llmpq.dist.launch.worker`` calls its process, followed by its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +128,8 @@ def rank_of(pid: int) -> int | None:
     """Return the rank of a worker of ``llmpq-dist``, ``None`` of another process."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"llmpq.dist.worker" in words:
-            return int(words[words.index(b"llmpq.dist.worker") + 2])
+        if b"llmpq.dist.launch.worker" in words:
+            return int(words[words.index(b"llmpq.dist.launch.worker") + 2])
     return None
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmpq.kernels import BACKENDS, KernelBackend, PackedWeight, PreparedWeight
-from llmpq.kernels.cuda import CudaInt8Backend
+from llmpq.kernels.gpu.cuda import CudaInt8Backend
+from llmpq.kernels.gpu.triton_int import TritonIntBackend, dequantize, multiply
 from llmpq.kernels.packed import packed_row_bytes
-from llmpq.kernels.triton_int import TritonIntBackend, dequantize, multiply
 from llmpq.spec.precision import Precision, default_precision
 from scripts.gpu_checks.harness import FailedError, Row, Setting
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from llmpq.kernels import capability_table
-from llmpq.kernels.optional import why_missing
-from llmpq.kernels.triton_int import launch_failure
+from llmpq.kernels.gpu.optional import why_missing
+from llmpq.kernels.gpu.triton_int import launch_failure
 from scripts.gpu_checks.harness import FailedError, Row, Setting, SkippedError
 
 PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "numpy", "safetensors")

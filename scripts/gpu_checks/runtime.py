@@ -16,17 +16,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmpq.dist import generate_offline
-from llmpq.dist.decode_graphs import Capture, CudaCapture, DecodeGraphs, Work
-from llmpq.dist.job import Sampling
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.progress import SilentProgress
-from llmpq.dist.prompts import Prompt, Request
-from llmpq.dist.rank import RankContext, run_master
-from llmpq.dist.stats import synchronize
+from llmpq.dist.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, Work
+from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.prompts import Prompt, Request
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.launch.rank import RankContext, run_master
+from llmpq.dist.metrics.progress import SilentProgress
+from llmpq.dist.metrics.stats import synchronize
 from llmpq.models import DecoderStage, MicroBatch, kv_shapes
-from llmpq.quant.layer import stored_bytes
-from llmpq.quant.linear import QuantLinear
-from llmpq.quant.loader import load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.modules.layer import stored_bytes
+from llmpq.quant.modules.linear import QuantLinear
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
     MemoryParts,
@@ -197,7 +197,7 @@ def tokens(setting: Setting) -> list[Row]:
         context = RankContext(
             plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
         )
-        run_master(context, _requests(), Sampling(), keep)
+        run_master(context, _requests(), SamplingParams(), keep)
         same = [answers[number] == made for number, made in enumerate(expected)]
         rows.append({"family": family, "prompts": len(same), "equal": sum(same)})
     if any(row["equal"] != row["prompts"] for row in rows):
@@ -231,7 +231,14 @@ def profile_layer(setting: Setting) -> list[Row]:
     """A short ``llmpq-profile layer`` on the device: a table comes out."""
     model_dir = _model(setting, "llama", layers=2, hidden=256, intermediate=512)
     table = setting.folder / "table.csv"
-    command = [sys.executable, "-m", "llmpq.cli.profile", "layer", "--model", str(model_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "llmpq.cli.commands.profile",
+        "layer",
+        "--model",
+        str(model_dir),
+    ]
     command += ["--device", str(setting.device), "--device_type", _type_of(setting.device)]
     command += ["--bits", *map(str, STAGE_BITS), "--layers", "2", "--budget", "5"]
     command += ["--batches", "1", "4", "--prompt_tokens", "16", "--context_tokens", "32"]

@@ -24,10 +24,10 @@ from make_tiny_model import Shape, make_config, make_model, save_model
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.models import DecoderStage, MicroBatch
-from llmpq.quant.assembly import matrices_of
-from llmpq.quant.checkpoint import GptqCheckpoint, gptq_layer
-from llmpq.quant.gptq import GptqOptions
-from llmpq.quant.loader import load_master
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
+from llmpq.quant.loading.assembly import matrices_of
+from llmpq.quant.loading.loader import load_master
+from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.precision import Precision, unquantized
 
 SHAPE = Shape(layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab=128)

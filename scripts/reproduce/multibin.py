@@ -23,7 +23,7 @@ from llmpq.batching.binning import (
     uniform_service_s,
     uniform_throughput,
 )
-from llmpq.batching.multibin import quantile_boundaries, uniform_boundaries
+from llmpq.batching.policies.multibin import quantile_boundaries, uniform_boundaries
 from scripts.reproduce.cases import IMAGES
 from scripts.reproduce.output import Record, number, run, table
 

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
-from llmpq.batching.chunked import Chunk, ChunkLimits
+from llmpq.batching.policies.chunked import Chunk, ChunkLimits
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.sim.iterations import IterationsReport, simulate_iterations
 from llmpq.spec.trace import TraceRequest

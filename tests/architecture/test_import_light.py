@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-PLAN_SIDE = ("llmpq.spec", "llmpq.batching", "llmpq.costmodel", "llmpq.assigner", "llmpq.cli.algo")
+PLAN_SIDE = (
+    "llmpq.spec",
+    "llmpq.batching",
+    "llmpq.costmodel",
+    "llmpq.assigner",
+    "llmpq.cli.commands.algo",
+)
 HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
 
 
@@ -29,5 +35,5 @@ def test_importing_llmpq_loads_the_standard_library_only():
 
 
 def test_help_of_a_tensor_command_answers_without_torch():
-    loaded = modules_after("from llmpq.cli.profile import main; main(['--help'])")
+    loaded = modules_after("from llmpq.cli.commands.profile import main; main(['--help'])")
     assert "torch" not in loaded

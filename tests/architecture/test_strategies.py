@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.check import main
+from llmpq.cli.commands.check import main
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan_io import plan_text, read_plan
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from llmpq.assigner.average import average_of, bits_at_average
+from llmpq.assigner.constraints.average import average_of, bits_at_average
 from llmpq.errors import InfeasibleError, SpecError
 
 WIDTHS = (16, 8, 4, 3)

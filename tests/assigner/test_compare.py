@@ -10,8 +10,8 @@ from helpers.certificate import certify
 from helpers.small_clusters import small_request
 
 from llmpq.assigner import METHODS, make_plan
-from llmpq.assigner.compare import Outcome, compare_methods, never_worse
-from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.explain.compare import Outcome, compare_methods, never_worse
 from llmpq.assigner.task import costs_of, omega_of
 from llmpq.errors import InfeasibleError, SpecError
 

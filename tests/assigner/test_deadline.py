@@ -9,15 +9,15 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
 from llmpq.assigner import make_plan, planner, task
-from llmpq.assigner.baselines import adabits, pipeedge
-from llmpq.assigner.compare import compare_methods
-from llmpq.assigner.deadline import NEVER, Deadline
-from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.constraints.deadline import NEVER, Deadline
+from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.exact import NotCoveredError, native
-from llmpq.assigner.explanation import what_if
-from llmpq.assigner.heuristic.quick import find_quick
-from llmpq.assigner.programs import ilp
-from llmpq.assigner.programs.solvers import SolverResult
+from llmpq.assigner.explain import what_if
+from llmpq.assigner.explain.compare import compare_methods
+from llmpq.assigner.heuristics import adabits, pipeedge
+from llmpq.assigner.heuristics.quick import find_quick
+from llmpq.assigner.milp import ilp
+from llmpq.assigner.milp.solvers import SolverResult
 from llmpq.assigner.task import PlanRequest, build_task
 from llmpq.errors import InfeasibleError
 
@@ -133,7 +133,7 @@ def test_a_solver_that_finds_nothing_in_time_leaves_the_proportional_plan(
     hasty = find_quick(build_task(replace(request, deadline=NEVER)))
     assert hasty is not None
     assert late.search.status == "feasible"
-    assert late.estimate.objective_s == pytest.approx(hasty.price.objective_s)
+    assert late.estimate.objective_s == pytest.approx(hasty.evaluation.objective_s)
 
 
 def test_rivals_stop_at_their_first_plan(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> None:

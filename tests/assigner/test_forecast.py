@@ -13,7 +13,7 @@ from llmpq.assigner import forecast as forecast_module
 from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import costs_of
-from llmpq.costmodel.profiles import StageSeconds
+from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import MicroBatching, StageAssignment
@@ -106,7 +106,7 @@ def test_workers_that_share_one_core_take_turns():
 
 
 def test_what_a_stage_takes_apart_from_its_layers_counts_once_a_stage_and_step():
-    extra = StageSeconds(prefill=0.0, decode=1e-3)
+    extra = StageOverhead(prefill=0.0, decode=1e-3)
     costs = replace(COSTS, stage=(extra,) * len(COSTS.specs))
     plan = plan_with((2, 4, LAYERS), 8, 8)
     more = forecast(plan, costs).latency_s - forecast(plan, COSTS).latency_s

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.builders import pair_costs
 
-from llmpq.assigner.objective import is_feasible, price
+from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 
 
@@ -44,7 +44,7 @@ SPLIT = Assignment((0, 0, 1), (0, 1, 0))
 
 
 def test_steady_formula_by_hand() -> None:
-    found = price(two_stages("steady"), SPLIT)
+    found = evaluate(two_stages("steady"), SPLIT)
     one_pass = 0.35 + 0.02 + 0.4 + 0.01
     expected = 2 * 6 + (6 + 0.5 + 4 + 0.25) + 10 * max(2 * 0.4, one_pass)
     assert found.latency_s == pytest.approx(expected)
@@ -63,37 +63,37 @@ def test_steady_round_is_one_pass_when_too_few_micro_batches_fill_the_pipeline()
         decode_batches=1,
         new_tokens=11,
     )
-    found = price(two_stages("steady", costs=slow_link), SPLIT)
+    found = evaluate(two_stages("steady", costs=slow_link), SPLIT)
     assert found.latency_s == pytest.approx(5 + 4 + 10 * (0.3 + 0.3 + 0.4))
 
 
 def test_paper_formula_by_hand() -> None:
-    found = price(two_stages("paper"), SPLIT)
+    found = evaluate(two_stages("paper"), SPLIT)
     assert found.latency_s == pytest.approx(2 * 6 + (6 + 4) + 10 * (1 * 0.4) + (0.35 + 0.4))
 
 
 def test_a_slow_link_is_the_slowest_stage() -> None:
     problem = two_stages("paper")
     problem.costs.send_prefill_s[0, 1] = 9.0
-    assert price(problem, SPLIT).latency_s == pytest.approx(2 * 9 + 10 + 4 + 0.75)
+    assert evaluate(problem, SPLIT).latency_s == pytest.approx(2 * 9 + 10 + 4 + 0.75)
 
 
 def test_one_stage_sends_nothing() -> None:
-    found = price(two_stages("steady"), Assignment((0, 0, 0), (0, 0, 0)))
+    found = evaluate(two_stages("steady"), Assignment((0, 0, 0), (0, 0, 0)))
     assert found.latency_s == pytest.approx(2 * 7 + 7 + 10 * (2 * 0.65))
     assert [stage.send_decode_s for stage in found.stages] == [0.0]
 
 
 def test_the_master_runs_without_layers() -> None:
-    found = price(two_stages("steady"), Assignment((1, 1, 1), (1, 1, 1)))
+    found = evaluate(two_stages("steady"), Assignment((1, 1, 1), (1, 1, 1)))
     assert [stage.prefill_s for stage in found.stages] == [1.0, 15.0]
     assert found.stages[0].send_prefill_s == 0.5
 
 
 def test_memory_counts_the_master_on_the_first_device_only() -> None:
     problem = two_stages("steady")  # the master leaves 30 - 8 bytes
-    assert price(problem, Assignment((0, 0, 1), (0, 0, 0))).excess_bytes == 0
-    found = price(problem, Assignment((0, 0, 0), (0, 0, 1)))
+    assert evaluate(problem, Assignment((0, 0, 1), (0, 0, 0))).excess_bytes == 0
+    found = evaluate(problem, Assignment((0, 0, 0), (0, 0, 1)))
     assert found.excess_bytes == 3
     assert not is_feasible(problem, found)
     assert found.stages[0].kv_bytes == 6
@@ -103,5 +103,5 @@ def test_memory_counts_the_master_on_the_first_device_only() -> None:
 def test_quality_budget_is_part_of_feasibility() -> None:
     tight = two_stages("steady", quality_budget=0.29)
     loose = two_stages("steady", quality_budget=0.3)
-    assert not is_feasible(tight, price(tight, SPLIT))
-    assert is_feasible(loose, price(loose, SPLIT))
+    assert not is_feasible(tight, evaluate(tight, SPLIT))
+    assert is_feasible(loose, evaluate(loose, SPLIT))

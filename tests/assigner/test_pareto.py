@@ -10,9 +10,9 @@ from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.bruteforce import all_assignments
-from llmpq.assigner.decisions.overrides import Overrides
-from llmpq.assigner.objective import is_feasible, price
-from llmpq.assigner.pareto import pareto_plans
+from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.explain.pareto import pareto_plans
+from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.task import build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.workload import Workload
@@ -37,7 +37,7 @@ def everything(request) -> list[tuple[float, float]]:
     for pair, order in product(task.pairs, task.orders()):
         problem = task.problem(pair, order)
         for assignment in all_assignments(problem):
-            priced = price(problem, assignment)
+            priced = evaluate(problem, assignment)
             if is_feasible(problem, priced):
                 found.append((priced.quality, priced.latency_s))
     return found

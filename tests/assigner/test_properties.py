@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -21,9 +21,9 @@ def with_costs(problem, **changes):
 @quick
 @given(problem=tiny_problems, extra=st.integers(min_value=1, max_value=30))
 def test_more_memory_never_worsens_the_optimum(problem, extra) -> None:
-    before = solve_ilp(problem, IlpOptions()).price
+    before = solve_ilp(problem, IlpOptions()).evaluation
     roomy = with_costs(problem, total_bytes=problem.costs.total_bytes + extra)
-    after = solve_ilp(roomy, IlpOptions()).price
+    after = solve_ilp(roomy, IlpOptions()).evaluation
     if before is not None:
         assert after.objective_s <= before.objective_s * (1 + 1e-7)
 
@@ -33,7 +33,7 @@ def test_more_memory_never_worsens_the_optimum(problem, extra) -> None:
 def test_faster_links_never_worsen_the_optimum(problem, factor) -> None:
     names = ("send_prefill_s", "send_decode_s", "return_prefill_s", "return_decode_s")
     faster = with_costs(problem, **{n: factor * getattr(problem.costs, n) for n in names})
-    before, after = (solve_ilp(item, IlpOptions()).price for item in (problem, faster))
+    before, after = (solve_ilp(item, IlpOptions()).evaluation for item in (problem, faster))
     if before is not None:
         assert after.objective_s <= before.objective_s * (1 + 1e-7)
 

@@ -14,14 +14,14 @@ from helpers.strategies import tiny_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.baselines import adabits, fastest, pipeedge, proportional, uniform
 from llmpq.assigner.bruteforce import all_assignments, brute_force
-from llmpq.assigner.decisions.overrides import Overrides
+from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.decode import plan_of
-from llmpq.assigner.heuristic.transfer import find_transfer
-from llmpq.assigner.objective import price, within_budget
+from llmpq.assigner.heuristics import adabits, fastest, pipeedge, proportional, uniform
+from llmpq.assigner.heuristics.transfer import find_transfer
+from llmpq.assigner.milp.search import find_plan
+from llmpq.assigner.objective import evaluate, within_budget
 from llmpq.assigner.problem import Assignment
-from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import PlanningTask, build_task
 from llmpq.errors import InfeasibleError
 from llmpq.spec.plan import MicroBatching
@@ -87,7 +87,7 @@ def test_llmpq_is_never_worse_than_a_rival_on_random_clusters(block: int) -> Non
         task = build_task(small_request(seed))
         values = certified_values(task)
         try:
-            best_s = find_plan(task, quiet).price.objective_s
+            best_s = find_plan(task, quiet).evaluation.objective_s
         except InfeasibleError:
             assert not values
             continue
@@ -111,7 +111,7 @@ def test_fastest_is_the_best_of_all_single_devices(seed: int) -> None:
         assert not alone
         return
     assert solution.assignment.used_positions() == (0,)
-    assert solution.price.objective_s == pytest.approx(min(alone), rel=1e-9)
+    assert solution.evaluation.objective_s == pytest.approx(min(alone), rel=1e-9)
 
 
 def test_adabits_has_the_least_degradation_memory_allows() -> None:
@@ -125,9 +125,9 @@ def test_adabits_has_the_least_degradation_memory_allows() -> None:
         least = min(
             found.quality
             for assignment in all_assignments(problem)
-            if (found := price(problem, assignment)).excess_bytes == 0
+            if (found := evaluate(problem, assignment)).excess_bytes == 0
         )
-        assert solution.price.quality == pytest.approx(least, abs=1e-8)
+        assert solution.evaluation.quality == pytest.approx(least, abs=1e-8)
         checked += 1
     assert checked >= 12
 
@@ -136,7 +136,7 @@ def test_adabits_prefers_less_work_between_equals() -> None:
     """Everything fits at 16 bits on either device: the faster one takes it all."""
     request = plan_request(cluster=cluster_of(("T4-16G", 1, 900), ("A100-40G", 1, 900)))
     solution = solve(build_task(request), "adabits")
-    assert solution.price.quality == 0.0
+    assert solution.evaluation.quality == 0.0
     groups = {solution.problem.order[where] for where in solution.assignment.positions}
     assert groups == {1}
 
@@ -155,9 +155,9 @@ def test_adaptive_even_has_the_best_bits_of_its_even_split() -> None:
             found.quality
             for assignment in all_assignments(problem)
             if assignment.positions == chosen.positions
-            and (found := price(problem, assignment)).excess_bytes == 0
+            and (found := evaluate(problem, assignment)).excess_bytes == 0
         )
-        assert solution.price.quality == pytest.approx(least, abs=1e-12)
+        assert solution.evaluation.quality == pytest.approx(least, abs=1e-12)
         checked += 1
     assert checked >= 10
 
@@ -182,14 +182,14 @@ def any_split_fits(task: PlanningTask, width: int) -> bool:
         for pair in task.pairs:
             problem = task.problem(pair, order)
             for where in combinations_with_replacement(range(len(order)), len(task.kinds)):
-                found = price(problem, Assignment(where, (width,) * len(where)))
+                found = evaluate(problem, Assignment(where, (width,) * len(where)))
                 if found.excess_bytes == 0 and within_budget(problem, found.quality):
                     return True
     return False
 
 
 def longest_part_s(problem, assignment: Assignment) -> float:
-    stages = price(problem, assignment).stages
+    stages = evaluate(problem, assignment).stages
     return max(max(stage.prefill_s, stage.send_prefill_s) for stage in stages)
 
 
@@ -202,7 +202,7 @@ def test_pipeedge_keeps_the_slowest_part_of_prefill_shortest(problem) -> None:
             Assignment(where, (width,) * layers)
             for where in combinations_with_replacement(range(problem.num_positions), layers)
         ]
-        fitting = [item for item in options if price(problem, item).excess_bytes == 0]
+        fitting = [item for item in options if evaluate(problem, item).excess_bytes == 0]
         found = pipeedge.shortest_pipeline(problem, width, pipeedge.fitting_ranges(problem, width))
         if found is None:
             assert not fitting
@@ -219,7 +219,7 @@ def test_pipeedge_keeps_the_slowest_part_of_prefill_shortest(problem) -> None:
 
 
 def whole_pass_s(problem, assignment: Assignment) -> float:
-    stages = price(problem, assignment).stages
+    stages = evaluate(problem, assignment).stages
     return math.fsum(stage.prefill_s + stage.send_prefill_s for stage in stages)
 
 

@@ -21,7 +21,7 @@ from llmpq.batching.binning import (
     uniform_throughput,
 )
 from llmpq.batching.length import OraclePredictor
-from llmpq.batching.multibin import uniform_boundaries
+from llmpq.batching.policies.multibin import uniform_boundaries
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 

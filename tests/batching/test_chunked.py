@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmpq.batching.chunked import Chunk, ChunkedScheduler, ChunkLimits
 from llmpq.batching.kv_blocks import BlockPool
+from llmpq.batching.policies.chunked import Chunk, ChunkedScheduler, ChunkLimits
 from llmpq.errors import CapacityError, LlmpqError
 
 

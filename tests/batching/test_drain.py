@@ -12,8 +12,8 @@ from llmpq.batching import (
     HybridPolicy,
     IterationPolicy,
     MultiBinFormer,
-    RequestBook,
     RraPolicy,
+    Scheduler,
     StaticPolicy,
     WaitingRequest,
 )
@@ -42,10 +42,10 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 @given(wanted=st.lists(st.integers(1, 6), min_size=1, max_size=15), at=st.integers(0, 20))
 def test_what_has_begun_is_finished_and_nothing_else(name, wanted, at):
-    book = RequestBook(policy=POLICIES[name](wanted), num_slots=SLOTS)
+    scheduler = Scheduler(policy=POLICIES[name](wanted), num_slots=SLOTS)
     for number in range(len(wanted)):
-        book.arrive(WaitingRequest(request=number, prompt_tokens=1, arrival_s=0.0))
-    book.close()
+        scheduler.arrive(WaitingRequest(request=number, prompt_tokens=1, arrival_s=0.0))
+    scheduler.close()
     made = [0] * len(wanted)
     begun: set[int] = set()
     finished: set[int] = set()
@@ -53,10 +53,10 @@ def test_what_has_begun_is_finished_and_nothing_else(name, wanted, at):
     flying = []
     for step_number in range(10_000):
         if step_number == at:
-            dropped = book.drain()
-        if book.is_done:
+            dropped = scheduler.drain()
+        if scheduler.is_done:
             break
-        _, step = book.decide(float(step_number))
+        _, step = scheduler.decide(float(step_number))
         if step is not None:
             assert step_number < at or begun.issuperset(step.flight.requests)
             begun.update(step.flight.requests)
@@ -66,14 +66,14 @@ def test_what_has_begun_is_finished_and_nothing_else(name, wanted, at):
             for item in landing.sequences:
                 made[item.request] += not item.is_finished
             complete = [made[item.request] >= wanted[item.request] for item in landing.sequences]
-            finished.update(book.land(landing.flight.number, complete))
-    assert book.is_done
+            finished.update(scheduler.land(landing.flight.number, complete))
+    assert scheduler.is_done
     assert finished == begun
     assert sorted(begun | set(dropped)) == list(range(len(wanted)))
 
 
 def test_a_drained_book_takes_nothing_more():
-    book = RequestBook(policy=IterationPolicy(micro_batching=SIZES), num_slots=SLOTS)
-    book.drain()
+    scheduler = Scheduler(policy=IterationPolicy(micro_batching=SIZES), num_slots=SLOTS)
+    scheduler.drain()
     with pytest.raises(LlmpqError, match="after the last one"):
-        book.arrive(WaitingRequest(request=0, prompt_tokens=1, arrival_s=0.0))
+        scheduler.arrive(WaitingRequest(request=0, prompt_tokens=1, arrival_s=0.0))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching import PipelineShape, make_policy
-from llmpq.batching.drift import COHORT, COHORTS, DriftWatch, drift_of, watch_of
+from llmpq.batching.workload_shift import COHORT, COHORTS, DriftWatch, drift_of, watch_of
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.schedule import Schedule

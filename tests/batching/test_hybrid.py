@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from llmpq.batching import (
     Decode,
-    Flight,
     HybridPolicy,
+    InFlightBatch,
     Prefill,
     ReadySequence,
     SchedulerView,
@@ -70,7 +70,7 @@ def test_running_sequences_do_not_wait_for_a_prefill():
         waiting=[],
         ready=[ReadySequence(request=0, slot=3, context_tokens=5, new_tokens=2)],
         free_slots=0,
-        flights=(Flight(number=0, phase=Phase.PREFILL, requests=(1,), slots=(0,)),),
+        flights=(InFlightBatch(number=0, phase=Phase.PREFILL, requests=(1,), slots=(0,)),),
     )
     assert _policy(prefill=1, decode=4, slots=4, stages=2).decide(view) == Decode(slots=(3,))
 

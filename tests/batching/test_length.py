@@ -16,7 +16,7 @@ from llmpq.batching.length import (
     OraclePredictor,
     RegressionPredictor,
 )
-from llmpq.batching.multibin import quantile_boundaries, uniform_boundaries
+from llmpq.batching.policies.multibin import quantile_boundaries, uniform_boundaries
 from llmpq.errors import LlmpqError, SpecError
 
 

@@ -15,8 +15,8 @@ from llmpq.batching import (
     BatchingPolicy,
     Decode,
     FirstComeFormer,
-    Flight,
     HybridPolicy,
+    InFlightBatch,
     IterationPolicy,
     MultiBinFormer,
     Prefill,
@@ -191,7 +191,7 @@ def test_rra_never_waits_for_room_that_others_may_make(free, phase):
     view = SchedulerView(waiting=waiting, ready=kept, free_slots=free)
     begun = policy.decide(replace(view, waiting=[]))
     assert isinstance(begun, Decode)
-    flight = Flight(number=0, phase=Phase.DECODE, requests=begun.slots, slots=begun.slots)
+    flight = InFlightBatch(number=0, phase=Phase.DECODE, requests=begun.slots, slots=begun.slots)
     late = replace(view, ready=kept[2:], flights=(flight,))
     for _ in range(-(-len(late.ready) // 2)):  # the others make the cycle's token and are back
         assert isinstance(policy.decide(replace(late, waiting=[])), Decode)

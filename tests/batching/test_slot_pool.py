@@ -6,14 +6,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmpq.batching import SlotPool
+from llmpq.batching import SlotAllocator
 from llmpq.errors import CapacityError, LlmpqError
 
 
 class SlotsHaveOneOwner(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.pool = SlotPool(4)
+        self.pool = SlotAllocator(4)
         self.owned = []
 
     @rule()
@@ -52,7 +52,7 @@ TestSlotsHaveOneOwner = SlotsHaveOneOwner.TestCase
 
 
 def test_lowest_free_slot_comes_first():
-    pool = SlotPool(3)
+    pool = SlotAllocator(3)
     assert [pool.acquire() for _ in range(3)] == [0, 1, 2]
     pool.release(2)
     pool.release(0)

@@ -13,9 +13,9 @@ from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.errors import SpecError
 from llmpq.models import DecoderStage, MicroBatch
 from llmpq.quant import QuantLinear
-from llmpq.quant.checkpoint import GptqCheckpoint, gptq_layer, is_gptq
-from llmpq.quant.gptq import GptqOptions
-from llmpq.quant.loader import load_master
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer, is_gptq
+from llmpq.quant.loading.loader import load_master
+from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.precision import Precision, unquantized
 
 torch.set_num_threads(1)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.builders import model_spec, sensitivity
 
-from llmpq.cli.algo import main
-from llmpq.cli.check import main as check
+from llmpq.cli.commands.algo import main
+from llmpq.cli.commands.check import main as check
 from llmpq.spec import catalog
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.tables import write_sensitivity

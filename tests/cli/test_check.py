@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.algo import main as algo
-from llmpq.cli.check import main
+from llmpq.cli.commands.algo import main as algo
+from llmpq.cli.commands.check import main
 
 ARGV = ["--model", "facebook/opt-13b", "--device_names", "T4-16G", "V100-32G", "P100-12G"]
 ARGV += ["--device_numbers", "1", "1", "1", "--global_bz", "8", "--s", "128", "--n", "20"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from helpers.builders import plan_request
 
 from llmpq.assigner import METHODS, make_plan
-from llmpq.assigner.compare import Outcome
-from llmpq.cli.algo import main
+from llmpq.assigner.explain.compare import Outcome
+from llmpq.cli.commands.algo import main
 from llmpq.cli.comparison import comparison_table
 from llmpq.errors import InfeasibleError
 

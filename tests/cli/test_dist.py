@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.batching.drift import COHORT
-from llmpq.cli.dist import main
+from llmpq.batching.workload_shift import COHORT
+from llmpq.cli.commands.dist import main
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan_io import write_plan
 from llmpq.spec.schedule import Schedule

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.cli.dist import main
-from llmpq.dist.doctor import judge, report
+from llmpq.cli.commands.dist import main
+from llmpq.dist.launch.doctor import judge, report
 from llmpq.spec.plan_io import write_plan
 
 

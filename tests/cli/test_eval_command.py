@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.cli.evals import main
-from llmpq.cli.quantize import main as quantize
+from llmpq.cli.commands.evals import main
+from llmpq.cli.commands.quantize import main as quantize
 from llmpq.spec.plan_io import write_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
-from llmpq.dist.measurement import Measurement
+from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError
 
 DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.tiny_models import save_tiny_model
 
-from llmpq.cli import algo, indicator
+from llmpq.cli.commands import algo, indicator
 from llmpq.spec.tables import read_sensitivity
 
 torch.set_num_threads(1)

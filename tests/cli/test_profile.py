@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from llmpq.cli.profile import main
+from llmpq.cli.commands.profile import main
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import (
     LatencySample,

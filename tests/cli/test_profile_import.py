@@ -7,7 +7,7 @@ from shutil import copytree
 
 import pytest
 
-from llmpq.cli.profile import main
+from llmpq.cli.commands.profile import main
 from llmpq.costmodel import build_costs
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node

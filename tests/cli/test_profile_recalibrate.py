@@ -10,8 +10,8 @@ import pytest
 from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import PlanRequest, costs_of
-from llmpq.cli.profile import main
-from llmpq.costmodel.profiles import MasterLoop, drift_of
+from llmpq.cli.commands.profile import main
+from llmpq.costmodel.tables.profiles import SchedulerOverhead, drift_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.plan_io import write_plan
@@ -202,7 +202,7 @@ def test_several_runs_tell_the_mean_the_drift_and_the_loop(folder, capsys):
         assert found["stage_loop_s"] == pytest.approx((0.1 * 10.0 - idle_s) / own, rel=1e-6)
     origin = dict(read_latency_table(path / "new.csv").provenance)
     assert drift_of("new", origin) == pytest.approx(found["drift"], abs=1e-4)
-    assert MasterLoop.of("new", origin).step_s == found["loop_s"]["step_s"]
+    assert SchedulerOverhead.of("new", origin).step_s == found["loop_s"]["step_s"]
 
 
 def test_what_company_cost_a_run_stays_out_of_the_table(folder, capsys):

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from llmpq.cli.quantize import main
-from llmpq.quant.checkpoint import GptqCheckpoint
+from llmpq.cli.commands.quantize import main
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.pareto import pareto_plans
+from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.assigner.task import costs_of
 from llmpq.cli.front_plot import draw_front

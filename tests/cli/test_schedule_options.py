@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.algo import main as algo
-from llmpq.cli.check import main as check
-from llmpq.cli.dist import main as dist
-from llmpq.cli.sim import main as sim
+from llmpq.cli.commands.algo import main as algo
+from llmpq.cli.commands.check import main as check
+from llmpq.cli.commands.dist import main as dist
+from llmpq.cli.commands.sim import main as sim
 from llmpq.spec.plan_io import read_plan
 
 COMMAND = [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.algo import main as algo
-from llmpq.cli.sim import main as sim
+from llmpq.cli.commands.algo import main as algo
+from llmpq.cli.commands.sim import main as sim
 from llmpq.spec.lengths import uniform
 from llmpq.spec.trace import draw_trace, write_trace
 

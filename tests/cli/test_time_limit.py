@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli import algo, common
+from llmpq.cli import common
+from llmpq.cli.commands import algo
 
 ROOT = Path(__file__).resolve().parents[2]
 ASK = [

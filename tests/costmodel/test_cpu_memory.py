@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmpq.costmodel.cpu_memory import (
+from llmpq.costmodel.memory.cpu_memory import (
     DENSE_USE_BYTES,
     KEPT_KERNELS,
     KERNEL_BYTES,
@@ -19,11 +19,11 @@ from llmpq.costmodel.cpu_memory import (
     live_bytes,
     loading_bytes,
 )
-from llmpq.costmodel.memory import temporary_bytes
-from llmpq.dist.environment import cpu_environment
-from llmpq.dist.kv_cache import KVCache
+from llmpq.costmodel.memory.memory import temporary_bytes
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
-from llmpq.quant.layer import quantize_layer_
+from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.spec import catalog
 from llmpq.spec.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.costmodel.fidelity import fidelity, relative_errors, split_shapes, summarise
-from llmpq.costmodel.imported import ImportRequest, import_table
+from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.tables.fidelity import fidelity, relative_errors, split_shapes, summarise
 from llmpq.errors import ProfileMissError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.fit import fit_relative
+from llmpq.costmodel.tables.fit import fit_relative
 
 
 def relative_error(features, seconds, coefficients):

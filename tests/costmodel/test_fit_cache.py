@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from llmpq.cli.fit_cache import fit_cache
-from llmpq.costmodel import cache as module
-from llmpq.costmodel import latency, public
-from llmpq.costmodel.cache import Cache, digest
 from llmpq.costmodel.costs import build_costs
-from llmpq.costmodel.latency import RegressionLatencyModel
+from llmpq.costmodel.importers import public
+from llmpq.costmodel.tables import cache as module
+from llmpq.costmodel.tables import latency
+from llmpq.costmodel.tables.cache import Cache, digest
+from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.precision import Phase

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.costmodel import latency, public
-from llmpq.costmodel.cache import Cache
 from llmpq.costmodel.costs import ClusterCosts, build_costs
-from llmpq.costmodel.latency import RegressionLatencyModel
-from llmpq.costmodel.lookup import fitted
+from llmpq.costmodel.importers import public
+from llmpq.costmodel.tables import latency
+from llmpq.costmodel.tables.cache import Cache
+from llmpq.costmodel.tables.latency import RegressionLatencyModel
+from llmpq.costmodel.tables.lookup import fitted
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.precision import Phase

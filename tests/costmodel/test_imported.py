@@ -3,9 +3,9 @@ import sys
 
 import pytest
 
-from llmpq.costmodel import aiconfigurator
-from llmpq.costmodel.imported import ImportRequest, import_table
-from llmpq.costmodel.operators import (
+from llmpq.costmodel.importers import aiconfigurator
+from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.importers.operators import (
     AttentionTimes,
     ExpertTimes,
     GemmTimes,

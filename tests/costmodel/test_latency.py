@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.latency import RegressionLatencyModel, gather
-from llmpq.costmodel.laws import fit_hinged, fit_paper
-from llmpq.costmodel.nnls import solve_nnls
+from llmpq.costmodel.tables.latency import RegressionLatencyModel, gather
+from llmpq.costmodel.tables.laws import fit_hinged, fit_paper
+from llmpq.costmodel.tables.nnls import solve_nnls
 from llmpq.errors import ProfileMissError
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.lookup import TableLatencyModel
 from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.costmodel.tables.lookup import TableLatencyModel
 from llmpq.errors import ProfileMissError
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase

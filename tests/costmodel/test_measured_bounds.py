@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.bounds import measured_bounds
-from llmpq.costmodel.clock import RUN_NOISE, relative_noise, tick_of
-from llmpq.costmodel.laws import Samples
+from llmpq.costmodel.tables.bounds import measured_bounds
+from llmpq.costmodel.tables.clock import RUN_NOISE, relative_noise, tick_of
+from llmpq.costmodel.tables.laws import Samples
 from llmpq.spec.precision import Phase
 
 

@@ -5,16 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.memory import (
+from llmpq.costmodel.memory.memory import (
     layer_kv_bytes,
     layer_weight_bytes,
     master_bytes,
     temporary_bytes,
 )
-from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv.cache import KVCache
 from llmpq.models import build_layer, kv_shapes, load_config
-from llmpq.quant.layer import quantize_layer_, stored_bytes
-from llmpq.quant.linear import QuantLinear
+from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
+from llmpq.quant.modules.linear import QuantLinear
 from llmpq.spec import catalog
 from llmpq.spec.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.profiles import MasterLoop, drift_of, stage_loop_of
-from llmpq.costmodel.recalibrate import (
+from llmpq.costmodel.tables.profiles import SchedulerOverhead, drift_of, stage_loop_of
+from llmpq.costmodel.tables.recalibrate import (
     LoopObservation,
     Observation,
     corrected,
@@ -115,7 +115,7 @@ def test_the_larger_drift_is_told(stated, between, told):
 
 
 def test_the_loop_is_told_apart_by_runs_of_unlike_micro_batches():
-    true = MasterLoop(step_s=4e-4, row_s=2e-5)
+    true = SchedulerOverhead(step_s=4e-4, row_s=2e-5)
     runs = [
         LoopObservation(
             micro_batches=count, rows=rows, seconds=count * true.step_s + rows * true.row_s
@@ -125,10 +125,10 @@ def test_the_loop_is_told_apart_by_runs_of_unlike_micro_batches():
     found = master_loop(runs)
     assert (found.step_s, found.row_s) == (pytest.approx(4e-4), pytest.approx(2e-5))
     table = corrected(TABLE, {(Phase.DECODE, 8): 1.0}, found)
-    assert MasterLoop.of("table", dict(table.provenance)) == found
+    assert SchedulerOverhead.of("table", dict(table.provenance)) == found
     alone = master_loop(runs[:1])  # one run cannot tell rows from micro-batches
     assert (alone.step_s, alone.row_s) == (pytest.approx(4e-4 + 4 * 2e-5), 0.0)
-    assert master_loop([]) == MasterLoop()
+    assert master_loop([]) == SchedulerOverhead()
 
 
 def test_the_loop_of_other_stages_is_their_mean():

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.latency import Curve, RegressionLatencyModel, gather
-from llmpq.costmodel.selection import believed, choose_law
+from llmpq.costmodel.tables.latency import Curve, RegressionLatencyModel, gather
+from llmpq.costmodel.tables.selection import believed, choose_law
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 

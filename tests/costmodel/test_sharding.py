@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmpq.costmodel import build_costs
-from llmpq.costmodel.aiconfigurator import _all_reduce
-from llmpq.costmodel.imported import ImportRequest, import_table
-from llmpq.costmodel.operators import (
+from llmpq.costmodel.importers.aiconfigurator import _all_reduce
+from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.importers.operators import (
     AllReduceTimes,
     AttentionTimes,
     GemmTimes,
@@ -20,8 +20,8 @@ from llmpq.costmodel.operators import (
     fused_products,
     layer_samples,
 )
-from llmpq.costmodel.profiles import ProfileKey
-from llmpq.costmodel.sharding import ALL_REDUCES, shard_of
+from llmpq.costmodel.importers.sharding import ALL_REDUCES, shard_of
+from llmpq.costmodel.tables.profiles import ProfileKey
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import (
@@ -116,7 +116,7 @@ def test_of_several_kernels_the_fastest_is_taken_and_other_degrees_are_told(tmp_
     rows = [(2, 128, 0.05), (2, 128, 0.01), (2, 256, 0.02), (4, 128, 0.03)]
     (folder / "custom_allreduce_perf.parquet").write_text("")
     monkeypatch.setattr(
-        "llmpq.costmodel.aiconfigurator._read_parquet",
+        "llmpq.costmodel.importers.aiconfigurator._read_parquet",
         lambda *_, **__: tuple([row[column] for row in rows] for column in range(3)),
     )
     found = _all_reduce(tmp_path, "vllm", 2)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.dist.arena import ArenaReader, ArenaWriter
-from llmpq.dist.links import Inbox, LinkClosedError, Outbox
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.dist.transport.links import Inbox, LinkClosedError, Outbox
+from llmpq.dist.transport.shared_memory import ArenaReader, ArenaWriter
 from llmpq.errors import StageError
 from llmpq.spec.transfer import SHARED_FROM_BYTES as LEAST_BYTES
 from llmpq.spec.transfer import SHARED_PLACES as PLACES

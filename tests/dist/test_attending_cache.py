@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from llmpq.dist.kv_cache import KVCache
-from llmpq.kernels.slot_attention import can_attend
+from llmpq.dist.kv.cache import KVCache
+from llmpq.kernels.cpu.slot_attention import can_attend
 from llmpq.models import KVShape, MicroBatch
 
 pytestmark = pytest.mark.skipif(

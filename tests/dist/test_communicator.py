@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from llmpq.dist.communicator import InProcessCommunicator, in_process_ring
-from llmpq.dist.failures import PeerLostError
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.transport.communicator import InProcessCommunicator, in_process_ring
+from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import StageError
 
 LIMITS = FrameLimits(

@@ -14,11 +14,11 @@ from helpers.tiny_models import load_stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist import decode_graphs
-from llmpq.dist.decode_graphs import MOST_BLOCKS, DecodeGraphs, StepShape, graphs_of
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.kv_store import Rows
-from llmpq.dist.prompts import Request
+from llmpq.dist.engine import cuda_graphs as decode_graphs
+from llmpq.dist.engine.cuda_graphs import MOST_BLOCKS, DecodeGraphs, StepShape, graphs_of
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.storage import Rows
 from llmpq.errors import CapacityError, StageError
 from llmpq.models import MicroBatch, kv_shapes
 from llmpq.models.host_waits import waits_of
@@ -258,7 +258,7 @@ def test_a_pipeline_gives_the_same_tokens(tiny_model, monkeypatch, family):
     def graphs(layers, cache, full_rows):
         return DecodeGraphs(layers, cache, full_rows=full_rows, capture=capture)
 
-    monkeypatch.setattr("llmpq.dist.rank.graphs_of", graphs)
+    monkeypatch.setattr("llmpq.dist.launch.rank.graphs_of", graphs)
     found, _ = run_threads(plan, model_dir, requests)
     assert found == expected
     assert len(found) == len(requests)

@@ -10,15 +10,15 @@ from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import load_reference
 
 from llmpq.batching import Decision, Decode, Prefill, SchedulerView, Wait
-from llmpq.dist.engine import MasterEngine
-from llmpq.dist.job import Sampling
-from llmpq.dist.progress import SilentProgress
-from llmpq.dist.prompts import Request
-from llmpq.dist.rank import RankContext, load_runner
-from llmpq.dist.sampler import Sampler
-from llmpq.dist.stats import StageClock
-from llmpq.quant.layer import quantize_layer_
-from llmpq.quant.loader import load_master
+from llmpq.dist.engine.engine import MasterEngine
+from llmpq.dist.engine.sampler import Sampler
+from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.launch.rank import RankContext, load_runner
+from llmpq.dist.metrics.progress import SilentProgress
+from llmpq.dist.metrics.stats import StageClock
+from llmpq.quant.loading.loader import load_master
+from llmpq.quant.modules.layer import quantize_layer_
 
 torch.set_num_threads(1)
 
@@ -128,7 +128,7 @@ def test_a_quantized_pipeline_equals_one_quantized_process(tiny_model, family):
 def test_sampling_does_not_depend_on_the_plan(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     requests, greedy = requests_with_stops(model_dir)
-    sampling = Sampling(temperature=1.0, top_p=0.9, seed=3)
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
     alone, _ = run_threads(make_plan((0, 3)), model_dir, requests, sampling=sampling)
     plan = make_plan((0, 1, 3), prefill=2, decode=4)
     together, _ = run_threads(plan, model_dir, requests, sampling=sampling)
@@ -167,7 +167,7 @@ def lone_engine(model_dir, policy):
         runner=load_runner(context, device),
         communicator=None,
         policy=policy,
-        sampler=Sampler(Sampling()),
+        sampler=Sampler(SamplingParams()),
         clock=StageClock(micro_batching=plan.micro_batching),
         num_slots=2,
     )

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from llmpq.dist.environment import cpu_environment
+from llmpq.dist.launch.process_environment import cpu_environment
 
 GROWTH = """
 import ctypes

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.batching.length import Prediction
-from llmpq.dist.job import DriftHandling, Job, Meeting, Sampling, read_job, write_job
+from llmpq.dist.io.job import DriftHandling, Job, Meeting, SamplingParams, read_job, write_job
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import Schedule
 
@@ -27,7 +27,7 @@ def _job(**options: object) -> Job:
     ],
 )
 def test_round_trip(tmp_path, meeting):
-    sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3)
+    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=3)
     job = _job(resume=True, sampling=sampling, step_timeout_s=3.0, meeting=meeting, launcher_pid=12)
     job = replace(
         job,

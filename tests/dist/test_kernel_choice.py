@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers.ranks import make_plan
 
-from llmpq.dist.job import Job, read_job, write_job
-from llmpq.dist.progress import SilentProgress
-from llmpq.dist.rank import RankContext, load_runner
+from llmpq.dist.io.job import Job, read_job, write_job
+from llmpq.dist.launch.rank import RankContext, load_runner
+from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
 
 SHAPE = {"layers": 2, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.models import KVShape, MicroBatch
 

@@ -11,10 +11,10 @@ from helpers.tiny_models import Pipeline, Sequences, load_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.memory import layer_kv_bytes
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.kv_store import quantize_both, quantize_tokens
-from llmpq.dist.prompts import Request
+from llmpq.costmodel.memory.memory import layer_kv_bytes
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.storage import quantize_both, quantize_tokens
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, MicroBatch, kv_shapes
 from llmpq.spec.families import load_model_dir

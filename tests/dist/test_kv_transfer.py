@@ -15,12 +15,19 @@ from helpers.ranks import make_split_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.dist.failures import PeerLostError
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.kv_store import Places, token_bytes
-from llmpq.dist.kv_transfer import KVInlet, KVOutlet, KVReceiver, KVSender
-from llmpq.dist.links import Inbox, Outbox
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, decode_header, encode_header
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.storage import Places, token_bytes
+from llmpq.dist.kv.transfer import KVReceiveLink, KVReceiver, KVSender, KVSendLink
+from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.frames import (
+    Frame,
+    FrameKind,
+    FrameLimits,
+    Row,
+    decode_header,
+    encode_header,
+)
+from llmpq.dist.transport.links import Inbox, Outbox
 from llmpq.errors import StageError
 from llmpq.models import KVShape, MicroBatch
 from llmpq.spec.handover import Handover, handovers_of
@@ -88,11 +95,11 @@ class Pair:
         handover = Handover(source=1, target=0, first_layer=0, end_layer=len(SHAPES))
         self.made = cache(0, 3, is_transient=True, kv_bits=kv_bits)
         self.held = cache(0, 3, is_transient=False, kv_bits=kv_bits)
-        self.outlet = KVOutlet(
+        self.outlet = KVSendLink(
             handover=handover, name="stage 0", outbox=Outbox(self.ends[0], limits(kv_bits))
         )
         inbox = Inbox(self.ends[1], limits(kv_bits), timeout_s)
-        inlet = KVInlet(handover=handover, name="stage 1", inbox=inbox)
+        inlet = KVReceiveLink(handover=handover, name="stage 1", inbox=inbox)
         self.sender: KVSender | None = None
         self.receiver = KVReceiver(self.held, inlets=[inlet], timeout_s=timeout_s)
 
@@ -270,7 +277,7 @@ def test_what_does_not_belong_on_a_link_ends_the_run_of_who_waits(frame):
     made, ends = cache(0, 3, is_transient=False), socket.socketpair()
     outbox = Outbox(ends[0], limits())
     # This link carries layers 0 and 1 alone.
-    inlet = KVInlet(
+    inlet = KVReceiveLink(
         handover=Handover(source=1, target=0, first_layer=0, end_layer=2),
         name="stage 1",
         inbox=Inbox(ends[1], limits(), 5.0),

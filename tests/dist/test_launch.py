@@ -10,10 +10,10 @@ import time
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.dist.environment import cpu_environment
-from llmpq.dist.failures import ErrorNote, write_note
-from llmpq.dist.job import Job, Meeting
-from llmpq.dist.launch import _cause, _cores, _start, rank_environment, ranks_of_node
+from llmpq.dist.io.job import Job, Meeting
+from llmpq.dist.launch.launcher import _cause, _cores, _start, rank_environment, ranks_of_node
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.dist.transport.failures import ErrorNote, write_note
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
@@ -142,5 +142,5 @@ def test_a_rank_that_left_no_note_is_quoted(tmp_path):
 
 
 def test_the_launching_process_stays_without_torch():
-    code = "import sys, llmpq.cli.dist; sys.exit('torch' in sys.modules)"
+    code = "import sys, llmpq.cli.commands.dist; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

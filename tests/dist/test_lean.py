@@ -12,7 +12,7 @@ LOADED = "import sys; print(*[name for name in sys.modules if name.startswith('s
 @pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="SciPy is not installed")
 def test_a_worker_does_not_load_scipy():
     loaded = subprocess.run(
-        [sys.executable, "-c", f"import llmpq.dist.worker; {LOADED}"],
+        [sys.executable, "-c", f"import llmpq.dist.launch.worker; {LOADED}"],
         capture_output=True,
         text=True,
         check=True,

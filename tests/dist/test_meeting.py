@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.dist.connect import Me, Ring, connect, read_token
-from llmpq.dist.doors import MAX_STRANGERS, Place
-from llmpq.dist.job import Meeting
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits
+from llmpq.dist.io.job import Meeting
+from llmpq.dist.transport.connect import RankIdentity, Ring, connect, read_token
+from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
 from llmpq.errors import LlmpqError, SpecError, StageError
 
 LIMITS = FrameLimits(
@@ -32,19 +32,19 @@ LIMITS = FrameLimits(
 )
 
 
-def me(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> Me:
+def me(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> RankIdentity:
     name = f"stage {rank} (rank {rank})"
-    return Me(rank=rank, world_size=world_size, name=name, limits=limits, timeout_s=5.0)
+    return RankIdentity(rank=rank, world_size=world_size, name=name, limits=limits, timeout_s=5.0)
 
 
 def meet(
-    ranks: list[tuple[Me, Meeting]],
+    ranks: list[tuple[RankIdentity, Meeting]],
 ) -> tuple[dict[int, Ring], dict[int, LlmpqError]]:
     """Connect all ranks at once, each in a thread."""
     made: dict[int, Ring] = {}
     failed: dict[int, LlmpqError] = {}
 
-    def run(who: Me, meeting: Meeting) -> None:
+    def run(who: RankIdentity, meeting: Meeting) -> None:
         try:
             made[who.rank] = connect(who, meeting)
         except LlmpqError as error:
@@ -113,7 +113,7 @@ def test_ranks_with_an_address_find_each_others_files_and_nothing_listens_after(
 
 def test_ranks_of_unlike_hosts_use_tcp(tmp_path, monkeypatch):
     hosts = iter("abc")
-    monkeypatch.setattr("llmpq.dist.connect._host_key", lambda: next(hosts))
+    monkeypatch.setattr("llmpq.dist.transport.connect._host_key", lambda: next(hosts))
     meeting = Meeting(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
     made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
     assert not failed
@@ -127,7 +127,7 @@ def test_each_link_takes_its_own_transport(tmp_path, monkeypatch):
     def host_key() -> str:
         return key.setdefault(threading.current_thread().name, f"host {len(key) % 2}")
 
-    monkeypatch.setattr("llmpq.dist.connect._host_key", host_key)
+    monkeypatch.setattr("llmpq.dist.transport.connect._host_key", host_key)
     meeting = Meeting(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
     made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
     assert not failed
@@ -183,7 +183,7 @@ def test_ranks_of_another_plan_are_named(tmp_path):
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmpq.dist.connect.START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("llmpq.dist.transport.connect.START_TIMEOUT_S", 0.3)
     meeting = Meeting(file=tmp_path / "meeting")
     made, failed = meet([(me(0, 3), meeting), (me(1, 3), meeting)])
     assert not made
@@ -202,7 +202,7 @@ def test_garbage_is_hung_up_on_at_once_and_disturbs_nobody(tmp_path, garbage):
     said: dict[int, Ring] = {}
     host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), meeting)])[0]))
     host.start()
-    with _connection(lambda: Place(address=address).connect(5)) as stranger:
+    with _connection(lambda: Endpoint(address=address).connect(5)) as stranger:
         if len(garbage) > 24:  # what is shorter is waited for, 5 s at most
             start = time.monotonic()
             stranger.sendall(garbage)
@@ -221,8 +221,8 @@ def test_idle_connections_do_not_keep_ranks_out(tmp_path):
     host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), meeting)])[0]))
     host.start()
     with contextlib.ExitStack() as idle:
-        for _ in range(MAX_STRANGERS + 40):
-            idle.enter_context(_connection(lambda: Place(address=address).connect(5)))
+        for _ in range(MAX_PENDING_HANDSHAKES + 40):
+            idle.enter_context(_connection(lambda: Endpoint(address=address).connect(5)))
         made, failed = meet([(me(1, 2), meeting)])
     host.join(timeout=20)
     assert not failed

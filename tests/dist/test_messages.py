@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.dist.messages import (
+from llmpq.dist.transport.frames import (
     MAX_TEXT_BYTES,
     Frame,
     FrameKind,

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig
 
-from llmpq.dist.model_files import eos_token_ids, load_tokenizer
+from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.errors import SpecError
 
 

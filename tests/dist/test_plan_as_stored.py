@@ -9,12 +9,12 @@ from helpers.ranks import make_plan, run_threads
 
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.cli.algo import main as plan_main
-from llmpq.cli.dist import main as serve_main
-from llmpq.dist.prompts import Prompt, Request, write_prompts
-from llmpq.dist.results import read_results
-from llmpq.quant.checkpoint import GptqCheckpoint
-from llmpq.quant.gptq import GptqOptions
+from llmpq.cli.commands.algo import main as plan_main
+from llmpq.cli.commands.dist import main as serve_main
+from llmpq.dist.io.prompts import Prompt, Request, write_prompts
+from llmpq.dist.io.results import read_results
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
+from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.families import load_model_dir
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.precision import Precision, linear_bytes, unquantized

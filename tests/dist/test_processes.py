@@ -15,11 +15,11 @@ import pytest
 from helpers.processes import At, is_running, listening_addresses, wait_for, workers_of
 from helpers.ranks import make_plan, run_threads
 
-from llmpq.cli.dist import main
+from llmpq.cli.commands.dist import main
 from llmpq.dist import Hosts, generate_offline, run_job
-from llmpq.dist.job import Job
-from llmpq.dist.prompts import Prompt, Request, write_prompts
-from llmpq.dist.results import read_results
+from llmpq.dist.io.job import Job
+from llmpq.dist.io.prompts import Prompt, Request, write_prompts
+from llmpq.dist.io.results import read_results
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import Plan
@@ -112,7 +112,9 @@ def test_a_stopped_rank_without_peers_is_a_timeout_too(tiny_model):
 
 
 def test_a_rank_that_never_begins_is_told_from_one_that_fell_silent(tiny_model, monkeypatch):
-    monkeypatch.setattr("llmpq.dist.launch.START_TIMEOUT_S", 0.2)  # no time to load libraries
+    monkeypatch.setattr(
+        "llmpq.dist.launch.launcher.START_TIMEOUT_S", 0.2
+    )  # no time to load libraries
     with pytest.raises(StageError, match=r"stage 0 \(rank 0, .*did not start within 0.2 s"):
         generate_offline(PLAN, prompts_without_end(), model_dir=tiny_model("llama", seed=1))
 
@@ -146,7 +148,7 @@ def test_no_rank_outlives_its_launcher(tiny_model, tmp_path, end):
     files = write_files(tmp_path, PLAN, tiny_model("llama", seed=1))
     (tmp_path / "private").mkdir()
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "llmpq.cli.dist", *files],
+        [sys.executable, "-m", "llmpq.cli.commands.dist", *files],
         stderr=subprocess.DEVNULL,
         env=dict(os.environ) | {"TMPDIR": str(tmp_path / "private")},
     )
@@ -197,7 +199,7 @@ def test_two_hosts_meet_at_an_address(tiny_model, tmp_path, monkeypatch):
     files = write_files(tmp_path, plan, model_dir)
     there = [*files, "--nnodes", "2", "--node_rank", "1"]
     there += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
-    other = subprocess.Popen([sys.executable, "-m", "llmpq.cli.dist", *there])
+    other = subprocess.Popen([sys.executable, "-m", "llmpq.cli.commands.dist", *there])
     listening: set[str] = set()
 
     def look() -> None:
@@ -229,7 +231,15 @@ def test_torchrun_starts_the_same_ranks(tiny_model, tmp_path):
     model_dir = tiny_model("llama", seed=1)
     files = write_files(tmp_path, PLAN, model_dir)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "llmpq.cli.dist", "--no_auto", "--json", *files]
+    command += [
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "llmpq.cli.commands.dist",
+        "--no_auto",
+        "--json",
+        *files,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["generated_tokens"] == 12 * 60

@@ -6,7 +6,7 @@ import io
 import os
 import queue
 
-from llmpq.dist.progress import (
+from llmpq.dist.metrics.progress import (
     MAX_EVENT_BYTES,
     TELL_S,
     BarProgress,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.dist.prompts import (
+from llmpq.dist.io.prompts import (
     RequestLimits,
     make_request,
     read_prompts,
@@ -15,7 +15,7 @@ from llmpq.dist.prompts import (
     sort_requests,
     write_prompts,
 )
-from llmpq.dist.results import Result, ResultWriter, read_results
+from llmpq.dist.io.results import Result, ResultWriter, read_results
 from llmpq.errors import SpecError
 
 LIMITS = RequestLimits(

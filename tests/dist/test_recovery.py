@@ -14,10 +14,10 @@ import pytest
 from helpers.processes import At, is_running, wait_for, workers_of
 from helpers.ranks import make_plan, run_threads
 
-from llmpq.cli.dist import main
+from llmpq.cli.commands.dist import main
 from llmpq.dist import Supervision, generate_offline
-from llmpq.dist.prompts import Prompt, Request, write_prompts
-from llmpq.dist.results import read_results
+from llmpq.dist.io.prompts import Prompt, Request, write_prompts
+from llmpq.dist.io.results import read_results
 from llmpq.errors import StageError
 from llmpq.spec.plan_io import write_plan
 
@@ -136,7 +136,7 @@ def test_told_twice_it_ends_now(tiny_model, tmp_path):
 def start(files: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     (tmp_path / "private").mkdir()
     return subprocess.Popen(
-        [sys.executable, "-m", "llmpq.cli.dist", *files],
+        [sys.executable, "-m", "llmpq.cli.commands.dist", *files],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

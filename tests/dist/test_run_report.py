@@ -10,8 +10,13 @@ from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
 from llmpq.cli.run_plot import draw_run, run_groups
-from llmpq.dist.measurement import Measurement, StageStats, WorkSample, measurement_from_fields
-from llmpq.dist.report import build_report, format_report
+from llmpq.dist.metrics.measurement import (
+    Measurement,
+    StageStats,
+    WorkSample,
+    measurement_from_fields,
+)
+from llmpq.dist.metrics.report import build_report, format_report
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import PlanForecast, StageForecast
 from llmpq.spec.precision import Phase

@@ -15,8 +15,8 @@ import pytest
 from helpers.ranks import make_plan
 
 import llmpq
-from llmpq.dist.janitor import watched
-from llmpq.dist.prompts import Prompt, make_request, request_limits
+from llmpq.dist.io.prompts import Prompt, make_request, request_limits
+from llmpq.dist.launch.orphan_cleanup import watched
 from llmpq.errors import SpecError
 from llmpq.spec.families import load_model_dir
 
@@ -100,7 +100,8 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
         [sys.executable, "-c", "import time; time.sleep(60)", str(folder / "job.json")]
     )
     code = (
-        "import sys, time; from pathlib import Path; from llmpq.dist.janitor import watched\n"
+        "import sys, time; from pathlib import Path\n"
+        "from llmpq.dist.launch.orphan_cleanup import watched\n"
         "with watched(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
     )
     launcher = subprocess.Popen(

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from llmpq.dist.failures import PeerLostError
-from llmpq.dist.links import Inbox, LinkClosedError
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row, encode_header
-from llmpq.dist.socket_communicator import SocketCommunicator
+from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.dist.transport.links import Inbox, LinkClosedError
+from llmpq.dist.transport.socket_communicator import SocketCommunicator
 from llmpq.errors import StageError
 
 LIMITS = FrameLimits(

@@ -9,13 +9,19 @@ import pytest
 import torch
 from helpers.ranks import make_plan, run_threads
 
-from llmpq.dist.communicator import Communicator, in_process_ring
-from llmpq.dist.failures import PeerLostError
-from llmpq.dist.messages import Frame, FrameKind, FrameLimits, Row
-from llmpq.dist.prompts import Request
-from llmpq.dist.ring import described, error_frame, error_of, shut_down, wait_until_ready
-from llmpq.dist.stage import StageRunner, StageWorker, micro_batch_frame
-from llmpq.dist.stats import StageClock, tokens_read
+from llmpq.dist.engine.stage import StageRunner, StageWorker, micro_batch_frame
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.metrics.stats import StageClock, tokens_read
+from llmpq.dist.transport.communicator import Communicator, in_process_ring
+from llmpq.dist.transport.control_messages import (
+    described,
+    error_frame,
+    error_of,
+    shut_down,
+    wait_until_ready,
+)
+from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.dist.stopping import LOOK_S, DrainWatch, drain_sign
+from llmpq.dist.launch.signals import LOOK_S, DrainWatch, drain_sign
 
 
 def test_the_sign_is_seen_within_the_promised_time_and_not_forgotten(tmp_path):

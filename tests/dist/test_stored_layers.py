@@ -11,10 +11,10 @@ from helpers.tiny_models import load_reference
 
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.cli.dist import main
-from llmpq.dist.prompts import Prompt, Request, write_prompts
-from llmpq.dist.results import read_results
-from llmpq.quant.checkpoint import GptqCheckpoint
+from llmpq.cli.commands.dist import main
+from llmpq.dist.io.prompts import Prompt, Request, write_prompts
+from llmpq.dist.io.results import read_results
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.spec.plan_io import write_plan
 from llmpq.spec.precision import Precision, unquantized
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.dist import supervisor as module
-from llmpq.dist.job import Job
-from llmpq.dist.measurement import Measurement
-from llmpq.dist.progress import Event, SilentProgress
-from llmpq.dist.stopping import StopRequest, drain_sign
-from llmpq.dist.supervisor import Supervision, Supervisor
+from llmpq.dist.io.job import Job
+from llmpq.dist.launch import supervisor as module
+from llmpq.dist.launch.signals import StopRequest, drain_sign
+from llmpq.dist.launch.supervisor import Supervision, Supervisor
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import Event, SilentProgress
 from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
 
 PLAN = make_plan((0, 1, 3))

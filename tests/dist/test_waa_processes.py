@@ -12,8 +12,8 @@ from helpers.processes import At, is_running, workers_of
 from helpers.ranks import make_plan, make_split_plan, run_threads
 
 from llmpq.dist import check_job, generate_offline
-from llmpq.dist.job import Job
-from llmpq.dist.prompts import Prompt, Request, write_prompts
+from llmpq.dist.io.job import Job
+from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.plan_io import read_plan, write_plan
 

@@ -9,7 +9,7 @@ import torch
 from helpers.ranks import make_plan, make_split_plan, run_threads
 from helpers.tiny_models import load_reference, save_tiny_model
 
-from llmpq.dist.prompts import Request
+from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import default_schedule
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers.ranks import make_plan, run_threads
 
-from llmpq.dist import warmup
-from llmpq.dist.kv_cache import KVCache
-from llmpq.dist.prompts import Request
-from llmpq.dist.stage import StageRunner
-from llmpq.dist.warmup import settle, warm_up, warm_up_master
+from llmpq.dist.engine import warmup
+from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.engine.warmup import settle, warm_up, warm_up_master
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.kv.cache import KVCache
 from llmpq.models import kv_shapes
-from llmpq.quant.loader import load_stage
+from llmpq.quant.loading.loader import load_stage
 from llmpq.spec.workload import Workload
 
 CPU = torch.device("cpu")
@@ -134,8 +134,8 @@ def test_answers_are_those_of_a_run_that_was_not_warmed_up(stages, tiny_model, m
         for number in range(4)
     ]
     warm, _ = run_threads(plan, model_dir, requests)
-    monkeypatch.setattr("llmpq.dist.rank.warm_up", lambda *_: None)
-    monkeypatch.setattr("llmpq.dist.rank.warm_up_master", lambda *_: None)
+    monkeypatch.setattr("llmpq.dist.launch.rank.warm_up", lambda *_: None)
+    monkeypatch.setattr("llmpq.dist.launch.rank.warm_up_master", lambda *_: None)
     cold, _ = run_threads(plan, model_dir, requests)
     assert warm == cold
     assert len(warm) == 4

@@ -12,12 +12,12 @@ import torch
 from helpers.ranks import make_plan
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from llmpq.dist.failures import read_note
-from llmpq.dist.job import Job, write_job
-from llmpq.dist.launch import measurement_file
-from llmpq.dist.progress import Event
-from llmpq.dist.results import read_results
-from llmpq.dist.worker import NAME, die_with, main, name_process
+from llmpq.dist.io.job import Job, write_job
+from llmpq.dist.io.results import read_results
+from llmpq.dist.launch.launcher import measurement_file
+from llmpq.dist.launch.worker import NAME, die_with, main, name_process
+from llmpq.dist.metrics.progress import Event
+from llmpq.dist.transport.failures import read_note
 from llmpq.spec.plan_io import write_plan
 
 torch.set_num_threads(1)

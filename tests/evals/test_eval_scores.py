@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.evals import LayerSource, Windows, perplexity_and_kl, score, stream_hidden
-from llmpq.quant.loader import load_master
+from llmpq.quant.loading.loader import load_master
 
 torch.set_num_threads(1)
 

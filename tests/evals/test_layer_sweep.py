@@ -7,7 +7,7 @@ import torch
 
 from llmpq.errors import SpecError
 from llmpq.evals import LayerSource, Windows, perplexity_and_kl, stream_hidden, sweep_layers
-from llmpq.quant.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_master, load_stage
 
 torch.set_num_threads(1)
 

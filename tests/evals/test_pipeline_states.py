@@ -9,14 +9,14 @@ import pytest
 import torch
 from helpers.ranks import make_plan
 
-from llmpq.dist.communicator import in_process_ring
-from llmpq.dist.progress import SilentProgress
-from llmpq.dist.rank import RankContext, checked_config, frame_limits, run_stage
-from llmpq.dist.teacher import micro_batches, run_teacher
+from llmpq.dist.engine.hidden_states import micro_batches, run_teacher_forcing
+from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_stage
+from llmpq.dist.metrics.progress import SilentProgress
+from llmpq.dist.transport.communicator import in_process_ring
 from llmpq.errors import SpecError
 from llmpq.evals import LayerSource, Windows, perplexity_and_kl, pipeline_hidden, stream_hidden
 from llmpq.evals.pipeline import evaluation_plan
-from llmpq.quant.loader import load_master
+from llmpq.quant.loading.loader import load_master
 
 torch.set_num_threads(1)
 
@@ -54,7 +54,7 @@ def _in_threads(plan, model_dir):
         thread.start()
     rows = [tuple(row) for batch in WINDOWS.batches() for row in batch.inputs.tolist()]
     states = {}
-    measured = run_teacher(contexts[0], rows, states.__setitem__)
+    measured = run_teacher_forcing(contexts[0], rows, states.__setitem__)
     for thread in threads:
         thread.join(timeout=20)
         assert not thread.is_alive()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llmpq.batching import BatchingPolicy, Decision, RequestBook, Step, Wait, WaitingRequest
+from llmpq.batching import BatchingPolicy, Decision, Scheduler, Step, Wait, WaitingRequest
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Pipeline:
 
     def run(self, policy: BatchingPolicy) -> None:
         """Serve every request; fail when that takes unreasonably many steps."""
-        book = RequestBook(policy=policy, num_slots=self.num_slots)
+        book = Scheduler(policy=policy, num_slots=self.num_slots)
         flights: deque[Step] = deque()
         arrived, now = 0, 0
         times = self.arrivals or [0] * len(self.wanted)
@@ -68,7 +68,7 @@ class Pipeline:
         assert all(0 <= slot < self.num_slots for slot in slots)
         self.most_alive = max(self.most_alive, len(slots))
 
-    def _land(self, book: RequestBook, step: Step) -> None:
+    def _land(self, book: Scheduler, step: Step) -> None:
         complete = []
         for item in step.sequences:
             self.computed += 1

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from llmpq.dist.progress import Event
+from llmpq.dist.metrics.progress import Event
 
 
 class At:
@@ -32,7 +32,7 @@ def workers_of(parent: int) -> dict[int, int]:
             words = status.with_name("cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if is_child and b"llmpq.dist.worker" in words:
+        if is_child and b"llmpq.dist.launch.worker" in words:
             found[int(words[-3])] = int(status.parent.name)
     return found
 

@@ -10,17 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.communicator import Communicator, in_process_ring
-from llmpq.dist.job import Sampling
-from llmpq.dist.junction import Junction, make_junction
-from llmpq.dist.kv_transfer import KVInlet, KVOutlet
-from llmpq.dist.measurement import Measurement
-from llmpq.dist.messages import FrameLimits
-from llmpq.dist.progress import Progress, SilentProgress
-from llmpq.dist.prompts import Request
-from llmpq.dist.rank import RankContext, checked_config, frame_limits, run_master, run_stage
-from llmpq.dist.results import FinishReason
-from llmpq.dist.wiring import Link, wiring_of
+from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.io.results import FinishReason
+from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
+from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_master, run_stage
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import Progress, SilentProgress
+from llmpq.dist.transport.communicator import Communicator, in_process_ring
+from llmpq.dist.transport.frames import FrameLimits
+from llmpq.dist.transport.rank_channels import RankChannels, make_rank_channels
+from llmpq.dist.transport.topology import Link, topology_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
     MemoryParts,
@@ -135,15 +135,18 @@ def cpu_cluster(count: int) -> Cluster:
     return Cluster(name="here", nodes=(Node(name="here", devices=(group,)),))
 
 
-def socket_junctions(plan: Plan, limits: FrameLimits, timeout_s: float = 10.0) -> list[Junction]:
+def socket_junctions(
+    plan: Plan, limits: FrameLimits, timeout_s: float = 10.0
+) -> list[RankChannels]:
     """The junctions of all ranks, over socket pairs."""
-    wiring = wiring_of(plan)
+    topology = topology_of(plan)
     ends: list[dict[Link, socket.socket]] = [{} for _ in plan.stages]
-    for link in wiring.links:
+    for link in topology.links:
         ends[link.source][link], ends[link.target][link] = socket.socketpair()
     names = [f"stage {rank} (rank {rank})" for rank in range(len(plan.stages))]
     return [
-        make_junction(rank, names, limits, wiring, own, timeout_s) for rank, own in enumerate(ends)
+        make_rank_channels(rank, names, limits, topology, own, timeout_s)
+        for rank, own in enumerate(ends)
     ]
 
 
@@ -152,7 +155,7 @@ def run_threads(
     model_dir: Path,
     requests: Sequence[Request],
     *,
-    sampling: Sampling | None = None,
+    sampling: SamplingParams | None = None,
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
     progress: Progress | None = None,
 ) -> tuple[Answers, Measurement]:
@@ -166,7 +169,7 @@ def run_threads(
     limits = frame_limits(plan, model_dir, checked_config(plan, model_dir))
     num_ranks = len(plan.stages)
     ring: list[Communicator] = []
-    ends: list[tuple[Sequence[KVOutlet], Sequence[KVInlet]]] = [((), ())] * num_ranks
+    ends: list[tuple[Sequence[KVSendLink], Sequence[KVReceiveLink]]] = [((), ())] * num_ranks
     if plan.is_split:
         junctions = socket_junctions(plan, limits)
         ring = [wrap(one.communicator) for one in junctions]
@@ -197,7 +200,7 @@ def run_threads(
     for thread in threads:
         thread.start()
     try:
-        measurement = run_master(contexts[0], requests, sampling or Sampling(), finish)
+        measurement = run_master(contexts[0], requests, sampling or SamplingParams(), finish)
     finally:
         for thread in threads:
             thread.join(timeout=20)

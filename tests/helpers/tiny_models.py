@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv.cache import KVCache
 from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer, kv_shapes
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"

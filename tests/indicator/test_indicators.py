@@ -31,8 +31,8 @@ from llmpq.indicator.rounding import mean_squared_step, squared_error
 from llmpq.indicator.variance import spread
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize
-from llmpq.quant.assembly import matrices_of
-from llmpq.quant.loader import load_stage
+from llmpq.quant.loading.assembly import matrices_of
+from llmpq.quant.loading.loader import load_stage
 from llmpq.spec.precision import default_precision
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, PackedWeight
-from llmpq.kernels.int4_layout import dequantize_int4pack_into, layout_is_known
+from llmpq.kernels.cpu.int4_layout import dequantize_int4pack_into, layout_is_known
 from llmpq.kernels.packed import pack_codes
 from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes

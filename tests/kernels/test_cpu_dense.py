@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.environment import cpu_environment
-from llmpq.kernels import cpu_dense, switch
-from llmpq.kernels.cpu_dense import can_prepack, few_dense_rows, prepack, prepacked_linear
-from llmpq.kernels.native import has_bf16_products, library
-from llmpq.kernels.switch import TRIED_ROWS
-from llmpq.kernels.tiles import dense_product, panels_of
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.kernels.cpu import dense as cpu_dense
+from llmpq.kernels.cpu import switch
+from llmpq.kernels.cpu.dense import can_prepack, few_dense_rows, prepack, prepacked_linear
+from llmpq.kernels.cpu.native import has_bf16_products, library
+from llmpq.kernels.cpu.switch import TRIED_ROWS
+from llmpq.kernels.cpu.tiles import dense_product, panels_of
 
 torch.set_num_threads(1)
 
@@ -170,7 +171,7 @@ def test_the_switch_is_one_of_the_counts_tried():
 
 PROGRAM = """
 import torch
-from llmpq.quant.layer import prepack_
+from llmpq.quant.modules.layer import prepack_
 
 torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(256, 128)).to(torch.bfloat16).requires_grad_(False)

@@ -7,14 +7,14 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, capability_table, choose_backend
-from llmpq.kernels.cuda import (
+from llmpq.kernels.gpu.cuda import (
     BitsAndBytesInt8Backend,
     CudaInt4Backend,
     CudaInt8Backend,
     inner_tiles,
     swapped_halves,
 )
-from llmpq.kernels.optional import why_missing
+from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.packed import PackedWeight, pack_codes
 from llmpq.spec.precision import Precision, default_precision, linear_bytes
 
@@ -126,8 +126,8 @@ def test_int4_reads_as_many_tiles_at_once_as_divide_the_inputs(columns, tiles):
 
 @pytest.mark.parametrize("columns", [32, 64, 4096])
 def test_int4_layout_has_the_bytes_of_the_law(columns, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cuda._has_capability", lambda _: True)
-    monkeypatch.setattr("llmpq.kernels.cuda._can_read_back", lambda _: False)
+    monkeypatch.setattr("llmpq.kernels.gpu.cuda._has_capability", lambda _: True)
+    monkeypatch.setattr("llmpq.kernels.gpu.cuda._can_read_back", lambda _: False)
     backend = CudaInt4Backend()
     precision = Precision(bits=4, group_size=32)
     with FakeTensorMode():
@@ -159,7 +159,7 @@ def test_int4_layout_has_the_bytes_of_the_law(columns, monkeypatch):
     ],
 )
 def test_int4_leaves_other_weights_to_others(precision, dtype, rows, columns, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cuda._has_capability", lambda _: True)
+    monkeypatch.setattr("llmpq.kernels.gpu.cuda._has_capability", lambda _: True)
     assert CudaInt4Backend().supports("cuda", Precision(bits=4), torch.bfloat16, 64, 128)
     assert not CudaInt4Backend().supports("cuda", precision, dtype, rows, columns)
 

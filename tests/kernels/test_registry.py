@@ -5,7 +5,7 @@ import torch
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, capability_table, choose_backend
-from llmpq.kernels.native import has_bf16_products, has_u8_matmul, library
+from llmpq.kernels.cpu.native import has_bf16_products, has_u8_matmul, library
 from llmpq.spec.precision import Precision, default_precision
 
 HAS_U8 = has_u8_matmul()
@@ -44,7 +44,7 @@ def test_defaults_on_a_cpu(bits, dtype, expected):
     ],
 )
 def test_defaults_without_a_compiler(bits, dtype, expected, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cpu_compiled.library", lambda: None)
+    monkeypatch.setattr("llmpq.kernels.cpu.compiled.library", lambda: None)
     assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from llmpq.kernels.slot_attention import SlotCall, SlotHeads, can_attend
+from llmpq.kernels.cpu.slot_attention import SlotCall, SlotHeads, can_attend
 
 pytestmark = pytest.mark.skipif(
     not can_attend(torch.float32, torch.float32, 32), reason="no C compiler"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.kernels import switch
-from llmpq.kernels.native import has_bf16_products, library
-from llmpq.kernels.tiles import bf16_product, to_tiles
+from llmpq.kernels.cpu import switch
+from llmpq.kernels.cpu.native import has_bf16_products, library
+from llmpq.kernels.cpu.tiles import bf16_product, to_tiles
 from llmpq.quant import quantize
 from llmpq.spec.precision import Precision
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels import tiled, tiles
-from llmpq.kernels.native import FLAGS, has_bf16_products, instruction_set, library, load
+from llmpq.kernels.cpu import tiled, tiles
+from llmpq.kernels.cpu.native import FLAGS, has_bf16_products, instruction_set, library, load
+from llmpq.kernels.cpu.tiled import TiledWeight, fits_tiles
+from llmpq.kernels.cpu.tiles import bf16_product, float_product, int8_product, to_tiles
 from llmpq.kernels.packed import PACKED_BITS, PackedWeight, pack_codes
-from llmpq.kernels.tiled import TiledWeight, fits_tiles
-from llmpq.kernels.tiles import bf16_product, float_product, int8_product, to_tiles
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)

@@ -11,8 +11,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from llmpq.kernels import triton_kernels  # noqa: E402
-from llmpq.kernels.triton_int import _tiles  # noqa: E402
+from llmpq.kernels.gpu import triton_kernels  # noqa: E402
+from llmpq.kernels.gpu.triton_int import _tiles  # noqa: E402
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 INTEGERS = {"M", "N", "K", "group_size", "size"}

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmpq.kernels.gpu.triton_int import TritonIntBackend, launch_failure
 from llmpq.kernels.packed import unpack_signed
 from llmpq.kernels.planes import plane_bytes, segments, to_planes
-from llmpq.kernels.triton_int import TritonIntBackend, launch_failure
 from llmpq.spec.precision import Precision
 
 needs_triton = pytest.mark.skipif(

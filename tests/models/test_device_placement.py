@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.tiny_models import make_tiny_model_script
 
-from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, Master, MicroBatch, build_layer, kv_shapes, load_config
 
 ELSEWHERE = torch.device("meta")

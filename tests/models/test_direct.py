@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmpq.models import direct
-from llmpq.models.direct import PAGE_BYTES, is_cached, pages_around, read_pages
-from llmpq.models.tensor_files import TensorFiles
-from llmpq.quant.buffers import BufferPool
+from llmpq.models.files import direct
+from llmpq.models.files.direct import PAGE_BYTES, is_cached, pages_around, read_pages
+from llmpq.models.files.tensor_files import TensorFiles
+from llmpq.quant.loading.buffers import BufferPool
 
 SIZE = 3 * 2**20 + 123
 

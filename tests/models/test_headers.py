@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmpq.errors import SpecError
-from llmpq.models.headers import MAX_HEADER_BYTES, parse_header, read_header, read_header_from
+from llmpq.models.files.headers import MAX_HEADER_BYTES, parse_header, read_header, read_header_from
 
 MUTATIONS = [2000, pytest.param(100_000, marks=pytest.mark.slow)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.tiny_models import Pipeline, Sequences, generate_alone, load_reference
 
-from llmpq.dist.kv_cache import KVCache
+from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import MicroBatch, kv_shapes
 

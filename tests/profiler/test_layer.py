@@ -9,7 +9,7 @@ from itertools import count, pairwise
 import pytest
 import torch
 
-from llmpq.costmodel.profiles import Company, StageSeconds
+from llmpq.costmodel.tables.profiles import Company, StageOverhead
 from llmpq.errors import SpecError
 from llmpq.profiler import layer as layer_module
 from llmpq.profiler.bench import MASTER_BITS, MASTER_STEPS, Bench, LayerJob, Timing, Trial, is_short
@@ -64,7 +64,7 @@ def test_profile_layer_tells_dtype_noise_rounds_and_what_a_stage_takes(job):
     assert 0 < float(provenance["reference_s"]) < 10
     assert int(provenance["rounds"].split()[0]) >= 3
     assert provenance["noise"].endswith("median interquartile range over median")
-    assert StageSeconds.of("table", provenance).decode >= 0
+    assert StageOverhead.of("table", provenance).decode >= 0
 
 
 def test_one_layer_and_the_stage_are_told_apart(job, monkeypatch):
@@ -74,7 +74,9 @@ def test_one_layer_and_the_stage_are_told_apart(job, monkeypatch):
 
     monkeypatch.setattr(Bench, "run", run)
     table = profile_layer(job)
-    assert StageSeconds.of("table", dict(table.provenance)) == StageSeconds(prefill=0.5, decode=0.5)
+    assert StageOverhead.of("table", dict(table.provenance)) == StageOverhead(
+        prefill=0.5, decode=0.5
+    )
     assert {s.seconds for s in table.samples if s.bits} == {2.0}
     assert {s.seconds for s in table.samples if not s.bits} == {7.0}
 
@@ -94,7 +96,7 @@ def test_a_first_run_is_told_apart_from_those_that_follow(job, monkeypatch):
     monkeypatch.setattr(layer_module, "reference_s", reference_s)
     monkeypatch.setattr(Bench, "_run_once", run_once)
     table = profile_layer(job)
-    stage = StageSeconds.of("table", dict(table.provenance))
+    stage = StageOverhead.of("table", dict(table.provenance))
     assert (stage.prefill, stage.decode) == (pytest.approx(0.25), pytest.approx(0.25))
     assert [s.seconds for s in table.samples if s.bits] == pytest.approx([2.0] * 2 * len(SHAPES))
 
@@ -280,5 +282,5 @@ def test_profile_layer_refuses_more_tokens_than_the_model_has_positions(job, tin
 def test_a_model_of_one_layer_in_a_row_says_nothing_of_the_stage(job, monkeypatch):
     monkeypatch.setattr(Bench, "run", always(1.0))
     table = profile_layer(replace(job, layers=1))
-    assert StageSeconds.of("table", dict(table.provenance)) == StageSeconds()
+    assert StageOverhead.of("table", dict(table.provenance)) == StageOverhead()
     assert Shape(phase=Phase.DECODE, batch=1, tokens=5) in SHAPES

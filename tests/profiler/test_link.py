@@ -8,7 +8,7 @@ import time
 import pytest
 
 from llmpq.costmodel.comm import fit_links
-from llmpq.dist.communicator import in_process_ring
+from llmpq.dist.transport.communicator import in_process_ring
 from llmpq.errors import SpecError, StageError
 from llmpq.profiler.link import UNIT_BYTES, LinkJob, _Stirring, measure_link
 from llmpq.spec.tables import ends_of

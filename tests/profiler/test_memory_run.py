@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmpq.cli.profile_memory import even_plan
-from llmpq.dist.report import memory_parts
+from llmpq.cli.commands.profile_memory import even_plan
+from llmpq.dist.metrics.report import memory_parts
 from llmpq.profiler.memory import measure_memory
 
 WIDE = {"layers": 6, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocab": 4000}

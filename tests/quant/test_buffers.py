@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from llmpq.quant.buffers import BufferPool
+from llmpq.quant.loading.buffers import BufferPool
 
 BF16 = torch.bfloat16
 PAGE = 4096

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.quant.checkpoint_format import concatenate_rows, from_integers, to_packed
-from llmpq.quant.gptq import round_integers
+from llmpq.quant.checkpoint.format import concatenate_rows, from_integers, to_packed
+from llmpq.quant.quantizers.gptq import round_integers
 from llmpq.spec.precision import Precision
 
 torch.set_num_threads(1)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.quant.gptq import GptqOptions, gptq, round_integers
-from llmpq.quant.integer import fit_integer_grid
+from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
+from llmpq.quant.quantizers.integer import fit_integer_grid
 from llmpq.spec.precision import Precision
 
 torch.set_num_threads(1)

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.models import DecoderStage, MicroBatch
-from llmpq.quant.checkpoint import GptqCheckpoint, gptq_layer
-from llmpq.quant.loader import load_master
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
+from llmpq.quant.loading.loader import load_master
 
 torch.set_num_threads(1)
 

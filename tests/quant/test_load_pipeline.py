@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from llmpq.quant.pipeline import Budget, Cancelled, run_pipeline
+from llmpq.quant.loading.pipeline import Budget, Cancelled, run_pipeline
 
 LIMIT_S = 30.0
 

@@ -13,21 +13,20 @@ from helpers.tiny_models import load_reference
 from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
-from llmpq.kernels import cpu_compiled, tiled
+from llmpq.kernels.cpu import compiled as cpu_compiled
+from llmpq.kernels.cpu import tiled
 from llmpq.models import Checkpoint, MicroBatch
 from llmpq.quant import (
     QuantLinear,
-    entry_file,
-    layer_source,
-    loader,
     quantize_layer_,
-    rtn,
     stored_bytes,
 )
-from llmpq.quant.assembly import matrices_of
-from llmpq.quant.entries import entry_layout, tiled_names
-from llmpq.quant.loader import load_master, load_stage
-from llmpq.quant.store import Store
+from llmpq.quant.loading import entry_file, layer_source, loader
+from llmpq.quant.loading.assembly import matrices_of
+from llmpq.quant.loading.entries import entry_layout, tiled_names
+from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.store import Store
+from llmpq.quant.quantizers import rtn
 from llmpq.spec.precision import default_precision, linear_bytes
 
 torch.set_num_threads(1)
@@ -207,9 +206,9 @@ def test_blocks_of_rows_make_the_matrix_of_one_piece(
     tiny_model, store, monkeypatch, dtype, has_time
 ):
     """Whichever thread brings them into tiles, or both in turn."""
-    work = loader._Bench.work
+    work = loader._LoadStages.work
     monkeypatch.setattr(
-        loader._Bench, "work", lambda self, piece, _: work(self, piece, bool(has_time()))
+        loader._LoadStages, "work", lambda self, piece, _: work(self, piece, bool(has_time()))
     )
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     whole, _ = load_telling(model_dir, store, dtype=dtype)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu_dense import can_prepack
+from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.models import Checkpoint, build_layer
 from llmpq.quant import DenseLinear, QuantExperts, QuantLinear, quantize_layer_, stored_bytes
 from llmpq.spec.families import load_model_dir
@@ -92,7 +92,7 @@ def test_sixteen_bits_in_bfloat16_are_put_in_order_for_the_cpu(tiny_model, monke
     model_dir = tiny_model("opt", shape=SHAPE)
     layer, plain = read_layer(model_dir), read_layer(model_dir)
     quantize_layer_(layer, 16, torch.bfloat16)
-    monkeypatch.setattr("llmpq.quant.layer.can_prepack", lambda *_: False)
+    monkeypatch.setattr("llmpq.quant.modules.layer.can_prepack", lambda *_: False)
     quantize_layer_(plain, 16, torch.bfloat16)
     assert isinstance(layer.fc1, DenseLinear) == can_prepack("cpu", torch.bfloat16, 256, 64)
     assert stored_bytes(layer) == stored_bytes(plain)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from llmpq.errors import SpecError
-from llmpq.kernels import native
+from llmpq.kernels.cpu import native
 from llmpq.kernels.packed import PACKED_BITS
-from llmpq.quant import rtn
+from llmpq.quant.quantizers import rtn
 from llmpq.spec.precision import Precision
 
 torch.set_num_threads(1)

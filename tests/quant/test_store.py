@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.errors import SpecError
-from llmpq.models.sources import on_host
-from llmpq.quant.buffers import fresh
-from llmpq.quant.entry_file import EntryLayout
-from llmpq.quant.store import Store, entry_key
+from llmpq.models.files.sources import on_host
+from llmpq.quant.loading.buffers import fresh
+from llmpq.quant.loading.entry_file import EntryLayout
+from llmpq.quant.loading.store import Store, entry_key
 
 TILED = {"b.tiles": (torch.uint8, (128,)), "b.scales": (torch.bfloat16, (2, 16))}
 ROWS = {

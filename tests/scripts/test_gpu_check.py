@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmpq.dist.rank import torch_device
+from llmpq.dist.launch.rank import torch_device
 from llmpq.errors import SpecError
 from scripts.gpu_checks import kernels, runtime
 from scripts.gpu_checks.__main__ import CHECKS, main

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.dist.worker import NAME
+from llmpq.dist.launch.worker import NAME
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 

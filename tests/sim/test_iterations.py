@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmpq.batching.chunked import ChunkLimits
+from llmpq.batching.policies.chunked import ChunkLimits
 from llmpq.sim.iterations import simulate_iterations
 from llmpq.spec.trace import TraceRequest
 

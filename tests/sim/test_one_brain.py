@@ -23,14 +23,14 @@ from llmpq.batching import (
     Wait,
     make_policy,
 )
-from llmpq.batching.drift import DriftWatch, watch_of
 from llmpq.batching.length import Prediction, make_predictor
-from llmpq.batching.multibin import quantile_boundaries
-from llmpq.dist.engine import MasterEngine
-from llmpq.dist.flights import Split
-from llmpq.dist.messages import Frame, FrameKind
-from llmpq.dist.prompts import Request
-from llmpq.dist.stats import StageClock
+from llmpq.batching.policies.multibin import quantile_boundaries
+from llmpq.batching.workload_shift import DriftWatch, watch_of
+from llmpq.dist.engine.engine import MasterEngine
+from llmpq.dist.engine.in_flight import Split
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.metrics.stats import StageClock
+from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.sim import Hop, Layout, Shape, simulate, straight
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase

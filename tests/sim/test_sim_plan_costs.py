@@ -7,7 +7,7 @@ import pytest
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import costs_of
-from llmpq.costmodel.profiles import MasterLoop
+from llmpq.costmodel.tables.profiles import SchedulerOverhead
 from llmpq.sim import Shape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
@@ -67,7 +67,7 @@ def test_prompts_are_padded_everywhere(on_cpu):
 def test_the_master_s_loop_takes_its_time(on_cpu):
     plan, costs = on_cpu
     bare = PlanCosts(plan, costs)
-    loop = PlanCosts(plan, replace(costs, loop=(MasterLoop(step_s=0.5, row_s=0.25),)))
+    loop = PlanCosts(plan, replace(costs, loop=(SchedulerOverhead(step_s=0.5, row_s=0.25),)))
     assert loop.project_s(EVEN) - bare.project_s(EVEN) == pytest.approx(1.5)
 
 

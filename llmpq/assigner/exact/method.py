@@ -10,9 +10,9 @@ from llmpq.assigner.exact.lattice import Orders
 from llmpq.assigner.exact.result import ExactResult
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.exact.space import SearchSpace
-from llmpq.assigner.explanation.explain import explain_budget, explain_memory
-from llmpq.assigner.heuristic.quick import find_quick
-from llmpq.assigner.programs.search import GAP_SLACK, OutOfTimeError, find_plan
+from llmpq.assigner.explain.explain import explain_budget, explain_memory
+from llmpq.assigner.heuristics.quick import find_quick
+from llmpq.assigner.milp.search import GAP_SLACK, OutOfTimeError, find_plan
 from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
@@ -84,15 +84,15 @@ def never_worse(found: Solution, task: PlanningTask) -> Solution:
     if found.status == "optimal" or not task.request.deadline.has_passed:
         return found
     hasty = find_quick(task)
-    if hasty is None or hasty.price.objective_s >= found.price.objective_s:
+    if hasty is None or hasty.evaluation.objective_s >= found.evaluation.objective_s:
         return found
     assert found.bound_s is not None
     return replace(
         found,
         problem=hasty.problem,
         assignment=hasty.assignment,
-        price=hasty.price,
-        bound_s=min(found.bound_s, hasty.price.objective_s),
+        evaluation=hasty.evaluation,
+        bound_s=min(found.bound_s, hasty.evaluation.objective_s),
     )
 
 
@@ -101,7 +101,7 @@ def _solution(task: PlanningTask, result: ExactResult) -> Solution:
     return Solution(
         problem=result.problem,
         assignment=result.assignment,
-        price=result.price,
+        evaluation=result.evaluation,
         solver="exact",
         status="optimal" if result.gap <= task.request.gap + GAP_SLACK else "feasible",
         bound_s=result.bound_s,

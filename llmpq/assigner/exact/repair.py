@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmpq.assigner.decisions.limits import obeys
+from llmpq.assigner.constraints.limits import obeys
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice
 from llmpq.assigner.exact.space import NativePair, SearchSpace
-from llmpq.assigner.objective import Price, is_feasible, price
+from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 
-Plan = tuple[AssignmentProblem, Assignment, Price]
+Plan = tuple[AssignmentProblem, Assignment, Evaluation]
 
 
 def repaired_plan(
@@ -40,7 +40,7 @@ def repaired_plan(
     assignment = Assignment(tuple(positions.tolist()), tuple(widths.tolist()))
     if not obeys(space.limits, order, assignment.positions, assignment.widths):
         return None
-    priced = price(problem, assignment)
+    priced = evaluate(problem, assignment)
     return (problem, assignment, priced) if is_feasible(problem, priced) else None
 
 

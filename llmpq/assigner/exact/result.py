@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.assigner.objective import Price
+from llmpq.assigner.objective import Evaluation
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.spec.plan import MicroBatching
 
@@ -64,7 +64,7 @@ class ExactResult:
     Attributes:
         problem: pair and order of the plan; the order names the used devices only.
         assignment: position and width of every layer.
-        price: what ``objective`` says it takes.
+        evaluation: what ``objective`` says it takes.
         bound_s: no plan of the whole space is cheaper.
         proofs: one entry a pair, in the order of the space.
         stats: how much work it was.
@@ -72,7 +72,7 @@ class ExactResult:
 
     problem: AssignmentProblem
     assignment: Assignment
-    price: Price
+    evaluation: Evaluation
     bound_s: float
     proofs: tuple[PairProof, ...]
     stats: SearchStats
@@ -80,7 +80,7 @@ class ExactResult:
     @property
     def value_s(self) -> float:
         """The plan's objective."""
-        return self.price.objective_s
+        return self.evaluation.objective_s
 
     @property
     def gap(self) -> float:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from llmpq.assigner.deadline import NEVER, Deadline
-from llmpq.assigner.decisions.limits import obeys
+from llmpq.assigner.constraints.deadline import NEVER, Deadline
+from llmpq.assigner.constraints.limits import obeys
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.bounds import (
     HASTY,
@@ -37,9 +37,9 @@ from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.repair import Plan, repaired_plan
 from llmpq.assigner.exact.result import ExactResult, PairProof, Reason, SearchStats
 from llmpq.assigner.exact.space import NativePair, SearchSpace
-from llmpq.assigner.objective import is_feasible, price
+from llmpq.assigner.milp.search import OutOfTimeError
+from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.problem import FloatArray
-from llmpq.assigner.programs.search import OutOfTimeError
 from llmpq.assigner.spread import assignment_of_counts
 from llmpq.errors import InfeasibleError, SolverError
 
@@ -208,7 +208,7 @@ class _Search:
         return ExactResult(
             problem=problem,
             assignment=assignment,
-            price=priced,
+            evaluation=priced,
             bound_s=min(self.best_s, *(proof.bound_s for proof in proofs)),
             proofs=proofs,
             stats=self._stats(),
@@ -334,7 +334,7 @@ class _Search:
             for (_, first, end), key in zip(stages, keys, strict=True)
         ]
         assignment = assignment_of_counts(problem, counts)
-        priced = price(problem, assignment)
+        priced = evaluate(problem, assignment)
         if abs(priced.objective_s - value_s) > VALUE_TOLERANCE * abs(value_s):
             raise SolverError(
                 f"the exact search claims {value_s!r} s, but its plan costs {priced.objective_s!r}"

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from llmpq.assigner.decisions.limits import BoolArray, Limits
+from llmpq.assigner.constraints.limits import BoolArray, Limits
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.coverage import NotCoveredError
 from llmpq.assigner.objective import QUALITY_SLACK

@@ -11,9 +11,9 @@ from helpers.builders import cluster_of, model_spec, plan_request, random_proble
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.decisions.limits import Limits, obeys
-from llmpq.assigner.decisions.overrides import Overrides
-from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.constraints.limits import Limits, obeys
+from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.task import build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import MicroBatching
@@ -80,12 +80,12 @@ def test_limited_programs_equal_brute_force(block: int) -> None:
         for contiguous in (True, False):
             found = solve_ilp(problem, IlpOptions(contiguous=contiguous))
             if oracle is None:
-                assert found.price is None
+                assert found.evaluation is None
                 continue
             best_s = oracle[1].objective_s
             assert found.bound_s <= best_s * (1 + 1e-6) + 1e-12
             if contiguous:
-                assert found.price.objective_s == pytest.approx(best_s, rel=1e-7)
+                assert found.evaluation.objective_s == pytest.approx(best_s, rel=1e-7)
             if found.assignment is not None:
                 chosen = found.assignment
                 assert obeys(problem.limits, groups, chosen.positions, chosen.widths)

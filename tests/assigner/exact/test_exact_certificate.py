@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, best_value, random_space
 
-from llmpq.assigner.deadline import NEVER
+from llmpq.assigner.constraints.deadline import NEVER
 from llmpq.assigner.exact import PairProof, SearchSpace, search, solve_exact
 from llmpq.assigner.problem import PairCosts
 

@@ -83,7 +83,7 @@ def test_a_lower_price_of_quality_never_raises_the_objective(space: SearchSpace)
 def test_a_larger_price_never_worsens_quality(space: SearchSpace) -> None:
     def quality(theta_s: float) -> float:
         result = solve_exact(replace(space, theta_s=theta_s), orders="types")
-        return result.price.quality
+        return result.evaluation.quality
 
     try:
         low, high = quality(space.theta_s), quality(8 * space.theta_s)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmpq.assigner.exact import NotCoveredError, method
-from llmpq.assigner.objective import price
-from llmpq.assigner.programs.search import find_plan
+from llmpq.assigner.milp.search import find_plan
+from llmpq.assigner.objective import evaluate
 from llmpq.assigner.task import PlanningTask, PlanRequest, build_task
 from llmpq.errors import InfeasibleError
 from llmpq.spec import catalog
@@ -39,9 +39,9 @@ def test_exact_method_equals_the_integer_programs() -> None:
     task = task_of("facebook/opt-30b", 3, batch=2)
     exact = method.find_exact(task, silent)
     program = find_plan(task, silent)
-    assert exact.price.objective_s == pytest.approx(program.price.objective_s, rel=1e-6)
+    assert exact.evaluation.objective_s == pytest.approx(program.evaluation.objective_s, rel=1e-6)
     assert exact.status == "optimal"
-    assert price(exact.problem, exact.assignment) == exact.price
+    assert evaluate(exact.problem, exact.assignment) == exact.evaluation
 
 
 @pytest.mark.parametrize("cluster", [3, 5, 7])
@@ -50,8 +50,8 @@ def test_exact_method_is_certified_for_all_interleavings(cluster: int) -> None:
     blocks = method.find_exact(task_of(model, cluster), silent)
     free = method.find_exact(task_of(model, cluster, orders="all"), silent)
     assert free.bound_s is not None
-    assert free.bound_s >= free.price.objective_s * (1 - 1e-6)
-    assert free.price.objective_s <= blocks.price.objective_s * (1 + 1e-9)
+    assert free.bound_s >= free.evaluation.objective_s * (1 - 1e-6)
+    assert free.evaluation.objective_s <= blocks.evaluation.objective_s * (1 + 1e-9)
 
 
 def test_what_is_not_covered_goes_to_the_integer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_what_is_not_covered_goes_to_the_integer_programs(monkeypatch: pytest.Mo
     monkeypatch.setattr(method, "solve_exact", refuse)
     got = method.find_exact(task, silent)
     assert (want.solver, got.solver) == ("exact", "highs")
-    assert got.price.objective_s == pytest.approx(want.price.objective_s, rel=1e-6)
+    assert got.evaluation.objective_s == pytest.approx(want.evaluation.objective_s, rel=1e-6)
 
 
 def test_what_does_not_fit_is_explained() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
-from llmpq.assigner.decisions.limits import Limits
+from llmpq.assigner.constraints.limits import Limits
 from llmpq.assigner.exact import SearchSpace, solve_exact
-from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.errors import InfeasibleError
 
 
@@ -52,7 +52,7 @@ def test_exact_search_of_one_order_equals_the_integer_program(seed: int) -> None
     if rng.integers(2):
         space = replace(space, limits=random_limits(rng, space, order))
     program = solve_ilp(space.problem(space.pairs[0], order), IlpOptions(gap=0.0))
-    want = math.inf if program.price is None else program.price.objective_s
+    want = math.inf if program.evaluation is None else program.evaluation.objective_s
     try:
         got = solve_exact(space, orders=order).value_s
     except InfeasibleError:

@@ -10,7 +10,7 @@ import pytest
 from exact_cases import Shape, best_value, random_space
 
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.decisions.limits import Limits
+from llmpq.assigner.constraints.limits import Limits
 from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import SearchSpace, search, solve_exact
 from llmpq.errors import InfeasibleError

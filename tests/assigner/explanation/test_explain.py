@@ -10,10 +10,10 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.decisions.overrides import Overrides
-from llmpq.assigner.explanation.explain import dropped_reasons, held_layers
-from llmpq.assigner.programs import ilp
-from llmpq.assigner.programs.solvers import SolverResult
+from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.explain.explain import dropped_reasons, held_layers
+from llmpq.assigner.milp import ilp
+from llmpq.assigner.milp.solvers import SolverResult
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import LinkSpec

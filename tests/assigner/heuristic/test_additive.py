@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.heuristic.additive import AdditiveProblem, least_cost
+from llmpq.assigner.heuristics.additive import AdditiveProblem, least_cost
 
 seeds = st.integers(min_value=0, max_value=10**6)
 

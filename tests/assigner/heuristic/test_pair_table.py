@@ -8,14 +8,14 @@ from helpers.builders import cluster_of, plan_request
 from helpers.small_clusters import TYPES, small_request
 
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.heuristic.pair_table import (
+from llmpq.assigner.heuristics.pair_table import (
     MAX_FULL_ORDERS,
     PairTable,
     block_orders,
     file_order,
     leading_orders,
 )
-from llmpq.assigner.objective import is_feasible, price
+from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.problem import Assignment
 from llmpq.assigner.task import build_task
 
@@ -35,7 +35,7 @@ def test_every_pair_is_priced_as_by_itself() -> None:
             values = table.objectives(order, assignment)
             for pair, value in zip(task.pairs, values.tolist(), strict=True):
                 problem = task.problem(pair, order)
-                found = price(problem, assignment)
+                found = evaluate(problem, assignment)
                 expected = found.objective_s if is_feasible(problem, found) else np.inf
                 assert value == pytest.approx(expected, rel=1e-12)
             best = table.best(order, assignment)

@@ -12,12 +12,12 @@ from helpers.strategies import tiny_problems
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.baselines.adabits import find_adabits
-from llmpq.assigner.deadline import Deadline
-from llmpq.assigner.heuristic import transfer
-from llmpq.assigner.heuristic.exchange import Exchange, Layout, Stages, changes
-from llmpq.assigner.heuristic.transfer import find_transfer
-from llmpq.assigner.objective import is_feasible, price, within_budget
+from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.heuristics import transfer
+from llmpq.assigner.heuristics.adabits import find_adabits
+from llmpq.assigner.heuristics.exchange import Exchange, Layout, Stages, changes
+from llmpq.assigner.heuristics.transfer import find_transfer
+from llmpq.assigner.objective import evaluate, is_feasible, within_budget
 from llmpq.assigner.task import PlanningTask, build_task
 from llmpq.errors import InfeasibleError
 from llmpq.spec.workload import Workload
@@ -53,7 +53,7 @@ def random_exchange(problem, seed: int) -> Exchange:
 @given(tiny_problems, seeds)
 def test_a_layout_has_the_price_of_its_assignment(problem, seed: int) -> None:
     layout = random_layout(problem, seed)
-    found = price(problem, layout.stages.assignment(layout.counts))
+    found = evaluate(problem, layout.stages.assignment(layout.counts))
     within = problem.quality_budget is None or found.quality <= problem.quality_budget
     assume(within)
     assert layout.objective_s == pytest.approx(found.objective_s, rel=1e-9)
@@ -75,7 +75,7 @@ def test_an_exchange_moves_exactly_what_it_says_and_fits(problem, seed: int) -> 
     assert counts.min() >= 0
     after = layout.stages.assignment(counts)
     assert len(after.positions) == len(before.positions) == problem.num_layers
-    priced = price(problem, after)
+    priced = evaluate(problem, after)
     if np.isfinite(value_s):
         assert value_s == pytest.approx(priced.objective_s, rel=1e-9)
     touched = {*exchange.givers, *exchange.takers}
@@ -97,7 +97,7 @@ def test_the_best_way_is_the_best_of_all_ways(problem, seed: int) -> None:
             counts[list(exchange.givers)] += giving
             counts[list(exchange.takers)] += taking
             if counts.min() >= 0 and fits_where_changed(problem, layout, counts, exchange):
-                found = price(problem, layout.stages.assignment(counts))
+                found = evaluate(problem, layout.stages.assignment(counts))
                 if within_budget(problem, found.quality):
                     values.append(found.objective_s)
     best = layout.best_of(exchange)
@@ -110,7 +110,7 @@ def fits_where_changed(problem, layout: Layout, counts, exchange: Exchange) -> b
     starts = [np.cumsum(table.sum(axis=1)) - table.sum(axis=1) for table in (layout.counts, counts)]
     touched = {*exchange.givers, *exchange.takers}
     touched |= set(np.flatnonzero(starts[0] != starts[1]).tolist())
-    stages = price(problem, layout.stages.assignment(counts)).stages
+    stages = evaluate(problem, layout.stages.assignment(counts)).stages
     return all(
         stage.weight_bytes + stage.kv_bytes <= max(0, problem.capacity_bytes(stage.position))
         for stage in stages
@@ -153,7 +153,7 @@ def test_transfer_is_close_to_the_optimum_on_tiny_clusters() -> None:
             found = find_transfer(task, quiet)
         except InfeasibleError:
             continue
-        gaps.append(found.price.objective_s / best_s - 1)
+        gaps.append(found.evaluation.objective_s / best_s - 1)
     assert len(gaps) > 5
     assert np.mean(gaps) < 0.005
     assert max(gaps) < 0.1
@@ -168,8 +168,8 @@ def test_transfer_is_never_worse_than_its_start() -> None:
         except InfeasibleError:
             continue
         found = find_transfer(task, quiet)
-        assert is_feasible(found.problem, found.price)
-        assert found.price.objective_s <= start.price.objective_s * (1 + 1e-12)
+        assert is_feasible(found.problem, found.evaluation)
+        assert found.evaluation.objective_s <= start.evaluation.objective_s * (1 + 1e-12)
         made += 1
     assert made > 2
 
@@ -190,9 +190,9 @@ def unlike_task(**overrides) -> PlanningTask:
 def test_transfer_relieves_the_slowest_stage() -> None:
     task = unlike_task()
     start, found = find_adabits(task, quiet), find_transfer(task, quiet)
-    assert found.price.objective_s < 0.9 * start.price.objective_s
+    assert found.evaluation.objective_s < 0.9 * start.evaluation.objective_s
     slowest = [
-        max(stage.prefill_s for stage in item.price.stages)
+        max(stage.prefill_s for stage in item.evaluation.stages)
         / item.problem.costs.micro_batching.prefill
         for item in (start, found)
     ]
@@ -203,7 +203,7 @@ def test_transfer_is_deterministic() -> None:
     first, second = (find_transfer(unlike_task(), quiet) for _ in range(2))
     assert first.assignment == second.assignment
     assert first.problem.order == second.problem.order
-    assert first.price == second.price
+    assert first.evaluation == second.evaluation
 
 
 def test_at_the_time_limit_the_plan_so_far_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +220,8 @@ def test_at_the_time_limit_the_plan_so_far_is_told(monkeypatch: pytest.MonkeyPat
     start = find_adabits(task, quiet)
     late = replace(task.request, deadline=Deadline(50.0, lambda: now_s[0]))
     hurried = find_transfer(replace(task, request=late), quiet)
-    assert is_feasible(hurried.problem, hurried.price)
-    assert hurried.price.objective_s <= start.price.objective_s
+    assert is_feasible(hurried.problem, hurried.evaluation)
+    assert hurried.evaluation.objective_s <= start.evaluation.objective_s
 
 
 def test_a_single_device_still_gets_its_bits_exchanged() -> None:
@@ -236,7 +236,7 @@ def test_a_single_device_still_gets_its_bits_exchanged() -> None:
         )
     )
     found = find_transfer(task, quiet)
-    assert found.price.objective_s == pytest.approx(optimum_of_one(task), rel=1e-9)
+    assert found.evaluation.objective_s == pytest.approx(optimum_of_one(task), rel=1e-9)
 
 
 def optimum_of_one(task: PlanningTask) -> float:

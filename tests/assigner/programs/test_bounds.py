@@ -5,7 +5,7 @@ import pytest
 from helpers.builders import plan_request, random_problem
 
 from llmpq.assigner.bruteforce import brute_force
-from llmpq.assigner.programs.bounds import BoundInputs, lower_bounds
+from llmpq.assigner.milp.bounds import BoundInputs, lower_bounds
 from llmpq.assigner.task import build_task
 
 

@@ -7,9 +7,9 @@ import pytest
 from helpers.builders import pair_costs, random_problem
 
 from llmpq.assigner.bruteforce import brute_force
+from llmpq.assigner.milp import ilp
+from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import AssignmentProblem
-from llmpq.assigner.programs import ilp
-from llmpq.assigner.programs.ilp import IlpOptions, solve_ilp
 from llmpq.errors import SolverError
 
 
@@ -18,10 +18,10 @@ def assert_equals_brute_force(problem: AssignmentProblem, solver: str) -> None:
     found = solve_ilp(problem, IlpOptions(solver=solver))
     if oracle is None:
         assert found.status == "infeasible"
-        assert found.price is None
+        assert found.evaluation is None
         return
     assert found.status == "optimal"
-    assert found.price.objective_s == pytest.approx(oracle[1].objective_s, rel=1e-7)
+    assert found.evaluation.objective_s == pytest.approx(oracle[1].objective_s, rel=1e-7)
     assert found.bound_s == pytest.approx(oracle[1].objective_s, rel=1e-6)
 
 
@@ -73,14 +73,14 @@ def test_solve_ilp_leaves_a_slow_device_out() -> None:
     )
     found = solve_ilp(problem, IlpOptions())
     assert found.assignment.positions == (0, 0, 0)
-    assert found.price.latency_s == pytest.approx(3 * 1.0 + 3 * 0.1)
+    assert found.evaluation.latency_s == pytest.approx(3 * 1.0 + 3 * 0.1)
 
 
 def test_solve_ilp_finds_nothing_below_the_cutoff() -> None:
     problem = random_problem(2)
     best = brute_force(problem)[1].objective_s
     assert solve_ilp(problem, IlpOptions(cutoff_s=0.999 * best)).status == "infeasible"
-    assert solve_ilp(problem, IlpOptions(cutoff_s=1.001 * best)).price is not None
+    assert solve_ilp(problem, IlpOptions(cutoff_s=1.001 * best)).evaluation is not None
 
 
 def test_solve_ilp_is_indifferent_to_the_unit_of_time() -> None:
@@ -100,7 +100,7 @@ def test_solve_ilp_is_indifferent_to_the_unit_of_time() -> None:
         )
         oracle, found = brute_force(tiny), solve_ilp(tiny, IlpOptions())
         if oracle is not None:
-            assert found.price.objective_s == pytest.approx(oracle[1].objective_s, rel=1e-7)
+            assert found.evaluation.objective_s == pytest.approx(oracle[1].objective_s, rel=1e-7)
 
 
 def test_a_solver_that_misstates_its_value_is_an_error(monkeypatch) -> None:
@@ -139,8 +139,8 @@ def test_time_limit_keeps_the_incumbent_and_an_honest_bound() -> None:
     )
     found = solve_ilp(problem, IlpOptions(time_limit_s=1.5))
     assert found.status in ("feasible", "unknown", "optimal")
-    if found.price is not None:
-        assert found.bound_s <= found.price.objective_s
+    if found.evaluation is not None:
+        assert found.bound_s <= found.evaluation.objective_s
 
 
 def test_without_contiguity_the_bound_holds_and_plans_are_real() -> None:
@@ -151,9 +151,11 @@ def test_without_contiguity_the_bound_holds_and_plans_are_real() -> None:
         found = solve_ilp(problem, IlpOptions(contiguous=False))
         if oracle is not None:
             assert found.bound_s <= oracle[1].objective_s * (1 + 1e-7)
-        if found.price is not None:
+        if found.evaluation is not None:
             planned += 1
-            assert found.price.objective_s >= oracle[1].objective_s * (1 - 1e-9)
+            assert found.evaluation.objective_s >= oracle[1].objective_s * (1 - 1e-9)
             if ilp.is_exact_without_steps(problem):
-                assert found.price.objective_s == pytest.approx(oracle[1].objective_s, rel=1e-7)
+                assert found.evaluation.objective_s == pytest.approx(
+                    oracle[1].objective_s, rel=1e-7
+                )
     assert planned > 20

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from llmpq.assigner.exact.method import find_exact
-from llmpq.assigner.heuristic.transfer import find_transfer
+from llmpq.assigner.heuristics.transfer import find_transfer
+from llmpq.assigner.milp import search
+from llmpq.assigner.milp.ilp import IlpOptions, IlpResult, solve_ilp
+from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.planner import silent
 from llmpq.assigner.problem import AssignmentProblem
-from llmpq.assigner.programs import search
-from llmpq.assigner.programs.ilp import IlpOptions, IlpResult, solve_ilp
-from llmpq.assigner.programs.search import find_plan
 from llmpq.assigner.task import PlanningTask, PlanRequest, build_task
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
@@ -54,7 +54,7 @@ def test_search_starts_from_the_plan_of_bitwidth_transfer(
         return solve_ilp(problem, options)
 
     monkeypatch.setattr(search, "solve_ilp", watched)
-    started = find_transfer(uneven_task, silent).price.objective_s
+    started = find_transfer(uneven_task, silent).evaluation.objective_s
     find_plan(uneven_task, silent)
     assert cutoffs
     assert max(cutoffs) <= started
@@ -63,12 +63,12 @@ def test_search_starts_from_the_plan_of_bitwidth_transfer(
 def test_uneven_search_holds_its_gap_against_the_exact_value(uneven_task: PlanningTask) -> None:
     exact_s = find_exact(
         replace(uneven_task, request=replace(uneven_task.request, gap=0.0)), silent
-    ).price.objective_s
+    ).evaluation.objective_s
     found = find_plan(uneven_task, silent)
     assert found.status == "optimal"
     assert found.bound_s is not None
     assert found.bound_s <= exact_s * (1 + 1e-9)
-    assert exact_s * (1 - 1e-9) <= found.price.objective_s <= exact_s * (1 + 1e-4)
+    assert exact_s * (1 - 1e-9) <= found.evaluation.objective_s <= exact_s * (1 + 1e-4)
 
 
 def test_search_without_time_for_programs_states_an_honest_gap(
@@ -76,7 +76,7 @@ def test_search_without_time_for_programs_states_an_honest_gap(
 ) -> None:
     def idle(problem: AssignmentProblem, options: IlpOptions) -> IlpResult:
         del problem, options
-        return IlpResult(status="unknown", assignment=None, price=None, bound_s=-np.inf)
+        return IlpResult(status="unknown", assignment=None, evaluation=None, bound_s=-np.inf)
 
     monkeypatch.setattr(search, "solve_ilp", idle)
     found = find_plan(uneven_task, silent)

@@ -6,7 +6,7 @@ import math
 import pulp
 import pytest
 
-from llmpq.assigner.programs.solvers import solve
+from llmpq.assigner.milp.solvers import solve
 from llmpq.errors import SpecError
 
 

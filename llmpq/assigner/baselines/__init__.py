@@ -1,1 +1,0 @@
-"""Baselines: what people do without a planner."""

@@ -1,0 +1,1 @@
+"""What a user fixes: overrides, limits, deadlines, average bits."""

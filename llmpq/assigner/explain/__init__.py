@@ -1,0 +1,1 @@
+"""Explanations of a plan: binding constraints, infeasibility, comparisons."""

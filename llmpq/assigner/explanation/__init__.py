@@ -1,1 +1,0 @@
-"""What a plan says about itself: why nothing fits, what binds, what another choice costs."""

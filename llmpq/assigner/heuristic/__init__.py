@@ -1,1 +1,0 @@
-"""Bitwidth transfer, the paper's heuristic, and the quick tables it steps through."""

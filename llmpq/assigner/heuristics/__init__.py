@@ -1,0 +1,1 @@
+"""Fast approximate planners and the baselines of the paper."""

@@ -1,0 +1,222 @@
+"""Bitwidth transfer (LLM-PQ, Algorithm 2): a good plan in little time, without a solver.
+
+It starts from adabits, the plan with the latency taken out, and moves work off the slowest stage
+while that lowers the objective: layers change stage, bitwidths are exchanged between stages. The
+paper's rules ``(b_straggler, b_other, count)`` trade ``count`` layers of the straggler for one of
+another stage, such as two at 4 bits for one at 8; they, and those for 3 bits, are some of the
+steps of ``exchange``. Three departures: every step is judged by real memory and the real
+objective; when relieving the slowest stage no longer helps, all stages are tried; and the
+micro-batch pair is exchanged too.
+
+It proves nothing: for that there is ``search``. It is deterministic but for the time limit, at
+which it returns what it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+
+import numpy as np
+
+from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.explain.explain import explain_memory
+from llmpq.assigner.heuristics.adabits import best_adabits, least_degradation
+from llmpq.assigner.heuristics.exchange import BYTES, Exchange, Layout, Stages
+from llmpq.assigner.heuristics.pair_table import (
+    Choice,
+    PairTable,
+    better,
+    block_orders,
+    budget_text,
+    solution_of,
+)
+from llmpq.assigner.objective import evaluate, is_feasible
+from llmpq.assigner.problem import Assignment, AssignmentProblem, IntArray
+from llmpq.assigner.spread import assignment_of_counts
+from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.errors import InfeasibleError
+
+PAIRS_PER_ORDER = 3
+"""Micro-batch pairs, of least bound, that an order of the devices is started from."""
+
+STAGES_STARTED = 36
+"""Positions of all starts together: wider pipelines get fewer starts, but ``LEAST_STARTS``."""
+
+LEAST_STARTS = 3
+
+MAX_GIVEN = 4
+"""Layers one stage gives at once: five at 3 bits for one at 16 is a net four."""
+
+LEAST_GAIN = 1e-9
+"""Relative gain below which a step is rounding noise."""
+
+
+def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
+    """Return the best plan that bitwidth transfer reaches from adabits.
+
+    Raises:
+        InfeasibleError: adabits fits with no pair (within the quality budget).
+    """
+    if not task.pairs:
+        raise InfeasibleError(explain_memory(task.request))
+    deadline = task.request.deadline
+    table, orders = PairTable(task), block_orders(task)
+    best = best_adabits(table, progress)
+    if best is not None:
+        best = _Transfer(table, best.order, deadline).improved(best)
+    starts = _starts(task, orders)
+    for number, (bound_s, pair, order) in enumerate(starts):
+        progress(number, len(starts), best.objective_s if best else None)
+        if best is not None and deadline.has_passed:
+            break
+        if best is not None and bound_s >= best.objective_s:
+            continue
+        transfer = _Transfer(table, order, deadline)
+        start = transfer.start(pair)
+        best = better(best, start and transfer.improved(start))
+    if best is None:
+        raise InfeasibleError(_reason(task))
+    return solution_of(task, best, orders=len(orders))
+
+
+def _starts(
+    task: PlanningTask, orders: Sequence[tuple[int, ...]]
+) -> list[tuple[float, int, tuple[int, ...]]]:
+    """Return bounds, pairs and orders to start from: the likeliest of every order first."""
+    number = min(PAIRS_PER_ORDER * len(orders), max(LEAST_STARTS, STAGES_STARTED // len(orders[0])))
+    bounds = task.bounds(task.theta_s)
+    ranked = np.argsort(bounds, axis=0, kind="stable")
+    found = [
+        (rank, float(bounds[pair, order[0]]), pair, order)
+        for rank in range(min(PAIRS_PER_ORDER, len(ranked)))
+        for order in orders
+        for pair in [int(ranked[rank, order[0]])]
+        if math.isfinite(bounds[pair, order[0]])
+    ]
+    found.sort(key=lambda item: item[:2])
+    return [item[1:] for item in found[:number]]
+
+
+class _Transfer:
+    """The transfer for one order of the devices."""
+
+    def __init__(self, table: PairTable, order: tuple[int, ...], deadline: Deadline) -> None:
+        self.table = table
+        self.order = order
+        self.deadline = deadline
+        self.sets = _sets(order)
+
+    def start(self, pair: int) -> Choice | None:
+        """Return adabits under a pair, ``None`` where it does not fit."""
+        task = self.table.task
+        return self._choice(pair, least_degradation(task.problem(task.pairs[pair], self.order)))
+
+    def improved(self, start: Choice) -> Choice:
+        """Return what the transfer makes of a choice, at least that choice."""
+        task, best = self.table.task, start
+        current: Choice | None = start
+        while current is not None:
+            problem = task.problem(task.pairs[current.pair], self.order)
+            assignment = self._exchanged(problem, current.assignment)
+            found = self._choice(current.pair, assignment)
+            best = found if found is not None and _gains(found, best) else best
+            # Another pair may suit the plan better by now: then the work goes on under that.
+            hop = self.table.best(self.order, assignment)
+            current = hop if hop is not None and _gains(hop, best) else None
+            best = current or best
+        return best
+
+    def _choice(self, pair: int, assignment: Assignment | None) -> Choice | None:
+        if assignment is None:
+            return None
+        task = self.table.task
+        problem = task.problem(task.pairs[pair], self.order)
+        found = evaluate(problem, assignment)
+        if not is_feasible(problem, found):
+            return None
+        return Choice(
+            objective_s=found.objective_s, pair=pair, order=self.order, assignment=assignment
+        )
+
+    def _exchanged(self, problem: AssignmentProblem, assignment: Assignment) -> Assignment:
+        """Make the best exchange as long as one helps, then give every layer its best bits."""
+        layout = Layout(Stages(problem), _counts(problem, assignment))
+        while not self.deadline.has_passed:
+            better_layout = self._step(layout)
+            if better_layout is None:
+                break
+            layout = better_layout
+        found = layout.stages.assignment(layout.counts)
+        polished = assignment_of_counts(problem, _counts_by_kind(problem, found))
+        ranked = [evaluate(problem, item).objective_s for item in (found, polished)]
+        return found if ranked[0] <= ranked[1] else polished
+
+    def _step(self, layout: Layout) -> Layout | None:
+        """Relieve a slowest stage; if that does not help, try all stages."""
+        slowest = set(layout.figures[:, :BYTES].argmax(axis=0).tolist())
+        for stragglers in (slowest, None):
+            found = [
+                way
+                for exchange in _exchanges(self.sets, stragglers)
+                if (way := layout.best_of(exchange)) is not None
+            ]
+            if found:
+                objective_s, counts = min(found, key=lambda way: way[0])
+                if objective_s < layout.objective_s * (1 - LEAST_GAIN):
+                    return Layout(layout.stages, counts)
+        return None
+
+
+def _sets(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of positions that may act as one: each by itself, and equal devices."""
+    single = [(position,) for position in range(len(order))]
+    alike = [tuple(j for j, group in enumerate(order) if group == each) for each in set(order)]
+    return tuple(dict.fromkeys([*single, *alike]))
+
+
+def _exchanges(sets: Sequence[tuple[int, ...]], stragglers: set[int] | None) -> Iterator[Exchange]:
+    """Yield the exchanges in which a straggler gives, or all when ``stragglers`` is ``None``."""
+    for givers in sets:
+        if stragglers is None or stragglers & set(givers):
+            yield Exchange(givers, (), 0, 0)
+    for givers, takers in permutations(sets, 2):
+        if set(givers) & set(takers):
+            continue
+        if stragglers is not None and not stragglers & set(givers):
+            continue
+        size = math.lcm(len(givers), len(takers))
+        for number in range(max(1, MAX_GIVEN // size) + 1):
+            yield Exchange(
+                givers, takers, number * size // len(givers), number * size // len(takers)
+            )
+
+
+def _counts(problem: AssignmentProblem, assignment: Assignment) -> IntArray:
+    """Return ``[N, B]`` layers of each bitwidth on every position."""
+    counts = np.zeros((problem.num_positions, len(problem.bits)), dtype=np.int64)
+    np.add.at(counts, (list(assignment.positions), list(assignment.widths)), 1)
+    return counts
+
+
+def _counts_by_kind(problem: AssignmentProblem, assignment: Assignment) -> list[np.ndarray]:
+    """Return ``N`` tables ``[K, B]`` of the same."""
+    shape = problem.num_positions, problem.costs.kv_bytes.size, len(problem.bits)
+    counts = np.zeros(shape)
+    cells = list(assignment.positions), problem.kinds.tolist(), list(assignment.widths)
+    np.add.at(counts, cells, 1)
+    return list(counts)
+
+
+def _gains(new: Choice, old: Choice) -> bool:
+    """Tell whether a choice improves on another by more than rounding."""
+    return new.objective_s < old.objective_s * (1 - LEAST_GAIN)
+
+
+def _reason(task: PlanningTask) -> str:
+    return (
+        "bitwidth transfer has nothing to start from: the placement of least degradation does not "
+        f"fit on {task.request.cluster.name} with any micro-batch pair tried{budget_text(task)}; "
+        "other plans may fit: use the method llmpq"
+    )

@@ -1,0 +1,1 @@
+"""The assignment as an integer program."""

@@ -1,0 +1,341 @@
+"""The integer program of one device order and one micro-batch pair (LLM-PQ, Eqs. 4-16).
+
+The paper's pairwise contiguity rows are replaced by step variables: ``v[i, j]`` says that layer
+``i`` runs at position ``j`` or before it, and never increases with ``i``. Then ``z[i, j, b]`` may
+stay continuous: once ``v`` is whole and the counts ``n[j, k, b] = sum_i z[i, j, b]`` are whole,
+what is left inside a stage is a transportation problem, whose optimum is whole. Time and memory
+only see the counts. When all layers are alike, ``v`` and ``z`` are not needed at all.
+
+It refuses to solve anything: that is ``ilp``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+import pulp
+
+from llmpq.assigner.milp.solvers import SolverResult
+from llmpq.assigner.problem import AssignmentProblem
+
+SCALE = 100.0
+"""The objective is scaled to about this, so that solver tolerances mean the same everywhere."""
+
+Terms = list[tuple[pulp.LpVariable, float]]
+_Hop = tuple[pulp.LpVariable, float, float]
+
+
+class Program:
+    """One program, variable by variable and row by row.
+
+    Args:
+        problem: what to plan.
+        margin: relative tightening of memory and budget.
+        cutoff_s: only plans of at most this objective are allowed.
+        contiguous: when false, neighbours that are equal devices share their layers freely, as far
+            as degradation is concerned.
+
+    Attributes:
+        lp: the program, in units of ``unit_s``.
+        unit_s: seconds of one unit of its objective.
+    """
+
+    def __init__(
+        self, problem: AssignmentProblem, *, margin: float, cutoff_s: float, contiguous: bool
+    ) -> None:
+        self.problem = problem
+        self.margin = margin
+        self.unit_s = _time_unit(problem)
+        self.lp = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.objective: Terms = []
+        self.constant = 0.0
+        self.decode_pass: Terms = []  # one micro-batch through stages and links, per round
+        self.decode_pass_constant = 0.0
+        costs = problem.costs
+        rounds = costs.new_tokens - 1
+        self.prefill_weight = (costs.prefill_batches - 1) / self.unit_s
+        if problem.formula == "paper":
+            self.decode_weight = rounds * (costs.decode_batches - 1) / self.unit_s
+            self.pass_weight = 1.0 / self.unit_s
+        else:
+            self.decode_weight = rounds * costs.decode_batches / self.unit_s
+            self.pass_weight = rounds / self.unit_s
+        self._build(cutoff_s, contiguous=contiguous)
+
+    def _build(self, cutoff_s: float, *, contiguous: bool) -> None:
+        """Add every variable and row."""
+        self.prefill_max = self.lp.add_variable("prefill_max", 0)
+        self.decode_max = self.lp.add_variable("decode_max", 0)
+        self.objective += [(self.prefill_max, 1.0), (self.decode_max, 1.0)]
+        self._add_counts()
+        self._add_limits()
+        self._add_layers(contiguous=contiguous)
+        self._add_stages()
+        self._add_links()
+        self._add_decode_pass()
+        self.lp += pulp.LpAffineExpression(_merged(self.objective), self.constant)
+        if math.isfinite(cutoff_s):
+            self._row(self.objective, "<=", cutoff_s / self.unit_s - self.constant)
+
+    def counts_of(self, found: SolverResult) -> list[np.ndarray]:
+        """Return the ``[K, B]`` counts of every position in a solution."""
+        shape = self.problem.costs.kv_bytes.size, len(self.problem.bits)
+        tables = [np.zeros(shape) for _ in self.problem.order]
+        for (position, kind, width), variable in self.counts.items():
+            tables[position][kind, width] = found.values[variable.name]
+        return tables
+
+    def _add_counts(self) -> None:
+        """``n[j, k, b]``: whole, and no more than memory holds."""
+        problem = self.problem
+        self.counts: dict[tuple[int, int, int], pulp.LpVariable] = {}
+        kinds = np.unique(problem.kinds).tolist()
+        for position, group in enumerate(problem.order):
+            capacity = max(0, problem.capacity_bytes(position))
+            allowed = problem.allowed(position)
+            for kind in kinds:
+                numbers = allowed[problem.kinds == kind].sum(axis=0).tolist()
+                for width, number in enumerate(numbers):
+                    size = max(1, int(problem.costs.layer_bytes[group, kind, width]))
+                    self.counts[position, kind, width] = self.lp.add_variable(
+                        f"n_{position}_{kind}_{width}",
+                        0,
+                        min(number, capacity // size),
+                        pulp.LpInteger,
+                    )
+
+    def _add_limits(self) -> None:
+        """Manual decisions on whole stages: exactly these layers, or one at least."""
+        problem = self.problem
+        if problem.limits is None:
+            return
+        for group, first, end in problem.limits.ranges:
+            position = problem.order.index(group)
+            for kind in np.unique(problem.kinds).tolist():
+                before = [v for (j, k, _), v in self.counts.items() if k == kind and j < position]
+                here = [v for (j, k, _), v in self.counts.items() if k == kind and j == position]
+                for terms, span in ((before, slice(first)), (here, slice(first, end))):
+                    held = float((problem.kinds[span] == kind).sum())
+                    if terms:
+                        self._row(((item, 1.0) for item in terms), "==", held)
+                    elif held:
+                        self._row([(self.prefill_max, 0.0)], ">=", 1.0)  # nothing stands before it
+        for group in problem.limits.used:
+            position = problem.order.index(group)
+            held_here = [(v, 1.0) for (j, _, _), v in self.counts.items() if j == position]
+            self._row(held_here, ">=", 1.0)
+
+    def _add_layers(self, *, contiguous: bool) -> None:
+        """Place every layer once; price its degradation; keep within the budget."""
+        problem = self.problem
+        if layers_alike(problem):
+            quality = [
+                (variable, float(problem.omega[0, width]))
+                for (_, _, width), variable in self.counts.items()
+            ]
+            self._row(((item, 1.0) for item in self.counts.values()), "==", problem.num_layers)
+        else:
+            quality = self._add_steps(_blocks(problem.order, contiguous=contiguous))
+        self.objective += [
+            (variable, value * problem.theta_s / self.unit_s) for variable, value in quality
+        ]
+        if problem.quality_budget is not None:
+            limit = problem.quality_budget * (1 - self.margin)
+            scale = 1.0 / limit if limit > 0 else 1.0
+            self._row(((item, value * scale) for item, value in quality), "<=", limit * scale)
+
+    def _add_steps(self, blocks: Sequence[Sequence[int]]) -> Terms:
+        """Add ``v`` and ``z`` and tie them to the counts; return the degradation's terms.
+
+        Args:
+            blocks: consecutive positions, of one group, that share the layers of the block freely.
+        """
+        problem, last = self.problem, len(blocks) - 1
+        sums: dict[tuple[int, int, int], Terms] = {}
+        for (position, kind, width), count in self.counts.items():
+            block = next(index for index, members in enumerate(blocks) if position in members)
+            sums.setdefault((block, kind, width), []).append((count, -1.0))
+        quality: Terms = []
+        above: list[pulp.LpVariable] = []
+        tops = [problem.allowed(members[0]).astype(int) for members in blocks]
+        for layer, kind in enumerate(problem.kinds.tolist()):
+            steps = [
+                self.lp.add_variable(f"v_{layer}_{j}", 0, 1, pulp.LpInteger) for j in range(last)
+            ]
+            for position in range(last + 1):
+                cells = [
+                    self.lp.add_variable(f"z_{layer}_{position}_{b}", 0, int(top))
+                    for b, top in enumerate(tops[position][layer])
+                ]
+                for width, cell in enumerate(cells):
+                    sums[position, kind, width].append((cell, 1.0))
+                    quality.append((cell, float(problem.omega[layer, width])))
+                row: Terms = [(cell, 1.0) for cell in cells]
+                row += [(steps[position], -1.0)] if position < last else []
+                row += [(steps[position - 1], 1.0)] if position > 0 else []
+                self._row(row, "==", 0.0 if position < last else 1.0)
+            for before, after in zip(above, steps, strict=bool(above)):
+                self._row([(before, 1.0), (after, -1.0)], ">=", 0.0)
+            above = steps
+        for terms in sums.values():
+            self._row(terms, "==", 0.0)
+        return quality
+
+    def _add_stages(self) -> None:
+        """Stage times below the maxima, stage memory below capacity."""
+        problem, costs = self.problem, self.problem.costs
+        for position, group in enumerate(problem.order):
+            cells = [(key[1:], var) for key, var in self.counts.items() if key[0] == position]
+            prefill = [(item, float(costs.prefill_s[group, k, b])) for (k, b), item in cells]
+            decode = [(item, float(costs.decode_s[group, k, b])) for (k, b), item in cells]
+            own = position == 0
+            prefill_s = float(costs.master_prefill_s[group]) if own else 0.0
+            decode_s = float(costs.master_decode_s[group]) if own else 0.0
+            self._bound_maxima(prefill, prefill_s, decode, decode_s)
+            self.objective += [(item, value / self.unit_s) for item, value in prefill]
+            self.constant += prefill_s / self.unit_s
+            self.decode_pass += decode
+            self.decode_pass_constant += decode_s
+            capacity = problem.capacity_bytes(position)
+            if own and capacity < 0:
+                self._row([(self.prefill_max, 0.0)], ">=", 1.0)  # the master itself does not fit
+            # Bytes are whole: half a byte of room keeps a solver's tolerance off an exact fit.
+            scale = 1.0 / (max(0, capacity) * (1 - self.margin) + 0.5)
+            sizes = [(item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells]
+            self._row(sizes, "<=", 1.0)
+
+    def _add_links(self) -> None:
+        """Links between consecutive used positions, and back to the master."""
+        problem = self.problem
+        used: list[pulp.LpVariable] = []
+        for position in range(1, problem.num_positions):
+            layers = [item for key, item in self.counts.items() if key[0] == position]
+            flag = self.lp.add_variable(f"used_{position}", 0, 1, pulp.LpInteger)
+            used.append(flag)
+            most = min(problem.num_layers, sum(item.upBound for item in layers))
+            ones: Terms = [(item, 1.0) for item in layers]
+            self._row([*ones, (flag, -float(most))], "<=", 0.0)
+            self._row([*ones, (flag, -1.0)], ">=", 0.0)
+        for flag, prefill_s, decode_s in (
+            self._equal_links(used) if _links_equal(problem) else self._unlike_links(used)
+        ):
+            self._bound_maxima([(flag, prefill_s)], 0.0, [(flag, decode_s)], 0.0)
+            if problem.formula == "steady":
+                self.objective.append((flag, prefill_s / self.unit_s))
+                self.decode_pass.append((flag, decode_s))
+
+    def _equal_links(self, used: list[pulp.LpVariable]) -> Iterable[_Hop]:
+        """One hop into every used position, and one back when there is any."""
+        if not used:
+            return
+        costs, order = self.problem.costs, self.problem.order
+        there, back = (order[0], order[1]), (order[1], order[0])
+        for flag in used:
+            yield flag, float(costs.send_prefill_s[there]), float(costs.send_decode_s[there])
+        several = self.lp.add_variable("several", 0, 1)
+        for flag in used:
+            self._row([(several, 1.0), (flag, -1.0)], ">=", 0.0)
+        yield several, float(costs.return_prefill_s[back]), float(costs.return_decode_s[back])
+
+    def _unlike_links(self, used: list[pulp.LpVariable]) -> Iterable[_Hop]:
+        """A pair is linked when both ends are used and nothing between them is."""
+        costs, order = self.problem.costs, self.problem.order
+        for target in range(1, len(order)):
+            for source in range(target):
+                link = order[source], order[target]
+                flag = self.lp.add_variable(f"link_{source}_{target}", 0, 1)
+                ends: Terms = [(used[target - 1], -1.0)]
+                ends += [(used[source - 1], -1.0)] if source else []
+                between: Terms = [(used[j - 1], 1.0) for j in range(source + 1, target)]
+                self._row([(flag, 1.0), *ends, *between], ">=", -1.0 if source else 0.0)
+                yield flag, float(costs.send_prefill_s[link]), float(costs.send_decode_s[link])
+        for last in range(1, len(order)):
+            link = order[last], order[0]
+            flag = self.lp.add_variable(f"return_{last}", 0, 1)
+            later: Terms = [(item, 1.0) for item in used[last:]]
+            self._row([(flag, 1.0), (used[last - 1], -1.0), *later], ">=", 0.0)
+            yield flag, float(costs.return_prefill_s[link]), float(costs.return_decode_s[link])
+
+    def _add_decode_pass(self) -> None:
+        """The paper adds one pass; in the steady state a round takes at least one pass."""
+        scaled = [(item, value * self.pass_weight) for item, value in self.decode_pass]
+        constant = self.decode_pass_constant * self.pass_weight
+        if self.problem.formula == "paper":
+            self.objective += scaled
+            self.constant += constant
+        else:
+            less = [(item, -value) for item, value in scaled]
+            self._row([(self.decode_max, 1.0), *less], ">=", constant)
+
+    def _bound_maxima(
+        self, prefill: Terms, prefill_s: float, decode: Terms, decode_s: float
+    ) -> None:
+        for top, weight, terms, constant in (
+            (self.prefill_max, self.prefill_weight, prefill, prefill_s),
+            (self.decode_max, self.decode_weight, decode, decode_s),
+        ):
+            less = [(item, -value * weight) for item, value in terms]
+            self._row([(top, 1.0), *less], ">=", constant * weight)
+
+    def _row(self, terms: Iterable[tuple[pulp.LpVariable, float]], sense: str, rhs: float) -> None:
+        expression = pulp.LpAffineExpression(_merged(terms))
+        self.lp.addConstraint(pulp.LpConstraint(expression, _SENSES[sense], rhs=rhs))
+
+
+_SENSES = {
+    "<=": pulp.LpConstraintLE,
+    "==": pulp.LpConstraintEQ,
+    ">=": pulp.LpConstraintGE,
+}
+
+
+def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
+    """Add up the coefficients of each variable."""
+    sums: dict[pulp.LpVariable, float] = {}
+    for variable, value in terms:
+        sums[variable] = sums.get(variable, 0.0) + value
+    return list(sums.items())
+
+
+def _blocks(order: Sequence[int], *, contiguous: bool) -> list[list[int]]:
+    """Return every position by itself, or else runs of neighbours that are of one group."""
+    if contiguous:
+        return [[position] for position in range(len(order))]
+    return [
+        [position for position, _ in members]
+        for _, members in groupby(enumerate(order), key=lambda item: item[1])
+    ]
+
+
+def layers_alike(problem: AssignmentProblem) -> bool:
+    """Tell whether all layers are of one kind, degrade alike and have the same choice."""
+    same_kind = bool((problem.kinds == problem.kinds[0]).all())
+    if problem.limits is not None and not problem.limits.layers_alike:
+        return False
+    return same_kind and bool((problem.omega == problem.omega[0]).all())
+
+
+def _links_equal(problem: AssignmentProblem) -> bool:
+    costs, order = problem.costs, problem.order
+    pairs = [(a, b) for j, b in enumerate(order) for a in order[:j]]
+    backs = [(a, order[0]) for a in order[1:]]
+    return all(
+        len({float(table[link]) for link in links}) <= 1
+        for tables, links in (
+            ((costs.send_prefill_s, costs.send_decode_s), pairs),
+            ((costs.return_prefill_s, costs.return_decode_s), backs),
+        )
+        for table in tables
+    )
+
+
+def _time_unit(problem: AssignmentProblem) -> float:
+    """Seconds of one objective unit: a rough scale of the objective over ``SCALE``."""
+    costs = problem.costs
+    rounds = costs.new_tokens - 1
+    layer_s = costs.prefill_s.min(axis=(0, 2)) + rounds * costs.decode_s.min(axis=(0, 2))
+    rough_s = float(layer_s[problem.kinds].sum()) or problem.theta_s or 1.0
+    return rough_s / SCALE

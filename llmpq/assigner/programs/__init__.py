@@ -1,1 +1,0 @@
-"""Integer programs: built, solved by HiGHS, CBC or Gurobi, and searched best first."""

@@ -1,0 +1,122 @@
+"""One batch at a time: it is chosen, prefilled, and decoded until its last answer is complete.
+
+This is what FasterTransformer does (ExeGPT, Sec. 2): finished sequences stay in the batch and are
+computed for nothing. How the batch is chosen is a part of its own: in order of arrival here, by
+predicted length in ``llmpq.batching.policies.multibin``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Protocol
+
+from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
+from llmpq.errors import SpecError
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+
+
+class BatchFormer(Protocol):
+    """Chooses the requests of the next batch."""
+
+    @property
+    def max_wait_s(self) -> float | None:
+        """How long a request may wait for its batch to be full; ``None`` is without end."""
+        ...
+
+    def __call__(self, view: SchedulerView) -> tuple[int, ...]:
+        """Return the next batch; none when it is better to wait for more to arrive."""
+        ...
+
+
+class StaticPolicy:
+    """Serves batch after batch.
+
+    Args:
+        former: chooses a batch.
+        micro_batching: how a batch is split in either phase.
+        holds_finished: keep finished sequences in the batch (FasterTransformer). Without, they
+            leave and the batch shrinks (DeepSpeed with early termination).
+    """
+
+    def __init__(
+        self, *, former: BatchFormer, micro_batching: MicroBatching, holds_finished: bool = True
+    ) -> None:
+        self._former = former
+        self._sizes = micro_batching
+        self._holds_finished = holds_finished
+        self._to_prefill: deque[int] = deque()
+        self._groups: dict[int, tuple[int, ...]] = {}  # request -> its decode micro-batch
+
+    @property
+    def holds_finished(self) -> bool:
+        """Whether finished sequences are computed until the whole batch is done."""
+        return self._holds_finished
+
+    def decide(self, view: SchedulerView) -> Decision:
+        """Prefill the batch to its end, then let its micro-batches circulate unchanged."""
+        if not view.waiting:
+            self._to_prefill.clear()  # what was chosen was let go (the run drains)
+        if not (self._to_prefill or view.ready or view.flights):
+            self._to_prefill.extend(self._former(view))
+            self._groups.clear()
+        if self._to_prefill:
+            size = min(self._sizes.prefill, len(self._to_prefill))
+            return Prefill(requests=tuple(self._to_prefill.popleft() for _ in range(size)))
+        if not view.ready and not view.flights:
+            return Wait(until_s=_flush_s(view, self._former.max_wait_s))
+        self._form_groups(view)
+        return self._next_group(view)
+
+    def _form_groups(self, view: SchedulerView) -> None:
+        """Put sequences that were just prefilled into decode micro-batches, for good."""
+        fresh = [item.request for item in view.ready if item.request not in self._groups]
+        while len(fresh) >= self._sizes.decode or (fresh and not view.num_flights(Phase.PREFILL)):
+            group, fresh = tuple(fresh[: self._sizes.decode]), fresh[self._sizes.decode :]
+            self._groups.update((request, group) for request in group)
+
+    def _next_group(self, view: SchedulerView) -> Decision:
+        for first in view.ready:
+            group = self._groups.get(first.request)
+            if group is not None:
+                # Members land together, and those that left are gone from the view.
+                return Decode(slots=tuple(s.slot for s in view.ready if s.request in group))
+        return Wait()
+
+
+class FirstComeFormer:
+    """Takes requests in order of arrival, a full batch at a time.
+
+    Args:
+        batch: requests of a batch.
+        max_wait_s: take an incomplete batch when its oldest request has waited that long;
+            ``None`` waits for as long as requests may still arrive.
+    """
+
+    def __init__(self, *, batch: int, max_wait_s: float | None = None) -> None:
+        if batch < 1:
+            raise SpecError(f"static batching: found a batch of {batch}, expected at least 1")
+        self._batch = batch
+        self.max_wait_s = max_wait_s
+
+    def __call__(self, view: SchedulerView) -> tuple[int, ...]:
+        """Return the next batch."""
+        chosen = list(islice(view.waiting, self._batch))
+        if len(chosen) < self._batch and not must_flush(view, self.max_wait_s):
+            return ()
+        return tuple(item.request for item in chosen)
+
+
+def must_flush(view: SchedulerView, max_wait_s: float | None) -> bool:
+    """Whether an incomplete batch must be served: nobody will join it, or it waited too long."""
+    flush_s = _flush_s(view, max_wait_s)
+    is_late = flush_s is not None and view.now_s >= flush_s
+    return bool(view.waiting) and (view.is_closed or is_late)
+
+
+def _flush_s(view: SchedulerView, max_wait_s: float | None) -> float | None:
+    """Return when the oldest request will have waited long enough; ``None`` is never."""
+    if max_wait_s is None or not view.waiting:
+        return None
+    return next(iter(view.waiting)).arrival_s + max_wait_s

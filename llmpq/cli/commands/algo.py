@@ -1,0 +1,273 @@
+"""llmpq-algo: make a strategy file from a model, a cluster and a workload."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmpq.assigner import METHODS, PlanRequest, make_plan
+from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.explain.compare import compare_methods
+from llmpq.assigner.explain.pareto import pareto_plans
+from llmpq.assigner.planner import check_method
+from llmpq.assigner.task import Progress, costs_of
+from llmpq.cli.common import (
+    command_line,
+    command_start_s,
+    make_parser,
+    print_json,
+    run_command,
+)
+from llmpq.cli.comparison import comparison_table
+from llmpq.cli.explanation import Explanation, explain_plan, explanation_record, explanation_text
+from llmpq.cli.override_options import add_override_options
+from llmpq.cli.plan_options import (
+    add_input_options,
+    add_quality_options,
+    add_search_options,
+    request_of,
+    stored_text,
+)
+from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
+from llmpq.cli.schedule_options import add_schedule_options, schedule_text, scheduled
+from llmpq.cli.trust import hurried_text, plan_trust, trust_record, trust_text
+from llmpq.errors import SpecError
+from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import write_plan
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+NAME = "llmpq-algo"
+V = TypeVar("V")
+
+QUIET_S = 2.0
+"""A search shorter than this shows no progress."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    started_s = command_start_s(argv)
+
+    def body(options: argparse.Namespace) -> int:
+        return _run(options, command_line(NAME, argv), started_s)
+
+    return run_command(_parser(), body, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(
+        NAME,
+        "Plan: which device runs which layers at how many bits, in micro-batches of what size.",
+    )
+    add_input_options(parser)
+    add_quality_options(parser)
+    add_search_options(parser)
+    add_override_options(parser)
+    add_schedule_options(parser)
+    report = parser.add_argument_group("result")
+    report.add_argument(
+        "--output",
+        metavar="FILE",
+        help="strategy file (default: strategies/<model>__<cluster>__<workload>__<method>.json); "
+        "several plans get a suffix each",
+    )
+    report.add_argument(
+        "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
+    )
+    report.add_argument(
+        "--what_if",
+        action="store_true",
+        help="plan again with one more device of each kind",
+    )
+    report.add_argument(
+        "--no_explain",
+        action="store_true",
+        help="do not plan again to say what each device left out would cost",
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
+    request = request_of(options)
+    if request.time_limit_s is not None:
+        request = replace(request, deadline=Deadline(started_s + request.time_limit_s))
+    if options.pareto is not None:
+        return _run_pareto(options, request, command)
+    if options.method == "all":
+        return _run_all(options, request, command)
+    plan = _with_progress(
+        "candidates",
+        lambda told: make_plan(request, options.method, command=command, progress=told),
+    )
+    request, plan = scheduled(
+        options, request, plan, lambda own: make_plan(own, options.method, command=command)
+    )
+    path = _write(plan, _output(options, request, options.method))
+    found = _explained(options, request, plan)
+    costs = costs_of(request, plan.cluster)
+    trust = plan_trust(plan, costs)
+    if options.json:
+        record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
+        stored = [str(precision) for precision in request.model.stored]
+        more = {"trust": trust_record(trust), "hurried": list(costs.hurried)}
+        print_json({**record, "stored": stored, **more})
+    else:
+        lines = [*stored_text(request.model), *schedule_text(plan), *trust_text(plan, trust)]
+        lines += [*hurried_text(costs), f"written        {path}"]
+        _print_plan(plan, found, lines)
+    if options.plot is not None:
+        from llmpq.cli.plots import draw_plan
+
+        draw_plan(plan, options.plot)
+    return 0
+
+
+def _run_all(options: argparse.Namespace, request: PlanRequest, command: str) -> int:
+    if options.plot is not None or options.what_if:
+        raise SpecError("--plot, --what_if: found together with --method all, expected one method")
+    for method in METHODS:
+        check_method(request, method)
+    outcomes = compare_methods(request, command=command, run=_with_progress)
+    records: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        method, plan = outcome.method, outcome.plan
+        if plan is None:
+            records.append({"method": method, "status": "infeasible", "reason": str(outcome.error)})
+        else:
+            path = _write(plan, _output(options, request, method, f"__{method}"))
+            records.append(plan_record(plan, path))
+    if options.json:
+        print_json({"plans": records})
+    else:
+        print(comparison_table(outcomes))
+        for record in records:
+            if "strategy" in record:
+                print(f"written        {record['strategy']}")
+    error = outcomes[0].error
+    if error is not None:
+        raise error
+    return 0
+
+
+def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str) -> int:
+    if options.method == "all" or options.what_if:
+        raise SpecError(
+            "--pareto: found together with --method all or --what_if, expected one method alone"
+        )
+    plans = _with_progress(
+        "plans",
+        lambda told: pareto_plans(
+            request, options.pareto, method=options.method, command=command, progress=told
+        ),
+    )
+    paths = [
+        _write(plan, _output(options, request, options.method, f"__p{number}"))
+        for number, plan in enumerate(plans, start=1)
+    ]
+    base = _output(options, request, options.method, "__pareto")
+    picture = base.with_suffix(".png") if options.plot is None else Path(options.plot)
+    drawn = _draw_front(plans, picture, asked=options.plot is not None)
+    record = front_record(plans, paths, str(picture) if drawn else None)
+    write_text(base, dump_json(record))
+    if options.json:
+        print_json(record)
+        return 0
+    print(front_table(plans, paths))
+    if len(plans) < options.pareto:
+        found = plans_text(len(plans))
+        print(f"{found} instead of {options.pareto}: found no other that is faster or loses less\n")
+    print(f"written        {base}{f' and {picture}' if drawn else ''}")
+    return 0
+
+
+def _draw_front(plans: Sequence[Plan], path: Path, *, asked: bool) -> bool:
+    """Draw if it can be done; a picture nobody asked for is not worth an error."""
+    from llmpq.cli.front_plot import draw_front
+
+    try:
+        draw_front(plans, path)
+    except SpecError as error:
+        if asked:
+            raise
+        print(f"{NAME}: warning: no picture: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _output(
+    options: argparse.Namespace, request: PlanRequest, method: str, suffix: str = ""
+) -> Path:
+    """Return where a plan goes; several plans of one ``--output`` differ by their suffix."""
+    if options.output is not None:
+        path = Path(options.output)
+        return path.with_name(f"{path.stem}{suffix}{path.suffix or '.json'}") if suffix else path
+    model = request.model.name.rstrip("/").rpartition("/")[2]
+    parts = model, request.cluster.name, request.workload.name, method
+    name = "__".join(part.replace("/", "-").replace(" ", "-") for part in parts)
+    return Path("strategies") / f"{name}{'' if suffix == f'__{method}' else suffix}.json"
+
+
+def _write(plan: Plan, path: Path) -> str:
+    write_plan(path, plan)
+    return str(path)
+
+
+def _explained(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Explanation:
+    return _with_progress(
+        "explanation",
+        lambda told: explain_plan(
+            request, plan, resolve=not options.no_explain, more=options.what_if, progress=told
+        ),
+    )
+
+
+def _print_plan(plan: Plan, found: Explanation, more: Sequence[str]) -> None:
+    print(plan_table(plan, found.dropped))
+    for line in (*explanation_text(plan, found), *more):
+        print(line)
+
+
+def _with_progress(name: str, work: Callable[[Progress], V]) -> V:
+    with _Bar(name) as bar:
+        return work(bar)
+
+
+class _Bar:
+    """A progress bar on standard error, for searches that take longer than ``QUIET_S``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.started = time.monotonic()
+        self.bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(self, done: int, total: int, best_s: float | None) -> None:
+        if self.bar is None:
+            if time.monotonic() - self.started < QUIET_S:
+                return
+            from tqdm import tqdm  # most plans are there before it would be shown
+
+            self.bar = tqdm(
+                total=total,
+                desc=self.name,
+                file=sys.stderr,
+                leave=False,
+                # A log file gets a line now and then, a terminal a live bar.
+                mininterval=0.1 if sys.stderr.isatty() else 10.0,
+            )
+        if best_s is not None:
+            self.bar.set_postfix_str(f"best {best_s:.4g} s", refresh=False)
+        self.bar.update(done - self.bar.n)

@@ -1,0 +1,251 @@
+"""llmpq-dist: run a strategy on prompts.
+
+Starts one process a stage on this host (or, with ``--nnodes``, this host's share of them), draws
+their progress on standard error, and prints what was predicted against what was measured. Under
+torchrun, give ``--no_auto``: each process then is one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.cli.commands import dist_doctor
+from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
+from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
+from llmpq.cli.policy_options import (
+    add_drift_options,
+    add_policy_options,
+    prediction_of,
+    schedule_of,
+)
+from llmpq.cli.run_plot import draw_run
+from llmpq.cli.store_options import add_store_options, store_directory, store_limit_bytes
+from llmpq.dist import check_job, model_dir_of, run_job
+from llmpq.dist.io.job import DriftHandling, Job, SamplingParams
+from llmpq.dist.io.prompts import sort_prompts
+from llmpq.dist.io.quantizer import quantizer_of
+from llmpq.dist.launch.launcher import rank_environment
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import BarProgress, SilentProgress
+from llmpq.dist.metrics.report import build_report, format_report
+from llmpq.dist.metrics.workload_shift import drift_message, drift_of_run, lengths_of, write_lengths
+from llmpq.errors import SpecError
+from llmpq.logging import get_logger
+from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import read_plan
+from llmpq.spec.schedule import Schedule
+
+logger = get_logger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["doctor"]:
+        return dist_doctor.main(words[1:])
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
+    files = parser.add_argument_group("files")
+    files.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
+    files.add_argument("--model", metavar="DIR", help="weights (default: the plan's own directory)")
+    files.add_argument("--prompts", required=True, metavar="FILE.jsonl")
+    files.add_argument("--output", required=True, metavar="FILE.jsonl")
+    files.add_argument(
+        "--resume", action="store_true", help="skip the requests that --output already answers"
+    )
+    files.add_argument(
+        "--report", metavar="FILE.json", help="write the predicted-against-measured report too"
+    )
+    files.add_argument("--plot", metavar="FILE.png", help="draw it")
+    files.add_argument(
+        "--trace",
+        metavar="FILE.json",
+        help="write what every rank did when, to open in Perfetto or chrome://tracing",
+    )
+    sampling = parser.add_argument_group("sampling (greedy by default)")
+    sampling.add_argument("--temperature", type=float, default=0.0)
+    sampling.add_argument("--top_k", type=int, default=0, help="0 is all tokens")
+    sampling.add_argument("--top_p", type=float, default=1.0)
+    sampling.add_argument("--seed", type=int, default=0)
+    run = parser.add_argument_group("running")
+    run.add_argument(
+        "--no_pin",
+        action="store_true",
+        help="let the kernel move CPU workers, though there is a core for every thread",
+    )
+    run.add_argument(
+        "--no_cuda_graphs",
+        action="store_true",
+        help="have Python launch every kernel of a decode step, on GPUs too",
+    )
+    run.add_argument(
+        "--step_timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a rank that gives no sign of life for so long has failed (default 10)",
+    )
+    add_fault_options(parser)
+    add_policy_options(parser)
+    add_drift_options(parser)
+    add_store_options(parser.add_argument_group("loading"))
+    hosts = add_host_options(parser)
+    hosts.add_argument(
+        "--no_auto", action="store_true", help="be one rank, as torchrun's environment says"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    plan = read_plan(options.strat_file_name)
+    _check_runs(plan, options.strat_file_name)
+    require("torch", "transformers")
+    job = _job(options, plan)
+    measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)
+    if measurement is None:
+        return 0
+    _report(plan, measurement, job, options)
+    return outcome(measurement)
+
+
+def _check_runs(plan: Plan, file: str) -> None:
+    """Refuse what is planned and simulated only.
+
+    Raises:
+        SpecError: devices that share layers.
+    """
+    for device in plan.cluster.devices:
+        if device.members > 1:
+            raise SpecError(
+                f"{file}: cluster: {device.label}: found tensor_parallel {device.members}, "
+                "expected none: the pipeline's stages are of one device each; llmpq-sim plays it"
+            )
+
+
+def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
+    """Run this host's ranks, over deaths and until told to end."""
+    progress = _bar(plan.model.num_layers)
+    supervision = supervision_of(options)
+    with supervision.stop.from_signals():
+        try:
+            hosts = hosts_of(options)
+            return run_job(job, hosts=hosts, progress=progress, supervision=supervision)
+        finally:
+            progress.close()
+
+
+def _job(options: argparse.Namespace, plan: Plan) -> Job:
+    return Job(
+        strategy=Path(options.strat_file_name).resolve(),
+        model_dir=model_dir_of(plan, options.model),
+        prompts=Path(options.prompts).resolve(),
+        output=Path(options.output).resolve(),
+        resume=options.resume,
+        sampling=SamplingParams(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        ),
+        step_timeout_s=options.step_timeout,
+        schedule=_schedule(options, plan),
+        prediction=prediction_of(options),
+        meeting=meeting_of(options),
+        transport=options.transport,
+        trace=None if options.trace is None else Path(options.trace).resolve(),
+        store=store_directory(options.store, os.environ),
+        store_limit_bytes=store_limit_bytes(options.store_limit),
+        kernel=options.kernel,
+        captures=not options.no_cuda_graphs,
+        pins_workers=not options.no_pin,
+        skips_bad_prompts=options.bad_prompts == "skip",
+        drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
+    )
+
+
+def _lengths_file(options: argparse.Namespace) -> Path:
+    """Return where the answers' lengths are written: as told, else beside the results."""
+    return Path(options.lengths_out or f"{options.output}.lengths.json").resolve()
+
+
+def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
+    """Return what to obey; bins are made for the most tokens that each prompt asks for."""
+    prompts, _ = sort_prompts(options.prompts)
+    wanted = [prompt.max_new_tokens or plan.workload.new_tokens for prompt in prompts]
+    return schedule_of(options, plan, wanted)
+
+
+def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
+    """Run the rank that torchrun made this process."""
+    rank, world_size, local_rank, local_size = (
+        _variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    if world_size != len(plan.stages) or not 0 <= rank < world_size:
+        raise SpecError(
+            f"environment: found rank {rank} of WORLD_SIZE {world_size}, expected one process "
+            f"for each of the plan's {len(plan.stages)} stages"
+        )
+    if rank == 0:
+        check_job(job)
+    local_ranks = range(rank - local_rank, rank - local_rank + local_size)
+    os.environ.update(rank_environment(plan, rank, local_ranks))
+    # Only now, for torch reads its environment when it is first imported.
+    from llmpq.dist.launch.worker import die_with, run_rank
+
+    die_with(os.getppid())
+
+    progress = _bar(plan.stages[0].num_layers) if rank == 0 else SilentProgress()
+    try:
+        return run_rank(job, rank, progress)
+    finally:
+        progress.close()
+
+
+def _bar(num_layers: int) -> BarProgress | SilentProgress:
+    """Draw on a terminal only: a log file would keep every redrawn line."""
+    return BarProgress(sys.stderr, num_layers) if sys.stderr.isatty() else SilentProgress()
+
+
+def _variable(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise SpecError(f"environment: {name}: found '{text}', expected torchrun's number")
+    return int(text)
+
+
+def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
+    """Print what was predicted against what was measured; write and draw it where asked."""
+    assert job.schedule is not None  # ``_job`` says which
+    report = build_report(plan, measurement)
+    drift = drift_of_run(job.schedule, measurement)
+    if drift is not None:
+        report["drift"] = drift.to_json(measurement.adjusted)
+    has_drifted = drift is not None and drift.is_notable
+    if measurement.records and (has_drifted or options.lengths_out is not None):
+        write_lengths(_lengths_file(options), lengths_of(measurement))
+    if drift is not None and has_drifted:
+        logger.warning("%s", drift_message(drift, job.schedule, job.drift, measurement.adjusted))
+    report["quantizer"] = quantizer_of(model_dir_of(plan, options.model))
+    if options.report is not None:
+        write_text(options.report, dump_json(report))
+    if options.plot is not None:
+        draw_run(report, options.plot)
+    if options.json:
+        print_json(report)
+    else:
+        print(format_report(plan, report))
+        if any(width != 16 for width in plan.bits):
+            print(f"weights quantized by {report['quantizer']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

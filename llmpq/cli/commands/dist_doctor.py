@@ -1,0 +1,80 @@
+"""llmpq-dist doctor: examine every rank of a strategy before anything is loaded.
+
+Exit status: 0 when a run can start; 2 when something is wrong (the findings say what and where);
+4 when a rank did not come or a link failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
+from llmpq.dist import model_dir_of, run_job
+from llmpq.dist.io.job import Job
+from llmpq.dist.io.prompts import Prompt, write_prompts
+from llmpq.errors import SpecError
+from llmpq.spec.fields import read_json
+from llmpq.spec.plan_io import read_plan
+from llmpq.units import format_bytes, format_seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("llmpq-dist doctor", "Examine every rank of a strategy; load nothing.")
+    parser.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
+    parser.add_argument("--model", metavar="DIR", help="weights (default: the plan's own)")
+    parser.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
+    add_host_options(parser)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    plan = read_plan(options.strat_file_name)
+    require("torch", "transformers")
+    with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
+        output, prompts = Path(name) / "doctor.json", Path(name) / "prompts.jsonl"
+        write_prompts(prompts, [Prompt(id="none", where="", token_ids=(0,), max_new_tokens=1)])
+        job = Job(
+            strategy=Path(options.strat_file_name).resolve(),
+            model_dir=model_dir_of(plan, options.model),
+            prompts=prompts,
+            output=output,
+            task="doctor",
+            step_timeout_s=options.step_timeout,
+            meeting=meeting_of(options),
+            transport=options.transport,
+        )
+        run_job(job, hosts=hosts_of(options))
+        if not output.is_file():
+            return 0  # the master's host says what was found
+        found = read_json(output)
+    if options.json:
+        print_json(found)
+    else:
+        print(_text(found))
+    return 0 if found["status"] == "ready" else SpecError.exit_status
+
+
+def _text(found: dict[str, Any]) -> str:
+    lines = []
+    for one in found["ranks"]:
+        line = f"{one['name']}: {format_bytes(one['available_bytes'])} available"
+        if "link" in one:
+            link = one["link"]
+            line += (
+                f", to the next over {link['transport_to_next']}, from the one before "
+                f"{format_seconds(link['latency_s'])}, {format_bytes(link['bytes_per_s'])}/s"
+            )
+        lines.append(line)
+    for one in found["findings"]:
+        lines.append(f"{one['level']}: {one['name']}: {one['check']}: {one['message']}")
+    return "\n".join([*lines, found["status"]])

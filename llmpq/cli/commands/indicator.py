@@ -1,0 +1,234 @@
+"""llmpq-indicator: how much a model loses with each layer at fewer bits."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmpq.cli.common import command_line, make_parser, print_json, require, run_command
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.errors import SpecError
+from llmpq.spec.families import load_model_dir
+from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.tables import SensitivityTable, write_sensitivity
+
+if TYPE_CHECKING:
+    from llmpq.indicator import Indicator, Subject
+
+NAME = "llmpq-indicator"
+V = TypeVar("V")
+METHODS = ("divergence", "variance", "hessian", "random")
+NEED_TEXT = ("divergence", "hessian")
+QUIET_S = 2.0
+"""A run shorter than this shows no progress."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+
+    def body(options: argparse.Namespace) -> int:
+        return _run(options, command_line(NAME, argv))
+
+    return run_command(_parser(), body, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(
+        NAME, "Tell how much a model loses with each layer at fewer bits, for llmpq-algo."
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        help="divergence: measured on a few tokens (default); variance: the paper's (default "
+        "without a text); hessian, random: its rivals",
+    )
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="text (.txt, .jsonl) to run through the model"
+    )
+    parser.add_argument(
+        "--bits", type=int, nargs="+", choices=sorted(BITS), default=[3, 4, 8], metavar="BITS"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE.json", help="table to write, for llmpq-algo --omega_file"
+    )
+    parser.add_argument(
+        "--average_bits",
+        type=float,
+        metavar="A",
+        help="tell the bits of every layer that lose least at A bits a weight",
+    )
+    how = parser.add_argument_group("running")
+    how.add_argument(
+        "--rounding",
+        choices=("deterministic", "stochastic"),
+        default="deterministic",
+        help="of variance: to the nearest (default) or at random",
+    )
+    how.add_argument("--seed", type=int, default=0, help="of random; default: 0")
+    how.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPE_BYTES),
+        default="float32",
+        help="to compute in; 8 bits lose less than bfloat16 itself (default: float32)",
+    )
+    how.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
+    how.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    how.add_argument(
+        "--calibration_sequences", type=int, default=128, metavar="N", help="default: 128"
+    )
+    how.add_argument(
+        "--calibration_tokens", type=int, default=512, metavar="T", help="of each; default: 512"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace, command: str) -> int:
+    method = _method(options)
+    require("torch", "transformers", "safetensors")
+    threads = options.threads or os.cpu_count() or 1
+    # Before torch is imported, which reads them once.
+    os.environ.update(cpu_environment(threads))
+    import torch
+
+    from llmpq.indicator import sensitivity_table
+
+    torch.set_num_threads(threads)
+    subject = _subject(options)
+    started = time.monotonic()
+    scores = _with_progress(method, lambda told: _indicator(method, options).score(subject, told))
+    elapsed_s = time.monotonic() - started
+    notes = {"command": command, "elapsed_s": f"{elapsed_s:.2f}"}
+    table = sensitivity_table(subject, method, scores, notes)
+    if options.output is not None:
+        write_sensitivity(options.output, table)
+    bits = None if options.average_bits is None else _at_average(options, table)
+    _report(options, table, elapsed_s, bits)
+    return 0
+
+
+def _method(options: argparse.Namespace) -> str:
+    """Check what can be checked before torch is imported."""
+    method = options.method or ("variance" if options.calibration is None else "divergence")
+    if method in NEED_TEXT and options.calibration is None:
+        raise SpecError(
+            f"--method {method}: expected a text to calibrate on, --calibration FILE; "
+            "--method variance can go by the weights alone"
+        )
+    for name in ("threads", "calibration_sequences", "calibration_tokens"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise SpecError(f"--{name}: found {value}, expected at least 1")
+    if options.output is not None and not Path(options.output).resolve().parent.is_dir():
+        raise SpecError(f"--output: {options.output}: no such folder")
+    load_model_dir(options.model)
+    return str(method)
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    import torch
+
+    from llmpq.calibration import read_calibration
+    from llmpq.indicator import Subject
+    from llmpq.models import Checkpoint
+
+    model_dir = Path(options.model)
+    calibration = None
+    if options.calibration is not None:
+        calibration = read_calibration(
+            options.calibration,
+            model_dir,
+            num_sequences=options.calibration_sequences,
+            sequence_tokens=options.calibration_tokens,
+        )
+    is_auto = options.dtype == "auto"
+    dtype = Checkpoint(model_dir).dtype if is_auto else getattr(torch, options.dtype)
+    return Subject(
+        model_dir=model_dir,
+        calibration=calibration,
+        bits=tuple(width for width in options.bits if width != 16),
+        dtype=dtype,
+        device=options.device,
+    )
+
+
+def _indicator(method: str, options: argparse.Namespace) -> Indicator:
+    from llmpq.indicator import INDICATORS, Random, Variance
+
+    if method == "variance":
+        return Variance(rounding=options.rounding)
+    return Random(seed=options.seed) if method == "random" else INDICATORS[method]
+
+
+def _with_progress(name: str, work: Callable[[Callable[[int, int, str], None]], V]) -> V:
+    from tqdm import tqdm
+
+    with tqdm(
+        total=1.0,
+        desc=name,
+        delay=QUIET_S,
+        file=sys.stderr,
+        leave=False,
+        mininterval=0.1 if sys.stderr.isatty() else 10.0,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}",
+    ) as bar:
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done / total - bar.n)
+
+        return work(show)
+
+
+def _at_average(options: argparse.Namespace, table: SensitivityTable) -> tuple[int, ...]:
+    import numpy as np
+
+    from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
+
+    widths = tuple(sorted({16, *options.bits}, reverse=True))
+    omega = np.array(table.normalised(widths))
+    weights = quantizable_weights(load_model_dir(options.model))
+    return bits_at_average(omega, widths, weights, options.average_bits)
+
+
+def _report(
+    options: argparse.Namespace,
+    table: SensitivityTable,
+    elapsed_s: float,
+    bits: tuple[int, ...] | None,
+) -> None:
+    provenance = dict(table.provenance)
+    columns = dict(table.omega)
+    if options.json:
+        record: dict[str, Any] = {
+            "method": table.method,
+            "elapsed_s": elapsed_s,
+            "omega": {str(width): list(column) for width, column in columns.items()},
+            "calibration": provenance.get("calibration"),
+            "output": options.output,
+        }
+        if bits is not None:
+            chosen = table.normalised(bits)
+            quality = sum(row[layer] for layer, row in enumerate(chosen))
+            record |= {"average_bits": options.average_bits, "bits": bits, "quality": quality}
+        print_json(record)
+        return
+    head = "".join(f"{f'{width} bits':>12}" for width in columns)
+    print(f"layer{head}")
+    for layer, values in enumerate(zip(*columns.values(), strict=True)):
+        print(f"{layer:>5}" + "".join(f"{value:>12.3g}" for value in values))
+    print(f"calibration    {provenance.get('calibration', 'none')}")
+    print(f"time           {elapsed_s:.1f} s")
+    if bits is not None:
+        print(f"bits           {' '.join(map(str, bits))}")
+    if options.output is not None:
+        print(f"written        {options.output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""llmpq-profile layer: time one decoder layer of a model on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmpq.cli.commands.profile_table import table_summary
+from llmpq.cli.common import command_line, print_json
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.errors import SpecError
+from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
+from llmpq.profiler.grid import GridLimits, Shape, planned_grid, product_grid
+from llmpq.spec.catalog import resolve_model
+from llmpq.spec.cluster import CPU_ISAS, MIN_CPU_SHARE
+from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.tables import LatencyTable, write_latency_table
+
+if TYPE_CHECKING:
+    from llmpq.profiler.bench import LayerJob
+
+NAME = "llmpq-profile"
+_LISTS = ("batches", "prompt_tokens", "context_tokens")
+POINTS = 24
+"""Of the planned grid, a phase."""
+BEYOND_CACHES = 200e6
+"""Bytes of 16-bit layers that no processor's last cache holds."""
+DEPTHS = (6, 12)
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``layer`` to the commands."""
+    layer = commands.add_parser(
+        "layer", help="time one decoder layer of a model on this machine, at every bitwidth"
+    )
+    layer.add_argument("--model", required=True, help="directory with config.json and weights")
+    layer.add_argument("--output", required=True, type=Path, help="latency table to write (CSV)")
+    layer.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    layer.add_argument("--device_type", help="name written into the table (default: cpu)")
+    layer.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
+    layer.add_argument("--core", type=int, help="first CPU core to run on (default: not pinned)")
+    layer.add_argument("--cpu_isa", choices=CPU_ISAS, help="newest vector extension to use")
+    layer.add_argument(
+        "--cpu_share", type=float, metavar="SHARE",
+        help="share of its threads' time that this process gets (default: the kernel's quota)",
+    )  # fmt: skip
+    layer.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
+    layer.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
+    _add_grid(layer)
+    layer.add_argument(
+        "--layers", type=int,
+        help="layers timed in a row (default: 6, and up to 12 where layers are small enough for a "
+        "processor's cache)",
+    )  # fmt: skip
+    layer.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
+    layer.add_argument(
+        "--companions", type=int, default=0, metavar="N",
+        help="also measure how much longer everything takes while N other workers keep cores busy",
+    )  # fmt: skip
+    layer.add_argument("--seed", type=int, default=0)
+    layer.add_argument(
+        "--resume", action="store_true", help="take up the timings of an interrupted run"
+    )
+    # A worker's threads and vector extension are fixed when torch is imported; this marks the
+    # process that was started with them set.
+    layer.add_argument("--in_worker", action="store_true", help=argparse.SUPPRESS)
+    layer.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+
+
+def _add_grid(layer: argparse.ArgumentParser) -> None:
+    planned = layer.add_argument_group("the planned grid: few points over everything up to")
+    limits = GridLimits()
+    planned.add_argument(
+        "--points", type=int, help=f"a phase (default {POINTS}; beside own sizes: none)"
+    )
+    planned.add_argument("--max_batch", type=int, default=limits.batch)
+    planned.add_argument("--max_prompt", type=int, default=limits.prompt_tokens)
+    planned.add_argument("--max_context", type=int, help="default 1024, or the model's positions")
+    planned.add_argument("--max_prefill", type=int, default=limits.prefill_tokens)
+    own = layer.add_argument_group("or every combination of (with --points: and)")
+    own.add_argument("--batches", type=int, nargs="+")
+    own.add_argument("--prompt_tokens", type=int, nargs="+")
+    own.add_argument("--context_tokens", type=int, nargs="+")
+
+
+def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Measure in a process that was started with its threads and extensions set."""
+    _check(options)
+    shapes = shapes_of(options)
+    if not options.in_worker:
+        return _in_prepared_process(options, argv)
+    table = _measure(options, shapes)
+    if options.json:
+        print_json({"output": str(options.output), "points": len(table.samples)})
+    else:
+        print(table_summary(table))
+        print(f"{len(table.samples)} points written to {options.output}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in _LISTS:
+        sizes = getattr(options, name)
+        if sizes is not None and min(sizes) < 1:
+            raise SpecError(f"--{name}: found {min(sizes)}, expected at least 1")
+    for name in ("threads", "layers"):
+        count = getattr(options, name)
+        if count is not None and count < 1:
+            raise SpecError(f"--{name}: found {count}, expected at least 1")
+    if options.cpu_share is not None and not MIN_CPU_SHARE <= options.cpu_share <= 1.0:
+        raise SpecError(f"--cpu_share: found {options.cpu_share}, expected {MIN_CPU_SHARE} to 1")
+    if options.budget <= 0:
+        raise SpecError(f"--budget: found {options.budget}, expected seconds above 0")
+    if options.cpu_isa is not None and options.cpu_isa not in cpu_isas():
+        raise SpecError(
+            f"--cpu_isa: found {options.cpu_isa}, expected one of what this processor has: "
+            f"{', '.join(cpu_isas()) or 'none known'}"
+        )
+    free = len(available_cores()) - options.threads
+    if not 0 <= options.companions <= max(0, free):
+        raise SpecError(
+            f"--companions: found {options.companions}, expected 0 to {max(0, free)}: cores that "
+            "the measured worker leaves free"
+        )
+    if options.core is not None and options.core not in available_cores():
+        raise SpecError(f"--core: found {options.core}, expected one of {list(available_cores())}")
+
+
+def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
+    """Return the planned grid, the product of the lists, or both where both are asked for."""
+    own = _own_shapes(options)
+    if own and options.points is None:
+        return own
+    model, _ = resolve_model(options.model)
+    longest = model.max_positions or GridLimits().context_tokens
+    planned = planned_grid(
+        GridLimits(
+            batch=options.max_batch,
+            prompt_tokens=min(options.max_prompt, longest),
+            context_tokens=options.max_context or min(GridLimits().context_tokens, longest),
+            prefill_tokens=options.max_prefill,
+        ),
+        POINTS if options.points is None else options.points,
+    )
+    return tuple(dict.fromkeys((*planned, *own)))
+
+
+def _own_shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
+    lists = [getattr(options, name) for name in _LISTS]
+    if not any(lists):
+        return ()
+    usual = ((1, 2, 4, 8, 16, 32), (16, 64, 128, 256, 512), (32, 128, 512, 1024))
+    batches, prompts, contexts = (
+        tuple(dict.fromkeys(own or default)) for own, default in zip(lists, usual, strict=True)
+    )
+    return product_grid(batches, prompts, contexts)
+
+
+def _in_prepared_process(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    environment = {**os.environ, **cpu_environment(options.threads, options.cpu_isa)}
+    command = [sys.executable, "-m", "llmpq.cli.commands.profile", *arguments, "--in_worker"]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def _measure(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LatencyTable:
+    from tqdm import tqdm
+
+    from llmpq.profiler.journal import Journal, journal_file
+    from llmpq.profiler.layer import job_identity, profile_layer
+
+    job = _job(options, shapes)
+    who = _who(options)
+    # What was asked may differ between the runs (a longer budget); what is measured may not.
+    identity = (*who[1:], *job_identity(job))
+    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left"
+    with (
+        Journal(journal_file(options.output), identity, resume=options.resume) as journal,
+        tqdm(
+            total=1.0, desc="profiling", leave=False, disable=None, bar_format=bar_format,
+            file=sys.stderr,
+        ) as bar,
+    ):  # fmt: skip
+
+        def progress(share: float) -> None:
+            bar.update(max(0.0, share - bar.n))
+
+        table = profile_layer(job, progress, journal)
+        table = LatencyTable(samples=table.samples, provenance=(*who, *table.provenance))
+        write_latency_table(options.output, table)
+        journal.remove()
+    return table
+
+
+def _job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
+    """Return what to measure, in a process that from now on keeps to its own cores."""
+    job = _unpinned_job(options, shapes)
+    if options.core is not None or options.companions:
+        os.sched_setaffinity(0, _own_cores(options))
+    return job
+
+
+def _unpinned_job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
+    import torch
+
+    from llmpq.models import Checkpoint
+    from llmpq.profiler.bench import LayerJob
+
+    torch.set_num_threads(options.threads)
+    dtype = options.dtype
+    return LayerJob(
+        model_dir=Path(options.model),
+        bits=tuple(dict.fromkeys(options.bits)),
+        shapes=shapes,
+        dtype=Checkpoint(options.model).dtype if dtype == "auto" else getattr(torch, dtype),
+        device=torch.device(options.device),
+        layers=options.layers or _depth(options.model),
+        budget_s=options.budget,
+        seed=options.seed,
+        companions=_companion_cores(options),
+    )
+
+
+def _depth(model: str) -> int:
+    """Return how many layers are timed in a row: more than a cache holds, where that is cheap."""
+    spec, _ = resolve_model(model)
+    smallest = min(layer.parameters for layer in spec.layers)
+    wanted = math.ceil(BEYOND_CACHES / (2 * smallest))
+    return min(max(wanted, DEPTHS[0]), DEPTHS[1])
+
+
+def _companion_cores(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return a core for each companion, none of which is the measured worker's."""
+    own = _own_cores(options)
+    return tuple(core for core in available_cores() if core not in own)[: options.companions]
+
+
+def _own_cores(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the cores of the measured worker."""
+    first = 0 if options.core is None else options.core
+    return tuple(core for core in available_cores() if core >= first)[: options.threads]
+
+
+def _who(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    model, _ = resolve_model(options.model)
+    arguments = [word for word in sys.argv[1:] if word != "--in_worker"]
+    who = [
+        ("command", command_line(NAME, arguments)),
+        ("model", model.name),
+        ("device", options.device_type or options.device.partition(":")[0]),
+        ("processor", cpu_name()),
+    ]
+    if options.cpu_isa is not None:
+        who.append(("cpu_isa", options.cpu_isa))
+    share = options.cpu_share or _share_of_quota(options.threads)
+    if share < 1.0:
+        who.append(("cpu_share", str(share)))
+    return tuple(who)
+
+
+def _share_of_quota(threads: int) -> float:
+    """Return what a container's quota leaves of the threads' time."""
+    quota = cpu_quota()
+    return 1.0 if quota is None else min(1.0, round(quota / threads, 4))

@@ -1,0 +1,159 @@
+"""llmpq-profile link: time messages between two nodes, or between two workers of this machine.
+
+Between two hosts, each runs this command with its ``--node_rank``; without one, both ends are
+started here, each on a core of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.common import command_line, print_json, require
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.errors import SpecError
+from llmpq.profiler.device import available_cores
+from llmpq.spec.tables import (
+    CommTable,
+    ends_line,
+    ends_of,
+    read_comm_table,
+    write_comm_table,
+)
+from llmpq.units import format_bytes, format_seconds
+
+NAME = "llmpq-profile"
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``link`` to the commands."""
+    link = commands.add_parser("link", help="time messages between two nodes of a cluster")
+    link.add_argument("--output", required=True, type=Path, help="link table to write (CSV)")
+    link.add_argument(
+        "--between", nargs=2, metavar=("NODE", "NODE"), default=["here", "here"],
+        help="their names in the cluster file; twice the same for two workers of this host",
+    )  # fmt: skip
+    link.add_argument("--cluster", help="name of the cluster, for a table of no other one")
+    link.add_argument("--sizes", type=int, nargs="+", help="bytes, multiples of 512")
+    link.add_argument("--budget", type=float, default=5.0, help="seconds to spend (default 5)")
+    link.add_argument("--seed", type=int, default=0)
+    link.add_argument("--append", action="store_true", help="keep what --output already holds")
+    hosts = link.add_argument_group("two hosts (each runs this command)")
+    hosts.add_argument("--node_rank", type=int, choices=(0, 1), help="0 is the first of --between")
+    hosts.add_argument("--master_addr", help="address of host 0")
+    hosts.add_argument("--master_port", type=int, default=29500)
+    hosts.add_argument("--token_file", type=Path, help="the same secret on both hosts")
+    link.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
+    # Set in the two processes that a local measurement starts.
+    link.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
+    link.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+    """Measure, as one of the two ends or as the process that starts both."""
+    require("torch")
+    if options.budget <= 0:
+        raise SpecError(f"--budget: found {options.budget}, expected seconds above 0")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if options.node_rank is None:
+        return _start_both(arguments)
+    if options.meeting is None and options.master_addr is None:
+        raise SpecError("--node_rank: found no --master_addr, expected the address of host 0")
+    table = _measure(options, arguments)
+    if table is None:
+        return 0
+    if options.append and options.output.exists():
+        table = _joined(read_comm_table(options.output), table)
+    write_comm_table(options.output, table)
+    if options.json:
+        print_json({"output": str(options.output), "points": len(table.samples)})
+    else:
+        print(_summary(table))
+        print(f"{len(table.samples)} points written to {options.output}")
+    return 0
+
+
+def _start_both(arguments: list[str]) -> int:
+    """Start both ends on this machine; the first one prints and writes."""
+    cores = available_cores()
+    environment = {**os.environ, **cpu_environment(1), "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--meeting", str(Path(folder) / "store"), "--node_rank"]
+        command = [sys.executable, "-m", "llmpq.cli.commands.profile", *arguments, *own]
+        ends = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
+        if len(cores) > 1:
+            for end, core in zip(ends, cores, strict=False):
+                os.sched_setaffinity(end.pid, {core})
+        try:
+            return max(abs(end.wait()) for end in ends)
+        finally:
+            for end in ends:
+                end.kill()
+                end.wait()
+
+
+def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | None:
+    from tqdm import tqdm
+
+    from llmpq.dist.io.job import Meeting
+    from llmpq.dist.transport.connect import RankIdentity, connect
+    from llmpq.profiler.link import DEFAULT_SIZES, LinkJob, measure_link
+
+    job = LinkJob(
+        between=(options.between[0], options.between[1]),
+        sizes=tuple(options.sizes or DEFAULT_SIZES),
+        budget_s=options.budget,
+        seed=options.seed,
+    )
+    address = (options.master_addr, options.master_port)
+    me = RankIdentity(
+        rank=options.node_rank,
+        world_size=2,
+        name=job.between[options.node_rank],
+        limits=job.limits,
+        timeout_s=options.step_timeout,
+    )
+    meeting = Meeting(address=address, token_file=options.token_file)
+    if options.meeting is not None:
+        meeting = Meeting(file=options.meeting)
+    communicator = connect(me, meeting).communicator
+    with tqdm(total=1.0, leave=False, disable=options.node_rank or None, file=sys.stderr) as bar:
+
+        def progress(share: float) -> None:
+            bar.update(max(0.0, share - bar.n))
+
+        try:
+            table = measure_link(communicator, job, progress)
+        finally:
+            communicator.close()
+    if table is None:
+        return None
+    visible = [word for word in arguments if word != "--meeting" and word != str(options.meeting)]
+    who = [("command", command_line(NAME, visible))]
+    if options.cluster is not None:
+        who.append(("cluster", options.cluster))
+    return CommTable(samples=table.samples, provenance=(*who, *table.provenance))
+
+
+def _joined(old: CommTable, new: CommTable) -> CommTable:
+    """Return both tables as one; a pair measured again counts by the new table."""
+    measured = {frozenset((one.source, one.target)) for one in new.samples}
+    kept = [one for one in old.samples if frozenset((one.source, one.target)) not in measured]
+    pairs = dict.fromkeys((one.source, one.target) for one in kept)
+    ends = (ends_line(pair, found) for pair in pairs if (found := ends_of("", old, pair)))
+    provenance = dict(new.provenance) | dict(ends)
+    return CommTable(samples=(*kept, *new.samples), provenance=tuple(provenance.items()))
+
+
+def _summary(table: CommTable) -> str:
+    return "\n".join(
+        f"{one.source} -> {one.target}  {format_bytes(one.size_bytes):>9}  "
+        f"{format_seconds(one.seconds)}"
+        for one in sorted(table.samples, key=lambda one: (one.source, one.target, one.size_bytes))
+    )

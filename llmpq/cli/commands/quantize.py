@@ -1,0 +1,188 @@
+"""llmpq-quantize: make a GPTQ-format checkpoint of a model, layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.errors import SpecError
+from llmpq.spec.plan_io import read_plan
+from llmpq.spec.precision import Precision, default_precision, unquantized
+from llmpq.units import format_bytes
+
+if TYPE_CHECKING:
+    from llmpq.calibration.quantize import QuantizeJob, QuantizeReport
+
+PER_CHANNEL = -1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(
+        "llmpq-quantize",
+        "Make a GPTQ-format checkpoint that other tools read and llmpq-dist serves.",
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
+    bits = parser.add_mutually_exclusive_group(required=True)
+    bits.add_argument("--bits", type=int, choices=(3, 4, 8), help="of every layer")
+    bits.add_argument("--strategy", metavar="FILE", help="bits of each layer, from llmpq-algo")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory to make")
+    parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq", help="default: gptq")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="text (.txt, .jsonl) that gptq calibrates on"
+    )
+    parser.add_argument(
+        "--group_size",
+        type=int,
+        metavar="N",
+        help="inputs that share a scale, -1 for all; default: 128, and -1 at 8 bits",
+    )
+    parser.add_argument(
+        "--sym", action="store_true", help="codes centred on zero at 3 and 4 bits, as at 8"
+    )
+    parser.add_argument(
+        "--act_order", action="store_true", help="group inputs by importance (slower to run)"
+    )
+    parser.add_argument(
+        "--damping", type=float, default=0.01, help="share of the mean diagonal; default: 0.01"
+    )
+    parser.add_argument(
+        "--calibration_sequences", type=int, default=128, metavar="N", help="default: 128"
+    )
+    parser.add_argument(
+        "--calibration_tokens", type=int, default=512, metavar="T", help="of each; default: 512"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    _check_options(options)
+    require("torch", "transformers", "safetensors")
+    started = time.monotonic()
+    job = _job(options)
+    report = _quantize(job, options)
+    elapsed_s = time.monotonic() - started
+    if options.json:
+        print_json(_record(job, report, options, elapsed_s))
+        return 0
+    print(f"checkpoint     {options.output} ({format_bytes(report.weights_bytes)})")
+    print(f"layers         {_layers_text(job.precisions)}")
+    if job.calibration is not None:
+        print(f"calibration    {job.calibration.source}")
+    print(f"time           {elapsed_s:.1f} s")
+    if report.rounded:
+        print(
+            f"llmpq-quantize: warning: too few tokens for {len(report.rounded)} operators, which "
+            f"were rounded: {', '.join(report.rounded[:8])}"
+            + (" ..." if len(report.rounded) > 8 else ""),
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse what no run could do, before anything heavy is imported."""
+    is_gptq = options.method == "gptq"
+    if is_gptq and options.calibration is None:
+        raise SpecError("--method gptq: expected a text to calibrate on, --calibration FILE")
+    if not is_gptq and (options.calibration is not None or options.act_order):
+        raise SpecError("--method rtn: expected neither --calibration nor --act_order")
+    group = options.group_size
+    if group is not None and group < 1 and group != PER_CHANNEL:
+        raise SpecError(f"--group_size: found {group}, expected -1 or at least 1")
+    if Path(options.output).exists():
+        raise SpecError(f"{options.output}: exists already, expected a new directory")
+
+
+def _job(options: argparse.Namespace) -> QuantizeJob:
+    from llmpq.calibration import read_calibration
+    from llmpq.calibration.quantize import QuantizeJob
+    from llmpq.models import load_config
+    from llmpq.quant.quantizers.gptq import GptqOptions
+
+    model_dir = Path(options.model)
+    bits = _bits(options, load_config(model_dir).num_hidden_layers)
+    calibration = None
+    if options.calibration is not None:
+        calibration = read_calibration(
+            options.calibration,
+            model_dir,
+            num_sequences=options.calibration_sequences,
+            sequence_tokens=options.calibration_tokens,
+        )
+    return QuantizeJob(
+        model_dir=model_dir,
+        precisions=tuple(_precision(width, options) for width in bits),
+        calibration=calibration,
+        options=GptqOptions(damping=options.damping, order="full" if options.act_order else "none"),
+    )
+
+
+def _bits(options: argparse.Namespace, layers: int) -> tuple[int, ...]:
+    if options.strategy is None:
+        return (options.bits,) * layers
+    bits = read_plan(options.strategy).bits
+    if len(bits) != layers:
+        raise SpecError(
+            f"{options.strategy}: found {len(bits)} layers, expected the {layers} of "
+            f"{options.model}"
+        )
+    return bits
+
+
+def _precision(bits: int, options: argparse.Namespace) -> Precision:
+    """Return what a bitwidth means with the options given: its default where they say nothing."""
+    if bits == 16:
+        return unquantized()
+    default = default_precision(bits)
+    group = default.group_size if options.group_size is None else options.group_size
+    return Precision(
+        bits=bits,
+        method=options.method,
+        group_size=None if group == PER_CHANNEL else group,
+        symmetric=default.symmetric or options.sym,
+    )
+
+
+def _quantize(job: QuantizeJob, options: argparse.Namespace) -> QuantizeReport:
+    from tqdm import tqdm
+
+    from llmpq.calibration.quantize import quantize_checkpoint
+
+    with tqdm(total=len(job.precisions), unit="layer", file=sys.stderr) as bar:
+
+        def show(_done: int, _count: int, text: str) -> None:
+            bar.set_postfix_str(text, refresh=False)
+            bar.update()
+
+        return quantize_checkpoint(job, options.output, show)
+
+
+def _layers_text(precisions: Sequence[Precision]) -> str:
+    kinds = dict.fromkeys(precisions)
+    return ", ".join(f"{precisions.count(kind)} at {kind}" for kind in kinds)
+
+
+def _record(
+    job: QuantizeJob, report: QuantizeReport, options: argparse.Namespace, elapsed_s: float
+) -> dict[str, object]:
+    calibration = job.calibration
+    return {
+        "output": str(options.output),
+        "method": options.method,
+        "precisions": [str(precision) for precision in job.precisions],
+        "weights_bytes": report.weights_bytes,
+        "rounded": list(report.rounded),
+        "calibration": None if calibration is None else calibration.source,
+        "calibration_sha256": None if calibration is None else calibration.digest,
+        "elapsed_s": elapsed_s,
+    }

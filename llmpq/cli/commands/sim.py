@@ -1,0 +1,229 @@
+"""llmpq-sim: replay requests on a strategy, in simulated time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.batching import PipelineShape, make_policy
+from llmpq.batching.length import make_predictor
+from llmpq.batching.workload_shift import Drift, DriftWatch, drift_of, drift_words, watch_of
+from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.fit_cache import fit_cache
+from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
+from llmpq.costmodel import build_costs
+from llmpq.errors import SpecError
+from llmpq.sim import SimReport, simulate
+from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.timeline import chrome_trace
+from llmpq.spec import catalog
+from llmpq.spec.fields import write_text
+from llmpq.spec.lengths import LengthDistribution, constant, load_lengths
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import read_plan
+from llmpq.spec.trace import TraceRequest, draw_trace, load_trace
+from llmpq.spec.workload import Workload, load_workload
+from llmpq.units import format_seconds
+
+NAME = "llmpq-sim"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(NAME, "Replay requests on a strategy, in simulated time.")
+    parser.add_argument("--strategy", required=True, metavar="FILE", help="from llmpq-algo")
+    parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
+    what = parser.add_argument_group("requests (default: the strategy's own workload)")
+    what.add_argument("--workload", metavar="FILE.json", help="equal requests, all at once")
+    what.add_argument(
+        "--trace",
+        metavar="FILE.csv",
+        help="arrival_s,prompt_tokens,new_tokens or the Azure traces' layout",
+    )
+    what.add_argument("--lengths", metavar="FILE.json", help="draw answers from this distribution")
+    what.add_argument(
+        "--prompt_lengths",
+        metavar="FILE.json",
+        help="with --lengths: draw prompts (default: all as long as the strategy's)",
+    )
+    what.add_argument("--requests", type=int, default=1000, help="with --lengths: how many")
+    what.add_argument(
+        "--rate", type=float, metavar="PER_S", help="with --lengths: Poisson arrivals"
+    )
+    what.add_argument("--seed", type=int, default=0)
+    what.add_argument(
+        "--too_long",
+        choices=("refuse", "skip", "cut"),
+        default="refuse",
+        help="requests the strategy has no room for (default refuse)",
+    )
+    add_policy_options(parser)
+    parser.add_argument(
+        "--replan",
+        action="store_true",
+        help="with an RRA schedule: when answers leave the lengths it was made for, encode as "
+        "often as theirs ask for, as llmpq-dist --replan does",
+    )
+    parser.add_argument("--trace_out", metavar="FILE.json", help="write the timeline for Perfetto")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    plan = read_plan(options.strategy)
+    trace, skipped = _fitting(_requests(options, plan), plan, options.too_long)
+    answers = [item.new_tokens for item in trace]
+    schedule = schedule_of(options, plan, answers)
+    shape = PipelineShape(
+        micro_batching=plan.micro_batching,
+        num_slots=plan.workload.batch,
+        num_stages=len(plan.stages),
+    )
+    prompts = [item.prompt_tokens for item in trace]
+    predictor = make_predictor(prediction_of(options), prompts, answers)
+    policy = make_policy(schedule, shape, predictor)
+    watch = watch_of(schedule, policy, replans=options.replan)
+    report = simulate(
+        _costs(plan, options.profile),
+        policy,
+        trace,
+        num_slots=plan.workload.batch,
+        with_activities=options.trace_out is not None,
+        watch=watch,
+    )
+    if options.trace_out is not None:
+        write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))
+    record = {"policy": schedule.policy, "skipped": skipped, **report.to_json()}
+    drift = drift_of(schedule, answers)
+    if drift is not None and watch is not None:
+        record["drift"] = drift.to_json(watch.adjusted)
+    for stage, name in zip(record["stages"], _stage_names(plan), strict=True):
+        stage["device"] = name
+    if options.json:
+        print_json(record)
+    else:
+        print(_text(plan, record, report))
+        if drift is not None and watch is not None and drift.is_notable:
+            print(_drift_text(drift, watch))
+    return 0
+
+
+def _costs(plan: Plan, profile: str | None) -> PlanCosts:
+    source = plan.model.source
+    model, _ = catalog.resolve_model(
+        source if source is not None and Path(source).is_dir() else plan.model.name
+    )
+    costs = build_costs(
+        model,
+        plan.cluster,
+        dtype=plan.dtype,
+        kv_bits=plan.kv_bits,
+        profile_dir=None if profile is None else Path(profile),
+        cache_dir=fit_cache(os.environ),
+    )
+    return PlanCosts(plan, costs)
+
+
+def _requests(options: argparse.Namespace, plan: Plan) -> Sequence[TraceRequest]:
+    given = [name for name in ("workload", "trace", "lengths") if getattr(options, name)]
+    if len(given) > 1:
+        raise SpecError(f"found --{' and --'.join(given)}, expected one of them")
+    if options.trace:
+        return load_trace(options.trace)
+    if options.lengths:
+        prompts: LengthDistribution = (
+            load_lengths(options.prompt_lengths)
+            if options.prompt_lengths
+            else constant(plan.workload.prompt_tokens)
+        )
+        return draw_trace(
+            options.requests,
+            prompts,
+            load_lengths(options.lengths),
+            requests_per_s=options.rate,
+            seed=options.seed,
+        )
+    return _equal(load_workload(options.workload) if options.workload else plan.workload)
+
+
+def _equal(work: Workload) -> list[TraceRequest]:
+    item = TraceRequest(arrival_s=0.0, prompt_tokens=work.prompt_tokens, new_tokens=work.new_tokens)
+    return [item] * work.batch
+
+
+def _fitting(
+    trace: Sequence[TraceRequest], plan: Plan, too_long: str
+) -> tuple[Sequence[TraceRequest], int]:
+    """Return the requests that fit the plan's slots, and how many were left out."""
+    prompt, context = plan.workload.prompt_tokens, plan.workload.max_context_tokens
+    if too_long == "cut":
+        cut = [replace(item, prompt_tokens=min(item.prompt_tokens, prompt)) for item in trace]
+        return [
+            replace(item, new_tokens=min(item.new_tokens, context - item.prompt_tokens))
+            for item in cut
+        ], 0
+    fitting = [
+        item
+        for item in trace
+        if item.prompt_tokens <= prompt and item.prompt_tokens + item.new_tokens <= context
+    ]
+    skipped = len(trace) - len(fitting)
+    if skipped and too_long == "refuse":
+        first = next(item for item in trace if item not in fitting)
+        raise SpecError(
+            f"requests: found {skipped} of {len(trace)} too long, the first with "
+            f"{first.prompt_tokens} prompt and {first.new_tokens} new tokens; the strategy has "
+            f"room for prompts of {prompt} and {context} tokens in all: plan with a larger --s "
+            "and --n, or give --too_long skip or cut"
+        )
+    if not fitting:
+        raise SpecError("requests: none fits the strategy")
+    return fitting, skipped
+
+
+def _stage_names(plan: Plan) -> list[str]:
+    return [plan.device_of(stage).label for stage in plan.stages]
+
+
+def _drift_text(drift: Drift, watch: DriftWatch) -> str:
+    if watch.adjusted:
+        advice = f"went on with {', '.join(map(str, watch.adjusted))} decode iterations"
+    elif drift.suggested is not None:
+        advice = f"--replan would take {drift.suggested.decode_iterations} decode iterations"
+    else:
+        advice = "other stages would suit them"
+    return (
+        f"drift          {drift_words(drift)}; {advice}; a bound is kept only by a new search "
+        "(llmpq-algo --policy, with --lengths of these)"
+    )
+
+
+def _text(plan: Plan, record: dict[str, Any], report: SimReport) -> str:
+    lines = [
+        f"policy         {record['policy']}",
+        f"requests       {record['requests']}"
+        + (f" ({record['skipped']} left out)" if record["skipped"] else ""),
+        f"makespan       {format_seconds(report.makespan_s)}",
+        f"throughput     {report.throughput_tokens_per_s:.1f} tokens/s, "
+        f"{report.throughput_requests_per_s:.3g} requests/s",
+    ]
+    for title, key in (
+        ("latency", "latency_s"),
+        ("first token", "time_to_first_token_s"),
+        ("per token", "time_per_token_s"),
+    ):
+        found = record[key]
+        told = ", ".join(f"{name} {format_seconds(value)}" for name, value in found.items())
+        lines.append(f"{title:<15}{told}")
+    for rank, (name, share) in enumerate(
+        zip(_stage_names(plan), report.busy_fractions, strict=True)
+    ):
+        lines.append(f"stage {rank:<9}{name}: busy {share:.1%}, waiting {1 - share:.1%}")
+    return "\n".join(lines)

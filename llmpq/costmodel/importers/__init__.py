@@ -1,0 +1,1 @@
+"""Latency tables from public databases."""

@@ -1,0 +1,1 @@
+"""Latency predictions from measured tables."""

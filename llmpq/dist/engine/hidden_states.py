@@ -1,0 +1,164 @@
+"""The master of a run that is given every token: no sampling, all hidden states come back.
+
+What is evaluated is then the pipeline that serves: the same stages, frames, slots and kernels as in
+generation; only the last stage keeps every token instead of each row's last. Micro-batches are
+prefills into the same slots again and again, for a stage takes them in order.
+
+Shapes: R rows, T tokens a row, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from llmpq.dist.engine.stage import PHASES
+from llmpq.dist.launch.rank import (
+    DTYPES,
+    RankContext,
+    load_runner,
+    tell_others,
+    use_device,
+)
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import Event
+from llmpq.dist.metrics.stats import StageClock, synchronize
+from llmpq.dist.transport.communicator import Communicator
+from llmpq.dist.transport.control_messages import described, error_of, shut_down, wait_until_ready
+from llmpq.dist.transport.frames import Frame, FrameKind, Row
+from llmpq.errors import SpecError, StageError
+from llmpq.quant.loading.loader import load_master
+
+OnHidden = Callable[[int, Tensor], None]
+
+
+def run_teacher_forcing(
+    context: RankContext, sequences: Sequence[tuple[int, ...]], on_hidden: OnHidden
+) -> Measurement:
+    """Play the master: pass sequences through all layers and hand out their hidden states.
+
+    Args:
+        context: of rank 0, with ``keeps_all_tokens``.
+        sequences: tokens of each; neighbours of one length share a micro-batch, as many as the
+            plan's prefill micro-batch holds.
+        on_hidden: called with the number of each micro-batch and its states ``[R, T, H]``.
+
+    Raises:
+        LlmpqError: what went wrong here or on any other rank.
+    """
+    try:
+        return _Teacher(context).run(sequences, on_hidden)
+    except Exception as error:
+        found = described(error, context.name)
+        if context.communicator is not None:
+            tell_others(context.communicator, found)
+        raise found from error
+    finally:
+        if context.communicator is not None:
+            context.communicator.close()
+
+
+def micro_batches(
+    sequences: Sequence[tuple[int, ...]], rows: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """Gather neighbours of one length, at most ``rows`` of them."""
+    group: list[tuple[int, ...]] = []
+    for sequence in sequences:
+        if group and (len(group) == rows or len(group[0]) != len(sequence)):
+            yield group
+            group = []
+        group.append(sequence)
+    if group:
+        yield group
+
+
+class _Teacher:
+    """The master's parts."""
+
+    def __init__(self, context: RankContext) -> None:
+        plan = context.plan
+        if plan.is_split:
+            raise SpecError(
+                "plan: found stages of their own for prefill and for decode, expected stages that "
+                "do both: evaluate the plan it was made from"
+            )
+        self._context = context
+        self._clock = StageClock(micro_batching=plan.micro_batching)
+        self._device = use_device(plan, 0)
+        self._communicator: Communicator | None = context.communicator
+        start = self._clock.now()
+        self._master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
+        self._runner = load_runner(context, self._device)
+        self._clock.load_s = self._clock.now() - start
+        if self._communicator is not None:
+            wait_until_ready(self._communicator)
+        self._load_s = self._clock.now() - start
+        # As in generation: one micro-batch in every stage and one on its way.
+        self._max_in_flight = len(plan.stages) + 1
+
+    def run(self, sequences: Sequence[tuple[int, ...]], on_hidden: OnHidden) -> Measurement:
+        """Send every micro-batch round the ring, a few at a time."""
+        start = self._clock.now()
+        waiting = micro_batches(sequences, self._context.plan.micro_batching.prefill)
+        flying: deque[Tensor | None] = deque()
+        sent = landed = tokens = 0
+        total = sum(len(sequence) for sequence in sequences)
+        while True:
+            room = self._max_in_flight - len(flying)
+            for group in islice(waiting, room):
+                flying.append(self._launch(sent, group))
+                sent += 1
+            if not flying:
+                break
+            hidden = flying.popleft()
+            if hidden is None:
+                hidden = self._receive(landed)
+            on_hidden(landed, hidden)
+            landed += 1
+            tokens += hidden.shape[0] * hidden.shape[1]
+            event = Event(rank=0, kind="tokens", done=tokens, total=total)
+            self._context.progress.report(event)
+        elapsed_s = self._clock.now() - start
+        stages = [self._clock.stats(0, self._device)]
+        if self._communicator is not None:
+            stages += shut_down(self._communicator)
+        return Measurement(
+            requests=len(sequences),
+            generated_tokens=0,
+            latency_s=elapsed_s,
+            load_s=self._load_s,
+            stages=tuple(stages),
+        )
+
+    def _launch(self, number: int, group: list[tuple[int, ...]]) -> Tensor | None:
+        """Run the master's own layers; their output when there are no others."""
+        start = self._clock.now()
+        token_ids = torch.tensor(group)  # [R, T]
+        positions = torch.arange(token_ids.shape[1]).expand(token_ids.shape)
+        rows = tuple(Row(slot=i, first=0, length=len(item)) for i, item in enumerate(group))
+        hidden = self._master.embed(token_ids.to(self._device), positions)
+        hidden = self._runner.run(hidden, rows)  # [R, T, H]
+        synchronize(self._device)
+        self._clock.record(PHASES[FrameKind.PREFILL], len(rows), self._clock.now() - start)
+        if self._communicator is None:
+            return hidden
+        self._communicator.send(
+            Frame(kind=FrameKind.PREFILL, micro_batch=number, rows=rows, hidden=hidden)
+        )
+        return None
+
+    def _receive(self, number: int) -> Tensor:
+        assert self._communicator is not None
+        frame = self._communicator.recv()
+        if frame.kind is FrameKind.ERROR:
+            raise error_of(frame)
+        if (frame.kind, frame.micro_batch) != (FrameKind.PREFILL, number) or frame.hidden is None:
+            raise StageError(
+                f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "
+                f"({frame.kind.name}), expected {number} (PREFILL)"
+            )
+        return frame.hidden.clone()  # the next frame lands where this one lies

@@ -1,0 +1,64 @@
+"""Which batching policy a run obeys: the one asked for, else the strategy's own, else hybrid.
+
+Needs no torch, so that a command can refuse what the runtime does not do before it starts a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
+from llmpq.batching.length import Prediction, make_predictor
+from llmpq.dist.io.prompts import Request
+from llmpq.errors import SpecError
+from llmpq.spec.plan import Plan
+from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import Schedule
+
+
+def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
+    """Return the schedule that a run obeys.
+
+    Raises:
+        SpecError: it is not one for the plan's stages.
+    """
+    found = asked or plan.schedule or Schedule(policy="hybrid")
+    if found.policy == "waa" and not plan.is_split:
+        # On one ring a decode step would queue behind the prefills that it must overtake, which
+        # is all that WAA is for.
+        raise SpecError(
+            "schedule: found policy 'waa' for stages that do both phases, expected a plan with "
+            "stages of their own for either, as llmpq-algo --policy waa makes"
+        )
+    if plan.is_split and found.policy != "waa":
+        raise SpecError(
+            f"schedule: found policy '{found.policy}', expected 'waa': this plan has stages of "
+            "their own for prefill and for decode"
+        )
+    return found
+
+
+def in_order(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests as they arrive; their places in it are their numbers."""
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def policy_of(
+    plan: Plan, schedule: Schedule, prediction: Prediction, requests: Sequence[Request]
+) -> BatchingPolicy:
+    """Return a fresh policy for a run of these requests.
+
+    The most tokens that a request asks for count as its answer's length.
+    """
+    shape = PipelineShape(
+        micro_batching=plan.micro_batching,
+        num_slots=plan.workload.batch,
+        num_stages=len(plan.path(Phase.DECODE)),
+    )
+    ordered = in_order(requests)
+    predictor = make_predictor(
+        prediction,
+        [len(request.prompt_token_ids) for request in ordered],
+        [request.max_new_tokens for request in ordered],
+    )
+    return make_policy(schedule, shape, predictor)

@@ -1,0 +1,164 @@
+"""StageWorker: receive, run layers, send; one loop. A stage owns tensors and nothing else.
+
+Shapes: R rows, T tokens a row, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs
+from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.transfer import KVConnector
+from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
+from llmpq.dist.transport.communicator import Communicator
+from llmpq.dist.transport.control_messages import error_of
+from llmpq.dist.transport.frames import Frame, FrameKind, Row
+from llmpq.models import DecoderStage, MicroBatch
+from llmpq.spec.precision import Phase
+
+PHASES = {FrameKind.PREFILL: Phase.PREFILL, FrameKind.DECODE: Phase.DECODE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageRunner:
+    """The layers of a stage with their cache, on their device.
+
+    Attributes:
+        layers: decoder layers, ``None`` for a master without any.
+        cache: their keys and values, ``None`` likewise.
+        device: where both are.
+        is_last: whether the next thing after this stage is the projection to the vocabulary.
+        door: what rows pass where keys and values come from, or go to, another rank.
+        graphs: the layers with their decode steps captured, on a device that can.
+    """
+
+    layers: DecoderStage | None
+    cache: KVCache | None
+    device: torch.device
+    is_last: bool
+    door: KVConnector | None = None
+    graphs: DecodeGraphs | None = None
+
+    def close(self) -> None:
+        """Hang up on those that keys and values come from, or go to."""
+        if self.door is not None:
+            self.door.close()
+
+    def enter(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Wait until the layers may run; return the rows as :meth:`run` wants them."""
+        return rows if self.door is None else self.door.enter(rows)
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Say that :meth:`run` is done with what :meth:`enter` was given."""
+        if self.door is not None:
+            self.door.leave(rows)
+
+    def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+        """Run the layers over one micro-batch.
+
+        Args:
+            hidden: ``[R, T, H]``.
+            rows: its sequences.
+
+        Returns:
+            ``[R, T, H]``; from the last stage ``[R, 1, H]``, the last valid token of each row, as
+            nothing else is ever projected.
+        """
+        hidden = hidden.to(self.device)
+        if self.layers is not None:
+            batch = micro_batch_of(rows, hidden.shape[1])
+            if self.graphs is not None:
+                hidden = self.graphs.forward(hidden, batch)
+            else:
+                hidden = self.layers(hidden, batch, self.cache)
+        if self.is_last and hidden.shape[1] > 1:
+            last = torch.tensor([row.length - row.first - 1 for row in rows], device=self.device)
+            hidden = hidden[torch.arange(len(rows), device=self.device), last][:, None]
+        return hidden
+
+
+def micro_batch_of(rows: Sequence[Row], tokens: int) -> MicroBatch:
+    """Return the rows as the layers want them, each ``tokens`` wide."""
+    slots = np.array([row.slot for row in rows])
+    positions = np.array([[row.first] for row in rows])  # [R, 1]
+    if tokens > 1:
+        positions = positions + np.arange(tokens)  # [R, T]
+    lengths = np.array([row.length for row in rows])
+    return MicroBatch(
+        slots=torch.from_numpy(slots),
+        positions=torch.from_numpy(positions),
+        lengths=torch.from_numpy(lengths),
+    )
+
+
+class StageWorker:
+    """The loop of every rank but the master's.
+
+    Args:
+        runner: the loaded layers.
+        communicator: the ring.
+        clock: collects busy times.
+    """
+
+    def __init__(
+        self, *, runner: StageRunner, communicator: Communicator, clock: StageClock
+    ) -> None:
+        self._runner = runner
+        self._communicator = communicator
+        self._clock = clock
+
+    def run(self) -> None:
+        """Say that the stage is ready, then serve until the master ends the run.
+
+        Raises:
+            StageError: a peer is gone, or a stage before this one reports that it failed.
+        """
+        self._communicator.send(Frame(kind=FrameKind.READY))
+        while True:
+            frame = self._communicator.recv()
+            if frame.kind in PHASES:
+                self._communicator.send(self._compute(frame))
+            elif frame.kind is FrameKind.SHUTDOWN:
+                self._communicator.send(self._stats())
+                self._communicator.send(frame)
+                return
+            elif frame.kind is FrameKind.ERROR:
+                raise error_of(frame)
+            else:
+                self._communicator.send(frame)
+
+    def _compute(self, frame: Frame) -> Frame:
+        assert frame.hidden is not None
+        waiting_s = self._clock.now()
+        rows = self._runner.enter(frame.rows)
+        start = self._clock.now()
+        self._clock.wait_s += start - waiting_s
+        hidden = self._runner.run(frame.hidden, rows)
+        synchronize(self._runner.device)
+        self._runner.leave(frame.rows)
+        answer = micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
+        spent_s = self._clock.now() - start
+        phase = PHASES[frame.kind]
+        tokens = tokens_read(phase, frame.rows, self._runner.device)
+        self._clock.record(phase, len(frame.rows), spent_s, tokens)
+        return answer
+
+    def _stats(self) -> Frame:
+        stats = self._clock.stats(self._communicator.rank, self._runner.device)
+        return Frame(kind=FrameKind.STATS, text=json.dumps(stats.to_json()).encode())
+
+
+def micro_batch_frame(
+    kind: FrameKind, micro_batch: int, rows: Sequence[Row], hidden: Tensor
+) -> Frame:
+    """Return the frame of a stage's output; a last stage's rows shrink to their last token."""
+    if any(row.length > row.first + hidden.shape[1] for row in rows):
+        rows = [replace(row, first=row.length - 1) for row in rows]
+    return Frame(kind=kind, micro_batch=micro_batch, rows=tuple(rows), hidden=hidden)

@@ -1,0 +1,84 @@
+"""One micro-batch of either phase before the run: first calls choose kernels and touch memory.
+
+Measured on a CPU: the first prefill of a stage takes 10 to 15 ms longer than the second, which a
+short run pays once a stage, and which no forecast can know.
+
+Shapes: R rows, T tokens a row, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from llmpq.dist.engine.cuda_graphs import MOST_BLOCKS
+from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.metrics.stats import synchronize
+from llmpq.dist.transport.frames import Row
+from llmpq.models import DecoderStage, Master
+from llmpq.spec.plan import Plan, StageAssignment
+from llmpq.spec.precision import Phase
+
+MAX_TOKENS = 4096
+"""Tokens of a prefill to warm up with: beyond, a first call is as slow as any."""
+
+
+@torch.inference_mode()
+def warm_up(
+    plan: Plan, stage: StageAssignment, runner: StageRunner, hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Run a stage's layers on zeros, at the plan's own sizes, in the phases that it computes.
+
+    Whatever it leaves in the slots is overwritten or masked: a sequence writes each position of
+    its slot before anyone reads it.
+    """
+    work, sizes = plan.workload, plan.micro_batching
+    if runner.layers is None:
+        return
+    prompt = work.prompt_tokens
+    rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
+    steps = [(range(rows), prompt, 0)] if stage.computes(Phase.PREFILL) else []
+    if work.new_tokens > 1 and stage.computes(Phase.DECODE):
+        # A graph is captured for the slots of one micro-batch; without graphs one tells for all.
+        last = work.batch - sizes.decode if runner.graphs is not None else 0
+        blocks = range(0, last + 1, sizes.decode)[:MOST_BLOCKS]  # of more, all share a graph
+        steps += [(range(slot, slot + sizes.decode), 1, prompt) for slot in blocks]
+    for slots, tokens, first in steps:
+        hidden = torch.zeros(len(slots), tokens, hidden_size, dtype=dtype, device=runner.device)
+        runner.run(hidden, [Row(slot=slot, first=first, length=first + tokens) for slot in slots])
+    synchronize(runner.device)
+
+
+@torch.inference_mode()
+def settle(
+    plan: Plan, stage: StageAssignment, runner: StageRunner, hidden_size: int, dtype: torch.dtype
+) -> None:
+    """Run one layer of every kind as :func:`warm_up` runs all, for what first calls keep for good.
+
+    Compiled products and their work space are small blocks that stay. Made while the heap grows
+    for a step's tensors, they lie between those and hold on to holes as large: with BLOOM 10 to
+    20 MB a process, never the same. Called while freed memory goes back at once
+    (``dist.allocator``), they come to lie together.
+    """
+    if runner.layers is None or runner.device.type != "cpu":
+        return
+    layers, seen = runner.layers, set()
+    for index, (bits, layer) in enumerate(zip(stage.bits, layers.layers, strict=True)):
+        kind = bits, repr(layer)
+        if kind not in seen:
+            seen.add(kind)
+            alone = DecoderStage(layers.config, [layer], layers.first_layer + index)
+            warm_up(plan, stage, replace(runner, layers=alone), hidden_size, dtype)
+
+
+@torch.inference_mode()
+def warm_up_master(plan: Plan, master: Master, runner: StageRunner) -> None:
+    """Embed and project as a micro-batch of either phase would."""
+    work, sizes = plan.workload, plan.micro_batching
+    for rows, tokens in ((sizes.prefill, work.prompt_tokens), (sizes.decode, 1)):
+        ids = torch.zeros(rows, min(tokens, MAX_TOKENS), dtype=torch.int64)
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        hidden = master.embed(ids.to(runner.device), positions)
+        master.logits(hidden[:, -1])
+    synchronize(runner.device)

@@ -1,0 +1,1 @@
+"""What a run reads and writes: jobs, prompts, results, model files."""

@@ -1,0 +1,58 @@
+"""What a run takes from a model directory besides weights: the tokenizer and the end tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from llmpq.dist.io.prompts import Tokenizer
+from llmpq.errors import SpecError
+from llmpq.spec.fields import read_json
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+class _TransformersTokenizer:
+    """A tokenizer of transformers behind the two calls a run needs."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, special tokens as the model expects them."""
+        return [int(token) for token in self._tokenizer(text)["input_ids"]]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer, without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer | None:
+    """Return the directory's tokenizer, ``None`` when it holds none.
+
+    Raises:
+        SpecError: there is one and it cannot be read.
+    """
+    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        return _TransformersTokenizer(
+            AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        )
+    except Exception as error:  # tokenizers fail with types of their own
+        raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
+
+
+def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
+    """Return the model's end tokens: of ``generation_config.json``, else of its configuration."""
+    path = model_dir / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    value = found.get("eos_token_id") if isinstance(found, dict) else None
+    if value is None:
+        value = getattr(config, "eos_token_id", None)
+    values = value if isinstance(value, list) else [value]
+    if not all(item is None or isinstance(item, int) for item in values):
+        raise SpecError(f"{path}: field 'eos_token_id': found {value!r}, expected token numbers")
+    return frozenset(item for item in values if item is not None)

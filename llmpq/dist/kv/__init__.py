@@ -1,0 +1,1 @@
+"""Keys and values of running requests: cache, storage, transfer between ranks."""

@@ -1,0 +1,1 @@
+"""Start, supervise and stop the processes of a run."""

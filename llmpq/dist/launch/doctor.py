@@ -1,0 +1,253 @@
+"""Doctor: examine what a run would need on every rank, before anything is loaded.
+
+All ranks meet as they would for a run, over the same transports, and each looks at its own host and
+at its link from the rank before. Rank 0 compares what they found with its own and with the plan.
+A rank that does not come, an address that cannot be listened at or a token that differs ends the
+meeting with an error that says so: they need no list of findings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import llmpq
+from llmpq.dist.launch.rank import torch_device
+from llmpq.dist.transport.connect import Ring
+from llmpq.dist.transport.control_messages import error_of
+from llmpq.dist.transport.failures import stage_name
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
+from llmpq.errors import LlmpqError, StageError
+from llmpq.models import Checkpoint
+from llmpq.spec.plan import Plan
+from llmpq.units import KIB, format_bytes
+
+SMALL_FRAMES = 9
+MIN_FRAMES, MAX_FRAMES, LARGE_BYTES = 4, 2000, 8 << 20
+"""Prefill micro-batches that tell the bandwidth: so many bytes, in at least and at most so many."""
+MAX_CLOCK_SKEW_S = 5.0
+SLOW_LINK = 0.5
+"""A link with less than this share of the cluster file's bandwidth is worth a word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is not as it should be.
+
+    Attributes:
+        rank: where.
+        name: what messages call that rank.
+        check: what was looked at.
+        level: an ``error`` keeps a run from working, a ``warning`` does not.
+        message: what was found and what was expected.
+    """
+
+    rank: int
+    name: str
+    check: str
+    level: str
+    message: str
+
+
+def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
+    """Return what this rank's host has, as JSON; a check that fails is an entry of ``failures``."""
+    failures: dict[str, str] = {}
+    facts: dict[str, Any] = {
+        "rank": rank,
+        "name": stage_name(plan, rank, socket.gethostname()),
+        "versions": {
+            "llmpq": llmpq.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "available_bytes": _available_bytes(),
+        "cores": len(os.sched_getaffinity(0)),
+        "wall_clock_s": time.time(),
+        "perf_clock_s": time.perf_counter(),
+        "failures": failures,
+    }
+    try:
+        facts["weights_digest"] = Checkpoint(model_dir).digest()
+    except (LlmpqError, OSError) as error:
+        failures["weights"] = str(error)
+    try:
+        device = torch_device(plan, rank)
+        if device.type == "cuda":
+            facts["available_bytes"] = torch.cuda.mem_get_info(device)[0]
+        facts["device"] = str(device)
+    except LlmpqError as error:
+        failures["device"] = str(error)
+    return facts
+
+
+def time_link(ring: Ring, limits: FrameLimits) -> dict[str, Any]:
+    """Send frames to the next rank and time those of the rank before, on rank 0's clock.
+
+    The one-way latency is as right as the clocks agree; the bandwidth does not depend on them.
+    """
+    door = ring.communicator
+
+    def now_us() -> int:
+        return round((time.perf_counter() + ring.clock_offset_s) * 1e6)
+
+    for _ in range(SMALL_FRAMES):
+        door.send(Frame(kind=FrameKind.STATS, text=json.dumps(now_us()).encode()))
+    delays = [now_us() - json.loads(_next(ring).text) for _ in range(SMALL_FRAMES)]
+    rows = tuple(
+        Row(slot=slot, first=0, length=limits.prefill_tokens) for slot in range(limits.prefill_rows)
+    )
+    hidden = torch.zeros(
+        limits.prefill_rows, limits.prefill_tokens, limits.hidden_size, dtype=limits.dtype
+    )
+    count = min(MAX_FRAMES, max(MIN_FRAMES, 1 + LARGE_BYTES // hidden.nbytes))
+    for number in range(count):
+        door.send(Frame(kind=FrameKind.PREFILL, micro_batch=number, rows=rows, hidden=hidden))
+    arrivals = []
+    for _ in range(count):
+        _next(ring)
+        arrivals.append(time.perf_counter())
+    elapsed_s = max(arrivals[-1] - arrivals[0], 1e-9)
+    return {
+        "transport_to_next": ring.transport,
+        "latency_s": max(0.0, statistics.median(delays) / 1e6),
+        "latency_error_s": ring.clock_error_s,
+        "bytes_per_s": (count - 1) * hidden.nbytes / elapsed_s,
+    }
+
+
+def gather(ring: Ring, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Bring every rank's facts to rank 0, which gets them in order; others get ``None``."""
+    door = ring.communicator
+    text = json.dumps(facts).encode()
+    size = len(door.names)
+    if door.rank > 0:
+        for _ in range(door.rank - 1):
+            door.send(_next(ring))
+        door.send(Frame(kind=FrameKind.STATS, text=text))
+        return None
+    others = [json.loads(_next(ring).text) for _ in range(size - 1)]
+    return [facts, *sorted(others, key=lambda one: int(one["rank"]))]
+
+
+def judge(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Compare what the ranks found with rank 0's and with the plan."""
+    findings: list[Finding] = []
+    for one in facts:
+        for check, message in one["failures"].items():
+            findings.append(_finding(one, check, "error", message))
+        findings += _compared(facts[0], one)
+        findings += _link_findings(plan, one)
+    return findings + _memory_findings(plan, facts)
+
+
+def report(plan: Plan, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the object that ``llmpq-dist doctor --json`` prints."""
+    findings = judge(plan, facts)
+    is_well = not any(one.level == "error" for one in findings)
+    return {
+        "status": "ready" if is_well else "not ready",
+        "findings": [asdict(one) for one in findings],
+        "ranks": list(facts),
+    }
+
+
+def _next(ring: Ring) -> Frame:
+    frame = ring.communicator.recv()
+    if frame.kind is FrameKind.ERROR:
+        raise error_of(frame)
+    if frame.kind not in (FrameKind.STATS, FrameKind.PREFILL):
+        raise StageError(f"found a frame {frame.kind.name}, expected one of the examination")
+    return frame
+
+
+def _finding(facts: dict[str, Any], check: str, level: str, message: str) -> Finding:
+    return Finding(
+        rank=facts["rank"], name=facts["name"], check=check, level=level, message=message
+    )
+
+
+def _compared(first: dict[str, Any], one: dict[str, Any]) -> list[Finding]:
+    found = []
+    for package, version in one["versions"].items():
+        expected = first["versions"][package]
+        if version != expected:
+            level = "error" if package == "llmpq" else "warning"
+            message = f"{package}: found {version}, expected rank 0's {expected}"
+            found.append(_finding(one, "versions", level, message))
+    digest, expected = one.get("weights_digest"), first.get("weights_digest")
+    if digest is not None and expected is not None and digest != expected:
+        message = f"found weights {digest[:12]}, expected rank 0's {expected[:12]}"
+        found.append(_finding(one, "weights", "error", message))
+    skew_s = (one["wall_clock_s"] - one["perf_clock_s"] - one["clock_offset_s"]) - (
+        first["wall_clock_s"] - first["perf_clock_s"]
+    )
+    if abs(skew_s) > MAX_CLOCK_SKEW_S:
+        message = f"found a wall clock {skew_s:+.1f} s from rank 0's, expected the same time"
+        found.append(_finding(one, "clocks", "warning", message))
+    return found
+
+
+def _link_findings(plan: Plan, one: dict[str, Any]) -> list[Finding]:
+    link = one.get("link")
+    if link is None:
+        return []
+    rank = int(one["rank"])
+    before = plan.device_of(plan.stages[rank - 1])
+    own = plan.device_of(plan.stages[rank])
+    expected = plan.cluster.link(before, own).bytes_per_s
+    if before.node == own.node or link["bytes_per_s"] >= SLOW_LINK * expected:
+        return []
+    message = (
+        f"found {format_bytes(link['bytes_per_s'])}/s from the rank before, expected "
+        f"{format_bytes(expected)}/s as the cluster file says"
+    )
+    return [_finding(one, "links", "warning", message)]
+
+
+def _memory_findings(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Hold the memory that the CPU ranks of a host need together against what it has."""
+    found = []
+    hosts: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in facts:
+        device = str(one.get("device", ""))
+        place = plan.device_of(plan.stages[one["rank"]]).node
+        hosts.setdefault((place, device), []).append(one)
+    for ranks in hosts.values():
+        needed = sum(plan.estimate.stages[one["rank"]].memory.total for one in ranks)
+        available = min(int(one["available_bytes"]) for one in ranks)
+        if needed > available:
+            message = (
+                f"found {format_bytes(available)} available, expected {format_bytes(needed)} "
+                f"for rank {', '.join(str(one['rank']) for one in ranks)}"
+            )
+            found.append(_finding(ranks[0], "memory", "error", message))
+    return found
+
+
+def _available_bytes() -> int:
+    """Return what this host, or the cgroup this process is in, still has."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * KIB for line in lines if "MemAvailable" in line)
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = (Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit, used))
+        except OSError:
+            continue
+        if most.isdecimal():
+            available = min(available, int(most) - int(now))
+    return available

@@ -1,0 +1,326 @@
+"""Starting the ranks of a plan on this host, and ending all of them when one fails.
+
+The processes get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK ...) and one each of what
+differs from rank to rank: thread count, vector extensions, cores. torchrun's own agent is not used
+for this: it gives all ranks one environment, loads torch into the launching process, and its store
+listens on every address of the host. Ranks can be started by torchrun all the same
+(``llmpq-dist --no_auto``), they then run the same code.
+
+Needs no torch. It reads the environment, which only it and the commands may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import llmpq
+from llmpq.dist.io.job import START_TIMEOUT_S, Job, write_job
+from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.dist.launch.signals import SIGNALS
+from llmpq.dist.metrics.measurement import Measurement, measurement_from_fields
+from llmpq.dist.metrics.progress import Event
+from llmpq.dist.transport.failures import (
+    ErrorNote,
+    error_of_status,
+    read_note,
+    silent_peer,
+    stage_name,
+    unstarted_peer,
+)
+from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.plan import Plan
+
+POLL_S = 0.05
+GRACE_S = 1.0
+"""How long the others may take to say why, once one rank has failed."""
+
+
+class Overseer(Protocol):
+    """Whoever started the run, while its ranks work."""
+
+    def hear(self, event: Event) -> None:
+        """Take what a rank says."""
+        ...
+
+    def check(self) -> None:
+        """Look whether the run goes on; called many times a second. What it raises ends it."""
+        ...
+
+
+def measurement_file(folder: Path) -> Path:
+    """Where the master leaves its measurement."""
+    return folder / "measurement.json"
+
+
+def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
+    """Return the ranks that run on one host.
+
+    Args:
+        plan: its stages name devices, and those their nodes.
+        node_rank: number of the host; hosts are counted as the pipeline first reaches them, so 0
+            is the master's.
+        num_nodes: number of hosts; with 1, this host plays all nodes.
+
+    Raises:
+        SpecError: the plan uses another number of nodes.
+    """
+    if num_nodes == 1:
+        return list(range(len(plan.stages)))
+    nodes = list(dict.fromkeys(plan.device_of(stage).node for stage in plan.stages))
+    if num_nodes != len(nodes) or not 0 <= node_rank < num_nodes:
+        raise SpecError(
+            f"nnodes, node_rank: found {num_nodes} and {node_rank}, expected 1, or the "
+            f"{len(nodes)} nodes of the plan ({', '.join(nodes)})"
+        )
+    return [stage.rank for stage in plan.stages if plan.device_of(stage).node == nodes[node_rank]]
+
+
+def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[str, str]:
+    """Return the variables of one rank, in torchrun's names and the numeric libraries'."""
+    device = plan.device_of(plan.stages[rank])
+    own = bool(_cores(plan, rank, local_ranks))
+    threads = _threads(plan, rank, local_ranks)
+    return cpu_environment(threads, device.cpu_isa, has_own_cores=own) | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(plan.stages)),
+        "LOCAL_RANK": str(list(local_ranks).index(rank)),
+        "LOCAL_WORLD_SIZE": str(len(local_ranks)),
+        # A model directory is complete; nothing is ever fetched.
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def launch(
+    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, overseer: Overseer
+) -> Measurement | None:
+    """Run these ranks to their end.
+
+    Args:
+        job: what they are told.
+        plan: of the job.
+        ranks: those that run on this host.
+        folder: private to this user and this run.
+        overseer: hears of their events, and may end them.
+
+    Returns:
+        What the master measured, ``None`` when it runs on another host.
+
+    Raises:
+        LlmpqError: the error of the rank that failed first, or a ``StageError`` that names a rank
+            that was killed or hangs. No rank outlives the call.
+    """
+    write_job(folder / "job.json", job)
+    (folder / "job.json").chmod(0o600)
+    reader, writer = os.pipe()
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for rank in ranks:
+            workers[rank] = _start(job, plan, rank, ranks, folder, writer)
+        os.close(writer)
+        writer = -1
+        watch = _Watch(workers, reader, job.step_timeout_s + GRACE_S)
+        silent = watch.run(overseer)
+        if silent is not None:
+            name = stage_name(plan, silent, os.uname().nodename)
+            if not watch.has_heard(silent):
+                raise unstarted_peer(name, silent, START_TIMEOUT_S)
+            raise silent_peer(name, silent, job.step_timeout_s)
+        if any(worker.poll() for worker in workers.values()):
+            _wait_for_notes(workers, folder)
+            raise _cause(plan, workers, folder)
+    finally:
+        for worker in workers.values():
+            worker.kill()
+        for worker in workers.values():
+            worker.wait()
+        os.close(reader)
+        if writer >= 0:
+            os.close(writer)
+    if 0 not in ranks:
+        return None
+    path = measurement_file(folder)
+    return measurement_from_fields(Fields(read_json(path), str(path)))
+
+
+def _start(
+    job: Job, plan: Plan, rank: int, ranks: Sequence[int], folder: Path, events: int
+) -> subprocess.Popen[bytes]:
+    environment = _inherited(os.environ) | rank_environment(plan, rank, ranks)
+    if job.meeting.file is not None:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, "-P", "-m", "llmpq.dist.launch.worker"]
+    log_file = _log_file(folder, rank)
+    log_file.touch(mode=0o600)
+    with log_file.open("wb") as log, _interrupts_kept_back():
+        worker = subprocess.Popen(
+            [*command, str(folder / "job.json"), str(rank), str(events)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(events,),
+        )
+    cores = _cores(plan, rank, ranks) if job.pins_workers else set()
+    if cores:
+        with contextlib.suppress(ProcessLookupError):  # its end is noticed elsewhere
+            os.sched_setaffinity(worker.pid, cores)
+    return worker
+
+
+@contextlib.contextmanager
+def _interrupts_kept_back() -> Iterator[None]:
+    """Have what is started here see neither Ctrl-C nor SIGTERM: only the launcher ends ranks.
+
+    Terminals and service managers send them to every process of a group, and a rank that ended
+    would take along what the launcher lets finish. The blocked mask is inherited; ours is put
+    back, and what came meanwhile then reaches us.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return our own environment, with this very package first on the path."""
+    package_parent = str(Path(llmpq.__file__).resolve().parents[1])
+    paths = [package_parent, *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return dict(environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def _threads(plan: Plan, rank: int, local_ranks: Sequence[int]) -> int:
+    """Threads of a worker: the cluster file's number, else an equal share of the cores."""
+    asked = plan.device_of(plan.stages[rank]).threads
+    return asked or max(1, len(os.sched_getaffinity(0)) // len(local_ranks))
+
+
+def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
+    """Return a CPU worker's own cores, none when there are not enough for everyone.
+
+    Then the kernel shares them out: measured with three workers on two cores, each got two thirds
+    of one, where the two that were pinned to one core got less than half, with the other idle at
+    times.
+    """
+    workers = [
+        other
+        for other in ranks
+        if device_spec(plan.device_of(plan.stages[other]).type).kind == "cpu"
+    ]
+    threads = {other: _threads(plan, other, ranks) for other in workers}
+    available = sorted(os.sched_getaffinity(0))
+    if rank not in threads or sum(threads.values()) > len(available):
+        return set()
+    first = sum(threads[other] for other in workers[: workers.index(rank)])
+    return set(available[first : first + threads[rank]])
+
+
+class _Watch:
+    """Follows the workers of this host: their events, their ends, their silence."""
+
+    def __init__(
+        self, workers: Mapping[int, subprocess.Popen[bytes]], reader: int, timeout_s: float
+    ) -> None:
+        self._workers = workers
+        self._reader = reader
+        self._timeout_s = timeout_s
+        self._silent_s = dict.fromkeys(workers, 0.0)
+        self._allowed_s = dict.fromkeys(workers, START_TIMEOUT_S)
+        self._heard: set[int] = set()
+        self._rest = b""
+
+    def has_heard(self, rank: int) -> bool:
+        """Whether a rank ever gave a sign of life: its libraries are loaded then."""
+        return rank in self._heard
+
+    def run(self, overseer: Overseer) -> int | None:
+        """Pass events on until all ranks ended well or one did not.
+
+        Returns:
+            The rank that gave no sign of life for too long, ``None`` when that is not the cause.
+        """
+        os.set_blocking(self._reader, False)
+        last = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._reader, selectors.EVENT_READ)
+            while True:
+                codes = [worker.poll() for worker in self._workers.values()]
+                self._pass_on(selector.select(POLL_S) != [], overseer)
+                if any(codes) or all(code == 0 for code in codes):
+                    return None
+                now = time.monotonic()
+                # A pause of our own (the whole group was stopped) is not the workers' silence.
+                silent = self._find_silent(min(now - last, 1.0))
+                if silent is not None:
+                    return silent
+                last = now
+                overseer.check()
+
+    def _pass_on(self, is_readable: bool, overseer: Overseer) -> None:
+        data = os.read(self._reader, 65536) if is_readable else b""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            event = Event.decode(line)
+            self._heard.add(event.rank)
+            self._silent_s[event.rank] = 0.0
+            self._allowed_s[event.rank] = self._timeout_s
+            overseer.hear(event)
+
+    def _find_silent(self, elapsed_s: float) -> int | None:
+        for rank, worker in self._workers.items():
+            self._silent_s[rank] += elapsed_s
+            if self._silent_s[rank] > self._allowed_s[rank] and worker.poll() is None:
+                return rank
+        return None
+
+
+def _wait_for_notes(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
+    """Give ranks that only noticed a loss the time to be joined by the rank that caused it."""
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        if any((worker.poll() or 0) < 0 for worker in workers.values()):
+            return
+        if any(note.blames is None for note in _notes(workers, folder)):
+            return
+        if all(worker.poll() is not None for worker in workers.values()):
+            return
+        time.sleep(POLL_S)
+
+
+def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> LlmpqError:
+    """Return the error that started it all, among those that follow from it."""
+    host = os.uname().nodename
+    for rank, worker in workers.items():
+        if (code := worker.poll() or 0) < 0:
+            name = signal.Signals(-code).name
+            hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
+            return StageError(
+                f"{stage_name(plan, rank, os.uname().nodename)}: was ended by {name}{hint}"
+            )
+    notes = sorted(_notes(workers, folder), key=lambda note: (note.blames is not None, note.time_s))
+    if notes:
+        return error_of_status(notes[0].exit_status, notes[0].message)
+    rank = next(rank for rank, worker in workers.items() if worker.poll())
+    log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
+    status = workers[rank].poll()
+    return StageError(f"{stage_name(plan, rank, host)}: exited with status {status}: {log[-1000:]}")
+
+
+def _notes(workers: Mapping[int, object], folder: Path) -> list[ErrorNote]:
+    found = (read_note(folder, rank) for rank in workers)
+    return [note for note in found if note is not None]
+
+
+def _log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"

@@ -1,0 +1,256 @@
+"""The process of one rank. ``launch`` starts it; under torchrun the command itself calls in here.
+
+``python -m llmpq.dist.launch.worker JOB_FILE RANK EVENTS_DESCRIPTOR``: exits with the status of its
+error and leaves the error, or the master's measurement, as a file beside the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llmpq.dist.engine.engine import ShouldDrain
+from llmpq.dist.engine.hidden_states import run_teacher_forcing
+from llmpq.dist.io.job import BEATS_PER_TIMEOUT, Job, read_job
+from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
+from llmpq.dist.io.prompts import (
+    Request,
+    Tokenizer,
+    make_request,
+    read_prompts,
+    request_limits,
+    sort_prompts,
+    sort_requests,
+)
+from llmpq.dist.io.results import FinishReason, Result, ResultWriter
+from llmpq.dist.launch import block_unused_imports as lean  # noqa: F401  before what imports transformers
+from llmpq.dist.launch.doctor import examine, gather, report, time_link
+from llmpq.dist.launch.launcher import measurement_file
+from llmpq.dist.launch.malloc_tuning import give_memory_back
+from llmpq.dist.launch.rank import (
+    RankContext,
+    checked_config,
+    frame_limits,
+    run_master,
+    run_stage,
+)
+from llmpq.dist.launch.signals import DrainWatch
+from llmpq.dist.metrics.measurement import Measurement, StageStats
+from llmpq.dist.metrics.progress import PipeProgress, Progress, Pulse
+from llmpq.dist.metrics.recorder import Recorder
+from llmpq.dist.transport.connect import RankIdentity, Ring, connect
+from llmpq.dist.transport.failures import ErrorNote, PeerLostError, stage_name, write_note
+from llmpq.dist.transport.topology import topology_of
+from llmpq.errors import LlmpqError, SpecError
+from llmpq.logging import configure_logging
+from llmpq.quant.loading.store import Store
+from llmpq.spec.families import load_model_dir
+from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.plan import Plan
+from llmpq.spec.plan_io import read_plan
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+NAME = "llmpq-rank-"
+"""Of a rank's process, its number behind: what ``ps`` and ``top`` call it once it has begun."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one rank to its end and return its exit status."""
+    job_file, rank, descriptor = Path(argv[0]), int(argv[1]), int(argv[2])
+    job = read_job(job_file)
+    os.umask(0o077)  # what a run writes is for whoever asked for it alone
+    die_with(job.launcher_pid)
+    name_process(f"{NAME}{rank}")
+    configure_logging(rank=rank)
+    progress = PipeProgress(descriptor)
+    pulse = Pulse(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
+    try:
+        measurement = run_rank(job, rank, progress)
+    except LlmpqError as error:
+        blames = error.rank if isinstance(error, PeerLostError) else None
+        _leave_note(job_file, rank, str(error), error.exit_status, blames)
+        return error.exit_status
+    except Exception as error:
+        traceback.print_exc()
+        _leave_note(job_file, rank, f"{type(error).__name__}: {error}", 1, None)
+        return 1
+    finally:
+        pulse.stop()
+    if measurement is not None:
+        write_text(measurement_file(job_file.parent), dump_json(measurement.to_json()))
+    return 0
+
+
+def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
+    """Play one rank of a job; the master's measurement comes back, from others ``None``.
+
+    Raises:
+        LlmpqError: what went wrong, on whichever rank.
+    """
+    give_memory_back()
+    plan = read_plan(job.strategy)
+    if job.task == "doctor":
+        return _examine(job, plan, rank)
+    if rank > 0:
+        run_stage(_context(job, plan, rank, progress))
+        return None
+    if job.task == "hidden":
+        return _write_hidden(job, plan, progress)
+    with ResultWriter(job.output, resume=job.resume) as writer:
+        tokenizer = load_tokenizer(job.model_dir)
+        requests, refused = _requests(job, plan, tokenizer)
+        requests = [request for request in requests if request.id not in writer.done]
+
+        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
+            text = "" if tokenizer is None else tokenizer.decode(token_ids)
+            writer.write(
+                Result(id=request.id, token_ids=token_ids, text=text, finish_reason=reason)
+            )
+
+        context = _context(job, plan, rank, progress)
+        measurement = run_master(context, requests, job.sampling, finish)
+        measurement = replace(measurement, refused=tuple(map(str, refused)))
+    if job.trace is not None and context.recorder is not None:
+        names = [context.name] if context.communicator is None else context.communicator.names
+        write_text(job.trace, json.dumps(context.recorder.to_json(names)))
+    return measurement
+
+
+def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
+    """Look at this rank's host and links; rank 0 writes everybody's findings."""
+    facts = examine(plan, rank, job.model_dir) | {"clock_offset_s": 0.0}
+    everyone: list[dict[str, Any]] | None = [facts]
+    if len(plan.stages) > 1:
+        me = _me(job, plan, rank)
+        ring = connect(me, job.meeting, job.transport)
+        try:
+            facts |= {"clock_offset_s": ring.clock_offset_s, "link": time_link(ring, me.limits)}
+            everyone = gather(ring, facts)
+        finally:
+            ring.communicator.close()
+    if everyone is None:
+        return None
+    write_text(job.output, dump_json(report(plan, everyone)))
+    nothing = StageStats(
+        rank=0, load_s=0.0, busy_s=0.0, prefill_s=None, decode_s=None, memory_bytes=0
+    )
+    return Measurement(requests=0, generated_tokens=0, latency_s=0.0, load_s=0.0, stages=(nothing,))
+
+
+def _write_hidden(job: Job, plan: Plan, progress: Progress) -> Measurement:
+    """Write the states after the last layer, one tensor for each micro-batch, named by number."""
+    limits = request_limits(plan, load_model_dir(job.model_dir), ())
+    prompts = [make_request(prompt, limits, None) for prompt in read_prompts(job.prompts)]
+    states: dict[str, Tensor] = {}
+
+    def keep(number: int, hidden: Tensor) -> None:
+        states[str(number)] = hidden.cpu().contiguous()
+
+    context = _context(job, plan, 0, progress)
+    measurement = run_teacher_forcing(context, [item.prompt_token_ids for item in prompts], keep)
+    save_file(states, job.output)
+    return measurement
+
+
+def die_with(launcher_pid: int) -> None:
+    """Make the kernel end this process when its launcher ends, however that happens."""
+    if launcher_pid == 0 or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:  # it ended before the line above
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Have the kernel call this process so; of a name it keeps 15 characters."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def _requests(
+    job: Job, plan: Plan, tokenizer: Tokenizer | None
+) -> tuple[list[Request], list[SpecError]]:
+    """Return what can be answered; bad prompts are refused before any weight is read."""
+    config = checked_config(plan, job.model_dir)
+    eos = eos_token_ids(job.model_dir, config)
+    limits = request_limits(plan, load_model_dir(job.model_dir), eos)
+    prompts, refused = sort_prompts(job.prompts)
+    requests, unfit = sort_requests(prompts, limits, tokenizer)
+    refused += unfit
+    if refused and not (job.skips_bad_prompts and requests):
+        raise refused[0]
+    return requests, refused
+
+
+def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
+    checked_config(plan, job.model_dir)
+    ring: Ring | None = None
+    if len(plan.stages) > 1:
+        ring = connect(_me(job, plan, rank), job.meeting, job.transport, topology_of(plan))
+    return RankContext(
+        plan=plan,
+        rank=rank,
+        model_dir=job.model_dir,
+        communicator=None if ring is None else ring.communicator,
+        outlets=() if ring is None else ring.outlets,
+        inlets=() if ring is None else ring.inlets,
+        step_timeout_s=job.step_timeout_s,
+        progress=progress,
+        recorder=Recorder(
+            rank,
+            is_on=job.trace is not None,
+            clock_offset_s=0.0 if ring is None else ring.clock_offset_s,
+        ),
+        keeps_all_tokens=job.task == "hidden",
+        schedule=job.schedule,
+        prediction=job.prediction,
+        drift=job.drift,
+        store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
+        kernel=job.kernel,
+        captures=job.captures,
+        leave=_leaving(job),
+    )
+
+
+def _leaving(job: Job) -> ShouldDrain | None:
+    """Look for the launcher's sign to begin nothing else; torchrun has none to give."""
+    folder = job.meeting.folder if job.meeting.file is None else job.meeting.file.parent
+    return None if folder is None else DrainWatch(folder)
+
+
+def _me(job: Job, plan: Plan, rank: int) -> RankIdentity:
+    return RankIdentity(
+        rank=rank,
+        world_size=len(plan.stages),
+        name=stage_name(plan, rank, socket.gethostname()),
+        limits=frame_limits(plan, job.model_dir, checked_config(plan, job.model_dir)),
+        timeout_s=job.step_timeout_s,
+    )
+
+
+def _leave_note(job_file: Path, rank: int, message: str, status: int, blames: int | None) -> None:
+    note = ErrorNote(
+        rank=rank, message=message, exit_status=status, blames=blames, time_s=time.monotonic()
+    )
+    write_note(job_file.parent, note)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # A rank that failed may have a thread inside gloo, whose destructors would wait for its peer.
+    os._exit(code)

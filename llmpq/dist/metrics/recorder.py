@@ -1,0 +1,244 @@
+"""Recorder: what a rank did when, for the report's waits, the live line and a trace to look at.
+
+It stands around the communicator and, when a trace is wanted, around the parts that compute, so
+that neither the engine nor a stage knows of it. Stages send their events to the master before their
+statistics, in the clock of rank 0. A trace opens in Perfetto or ``chrome://tracing``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from llmpq.dist.metrics.progress import Event, Progress
+from llmpq.dist.metrics.stats import StageClock, synchronize
+from llmpq.dist.transport.communicator import Communicator
+from llmpq.dist.transport.frames import MAX_TEXT_BYTES, Frame, FrameKind
+from llmpq.errors import StageError
+
+MAX_EVENTS = 200_000
+"""Events a rank keeps; a longer run's trace ends there."""
+LIVE_S = 0.5
+"""How often a rank says how busy it is."""
+_MICRO_BATCHES = (FrameKind.PREFILL, FrameKind.DECODE)
+_LINK_WORDS = ("send", "wait")
+_EVENTS_A_FRAME = 500
+_US = 1e6
+
+
+@dataclass(slots=True)
+class _Span:
+    """Something that was done: in seconds of this rank's clock, for a micro-batch if known."""
+
+    name: str
+    start_s: float
+    end_s: float
+    micro_batch: int | None
+
+    def row(self, offset_s: float) -> list[Any]:
+        """Return it as it travels: in microseconds of rank 0's clock."""
+        start_us = round((self.start_s + offset_s) * _US)
+        return [self.name, start_us, round((self.end_s - self.start_s) * _US), self.micro_batch]
+
+
+class Recorder:
+    """Keeps one rank's spans, and on rank 0 everybody's.
+
+    Args:
+        rank: of this process.
+        is_on: whether spans are kept; waits are added up all the same.
+        clock_offset_s: what to add to this rank's clock to get rank 0's.
+    """
+
+    def __init__(self, rank: int, *, is_on: bool, clock_offset_s: float = 0.0) -> None:
+        self.rank = rank
+        self.is_on = is_on
+        self._offset_s = clock_offset_s
+        self._spans: list[_Span] = []
+        self._unnamed = 0  # index of the first span whose micro-batch is not known yet
+        self._current: int | None = None
+        self._others: dict[int, list[list[Any]]] = {}
+
+    def add(self, name: str, start_s: float, end_s: float, micro_batch: int | None = None) -> None:
+        """Keep a span of this rank's ``time.perf_counter``."""
+        if self.is_on and len(self._spans) < MAX_EVENTS:
+            number = self._current if micro_batch is None else micro_batch
+            self._spans.append(_Span(name, start_s, end_s, number))
+
+    def landed(self, micro_batch: int) -> None:
+        """What follows is done for this micro-batch."""
+        self._current = micro_batch
+
+    def sent(self, micro_batch: int) -> None:
+        """What was done since the last landing or sending was done for this micro-batch."""
+        if self.is_on:
+            for span in self._spans[self._unnamed :]:
+                if span.micro_batch is None:
+                    span.micro_batch = micro_batch
+            self._unnamed = len(self._spans)
+        self._current = None
+
+    def watch(self, thing: object, method: str, name: str, device: torch.device) -> None:
+        """Keep a span of every call of ``thing.method``; nothing happens without a trace."""
+        if not self.is_on:
+            return
+        inner: Callable[..., Any] = getattr(thing, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start_s = time.perf_counter()
+            result = inner(*args, **kwargs)
+            synchronize(device)
+            if name == "embed":
+                # A new micro-batch begins; its number is known when it is sent.
+                self._current = None
+            self.add(name, start_s, time.perf_counter())
+            return result
+
+        setattr(thing, method, timed)
+
+    def frames(self) -> list[Frame]:
+        """Return the frames that carry this rank's new spans to rank 0, and forget these.
+
+        Statistics of the ranks before this one pass through it too: a span goes with the first.
+        """
+        rows = [span.row(self._offset_s) for span in self._spans]
+        self._spans, self._unnamed = [], 0
+        parts = [rows[at : at + _EVENTS_A_FRAME] for at in range(0, len(rows), _EVENTS_A_FRAME)]
+        texts = [json.dumps([self.rank, part]).encode() for part in parts]
+        assert all(len(text) <= MAX_TEXT_BYTES for text in texts)
+        return [Frame(kind=FrameKind.TRACE, text=text) for text in texts]
+
+    def take(self, frame: Frame) -> None:
+        """Keep what another rank sent.
+
+        Raises:
+            StageError: it is not what a rank would send.
+        """
+        try:
+            rank, rows = json.loads(frame.text)
+            good = [
+                [str(name), int(start), int(length), number] for name, start, length, number in rows
+            ]
+            self._others.setdefault(int(rank), []).extend(good)
+        except (ValueError, TypeError):
+            raise StageError("found an unreadable trace, expected a stage's spans") from None
+
+    def to_json(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return the trace of all ranks in Chrome's format, time starting at 0.
+
+        Args:
+            names: of all ranks.
+        """
+        own = [span.row(self._offset_s) for span in self._spans]
+        everyone = {self.rank: own} | self._others
+        first = min((row[1] for rows in everyone.values() for row in rows), default=0)
+        events = [
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}}
+            for rank, name in enumerate(names)
+        ]
+        events += [
+            {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+            for rank in range(len(names))
+            for tid, name in enumerate(("work", "link"))
+        ]
+        events += [
+            {
+                "name": name,
+                "ph": "X",
+                "pid": rank,
+                "tid": int(name in _LINK_WORDS),
+                "ts": start - first,
+                "dur": length,
+                "args": {} if number is None else {"micro_batch": number},
+            }
+            for rank, rows in sorted(everyone.items())
+            for name, start, length, number in rows
+        ]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+class RecordingCommunicator:
+    """A communicator that times its calls and carries the trace.
+
+    Args:
+        inner: does the work; taken over.
+        recorder: keeps spans.
+        clock: gets the waits.
+        progress: is told now and then how busy this rank is.
+    """
+
+    def __init__(
+        self, inner: Communicator, recorder: Recorder, clock: StageClock, progress: Progress
+    ) -> None:
+        self.rank = inner.rank
+        self.names = inner.names
+        self.ranks = inner.ranks
+        self._inner = inner
+        self._recorder = recorder
+        self._clock = clock
+        self._progress = progress
+        self._begin_s: float | None = None
+        self._told_s = 0.0
+
+    def send(self, frame: Frame) -> None:
+        """Send, and before statistics this rank's spans."""
+        if frame.kind is FrameKind.STATS and self._recorder.is_on:
+            for part in self._recorder.frames():
+                self._inner.send(part)
+        if frame.kind not in _MICRO_BATCHES:
+            self._inner.send(frame)
+            return
+        start_s = time.perf_counter()
+        self._inner.send(frame)
+        end_s = time.perf_counter()
+        if self._begin_s is None:
+            self._begin_s = start_s
+        self._clock.send_s += end_s - start_s
+        self._recorder.add("send", start_s, end_s, frame.micro_batch)
+        self._recorder.sent(frame.micro_batch)
+        self._tell(end_s)
+
+    def has_frame(self) -> bool:
+        """Tell whether ``recv`` would return or raise at once."""
+        return self._inner.has_frame()
+
+    def await_frame(self, longest_s: float) -> bool:
+        """Wait for so long until ``recv`` would return or raise at once."""
+        return self._inner.await_frame(longest_s)
+
+    def recv(self) -> Frame:
+        """Receive; the wait for a stage's first micro-batch is loading and filling, not lost."""
+        start_s = time.perf_counter()
+        frame = self._inner.recv()
+        end_s = time.perf_counter()
+        while frame.kind is FrameKind.TRACE and self.rank == 0:
+            self._recorder.take(frame)
+            frame = self._inner.recv()
+        if frame.kind in _MICRO_BATCHES:
+            if self._begin_s is None:
+                self._begin_s = end_s
+            else:
+                self._clock.wait_s += end_s - start_s
+                self._recorder.add("wait", start_s, end_s, frame.micro_batch)
+            self._recorder.landed(frame.micro_batch)
+        return frame
+
+    def close(self) -> None:
+        """Finish what is being sent and let go."""
+        self._inner.close()
+
+    def _tell(self, now_s: float) -> None:
+        if now_s - self._told_s < LIVE_S or self._begin_s is None:
+            return
+        self._told_s = now_s
+        elapsed_s = now_s - self._begin_s
+        busy_s = elapsed_s - self._clock.wait_s - self._clock.send_s
+        event = Event(
+            rank=self.rank, kind="busy", done=round(1000 * busy_s), total=round(1000 * elapsed_s)
+        )
+        self._progress.report(event)

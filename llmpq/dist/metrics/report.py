@@ -1,0 +1,240 @@
+"""The report of a run: what the plan predicted against what was measured.
+
+Memory is the total of a plan's parts against the most the process held (``stats.peak_memory_bytes``
+says what that includes). ``prefill_s`` and ``decode_s`` are seconds of one full micro-batch on one
+stage, ``*_busy_s`` those of all micro-batches of a phase. Latency runs from the first micro-batch
+sent off to the last token, loading apart, and prefill until the last prompt's first token; the
+prediction is for a whole batch of full-length prompts, so other prompts explain a gap. Predicted is
+the plan's forecast where it carries one, else its formula. ``per_request`` holds mean and
+percentiles over the requests: latency from arrival, service from the start of the prompt, time to
+the first token and between tokens. ``work`` is what every rank measured by
+kind of step: ``llmpq-profile recalibrate`` corrects tables by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from llmpq.batching import summarise
+from llmpq.dist.metrics.measurement import Measurement, StageStats, work_to_json
+from llmpq.spec.plan import Plan, PlanForecast
+from llmpq.spec.precision import Phase
+from llmpq.units import format_bytes, format_seconds
+
+_TOLD = ("latency_s", "time_to_first_token_s")
+
+
+def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
+    """Return the object that ``llmpq-dist --json`` prints."""
+    latency_s = measurement.latency_s
+    tokens = measurement.generated_tokens
+    return {
+        "status": "stopped" if measurement.not_served else "done",
+        "requests": measurement.requests,
+        "generated_tokens": tokens,
+        "elapsed_s": latency_s,
+        "load_s": measurement.load_s,
+        "throughput_tokens_per_s": tokens / latency_s if latency_s > 0 else 0.0,
+        "policy": measurement.policy,
+        "per_request": summarise(measurement.records),
+        "latency_s": {"predicted": plan.estimate.predicted_s, "measured": latency_s},
+        **_phases(plan, measurement),
+        "stages": [_stage_report(plan, stats, latency_s) for stats in measurement.stages],
+        **_faults(measurement),
+    }
+
+
+def format_report(plan: Plan, report: dict[str, Any]) -> str:
+    """Return the report as a table for a person."""
+    latency = report["latency_s"]
+    lines = [
+        f"{report['requests']} requests, {report['generated_tokens']} tokens in "
+        f"{format_seconds(report['elapsed_s'])} "
+        f"({report['throughput_tokens_per_s']:.1f} tokens/s), "
+        f"loaded in {format_seconds(report['load_s'])}",
+        f"latency: predicted {format_seconds(latency['predicted'])}, "
+        f"measured {format_seconds(latency['measured'])}",
+    ]
+    if "faults" in report:
+        lines += _told_faults(report["faults"])
+    if report["per_request"]:
+        latency, first = (report["per_request"][name] for name in _TOLD)
+        lines.append(
+            f"policy {report['policy']}: a request took {format_seconds(latency['mean'])} "
+            f"(99 %: {format_seconds(latency['p99'])}), "
+            f"its first token {format_seconds(first['mean'])}"
+        )
+    if report["requests"] != plan.workload.batch:
+        lines.append(
+            f"(the prediction is for {plan.workload.batch} requests of "
+            f"{plan.workload.prompt_tokens} + {plan.workload.new_tokens} tokens)"
+        )
+    head = ("rank", "device", "memory", "measured", "prefill", "measured", "decode", "measured")
+    lines += _columns(
+        [(*head, "busy", "waiting"), *(_table_row(stage) for stage in report["stages"])]
+    )
+    if "phases" in report:
+        lines += ["", *_columns(_phase_rows(report))]
+    return "\n".join(lines)
+
+
+def _faults(measurement: Measurement) -> dict[str, Any]:
+    """Return what befell a run; nothing when that was nothing.
+
+    The figures beside it are those of the last start alone.
+    """
+    if not (measurement.restarts or measurement.not_served or measurement.refused):
+        return {}
+    return {
+        "faults": {
+            "restarts": [asdict(restart) for restart in measurement.restarts],
+            "answered_before": sum(restart.finished for restart in measurement.restarts),
+            "not_served": measurement.not_served,
+            "refused": list(measurement.refused),
+        }
+    }
+
+
+def _told_faults(faults: dict[str, Any]) -> list[str]:
+    lines = []
+    if faults["restarts"]:
+        lost_s = sum(restart["lost_s"] for restart in faults["restarts"])
+        lines.append(
+            f"started anew {len(faults['restarts'])} times after {format_seconds(lost_s)} in all "
+            f"and {faults['answered_before']} answers; figures are those of the last start"
+        )
+    if faults["not_served"]:
+        lines.append(f"stopped: {faults['not_served']} requests not served")
+    if faults["refused"]:
+        lines.append(f"refused: {len(faults['refused'])} prompts that could not be served")
+    return lines
+
+
+def _phases(plan: Plan, measurement: Measurement) -> dict[str, Any]:
+    forecast, prefill_s = plan.estimate.forecast, measurement.prefill_s
+    if forecast is None or prefill_s is None:
+        return {}
+    decode_s = measurement.latency_s - prefill_s
+    return {
+        "phases": {
+            "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
+            "decode": {"predicted": forecast.decode_s, "measured": decode_s},
+        }
+    }
+
+
+def _phase_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the comparison phase by phase: of the whole run, then every stage's busy time."""
+    rows: list[tuple[str, ...]]
+    rows = [("", "prefill", "measured", "error", "decode", "measured", "error")]
+    everything = [("all", report["phases"])]
+    everything += [
+        (
+            f"stage {stage['rank']} busy",
+            {name.value: stage[f"{name.value}_busy_s"] for name in Phase},
+        )
+        for stage in report["stages"]
+        if "prefill_busy_s" in stage
+    ]
+    for name, pairs in everything:
+        cells = [name]
+        for phase in Phase:
+            pair = pairs[phase.value]
+            cells += [format_seconds(pair["predicted"]), format_seconds(pair["measured"])]
+            cells.append(_error(pair))
+        rows.append(tuple(cells))
+    return rows
+
+
+def _error(pair: dict[str, float]) -> str:
+    if pair["measured"] <= 0:
+        return "-"
+    return f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
+    """Return the parts of a stage's memory that can be counted, and its peak while it loaded.
+
+    The plan's ``master`` part is larger than what is held by what only the master's steps take.
+    """
+    held, predicted = stats.held, plan.estimate.stages[stats.rank].memory
+    if held is None:
+        return {}
+    return {
+        "weights": {"predicted": predicted.weights, "measured": held.weights},
+        "kv": {"predicted": predicted.kv, "measured": held.kv},
+        "master": {"predicted": predicted.master, "measured": held.master},
+        "buffers": {"measured": held.buffers},
+        "loading_peak": {"measured": held.load_peak},
+    }
+
+
+def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, Any]:
+    estimate = plan.estimate.stages[stats.rank]
+    parts = memory_parts(plan, stats)
+    forecast = plan.estimate.forecast
+    played = estimate if forecast is None else forecast.stages[stats.rank]
+    return {
+        "rank": stats.rank,
+        "device": plan.device_of(plan.stages[stats.rank]).label,
+        "memory_bytes": {"predicted": estimate.memory.total, "measured": stats.memory_bytes},
+        **({"memory_parts": parts} if parts else {}),
+        "prefill_s": {"predicted": played.prefill_s, "measured": stats.prefill_s},
+        "decode_s": {"predicted": played.decode_s, "measured": stats.decode_s},
+        **_busy(forecast, stats),
+        **_fractions(stats, latency_s),
+    }
+
+
+def _fractions(stats: StageStats, latency_s: float) -> dict[str, float]:
+    """Return what of the run a stage computed, waited for input, handed on, and did not compute."""
+    share = 1.0 / latency_s if latency_s > 0 else 0.0
+    busy = min(1.0, stats.busy_s * share)
+    return {
+        "busy_fraction": busy,
+        "wait_fraction": min(1.0, stats.wait_s * share),
+        "send_fraction": min(1.0, stats.send_s * share),
+        "bubble_fraction": 1.0 - busy if share else 0.0,
+    }
+
+
+def _busy(forecast: PlanForecast | None, stats: StageStats) -> dict[str, Any]:
+    """Return the busy seconds by phase, and what they are made of."""
+    if not stats.work:
+        return {}
+    work = {"work": [work_to_json(one) for one in stats.work]}
+    if forecast is None:
+        return work
+    stage = forecast.stages[stats.rank]
+    return {
+        "prefill_busy_s": {
+            "predicted": stage.prefill_busy_s,
+            "measured": stats.busy_in(Phase.PREFILL),
+        },
+        "decode_busy_s": {
+            "predicted": stage.decode_busy_s,
+            "measured": stats.busy_in(Phase.DECODE),
+        },
+        **work,
+    }
+
+
+def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
+    cells = [str(stage["rank"]), stage["device"]]
+    for name, show in (
+        ("memory_bytes", format_bytes),
+        ("prefill_s", format_seconds),
+        ("decode_s", format_seconds),
+    ):
+        pair = stage[name]
+        cells += ["-" if value is None else show(value) for value in pair.values()]
+    return (*cells, f"{stage['busy_fraction']:.0%}", f"{stage['wait_fraction']:.0%}")

@@ -1,0 +1,147 @@
+"""What a stage measures of itself: busy time by phase, and the memory its process reached."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from llmpq.dist.metrics.measurement import HeldBytes, StageStats, WorkSample
+from llmpq.dist.transport.frames import Row
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+from llmpq.units import KIB
+
+MAX_KINDS = 100
+"""Kinds of work that a rank tells of; they travel in one control frame."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sum:
+    """Work of one kind so far."""
+
+    count: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    master_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class StageClock:
+    """Collects the busy times of one stage.
+
+    Attributes:
+        micro_batching: what counts as a full micro-batch.
+        now: the clock, in seconds.
+        sleep: lets so many of its seconds pass.
+        load_s: filled in once the stage is loaded.
+        held: likewise.
+        wait_s: waiting for micro-batches, from the first one on.
+        send_s: handing micro-batches to the next rank.
+    """
+
+    micro_batching: MicroBatching
+    now: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
+    load_s: float = 0.0
+    held: HeldBytes | None = None
+    wait_s: float = 0.0
+    send_s: float = 0.0
+    _times: dict[Phase, list[tuple[int, float]]] = field(
+        default_factory=lambda: {phase: [] for phase in Phase}
+    )
+    _work: dict[tuple[Phase, int, int], _Sum] = field(default_factory=dict)
+
+    def record(
+        self, phase: Phase, rows: int, seconds: float, tokens: float = 1, master_s: float = 0.0
+    ) -> None:
+        """Add the work on one micro-batch.
+
+        Args:
+            phase: prefill or decode.
+            rows: its sequences.
+            seconds: all of the work.
+            tokens: length of its prompts, or of its contexts; see :func:`tokens_read`.
+            master_s: what of ``seconds`` was the master's own work.
+        """
+        self._times[phase].append((rows, seconds))
+        # Contexts grow by one a step: only their mean is kept.
+        key = phase, rows, int(tokens) if phase is Phase.PREFILL else 0
+        found = self._work.setdefault(key, _Sum())
+        found.count += 1
+        found.tokens += tokens
+        found.seconds += seconds - master_s
+        found.master_s += master_s
+
+    def stats(self, rank: int, device: torch.device) -> StageStats:
+        """Return the measurements so far."""
+        return StageStats(
+            rank=rank,
+            load_s=self.load_s,
+            busy_s=sum(seconds for times in self._times.values() for _, seconds in times),
+            prefill_s=self._median(Phase.PREFILL, self.micro_batching.prefill),
+            decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
+            memory_bytes=peak_memory_bytes(device),
+            held=self.held,
+            wait_s=self.wait_s,
+            send_s=self.send_s,
+            work=self._longest_work(),
+        )
+
+    def _longest_work(self) -> tuple[WorkSample, ...]:
+        """Return the kinds of work that took longest: ragged runs have too many to send."""
+        kinds = sorted(self._work.items(), key=lambda item: -item[1].seconds)
+        return tuple(
+            WorkSample(
+                phase=phase,
+                rows=rows,
+                tokens=found.tokens / found.count,
+                count=found.count,
+                seconds=found.seconds,
+                master_s=found.master_s,
+            )
+            for (phase, rows, _), found in kinds[:MAX_KINDS]
+        )
+
+    def _median(self, phase: Phase, full: int) -> float | None:
+        times = self._times[phase]
+        chosen = [seconds for rows, seconds in times if rows == full]
+        chosen = chosen or [seconds for _, seconds in times]
+        return statistics.median(chosen) if chosen else None
+
+
+def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> float:
+    """Return how many tokens of a row a micro-batch costs: what forecasts charge it for.
+
+    Prompts are padded to the longest. In decode a CPU reads each row as far as it goes, so that the
+    mean counts; elsewhere rows are read as far as the longest goes.
+    """
+    lengths = [row.length for row in rows]
+    if phase is Phase.DECODE and device.type == "cpu":
+        return sum(lengths) / len(lengths)
+    return max(lengths)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this process has held.
+
+    On a CPU: the high-water mark of the resident set, so the interpreter, the libraries and pages
+    of files just read are in it, as they are in a plan's ``runtime`` part. On CUDA: the most bytes
+    torch had allocated, so the driver's context is not in it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * KIB
+    return 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device's queued work, so that a clock read next means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

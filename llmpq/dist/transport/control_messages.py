@@ -1,0 +1,93 @@
+"""What goes round the ring besides micro-batches: everyone is ready, everyone is done, one failed.
+
+The master's side of it; the workers' is ``StageWorker``.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from llmpq.dist.metrics.measurement import StageStats, stats_from_fields
+from llmpq.dist.transport.communicator import Communicator
+from llmpq.dist.transport.failures import error_of_status
+from llmpq.dist.transport.frames import Frame, FrameKind
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.spec.fields import Fields
+
+MAX_MESSAGE_LENGTH = 2000
+
+
+def wait_until_ready(communicator: Communicator) -> None:
+    """Wait until every other rank has loaded its layers.
+
+    Raises:
+        LlmpqError: what kept a stage from it.
+    """
+    for _ in communicator.ranks[1:]:
+        _expect(communicator, FrameKind.READY)
+
+
+def shut_down(communicator: Communicator) -> list[StageStats]:
+    """End the run and return what every other rank measured of itself, in order of rank.
+
+    Raises:
+        StageError: a stage failed, or sent something else.
+    """
+    communicator.send(Frame(kind=FrameKind.SHUTDOWN))
+    found = [_stats(_expect(communicator, FrameKind.STATS)) for _ in communicator.ranks[1:]]
+    _expect(communicator, FrameKind.SHUTDOWN)
+    found.sort(key=lambda stats: stats.rank)  # two rings are heard in any order
+    ranks = [stats.rank for stats in found]
+    if ranks != sorted(communicator.ranks[1:]):
+        raise StageError(f"found statistics of ranks {ranks}, expected those of every other rank")
+    return found
+
+
+def error_frame(error: LlmpqError) -> Frame:
+    """Return the frame that tells the ranks further on why this one ends."""
+    text = json.dumps(
+        {"exit_status": error.exit_status, "message": str(error)[:MAX_MESSAGE_LENGTH]}
+    )
+    return Frame(kind=FrameKind.ERROR, text=text.encode())
+
+
+def error_of(frame: Frame) -> LlmpqError:
+    """Return the error that an error frame tells of."""
+    try:
+        found = json.loads(frame.text)
+        status, message = found["exit_status"], found["message"]
+    except (ValueError, TypeError, KeyError):
+        return StageError("a stage failed and sent no readable reason")
+    return error_of_status(status, message)
+
+
+def _expect(communicator: Communicator, kind: FrameKind) -> Frame:
+    frame = communicator.recv()
+    if frame.kind is FrameKind.ERROR:
+        raise error_of(frame)
+    if frame.kind is not kind:
+        name = communicator.names[communicator.ranks[-1]]
+        raise StageError(f"{name}: found a frame {frame.kind.name}, expected {kind.name}")
+    return frame
+
+
+def _stats(frame: Frame) -> StageStats:
+    try:
+        return stats_from_fields(Fields(json.loads(frame.text), "statistics"))
+    except (SpecError, ValueError) as error:
+        raise StageError(f"unreadable statistics of a stage: {error}") from None
+
+
+def described(error: Exception, name: str) -> LlmpqError:
+    """Turn anything that went wrong inside a rank into one of our errors, naming the stage."""
+    if isinstance(error, StageError) and not str(error).startswith("stage "):
+        return StageError(f"{name}: {error}")
+    if isinstance(error, LlmpqError):
+        return error
+    is_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if is_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        first_line = str(error).partition("\n")[0]
+        return CapacityError(f"{name}: out of memory: {first_line}")
+    return StageError(f"{name}: {type(error).__name__}: {error}")

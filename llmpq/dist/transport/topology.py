@@ -1,0 +1,90 @@
+"""Wiring: which ranks of a plan share which links. Needs no torch.
+
+Stages that do both phases form one ring. With stages of their own for either phase (WAA) there are
+two rings, both through the master, and a one-way link for every handover of keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.dist.io.job import Transport
+from llmpq.errors import SpecError
+from llmpq.spec.handover import Handover, handovers_of
+from llmpq.spec.plan import Plan
+from llmpq.spec.precision import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A one-way stream between two ranks.
+
+    Attributes:
+        source, target: its ends.
+        ring: number of the ring it is part of, ``None`` where it carries keys and values.
+        handover: which ones, then.
+    """
+
+    source: int
+    target: int
+    ring: int | None = None
+    handover: Handover | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is for; with its ends, unique in the run."""
+        return "keys and values" if self.ring is None else f"ring {self.ring}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """All links of a run.
+
+    Attributes:
+        rings: ranks in the order of sending, the master first: one ring, or that of the stages
+            that decode and that of the stages that prefill. A master that decodes alone has none.
+        handovers: of keys and values.
+    """
+
+    rings: tuple[tuple[int, ...], ...]
+    handovers: tuple[Handover, ...] = ()
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """Every link, in an order that is the same on all ranks."""
+        found = [
+            Link(ring=number, source=rank, target=ring[(place + 1) % len(ring)])
+            for number, ring in enumerate(self.rings)
+            for place, rank in enumerate(ring)
+        ]
+        found += [
+            Link(source=one.source, target=one.target, handover=one) for one in self.handovers
+        ]
+        return tuple(found)
+
+
+def topology_of(plan: Plan) -> Topology:
+    """Return the links that a plan's ranks need."""
+    phases = (Phase.DECODE, Phase.PREFILL) if plan.is_split else (Phase.DECODE,)
+    rings = tuple(plan.path(phase) for phase in phases)
+    return Topology(
+        rings=tuple(ring for ring in rings if len(ring) > 1), handovers=handovers_of(plan)
+    )
+
+
+def one_ring(world_size: int) -> Topology:
+    """Return the wiring of ranks that all follow each other."""
+    return Topology(rings=(tuple(range(world_size)),))
+
+
+def check_transport(transport: Transport, topology: Topology) -> None:
+    """Refuse links that a transport does not have.
+
+    Raises:
+        SpecError: gloo is asked for where one ring is not enough.
+    """
+    if transport == "gloo" and topology.handovers:
+        raise SpecError(
+            "transport: found 'gloo', which has one ring only: expected 'auto' for a plan whose "
+            "prefill and decode have stages of their own"
+        )

@@ -1,0 +1,158 @@
+"""The compiled CPU backends: weight-only products at 3, 4 and 8 bits, and LLM.int8().
+
+Both keep a weight in tiles that weigh exactly ``linear_bytes`` and never hold a dequantized copy
+of it. They exist where there is a C compiler, or a wheel that brought the library; elsewhere their
+``supports`` says no and the registry goes on to torch's own kernels (``cpu.dispatch``).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight, check_supported
+from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
+from llmpq.kernels.cpu.native import has_bf16_products, library
+from llmpq.kernels.cpu.switch import few_rows_limit
+from llmpq.kernels.cpu.tiled import TiledWeight, fits_tiles
+from llmpq.kernels.cpu.tiles import (
+    bf16_product,
+    float_product,
+    int8_product,
+    prepared_tiles,
+    to_tiles,
+)
+from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
+from llmpq.spec.precision import Precision, linear_bytes
+
+
+@runtime_checkable
+class TileBackend(KernelBackend, Protocol):
+    """A backend that keeps tiles: it can take a weight in them where it lies."""
+
+    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
+        """Return ``tiled`` without a copy; ``supports`` must have said yes to its shape."""
+
+
+class CpuPackedBackend:
+    """Weight-only: codes are decoded in registers or a cache-sized panel, scaled in float32.
+
+    bf16 activations are multiplied as bf16 pairs where the processor can, and in float32
+    elsewhere; so are float16 ones, for which torch itself has no fast matmul on a CPU.
+    """
+
+    name: ClassVar[str] = "cpu_packed"
+    capability: ClassVar[Capability] = Capability(
+        device_types=("cpu",),
+        bits=PACKED_BITS,
+        dtypes=SCALE_DTYPES,
+        default_dtypes=SCALE_DTYPES,
+        shapes="N a multiple of 16, K and groups multiples of 32, a C compiler",
+        stored="exactly linear_bytes, and no scratch weight",
+        cost="with bf16 products a quarter of a bf16 matmul for one row at 3 and 4 bits, 0.8 of it "
+        "for 32 rows and 1.1 times for 512; float32 otherwise. No error beyond that of the codes",
+    )
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+    ) -> bool:
+        """Return whether the weight is whole tiles, and the library is there."""
+        covered = self.capability.covers(device_type, precision.bits, dtype)
+        fits = fits_tiles(out_features, in_features, precision.effective_group(in_features))
+        return covered and fits and library() is not None
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return ``linear_bytes``: tiles hold the codes and nothing else."""
+        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Rearrange the codes into tiles; the first call on a machine also measures the switch."""
+        check_supported(self, packed)
+        self._measure(packed.precision.bits, packed.dtype)
+        return to_tiles(packed, self.name)
+
+    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
+        """Take tiles as they are; the first call measures the switch, too."""
+        self._measure(tiled.precision.bits, tiled.dtype)
+        return prepared_tiles(tiled, self.name)
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
+        if x.dtype == torch.bfloat16 and has_bf16_products():
+            limit = few_rows_limit(weight.precision.bits)
+            return bf16_product(x, weight, bias, limit)
+        return float_product(x, weight, bias)
+
+    def _measure(self, bits: int, dtype: torch.dtype) -> None:
+        if dtype == torch.bfloat16 and has_bf16_products():
+            few_rows_limit(bits)
+
+
+class CpuLlmInt8Backend:
+    """LLM.int8(): each row of x is rounded to 8 bits, but for its outliers, in one pass.
+
+    The default of 16-bit runs only; a float32 run asks for exactness, which weight-only gives.
+    """
+
+    name: ClassVar[str] = "cpu_llm_int8"
+    capability: ClassVar[Capability] = Capability(
+        device_types=("cpu",),
+        bits=(8,),
+        dtypes=SCALE_DTYPES,
+        default_dtypes=(torch.bfloat16, torch.float16),
+        shapes="symmetric, one scale a channel, N a multiple of 16, K of 32, a CPU with VNNI and "
+        "bf16 products, a C compiler",
+        stored="exactly linear_bytes",
+        cost="a quarter of a bf16 matmul for one row, half of it for 32 to 512; rounds "
+        "activations to 8 bits except outliers",
+    )
+
+    def __init__(self, threshold: float = OUTLIER_THRESHOLD) -> None:
+        """Split activations at ``threshold``; infinity splits off none that are finite."""
+        self._threshold = threshold
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,
+        in_features: int,
+    ) -> bool:
+        """Return whether the weight is that of LLM.int8() in whole tiles, and VNNI is there."""
+        covered = self.capability.covers(device_type, precision.bits, dtype)
+        per_channel = precision.effective_group(in_features) == in_features
+        fits = fits_tiles(out_features, in_features, in_features)
+        is_ready = has_bf16_products() and library() is not None
+        return covered and per_channel and precision.symmetric and fits and is_ready
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return ``linear_bytes``: what undoes the zero point is computed from x."""
+        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Rearrange the codes into tiles."""
+        check_supported(self, packed)
+        return to_tiles(packed, self.name)
+
+    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
+        """Take tiles as they are."""
+        return prepared_tiles(tiled, self.name)
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row, outliers apart."""
+        if x.dtype != torch.float16:
+            return int8_product(x, weight, bias, self._threshold)
+        wide = int8_product(x.to(torch.float32), weight, bias, self._threshold)
+        return wide.to(x.dtype)

@@ -1,0 +1,120 @@
+"""Weights of 16 bits on a CPU: bf16 that oneDNN has put in its own order once.
+
+A plain ``F.linear`` reorders the weight at every call, which is half of the time of one row. For
+few rows oneDNN still reads it at half of the memory's speed, so a compiled kernel reads the bytes
+where they lie (``csrc/dense_bf16.c``). It does so only for a layout that was found, number by
+number, to be the one it expects; without a compiler, without torch's operator that tells where the
+bytes are, or in another order, oneDNN multiplies all. This module refuses everything that would pad
+the weight or leave oneDNN's fast products.
+
+Shape legend: N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.base import PreparedWeight
+from llmpq.kernels.cpu.native import Weight, has_bf16_products, library
+from llmpq.kernels.cpu.switch import crossing, fastest, kept_limit
+from llmpq.kernels.cpu.tiles import dense_product, panels_of
+from llmpq.spec.precision import default_precision
+
+DENSE_BACKEND = "cpu_bf16"
+"""Name of this way to multiply, next to the names in ``registry.BACKENDS``."""
+
+_MULTIPLE = 64  # oneDNN pads blocks of outputs to it, and then a weight weighs more than 2 N K
+_AT_ONCE = 6
+"""Rows that the compiled kernel multiplies in one pass over a weight; for more it comes again."""
+_LONGEST = 4096
+"""Columns up to which it comes again to what a core's own cache of 1 MiB kept: 64 rows of them."""
+_THREAD_BYTES = 1 << 20
+"""Bytes a thread must read, passes counted: waking one costs what reading this takes (768 x 768
+takes 43 us on one thread and 69 on two that sleep between calls)."""
+_TRIED_SHAPE = (1024, 1024)  # [N, K]: 2 MiB, more than most cores keep, as decoding loads weights
+
+
+def can_prepack(device_type: str, dtype: torch.dtype, out_features: int, in_features: int) -> bool:
+    """Return whether a weight ``[N, K]`` is faster prepacked here, and weighs the same."""
+    whole = out_features % _MULTIPLE == 0 and in_features % _MULTIPLE == 0
+    return device_type == "cpu" and dtype == torch.bfloat16 and whole and has_bf16_products()
+
+
+def prepack(weight: Tensor) -> PreparedWeight:
+    """Return bf16 ``[N, K]`` in oneDNN's order; ``can_prepack`` must have said yes.
+
+    Its ``handle`` is set where the compiled kernel may read it; the first call on a machine then
+    also measures the switch.
+    """
+    plain = weight.detach().contiguous()
+    layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
+    handle = _readable(layout, plain)
+    if handle is not None:
+        few_dense_rows()
+    return _prepared(layout, plain, handle)
+
+
+def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` for bf16 ``x`` ``[..., K]``: bf16 ``[..., N]``."""
+    is_few = x.numel() <= _most_rows(weight) * weight.in_features
+    if weight.handle is not None and is_few and x.dtype == torch.bfloat16:
+        passes = -(-x.numel() // (_AT_ONCE * weight.in_features))
+        worth = passes * weight.nbytes // _THREAD_BYTES
+        return dense_product(x, weight, bias, threads=max(1, min(torch.get_num_threads(), worth)))
+    return _onednn_product(x, weight, bias)
+
+
+def _onednn_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.tensors[0], bias, "none", [], "")
+    return y
+
+
+@cache
+def few_dense_rows() -> int:
+    """Return up to how many rows the compiled kernel is the faster one on this machine.
+
+    Both add in float32 and round once, but oneDNN in another order: one output in thousands may
+    differ in its last bit. What was measured is kept, so a machine's runs agree with each other.
+    """
+    return kept_limit("16 bits", _measure)
+
+
+def _most_rows(weight: PreparedWeight) -> int:
+    return few_dense_rows() if weight.in_features <= _LONGEST else min(few_dense_rows(), _AT_ONCE)
+
+
+def _prepared(layout: Tensor, plain: Tensor, handle: Weight | None) -> PreparedWeight:
+    return PreparedWeight(
+        backend=DENSE_BACKEND,
+        out_features=plain.shape[0],
+        in_features=plain.shape[1],
+        precision=default_precision(16),
+        tensors=(layout,),
+        handle=handle,
+    )
+
+
+def _readable(layout: Tensor, plain: Tensor) -> Weight | None:
+    """Return the handle of ``layout`` if it is the order the kernel expects, and can be reached."""
+    address_of = getattr(torch.ops.mkldnn, "data_ptr", None)  # no part of torch's promises
+    if address_of is None or library() is None:
+        return None
+    if torch.ops.mkldnn._nbytes(layout) != plain.nbytes:
+        return None
+    return panels_of(int(address_of(layout)), plain)
+
+
+def _measure() -> int:
+    plain = torch.zeros(_TRIED_SHAPE, dtype=torch.bfloat16)
+    layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
+    own = _prepared(layout, plain, _readable(layout, plain))
+
+    def timed(count: int) -> tuple[float, float]:
+        x = torch.ones(count, _TRIED_SHAPE[1], dtype=torch.bfloat16)
+        few = fastest(partial(dense_product, x, own, None))
+        return few, fastest(partial(_onednn_product, x, own, None))
+
+    return crossing(timed)

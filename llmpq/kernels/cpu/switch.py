@@ -1,0 +1,156 @@
+"""Up to how many rows a kernel for few rows is the faster one: measured, once a machine.
+
+A few rows are multiplied while the codes are decoded, again for every eight of them; with more it
+pays to decode a panel once. Where the lines cross depends on the processor, so both ways are timed
+on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
+beside the compiled library under the processor's name, for every process of the machine. Both ways
+give the same bits, so a measurement that was disturbed costs time and never another answer. Threads
+share out the rows of the weight, so one thread's answer is that of all. ``cpu_dense`` has its own
+two ways measured by the same rule. This module refuses to choose a backend: that is the registry's,
+and never depends on rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None  # type: ignore[assignment]
+
+from llmpq.kernels.cpu.native import instruction_set, kernels_path
+from llmpq.kernels.cpu.tiles import bf16_product, to_tiles
+from llmpq.kernels.packed import PackedWeight, packed_row_bytes
+from llmpq.spec.precision import default_precision
+
+TRIED_ROWS = (2, 4, 6, 8, 12, 16, 20, 24, 32)
+ROUNDS = 7
+_SHAPE = (512, 1024)  # [N, K]: as large as a core's own cache allows, as decoding loads it
+
+
+@cache
+def few_rows_limit(bits: int) -> int:
+    """Return up to how many rows of bf16 activations are multiplied as the codes are decoded.
+
+    0 at 8 bits, whose codes are always decoded first.
+    """
+    return 0 if bits == 8 else kept_limit(f"{bits} bits", partial(_measure, bits))
+
+
+def kept_limit(name: str, measure: Callable[[], int]) -> int:
+    """Return what ``measure`` found on this machine, by this process or an earlier one."""
+    kept = kernels_path(instruction_set()).with_suffix(".json")
+    key = f"{_processor()}, {name}"
+    known = _read(kept)
+    if key not in known:
+        with _alone(kept):
+            known = _read(kept)  # who was first has measured for all
+            if key not in known:
+                known[key] = measure()
+                _write(kept, known)
+    return known[key]
+
+
+@contextlib.contextmanager
+def _alone(kept: Path) -> Iterator[None]:
+    """Let one process at a time measure; where nothing can be kept, each does so for itself."""
+    try:
+        descriptor = os.open(
+            kept.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+    except OSError:
+        yield
+        return
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _measure(bits: int) -> int:
+    rows, columns = _SHAPE
+    precision = default_precision(bits)
+    groups = columns // precision.effective_group(columns)
+    scales = torch.ones(rows, groups, dtype=torch.bfloat16)
+    codes = torch.zeros(rows, packed_row_bytes(columns, bits), dtype=torch.uint8)
+    packed = PackedWeight(
+        out_features=rows,
+        in_features=columns,
+        precision=precision,
+        codes=codes,
+        scales=scales,
+        zeros=torch.zeros_like(scales),
+    )
+    weight = to_tiles(packed, "cpu_packed")
+
+    def timed(count: int) -> tuple[float, float]:
+        x = torch.ones(count, columns, dtype=torch.bfloat16)
+        few = fastest(partial(bf16_product, x, weight, None, count, threads=1))
+        return few, fastest(partial(bf16_product, x, weight, None, 0, threads=1))
+
+    return crossing(timed)
+
+
+def crossing(timed: Callable[[int], tuple[float, float]]) -> int:
+    """Return up to how many rows the way for few wins; ``timed`` gives seconds of both ways."""
+    limit, gained, most_gained = 1, 0.0, 0.0
+    for count in TRIED_ROWS:
+        few, many = timed(count)
+        # Summed over the counts so far, so that one disturbed timing does not decide.
+        gained += 1 - few / many
+        if gained > most_gained:
+            limit, most_gained = count, gained
+    return limit
+
+
+def fastest(call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of some calls."""
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _read(kept: Path) -> dict[str, int]:
+    """Return what is known; nothing when the file is not there or not ours."""
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    sound = range(max(TRIED_ROWS) + 1)
+    return {str(key): value for key, value in found.items() if value in sound}
+
+
+def _write(kept: Path, known: dict[str, int]) -> None:
+    """Keep what is known; a machine that cannot keep it measures again."""
+    made = kept.with_suffix(f".{time.monotonic_ns()}.tmp")
+    try:
+        made.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        made.replace(kept)
+    except OSError:
+        made.unlink(missing_ok=True)

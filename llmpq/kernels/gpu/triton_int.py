@@ -1,0 +1,294 @@
+"""A weight-only backend of 3 and 4 bits in Triton: the only one that has 3 bits on a GPU.
+
+One row is multiplied from registers, some rows on tensor cores with the inputs split among
+programs, and many rows by writing the weight out once and leaving the rest to the library's own
+matmul. The kernels and their layout are in ``triton_kernels``, imported when first needed.
+
+Shape legend: M rows of x, N output features, K input features, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.gpu.optional import why_missing
+from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
+from llmpq.kernels.planes import plane_bytes, segments, to_planes
+from llmpq.spec.precision import Precision, linear_bytes
+
+MANY_ROWS = 512
+"""From so many rows on the weight is written out in x's dtype. Reasoned, not yet measured:
+``scripts/gpu_check`` times every way at every number of rows."""
+
+_FEW_ROWS = 16  # the smallest tile that tensor cores take
+_PROGRAMS_A_PROCESSOR = 4  # enough in flight to hide the latency of memory
+_SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiles:
+    """What a kernel is compiled for: rows, outputs and bytes of a plane a program takes at once."""
+
+    rows: int
+    outputs: int
+    bytes: int
+    warps: int
+    stages: int
+
+
+class TritonIntBackend:
+    """Weight-only multiplication by 3- and 4-bit codes that stay packed in memory.
+
+    Args:
+        device_type: where it runs: ``cuda``; or ``cpu``, in Triton's interpreter and for tests.
+    """
+
+    name: ClassVar[str] = "triton_int"
+
+    def __init__(self, device_type: str = "cuda") -> None:
+        self.capability = Capability(
+            device_types=(device_type,),
+            bits=(3, 4),
+            dtypes=SCALE_DTYPES,
+            default_dtypes=SCALE_DTYPES,
+            shapes="K a multiple of 8 (3 bits) or 2 (4 bits), any group that divides it, with or "
+            "without zeros; triton and a C compiler at hand",
+            stored="exactly linear_bytes, 3 bits included; calls with many rows make the weight "
+            "once in x's dtype for as long as the call takes",
+            cost="reads b/16 of a 16-bit weight for few rows; from 512 rows on a bf16 matmul and "
+            "one write of the weight. Not yet measured on a GPU",
+        )
+
+    def supports(
+        self,
+        device_type: str,
+        precision: Precision,
+        dtype: torch.dtype,
+        out_features: int,  # noqa: ARG002  the protocol's signature; any number will do
+        in_features: int,
+    ) -> bool:
+        """Return whether the segments come out even and a kernel can be launched here."""
+        if not self.capability.covers(device_type, precision.bits, dtype):
+            return False
+        even = in_features % segments(precision.bits) == 0
+        return even and launch_failure(_device_of_type(device_type), dtype) is None
+
+    def stored_bytes(
+        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
+    ) -> int:
+        """Return ``linear_bytes``: the planes hold the same bits in another order."""
+        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Reorder the codes into planes, some rows at a time; turn the scales to ``[G, N]``."""
+        check_supported(self, packed)
+        bits = packed.precision.bits
+        planes = torch.empty(
+            (packed.out_features, plane_bytes(packed.in_features, bits)),
+            dtype=torch.uint8,
+            device=packed.codes.device,
+        )
+        for rows in row_blocks(packed.out_features, packed.in_features):
+            planes[rows] = to_planes(packed.signed_rows(rows), bits)
+        zeros = () if packed.zeros is None else (packed.zeros.t().contiguous(),)
+        return PreparedWeight(
+            backend=self.name,
+            out_features=packed.out_features,
+            in_features=packed.in_features,
+            precision=packed.precision,
+            tensors=(planes, packed.scales.t().contiguous(), *zeros),
+        )
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``; x has the dtype and the device of the scales."""
+        rows = x.reshape(-1, weight.in_features)
+        if rows.shape[0] >= MANY_ROWS:
+            return F.linear(x, dequantize(weight, x.dtype), bias)
+        y = multiply(rows.contiguous(), weight, bias)
+        return y.view(*x.shape[:-1], weight.out_features)
+
+
+def dequantize(weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight ``[N, K]``, rounded once from float32 to ``dtype``."""
+    planes, *_ = weight.tensors
+    shape = (weight.out_features, weight.in_features)
+    out = torch.empty(shape, dtype=dtype, device=planes.device)
+    bits = weight.precision.bits
+    tiles = _Tiles(rows=1, outputs=16, bytes=128, warps=4, stages=1)
+    grid = (
+        math.ceil(weight.out_features / tiles.outputs),
+        math.ceil(weight.in_features // segments(bits) / tiles.bytes),
+    )
+    with current_device_of(planes):
+        kernels().dequantize_kernel[grid](
+            *_pointers(weight), out, *shape, *_groups(weight, tiles), tiles.outputs, tiles.bytes
+        )
+    return out
+
+
+def multiply(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` without ever writing the weight out.
+
+    Args:
+        x: ``[M, K]``, contiguous.
+        weight: prepared by ``TritonIntBackend``.
+        bias: ``[N]`` or ``None``.
+    """
+    rows, outputs = x.shape[0], weight.out_features
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    tiles = _tiles(rows, weight.precision.bits, x.dtype)
+    blocks = (math.ceil(rows / tiles.rows), math.ceil(outputs / tiles.outputs))
+    steps = math.ceil(weight.in_features // segments(weight.precision.bits) / tiles.bytes)
+    parts, steps_a_part = _split(steps, blocks[0] * blocks[1], x.device)
+    if parts == 1:
+        _launch(x, weight, bias, y, tiles, (*blocks, 1), steps)
+        return y
+    sums = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+    _launch(x, weight, None, sums, tiles, (*blocks, parts), steps_a_part)
+    with current_device_of(x):
+        kernels().sum_parts_kernel[(math.ceil(y.numel() / _SUM_BLOCK),)](
+            sums, bias, y, y.numel(), outputs, parts, _SUM_BLOCK
+        )
+    return y
+
+
+def _launch(
+    x: Tensor,
+    weight: PreparedWeight,
+    bias: Tensor | None,
+    target: Tensor,
+    tiles: _Tiles,
+    grid: tuple[int, int, int],
+    steps: int,
+) -> None:
+    shape = (weight.out_features, weight.in_features)
+    group_size, bits, in_group = _groups(weight, tiles)
+    tensors = (x, *_pointers(weight), bias, target)
+    # The interpreter multiplies the bits of bf16 numbers as if they were integers.
+    in_float32 = x.device.type == "cpu"
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    with current_device_of(x):
+        if x.shape[0] == 1:
+            kernels().vector_kernel[grid[1:]](
+                *tensors, *shape, group_size,
+                steps, bits, in_group, tiles.outputs, tiles.bytes, **options,
+            )  # fmt: skip
+        else:
+            kernels().matrix_kernel[grid](
+                *tensors, x.shape[0], *shape, group_size,
+                steps, bits, in_group, in_float32, tiles.rows, tiles.outputs, tiles.bytes,
+                **options,
+            )  # fmt: skip
+
+
+def launch_failure(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no kernel runs on ``device`` in ``dtype``, or ``None`` when one does.
+
+    Triton needs a GPU recent enough and a C compiler for the code that launches a kernel; whether
+    both are there is found by multiplying once.
+    """
+    missing = why_missing("triton")
+    if missing is not None:
+        return missing
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device"
+    if device.type == "cpu" and not _is_interpreted():
+        return "triton is not interpreting (TRITON_INTERPRET=1)"
+    return _try_once(device, dtype)
+
+
+@lru_cache(maxsize=32)
+def _try_once(device: torch.device, dtype: torch.dtype) -> str | None:
+    codes = torch.zeros((16, 8), dtype=torch.int8, device=device).add_(2)  # [N, K], weight 2 each
+    weight = PreparedWeight(
+        backend=TritonIntBackend.name,
+        out_features=16,
+        in_features=8,
+        precision=Precision(bits=3, group_size=None, symmetric=True),
+        tensors=(to_planes(codes, 3), torch.ones((1, 16), dtype=dtype, device=device)),
+    )
+    try:
+        for rows in (1, 2):
+            y = multiply(torch.ones((rows, 8), dtype=dtype, device=device), weight, None)
+            if not bool((y == 16).all()):
+                return f"a trial product of ones and twos came out as {y.flatten()[:4].tolist()}"
+    except Exception as error:  # compilers and drivers fail in more ways than can be listed
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _device_of_type(device_type: str) -> torch.device:
+    if device_type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)
+
+
+def _is_interpreted() -> bool:
+    # Triton decides when it is imported; what its decorator made then tells what it decided.
+    return type(kernels().vector_kernel).__name__ == "InterpretedFunction"
+
+
+def current_device_of(tensor: Tensor) -> AbstractContextManager[None]:
+    """Make the GPU of ``tensor`` the current one, which is where Triton launches."""
+    device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return device
+
+
+def kernels() -> Any:
+    """Return the module of kernels; importing it imports triton."""
+    from llmpq.kernels.gpu import triton_kernels
+
+    return triton_kernels
+
+
+def _pointers(weight: PreparedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    codes, scales, *zeros = weight.tensors
+    return codes, scales, zeros[0] if zeros else None
+
+
+def _groups(weight: PreparedWeight, tiles: _Tiles) -> tuple[int, int, bool]:
+    """Return the group size, the bits, and whether no tile ever straddles two groups."""
+    inputs, bits = weight.in_features, weight.precision.bits
+    group = weight.precision.effective_group(inputs)
+    whole_tiles = inputs // segments(bits) % tiles.bytes == 0
+    return group, bits, group == inputs or (whole_tiles and group % tiles.bytes == 0)
+
+
+def _tiles(rows: int, bits: int, dtype: torch.dtype) -> _Tiles:
+    """Return the tiles for ``rows`` rows; sized to fit 100 KiB of shared memory at two stages."""
+    segment = 64 if bits == 4 else 32
+    if rows == 1:
+        return _Tiles(rows=1, outputs=16, bytes=segment, warps=4, stages=3)
+    if rows <= _FEW_ROWS:
+        return _Tiles(rows=_FEW_ROWS, outputs=64, bytes=segment, warps=4, stages=3)
+    if dtype == torch.float32:  # exact products run outside tensor cores, from registers
+        return _Tiles(rows=32, outputs=64, bytes=segment // 2, warps=4, stages=2)
+    return _Tiles(rows=64, outputs=128, bytes=segment, warps=8, stages=3 if bits == 4 else 2)
+
+
+def _split(steps: int, programs: int, device: torch.device) -> tuple[int, int]:
+    """Return into how many parts the inputs are split, and the steps of each.
+
+    A power of two: kernels are compiled for both numbers, and every compilation takes a second.
+    """
+    wanted = _PROGRAMS_A_PROCESSOR * _processors(device) // programs
+    parts = 1 << (max(1, min(steps, wanted)).bit_length() - 1)
+    return parts, math.ceil(steps / parts)
+
+
+@lru_cache(maxsize=32)
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # so that the interpreter splits too
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,1 @@
+"""Model files: safetensors headers and tensors."""

@@ -1,0 +1,223 @@
+"""TensorSource: where the bytes of one tensor are, before any of them is read.
+
+A tensor is a row of byte ranges of checked files: one for a tensor stored whole, one a part for
+experts stored one by one. Readers decide when, and into which memory. This module refuses to use
+mapped files: one that shrinks ends the process with SIGBUS, one that is read gives an error.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.models.files.direct import MIN_BYTES, PAGE_BYTES, pages_around, read_pages
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+}
+"""torch's name of each number format of safetensors that ``headers`` lets through."""
+
+_SETTLED_NS = 20_000_000  # twice the coarsest clock tick in use: a later write has another time
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a tensor of some shape and dtype, whose content is undefined, in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStamp:
+    """What the system says about a file's identity and age; equal stamps mean equal content.
+
+    Attributes:
+        size: in bytes.
+        inode: number of the file in its file system.
+        modified_ns: last change of its content, which anyone may set back.
+        changed_ns: last change of anything about it, which only the kernel sets.
+        settled: whether it was old enough when asked that any later write shows in the times.
+    """
+
+    size: int
+    inode: int
+    modified_ns: int
+    changed_ns: int
+    settled: bool
+
+    @classmethod
+    def of(cls, descriptor: int) -> FileStamp:
+        """Return the stamp of an open file."""
+        found = os.fstat(descriptor)
+        return cls(
+            size=found.st_size,
+            inode=found.st_ino,
+            modified_ns=found.st_mtime_ns,
+            changed_ns=found.st_ctime_ns,
+            settled=time.time_ns() - found.st_ctime_ns > _SETTLED_NS,
+        )
+
+    def is_same_content(self, other: FileStamp) -> bool:
+        """Whether nothing was written in between; a new link or mode does not count."""
+        mine = (self.size, self.inode, self.modified_ns)
+        return mine == (other.size, other.inode, other.modified_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteRange:
+    """Some bytes of a file.
+
+    Attributes:
+        file: its name inside the model directory.
+        begin: first byte, counted from the file's own start.
+        nbytes: how many.
+    """
+
+    file: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSource:
+    """A tensor that has not been read.
+
+    Attributes:
+        name: under which it, or its first part, is stored; for messages.
+        dtype: as stored.
+        shape: its dimensions.
+        ranges: its bytes, in order.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    ranges: tuple[ByteRange, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        return sum(part.nbytes for part in self.ranges)
+
+    def rows(self) -> Iterator[TensorSource]:
+        """Yield the slices along the first dimension, such as one matrix for each expert."""
+        for row in range(self.shape[0]):
+            yield replace(self.block(row, row + 1), shape=self.shape[1:])
+
+    def block(self, begin: int, end: int) -> TensorSource:
+        """Return ``[begin, end)`` along the first dimension as a source of its own."""
+        each = self.nbytes // self.shape[0]
+        ranges = tuple(_cut(self.ranges, begin * each, end * each))
+        return replace(self, shape=(end - begin, *self.shape[1:]), ranges=ranges)
+
+
+def _cut(ranges: tuple[ByteRange, ...], begin: int, end: int) -> Iterator[ByteRange]:
+    position = 0
+    for part in ranges:
+        first = max(begin, position)
+        last = min(end, position + part.nbytes)
+        if first < last:
+            start = part.begin + first - position
+            yield ByteRange(file=part.file, begin=start, nbytes=last - first)
+        position += part.nbytes
+
+
+def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return plain memory of the host; the usual :data:`Allocate`."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def read_source(
+    directory: Path,
+    source: TensorSource,
+    stamps: dict[str, FileStamp],
+    allocate: Allocate = on_host,
+    *,
+    is_temporary: bool = False,
+) -> Tensor:
+    """Read a tensor into memory of its own.
+
+    Args:
+        directory: of the files.
+        source: what to read.
+        stamps: of the files when their headers were checked.
+        allocate: makes the memory.
+        is_temporary: the tensor is soon dropped, so that up to two pages of memory more are no
+            matter: it is read directly where it can be.
+
+    Raises:
+        SpecError: a file cannot be read, is shorter than it was, or was written to since.
+    """
+    tensor, pages = _memory_for(source, allocate, is_temporary)
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    position = 0
+    for part in source.ranges:
+        path = directory / part.file
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SpecError(f"{path}: cannot be read: {error}") from error
+        try:
+            if not stamps[part.file].is_same_content(FileStamp.of(descriptor)):
+                raise SpecError(f"{path}: was written to after its header had been checked")
+            rest = view[position : position + part.nbytes]
+            done = 0 if pages is None else read_pages(descriptor, part.begin, len(rest), pages)
+            read_into(descriptor, part.begin + done, rest[done:], str(path))
+        finally:
+            os.close(descriptor)
+        position += part.nbytes
+    return tensor
+
+
+def _memory_for(
+    source: TensorSource, allocate: Allocate, is_temporary: bool
+) -> tuple[Tensor, memoryview | None]:
+    """Return a tensor, and the pages around it where its file's pages may be read into them."""
+    begin, nbytes = source.ranges[0].begin, source.nbytes
+    is_one = len(source.ranges) == 1 and nbytes >= MIN_BYTES
+    lead = begin % PAGE_BYTES
+    if not (is_temporary and is_one and lead % source.dtype.itemsize == 0):
+        return allocate(source.shape, source.dtype), None
+    whole = allocate((pages_around(begin, nbytes),), torch.uint8)
+    tensor = whole[lead : lead + nbytes].view(source.dtype).view(source.shape)
+    return tensor, whole.numpy().data
+
+
+def will_need(descriptor: int, begin: int = 0, nbytes: int = 0) -> None:
+    """Ask the system to read bytes of a file, by default all, before anybody waits for them."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def read_into(descriptor: int, begin: int, view: memoryview, where: str) -> None:
+    """Fill ``view`` from an open file; the reading itself runs without Python's lock.
+
+    Raises:
+        SpecError: the file ends before, or the disk fails.
+    """
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(descriptor, [view[done:]], begin + done)
+        except OSError as error:
+            raise SpecError(f"{where}: cannot be read: {error}") from error
+        if count == 0:
+            raise SpecError(f"{where}: ends at byte {begin + done}, expected {begin + len(view)}")
+        done += count

@@ -1,0 +1,221 @@
+"""Checkpoint: which stored tensors make a decoder layer, and which the master.
+
+It maps transformers' module names to the names in a checkpoint: with or without the prefix of the
+head's model, experts fused or one by one, tied tensors once. Shapes and dtypes are checked before
+reading; what to read first, and into which memory, is the reader's choice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.errors import SpecError
+from llmpq.logging import get_logger
+from llmpq.models.config import load_skeleton
+from llmpq.models.experts import find_stored, fused_source, is_expert_part
+from llmpq.models.files.sources import TORCH_DTYPES, TensorSource
+from llmpq.models.files.tensor_files import TensorFiles
+from llmpq.models.master import Master
+
+_logger = get_logger(__name__)
+
+# Constants that older versions of transformers stored with the weights.
+_CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
+
+_OF_CODES = ".scales"
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Checkpoint:
+    """The weights of a model directory, layer by layer, under transformers' own module names.
+
+    Args:
+        model_dir: directory with ``config.json`` and safetensors weights.
+
+    Attributes:
+        config: of the whole model.
+        skeleton: the map of its model's parts.
+        tensors: the files themselves, for readers of other layouts.
+
+    Raises:
+        SpecError: as ``load_config`` and ``TensorFiles``.
+    """
+
+    def __init__(self, model_dir: Path | str) -> None:
+        self.directory = Path(model_dir)
+        self.config, self.skeleton = load_skeleton(self.directory)
+        self.tensors = TensorFiles(self.directory)
+        self._root = self._find_root()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of most of the stored weights, by bytes; scales of codes do not count.
+
+        Raises:
+            SpecError: no tensor holds floating-point numbers.
+        """
+        stored: Counter[torch.dtype] = Counter()
+        for header in self.tensors.headers.values():
+            for name, entry in header.entries.items():
+                if TORCH_DTYPES[entry.dtype] in _FLOATING and not name.endswith(_OF_CODES):
+                    stored[TORCH_DTYPES[entry.dtype]] += entry.end - entry.begin
+        if not stored:
+            raise SpecError(f"{self.directory}: found no floating-point weights")
+        return stored.most_common(1)[0][0]
+
+    def digest(self) -> str:
+        """SHA-256 over ``config.json`` and every file's name, size and header, in hexadecimal.
+
+        Cheap and stable: it tells layouts and configurations apart, not two sets of weights of
+        one layout. Weights are hashed by whoever publishes them.
+        """
+        state = hashlib.sha256((self.directory / "config.json").read_bytes())
+        for name, header in sorted(self.tensors.headers.items()):
+            size = (self.directory / name).stat().st_size
+            state.update(f"\0{name}\0{size}\0".encode())
+            state.update(header.raw)
+        return state.hexdigest()
+
+    def empty_layer(self, index: int) -> nn.Module:
+        """Build decoder layer ``index`` on the meta device; ``build_layer`` with one skeleton.
+
+        Raises:
+            SpecError: ``index`` is not a layer of the model.
+        """
+        if not 0 <= index < self.config.num_hidden_layers:
+            raise SpecError(f"layer {index}: expected one of [0, {self.config.num_hidden_layers})")
+        with torch.device("meta"):
+            layer = self.skeleton.layer_class(self.config, index)
+        return layer.eval().requires_grad_(False)
+
+    @property
+    def layers_name(self) -> str:
+        """What the model calls its list of decoder layers, such as ``layers``."""
+        return self.skeleton.layers_name
+
+    def layer_prefix(self, index: int) -> str:
+        """What the stored names of decoder layer ``index`` begin with."""
+        return f"{self._root}{self.skeleton.layers_name}.{index}."
+
+    def module_name(self, stored: str) -> str:
+        """What the whole model of transformers calls a stored tensor; others keep their names.
+
+        The two differ where a checkpoint was saved without the head's model around the decoder.
+        """
+        path = self.skeleton.decoder_path
+        root = f"{path}." if path else ""
+        heads = (self.skeleton.head_path, self.skeleton.family.stored_head or "lm_head")
+        is_head = any(stored.startswith(f"{head}.") for head in heads)
+        if self._root == root or is_head or not stored.startswith(self._root):
+            return stored
+        return root + stored.removeprefix(self._root)
+
+    def layer_sources(
+        self, index: int, layer: nn.Module | None = None, *, without: Collection[str] = ()
+    ) -> dict[str, TensorSource]:
+        """Say where the tensors of decoder layer ``index`` are, keys relative to the layer.
+
+        Args:
+            index: its place in the model.
+            layer: what :meth:`empty_layer` made, when the caller has it.
+            without: keys that are stored in another form, and read by another reader.
+
+        Raises:
+            SpecError: a tensor of the layer is missing, or has another shape or kind of dtype.
+        """
+        state = (layer or self.empty_layer(index)).state_dict()
+        prefix = self.layer_prefix(index)
+        self._remark_on_others(prefix, state.keys(), without)
+        return {
+            key: self._source(prefix + key, value)
+            for key, value in state.items()
+            if key not in without
+        }
+
+    def master_sources(self) -> dict[str, TensorSource]:
+        """Say where what :class:`Master` holds is, under its names; a tied head is there once.
+
+        Raises:
+            SpecError: as :meth:`layer_sources`.
+        """
+        sources = {}
+        for key, value in Master(self.config).state_dict().items():
+            stored = self._root + key
+            if key.startswith("lm_head."):
+                stored = self._find_head(key.removeprefix("lm_head."))
+            sources[key] = self._source(stored, value)
+        return sources
+
+    def layer_state_dict(self, index: int) -> dict[str, Tensor]:
+        """Read decoder layer ``index``; errors as :meth:`layer_sources`."""
+        return self._load(self.layer_sources(index))
+
+    def master_state_dict(self) -> dict[str, Tensor]:
+        """Read what :class:`Master` holds; errors as :meth:`master_sources`."""
+        return self._load(self.master_sources())
+
+    def _load(self, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
+        return {key: self.tensors.load(source) for key, source in sources.items()}
+
+    def _source(self, name: str, wanted: Tensor) -> TensorSource:
+        """Find what goes into ``wanted``, fusing experts stored one by one."""
+        stored = find_stored(self.tensors, name)
+        if stored is None:
+            source = fused_source(self.tensors, name, tuple(wanted.shape))
+        else:
+            source = self.tensors.source(stored)
+        self._check(source, wanted)
+        return source
+
+    def _remark_on_others(self, prefix: str, keys: Iterable[str], without: Iterable[str]) -> None:
+        """Say which stored tensors the layer has no place for; old checkpoints keep constants."""
+        known = {prefix + key for key in keys}
+        read_by_others = tuple(prefix + key.removesuffix("weight") for key in without)
+        for name in self.tensors.names:
+            is_other = name.startswith(prefix) and name not in known
+            if name.startswith(read_by_others):
+                continue
+            if is_other and not name.endswith(_CONSTANTS) and not is_expert_part(name):
+                _logger.warning("%s is not part of the layer, left out", self.tensors.where(name))
+
+    def _check(self, source: TensorSource, wanted: Tensor) -> None:
+        """Refuse another shape, and numbers of another kind: codes need a reader of their own."""
+        if source.shape != tuple(wanted.shape):
+            raise SpecError(
+                f"{self.tensors.where(source.name)}: found shape {list(source.shape)}, "
+                f"expected {list(wanted.shape)}"
+            )
+        allowed = _FLOATING if wanted.is_floating_point() else (wanted.dtype,)
+        if source.dtype not in allowed:
+            raise SpecError(
+                f"{self.tensors.where(source.name)}: found dtype {source.dtype}, expected "
+                f"{' or '.join(map(str, allowed))}"
+            )
+
+    def _find_root(self) -> str:
+        """Prefix of the decoder's tensors: checkpoints of base models lack some of the path."""
+        parts = [part for part in self.skeleton.decoder_path.split(".") if part]
+        roots = ["".join(f"{part}." for part in parts[i:]) for i in range(len(parts) + 1)]
+        roots += [f"model.{root}" for root in roots]
+        layers = self.skeleton.layers_name
+        for root in roots:
+            if any(name.startswith(f"{root}{layers}.") for name in self.tensors.names):
+                return root
+        raise SpecError(
+            f"{self.directory}: found no tensors of '{roots[0]}{layers}', expected the layers of "
+            f"a {self.config.model_type} model"
+        )
+
+    def _find_head(self, suffix: str) -> str:
+        """Name of the head's tensor: the library's own, a family's other one, or a wrapped one."""
+        head = self.skeleton.head_path
+        names = [f"{head}.{suffix}", f"model.{head}.{suffix}"]
+        if self.skeleton.family.stored_head is not None:
+            names.insert(0, f"{self.skeleton.family.stored_head}.{suffix}")
+        return next((name for name in names if name in self.tensors), names[0])

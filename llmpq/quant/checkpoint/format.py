@@ -1,0 +1,199 @@
+"""The four tensors of one operator in a GPTQ file, to and from our own forms.
+
+Format: ``qweight`` int32 ``[K b / 32, N]``, codes as one little-endian bit stream down every
+column; ``qzeros`` int32 ``[G, N b / 32]``, zero points as one along every row, less one in version
+1; ``scales`` ``[G, N]``; ``g_idx`` int32 ``[K]``, the group of every input. Read as bytes, a
+transposed ``qweight`` is exactly ``PackedWeight.codes``: nothing is unpacked on the way.
+This module refuses to open files.
+
+Shape legend: N output features, K input features, G groups, b bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.kernels.packed import PackedWeight, pack_codes, unpack_signed
+from llmpq.quant.quantizers.integer import IntegerWeight
+from llmpq.spec.precision import Precision
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+WORD_BITS = 32
+_ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+def to_packed(
+    parts: Mapping[str, Tensor],
+    shape: tuple[int, int],
+    precision: Precision,
+    scale_dtype: torch.dtype,
+    *,
+    zero_offset: int,
+) -> PackedWeight:
+    """Turn the tensors of one operator into the form that kernels read.
+
+    Args:
+        parts: ``qweight``, ``qzeros``, ``scales`` and, where the file has it, ``g_idx``.
+        shape: N and K.
+        precision: bits and groups of the file; a symmetric one whose zero points turn out not to
+            be central comes back as asymmetric.
+        scale_dtype: dtype of the run.
+        zero_offset: what the file stores zero points less: 1 in version 1, 0 in version 2.
+
+    Raises:
+        SpecError: a tensor has another shape or dtype than such an operator has, or groups are of
+            unlike size.
+    """
+    rows, columns = shape
+    group = precision.effective_group(columns)
+    _check(parts, shape, precision)
+    codes = parts["qweight"].T.contiguous().view(torch.uint8)  # [N, K b / 8]
+    order = _order_of(parts.get("g_idx"), columns, group)
+    if order is not None:
+        codes = pack_codes(_unpacked(codes, precision.bits, columns)[:, order], precision.bits)
+    half = 1 << (precision.bits - 1)
+    zero_points = _zero_points(parts["qzeros"], rows, precision, zero_offset)  # [G, N]
+    if precision.symmetric and not bool((zero_points == half).all()):
+        precision = Precision(
+            bits=precision.bits, method=precision.method, group_size=precision.group_size
+        )
+    scales = parts["scales"].to(torch.float32)  # [G, N]
+    zeros = None if precision.symmetric else (half - zero_points) * scales
+    return PackedWeight(
+        out_features=rows,
+        in_features=columns,
+        precision=precision,
+        codes=codes,
+        scales=_finite(scales, scale_dtype),
+        zeros=None if zeros is None else _finite(zeros, scale_dtype),
+        order=None if order is None else order.to(torch.int32),
+    )
+
+
+def from_integers(weight: IntegerWeight, *, zero_offset: int = 1) -> dict[str, Tensor]:
+    """Turn a quantized matrix into the tensors of a file; the inverse of :func:`to_packed`.
+
+    Raises:
+        SpecError: its shape does not fill whole words, or a scale does not fit float16.
+    """
+    bits, (rows, columns) = weight.precision.bits, weight.shape
+    if rows * bits % WORD_BITS or columns * bits % WORD_BITS:
+        raise SpecError(
+            f"GPTQ file: found a weight [{rows}, {columns}] of {bits} bits, expected features that "
+            f"fill words of {WORD_BITS} bits"
+        )
+    scales = weight.scales.T.to(torch.float16).contiguous()  # [G, N]
+    if not bool(torch.isfinite(scales).all()):
+        raise SpecError("GPTQ file: found a scale that does not fit float16")
+    codes, groups = weight.codes, torch.arange(columns, dtype=torch.int32) // weight.group_size
+    if weight.order is not None:
+        order = weight.order.long()
+        codes = torch.empty_like(codes).index_copy_(1, order, codes)
+        groups = torch.empty_like(groups).index_copy_(0, order, groups)
+    stored_zeros = (weight.zero_points - zero_offset).T & ((1 << bits) - 1)  # [G, N]
+    return {
+        "qweight": pack_codes(codes, bits).view(torch.int32).T.contiguous(),
+        "qzeros": pack_codes(stored_zeros.to(torch.uint8).contiguous(), bits).view(torch.int32),
+        "scales": scales,
+        "g_idx": groups,
+    }
+
+
+def concatenate_rows(parts: list[PackedWeight]) -> PackedWeight:
+    """Stack weights that read the same inputs along their outputs, such as gate and up.
+
+    Raises:
+        SpecError: they differ in precision, or in the order of their columns.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        orders = first.order, part.order
+        is_same_order = orders[0] is None and orders[1] is None
+        if orders[0] is not None and orders[1] is not None:
+            is_same_order = torch.equal(orders[0], orders[1])
+        if part.precision != first.precision or not is_same_order:
+            raise SpecError(
+                f"GPTQ file: found {first.precision} beside {part.precision}, or unlike orders of "
+                "columns, in operators that run as one; expected them alike"
+            )
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return PackedWeight(
+        out_features=sum(part.out_features for part in parts),
+        in_features=first.in_features,
+        precision=first.precision,
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        zeros=torch.cat(zeros) if zeros else None,
+        order=first.order,
+    )
+
+
+def _check(parts: Mapping[str, Tensor], shape: tuple[int, int], precision: Precision) -> None:
+    rows, columns = shape
+    bits, groups = precision.bits, columns // precision.effective_group(columns)
+    expected: dict[str, tuple[int, ...]] = {
+        "qweight": (columns * bits // WORD_BITS, rows),
+        "qzeros": (groups, rows * bits // WORD_BITS),
+        "scales": (groups, rows),
+    }
+    if parts.get("g_idx") is not None:
+        expected["g_idx"] = (columns,)
+    for name, wanted in expected.items():
+        found = parts[name]
+        is_kind = found.is_floating_point() if name == "scales" else found.dtype == torch.int32
+        if tuple(found.shape) != wanted or not is_kind:
+            raise SpecError(
+                f"{name}: found {found.dtype} {list(found.shape)}, expected "
+                f"{'numbers' if name == 'scales' else 'int32'} {list(wanted)} for a "
+                f"{precision} weight {list(shape)}"
+            )
+
+
+def _order_of(groups: Tensor | None, columns: int, size: int) -> Tensor | None:
+    """Order that puts the inputs of each group side by side; ``None`` when they already are."""
+    if groups is None:
+        return None
+    plain = torch.arange(columns, dtype=torch.int32) // size
+    if torch.equal(groups, plain):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], plain):
+        raise SpecError(f"g_idx: expected {columns // size} groups of {size} inputs each")
+    return order
+
+
+def _zero_points(words: Tensor, count: int, precision: Precision, offset: int) -> Tensor:
+    """Zero points, int32 ``[G, N]``, of ``qzeros``."""
+    bits = precision.bits
+    if offset and bits in _ONES:
+        # gptqmodel takes the ones off whole words, where a zero borrows from its neighbour: only
+        # adding to whole words gives back what was there.
+        stored = _unpacked((words + _ONES[bits]).view(torch.uint8), bits, count)
+        found = stored.to(torch.int32)
+    else:
+        stored = _unpacked(words.view(torch.uint8), bits, count)
+        found = (stored.to(torch.int32) + offset) & ((1 << bits) - 1)
+    half = 1 << (bits - 1)
+    # Some symmetric files that say version 1 hold the zero points of version 2.
+    is_other_version = offset == 1 and precision.symmetric and bool((found == half + 1).all())
+    return found - 1 if is_other_version else found
+
+
+def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Codes, uint8 ``[rows, count]``, of rows of bytes."""
+    signed = unpack_signed(packed.contiguous(), bits, count).to(torch.int16)
+    return signed.add_(1 << (bits - 1)).to(torch.uint8)
+
+
+def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[G, N]`` as ``[N, G]`` in the run's dtype."""
+    result = values.T.to(dtype).contiguous()
+    if not bool(torch.isfinite(result).all()):
+        raise SpecError(f"scales: found values that are not finite in {dtype}")
+    return result

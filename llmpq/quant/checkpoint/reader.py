@@ -1,0 +1,233 @@
+"""GptqCheckpoint: models that were quantized before, by us or by gptqmodel, layer by layer.
+
+It reads what ``Checkpoint`` cannot: operators stored as codes, at a bitwidth that may differ from
+layer to layer. Codes go from the file to a kernel's layout as they are; nothing is ever expanded to
+16 bits. This module refuses checkpoints of other methods by name.
+
+Shape legend: N output features, K input features, G groups, b bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from llmpq.errors import SpecError
+from llmpq.kernels.packed import PackedWeight
+from llmpq.models import Checkpoint
+from llmpq.models.experts import part_spellings, stored_spellings
+from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
+from llmpq.quant.loading.assembly import LayerAssembly, Matrix, matrices_of
+from llmpq.spec.gptq_config import GptqConfig, find_config, parse_config
+from llmpq.spec.precision import Precision
+
+_LAYERS_KEPT = 4
+
+
+def is_gptq(model_dir: Path | str) -> bool:
+    """Whether a model directory says that GPTQ-format codes are in it.
+
+    Raises:
+        SpecError: it has no readable ``config.json``, or was quantized by a method whose files
+            nothing here reads.
+    """
+    found = find_config(model_dir)
+    if found is None:
+        return False
+    method = found.get("quant_method")
+    if method != "gptq":
+        raise SpecError(
+            f"{model_dir}: found a checkpoint quantized by {method!r}, expected a plain one or GPTQ"
+        )
+    return True
+
+
+class GptqCheckpoint:
+    """A checkpoint in GPTQ's format, version 1 or 2, with any mixture of bitwidths.
+
+    Args:
+        model_dir: directory with ``config.json`` and safetensors weights.
+
+    Attributes:
+        checkpoint: the directory as any other; what is not quantized is read through it.
+        quantization: what the directory says about itself.
+
+    Raises:
+        SpecError: as ``Checkpoint``, or it does not say how it was quantized.
+    """
+
+    def __init__(self, model_dir: Path | str) -> None:
+        if not is_gptq(model_dir):
+            raise SpecError(f"{model_dir}: found no quantization_config, expected one of GPTQ")
+        self.directory = Path(model_dir)
+        self.checkpoint = Checkpoint(model_dir)
+        self.quantization: GptqConfig = parse_config(
+            find_config(model_dir) or {}, str(self.directory / "config.json")
+        )
+        self._layer = lru_cache(maxsize=_LAYERS_KEPT)(self._find)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Configuration of the whole model."""
+        return self.checkpoint.config
+
+    def bits(self, index: int) -> int:
+        """Return the bitwidth of a layer; 16 when nothing of it is quantized.
+
+        Raises:
+            SpecError: operators of the layer differ in their bitwidths, which no plan can say.
+        """
+        found = {precision.bits for precision, _ in self._layer(index).values()}
+        if len(found) > 1:
+            raise SpecError(
+                f"{self.directory}: layer {index} mixes operators of {sorted(found)} bits, "
+                "expected one bitwidth a layer"
+            )
+        return found.pop() if found else 16
+
+    def check_bits(self, first_layer: int, bits: Sequence[int]) -> None:
+        """Refuse a plan that contradicts what is stored.
+
+        Raises:
+            SpecError: a layer of the plan has another bitwidth than the checkpoint's.
+        """
+        for index, wanted in enumerate(bits, start=first_layer):
+            found = self.bits(index)
+            if found != wanted:
+                raise SpecError(
+                    f"{self.directory}: layer {index} is stored at {found} bits and the plan "
+                    f"wants {wanted}; plan for the checkpoint's own bits, or serve the model it "
+                    "was made from"
+                )
+
+    def packed(self, index: int, name: str, scale_dtype: torch.dtype) -> PackedWeight | None:
+        """Read one quantized matrix; ``None`` when it is stored at 16 bits.
+
+        Args:
+            index: of the layer.
+            name: of the matrix, as ``quant.assembly.Matrix`` has it: ``self_attn.q_proj``, or
+                ``mlp.experts.gate_up_proj.3``.
+            scale_dtype: dtype of the run.
+
+        Raises:
+            SpecError: tensors are missing or do not fit the model.
+        """
+        found = self._layer(index).get(name)
+        if found is None:
+            return None
+        precision, (matrix, modules) = found
+        shape = (matrix.out_features // len(modules), matrix.in_features)
+        parts = [self._read(module, shape, precision, scale_dtype) for module in modules]
+        try:
+            return concatenate_rows(parts)
+        except SpecError as error:
+            raise SpecError(f"{self.directory}: {modules[0]}: {error}") from error
+
+    def layer_state_dict(self, index: int) -> dict[str, Tensor]:
+        """Read what of a layer is not quantized: norms, biases, routers, operators at 16 bits.
+
+        Raises:
+            SpecError: as ``Checkpoint.layer_sources``, or only some experts are quantized.
+        """
+        sources = self.checkpoint.layer_sources(index, without=self.packed_keys(index))
+        return {key: self.checkpoint.tensors.load(source) for key, source in sources.items()}
+
+    def packed_keys(self, index: int) -> frozenset[str]:
+        """Return the keys of a layer's ``state_dict`` that :meth:`packed` stands in for."""
+        found = self._layer(index)
+        keys = frozenset(matrix.key for _, (matrix, _) in found.values())
+        for matrix in matrices_of(self.checkpoint.empty_layer(index)):
+            if matrix.key in keys and matrix.name not in found:
+                raise SpecError(
+                    f"{self.directory}: layer {index}: {matrix.name} is not quantized and others "
+                    f"of {matrix.key} are, expected all or none"
+                )
+        return keys
+
+    def _find(self, index: int) -> dict[str, tuple[Precision, tuple[Matrix, tuple[str, ...]]]]:
+        """Every quantized matrix of a layer, with the stored modules that it is made of."""
+        prefix = self.checkpoint.layer_prefix(index)
+        tensors = self.checkpoint.tensors
+        found = {}
+        for matrix in matrices_of(self.checkpoint.empty_layer(index)):
+            for modules in _stored_modules(prefix, matrix):
+                if f"{modules[0]}.qweight" in tensors:
+                    found[matrix.name] = (self._precision(modules), (matrix, modules))
+                    break
+        return found
+
+    def _precision(self, modules: Sequence[str]) -> Precision:
+        found = {self.quantization.precision(self.checkpoint.module_name(m)) for m in modules}
+        precision = found.pop()
+        if found or precision is None:
+            raise SpecError(
+                f"{self.quantization.where}: {modules[0]} is stored quantized, expected "
+                "'dynamic' to say so, and alike for operators that run as one"
+            )
+        return precision
+
+    def _read(
+        self, module: str, shape: tuple[int, int], precision: Precision, scale_dtype: torch.dtype
+    ) -> PackedWeight:
+        tensors = self.checkpoint.tensors
+        names = {f"{module}.{part}": part for part in PARTS}
+        missing = [name for name in names if name not in tensors and not name.endswith("g_idx")]
+        if missing:
+            raise SpecError(f"{self.directory}: found no tensor '{missing[0]}'")
+        parts: Mapping[str, Tensor] = {
+            part: tensors.load(tensors.source(name))
+            for name, part in names.items()
+            if name in tensors
+        }
+        offset = self.quantization.zero_offset
+        try:
+            return to_packed(parts, shape, precision, scale_dtype, zero_offset=offset)
+        except SpecError as error:
+            raise SpecError(f"{tensors.where(f'{module}.qweight')}: {error}") from error
+
+
+def gptq_layer(
+    source: GptqCheckpoint,
+    index: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    backend: str | None = None,
+) -> nn.Module:
+    """Build one decoder layer with its quantized operators, ready to run.
+
+    Args:
+        source: the checkpoint.
+        index: of the layer.
+        dtype: dtype of the run.
+        device: where the layer stays.
+        backend: kernel backend to use wherever it can run.
+
+    Raises:
+        SpecError: as :class:`GptqCheckpoint`'s readers.
+    """
+    layer = source.checkpoint.empty_layer(index)
+    assembly = LayerAssembly(layer, dtype, backend)
+    for key, tensor in source.layer_state_dict(index).items():
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        assembly.fill({key: tensor.to(device=device, dtype=target)})
+    for matrix in matrices_of(source.checkpoint.empty_layer(index)):
+        packed = source.packed(index, matrix.name, dtype)
+        if packed is not None:
+            assembly.install(matrix, packed.to(device))
+    return assembly.finish()
+
+
+def _stored_modules(prefix: str, matrix: Matrix) -> Iterator[tuple[str, ...]]:
+    """Full names, as stored, of the modules that may hold a matrix; several run as one."""
+    if matrix.expert is None:
+        for name in stored_spellings(prefix + matrix.name):
+            yield (name,)
+        return
+    for spelling in part_spellings(prefix + matrix.key):
+        yield tuple(part.format(matrix.expert) for part in spelling)

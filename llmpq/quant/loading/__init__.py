@@ -1,0 +1,1 @@
+"""Load and quantize the layers of a stage."""

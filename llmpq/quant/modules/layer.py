@@ -1,0 +1,171 @@
+"""Quantize a decoder layer in place: which of its operators, and what stands in for them.
+
+Linear operators and the experts of mixtures are quantized; norms, biases and routers are not.
+This module refuses to know model families: it goes by the modules it finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.errors import SpecError
+from llmpq.kernels.cpu.dense import can_prepack
+from llmpq.kernels.registry import choose_backend
+from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
+from llmpq.quant.quantizers.methods import quantize
+from llmpq.spec.precision import Precision, default_precision
+
+_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+EXPERT_ROWS = 16
+"""Rows of a 16-bit expert are filled up to a multiple of it: 3 % of 250 rows, and few kernels."""
+_EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
+# What transformers' decorator of expert modules notes when their layout is not the plain one.
+_PLAIN_EXPERTS = {
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_bias": False,
+    "has_gate": True,
+    "has_post_expert_norm": False,
+}
+
+
+def quantize_layer_(
+    layer: nn.Module, bits: int, dtype: torch.dtype, *, backend: str | None = None
+) -> None:
+    """Cast ``layer`` to ``dtype`` and quantize its linear weights, freeing them one by one.
+
+    Args:
+        layer: one decoder layer with its weights on the device they will run on.
+        bits: 3, 4, 8 or 16, meaning ``spec.precision.default_precision``; 16 casts, and
+            on a CPU puts bf16 weights into its matmul's order.
+        dtype: dtype of the run: of what stays unquantized, and of the scales.
+        backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
+
+    Raises:
+        SpecError: the layer has no operator to quantize, or experts in a layout nobody taught
+            this module; leaving those alone would break the plan's memory without a word.
+    """
+    precision = default_precision(bits)
+    layer.to(dtype).requires_grad_(False).eval()
+    if bits == 16:
+        prepack_(layer)
+        _part_experts_(layer)
+        return
+    names = list(quantizable_names(layer))
+    if not names:
+        raise SpecError(f"{type(layer).__name__}: found no linear operator to quantize")
+    for name in names:
+        replacement = _replacement(layer.get_submodule(name), precision, backend)
+        layer.set_submodule(name, replacement)
+
+
+def stored_bytes(module: nn.Module) -> int:
+    """Return the bytes that the weights and buffers of ``module`` occupy, quantized or not."""
+    plain = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    held = (QuantLinear, DenseLinear)
+    return plain + sum(m.weight_bytes for m in module.modules() if isinstance(m, held))
+
+
+def prepack_(module: nn.Module) -> None:
+    """Put bf16 weights of plain linear operators into the order that this CPU's matmul reads."""
+    names = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    for name in names:  # by name, so that each weight is freed before the next is copied
+        linear = module.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        weight = linear.weight
+        if can_prepack(weight.device.type, weight.dtype, *weight.shape):
+            module.set_submodule(name, DenseLinear(weight, linear.bias))
+
+
+def _part_experts_(layer: nn.Module) -> None:
+    """Let a CPU run stacked experts one by one, on views of their weights, where they are plain.
+
+    transformers gathers all chosen rows of all experts at once, which takes several times the
+    memory; which experts are chosen would then decide what a worker's peak is.
+    """
+    stacks = [
+        (name, module) for name, module in layer.named_modules() if _has_plain_experts(module)
+    ]
+    for name, module in stacks:
+        weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
+        if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights.values()):
+            views = {key: [_view(one) for one in weight] for key, weight in weights.items()}
+            act_fn = module.get_submodule("act_fn")
+            experts = QuantExperts(
+                views["gate_up_proj"], views["down_proj"], act_fn, row_multiple=EXPERT_ROWS
+            )
+            layer.set_submodule(name, experts)
+
+
+def _view(weight: Tensor) -> nn.Linear:
+    """Return an operator whose weight ``[N, K]`` is this very memory."""
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def quantizable_names(layer: nn.Module) -> Iterator[str]:
+    """Yield the names of a layer's linear operators and stacked experts, in the layer's order.
+
+    Raises:
+        SpecError: experts in a layout nobody taught this module.
+    """
+    for name, module in layer.named_modules():
+        is_linear = isinstance(module, nn.Linear)
+        if is_linear and name.rpartition(".")[2] not in _ROUTER_NAMES:
+            yield name
+        elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            _check_experts(name, module)
+            yield name
+
+
+def _check_experts(name: str, experts: nn.Module) -> None:
+    held, odd = _expert_layout(experts)
+    if held != _EXPERT_WEIGHTS or odd:
+        raise SpecError(
+            f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
+            f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
+        )
+
+
+def _has_plain_experts(module: nn.Module) -> bool:
+    held, odd = _expert_layout(module)
+    return held == _EXPERT_WEIGHTS and not odd
+
+
+def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
+    """Return the names of stacked experts' parameters, and what about them is not plain."""
+    held = {key for key, _ in experts.named_parameters(recurse=False)}
+    odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
+    # The decorator gives every class a gate function; one with its own does more than activate.
+    gate = getattr(type(experts), "_apply_gate", None)
+    if gate is not None and not gate.__module__.startswith("transformers.integrations"):
+        odd.append("_apply_gate")
+    return held, odd
+
+
+def _replacement(
+    module: nn.Module, precision: Precision, backend: str | None
+) -> QuantLinear | QuantExperts:
+    if isinstance(module, nn.Linear):
+        return _pack(module.weight, module.bias, precision, backend)
+    packed: dict[str, list[QuantLinear]] = {}
+    for key in sorted(_EXPERT_WEIGHTS):
+        stacked = module.get_parameter(key)  # [E, 2F, H] or [E, H, F]
+        packed[key] = [_pack(weight, None, precision, backend) for weight in stacked]
+        delattr(module, key)  # frees the 16-bit copy of one before the other is quantized
+    return QuantExperts(packed["gate_up_proj"], packed["down_proj"], module.get_submodule("act_fn"))
+
+
+def _pack(
+    weight: Tensor, bias: Tensor | None, precision: Precision, backend: str | None
+) -> QuantLinear:
+    out_features, in_features = weight.shape
+    kernel = choose_backend(
+        weight.device.type, precision, weight.dtype, out_features, in_features, prefer=backend
+    )
+    return QuantLinear(quantize(weight, precision, weight.dtype), bias, kernel)

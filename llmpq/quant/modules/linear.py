@@ -1,0 +1,213 @@
+"""Modules that stand in for a layer's linear operators and experts, with weights made for kernels.
+
+All run inference only, and hold their weights in a backend's own layout: they cannot be moved to
+another device or cast once built. Everything about the layer around them stays transformers' own.
+
+Shape legend: T tokens, K inputs, N outputs, H hidden, F features of an expert, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.errors import SpecError
+from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.dense import prepack, prepacked_linear
+from llmpq.kernels.cpu.tiled import TiledWeight
+from llmpq.kernels.packed import PackedWeight
+
+
+class QuantLinear(nn.Module):
+    """A linear operator whose weight is quantized; stands in for ``nn.Linear``.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        precision: how the weight is stored.
+        bias: ``[N]`` in the run's dtype, or ``None``.
+        order: int32 ``[K]``, the input feature of every stored column; ``None`` in their own order.
+    """
+
+    bias: Tensor | None
+    order: Tensor | None
+
+    def __init__(
+        self, packed: PackedWeight | TiledWeight, bias: Tensor | None, backend: KernelBackend
+    ) -> None:
+        """Prepare ``packed`` for ``backend``; only the prepared form is kept.
+
+        Tiles are taken as they are, by a backend that keeps tiles.
+
+        Raises:
+            SpecError: the backend cannot run this weight, or the bias does not fit it.
+        """
+        super().__init__()
+        self.in_features = packed.in_features
+        self.out_features = packed.out_features
+        self.precision = packed.precision
+        self._backend = backend
+        if isinstance(packed, TiledWeight):
+            assert isinstance(backend, TileBackend)
+            self._weight, order = backend.adopt(packed), None
+        else:
+            self._weight, order = backend.prepare(packed.in_stored_order()), packed.order
+        self._dtype = packed.dtype
+        self.register_buffer("order", order)
+        self.set_bias(bias)
+
+    def set_bias(self, bias: Tensor | None) -> None:
+        """Add ``bias`` ``[N]`` from now on.
+
+        Raises:
+            SpecError: it does not fit.
+        """
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise SpecError(
+                f"quantized linear: found a bias {list(bias.shape)}, expected [{self.out_features}]"
+            )
+        self.register_buffer("bias", None if bias is None else bias.detach().to(self._dtype))
+
+    @property
+    def tiled(self) -> TiledWeight | None:
+        """The weight, where its backend keeps tiles; it shares every tensor."""
+        if not isinstance(self._backend, TileBackend):
+            return None
+        parts = dict(zip(("tiles", "scales", "zeros"), self._weight.tensors, strict=False))
+        return TiledWeight.of_parts(self.out_features, self.in_features, self.precision, parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight as its backend keeps it, without the bias."""
+        return self._weight.nbytes
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend that multiplies."""
+        return self._backend.name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
+        if self.order is not None:
+            # Once for the input instead of once for the weight: backends know no order.
+            x = x.index_select(-1, self.order)
+        return self._backend.linear(x, self._weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(module)`` shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, precision={self.precision}, "
+            f"backend={self.backend_name}"
+        )
+
+
+class DenseLinear(nn.Module):
+    """A linear operator left at 16 bits, its weight in the order that the CPU's matmul reads.
+
+    Stands in for ``nn.Linear`` where ``llmpq.kernels.cpu.dense.can_prepack`` says so.
+
+    Attributes:
+        in_features: K.
+        out_features: N.
+        bias: ``[N]`` in bf16, or ``None``.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Reorder ``weight`` ``[N, K]``; the caller drops it."""
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._weight = prepack(weight)
+        self.register_buffer("bias", None if bias is None else bias.detach().to(weight.dtype))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weight, without the bias."""
+        return self._weight.nbytes
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the way it multiplies."""
+        return self._weight.backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]``."""
+        return prepacked_linear(x, self._weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(module)`` shows."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, backend={self.backend_name}"
+        )
+
+
+class QuantExperts(nn.Module):
+    """The experts of a mixture, two quantized matrices each; stands in for ``MixtralExperts``.
+
+    Takes the place of transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]`` and
+    ``down_proj`` ``[E, H, F]``. Experts run one after the other, each on the tokens routed to it.
+    """
+
+    def __init__(
+        self,
+        gate_up: Sequence[nn.Module],
+        down: Sequence[nn.Module],
+        act_fn: Callable[[Tensor], Tensor],
+        *,
+        row_multiple: int = 1,
+    ) -> None:
+        """Take the linear operators of every expert in order, quantized or not.
+
+        Args:
+            gate_up: from H to 2F features each, the gate's first.
+            down: from F to H features each.
+            act_fn: applied to the gate.
+            row_multiple: more rows than that are filled up to a multiple of it. oneDNN compiles and
+                keeps a kernel of 0.3 MB for every number of rows it has not seen.
+        """
+        super().__init__()
+        assert len(gate_up) == len(down)
+        self.row_multiple = row_multiple
+        self.num_experts = len(gate_up)
+        self.gate_up = nn.ModuleList(gate_up)
+        self.down = nn.ModuleList(down)
+        self.act_fn = act_fn
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all matrices as their backends keep them."""
+        return sum(m.weight_bytes for m in self.modules() if isinstance(m, QuantLinear))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: expert of each choice, ``[T, k]``; ``num_experts`` means none.
+            top_k_weights: its weight, ``[T, k]``.
+        """
+        output = torch.zeros_like(hidden_states)  # [T, H]
+        for expert in torch.unique(top_k_index).tolist():
+            if expert == self.num_experts:
+                continue
+            token, choice = torch.where(top_k_index == expert)
+            rows = hidden_states[self._filled_up(token)]
+            gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
+            y = self.down[expert](self.act_fn(gate) * up)  # [tokens of this expert and more, H]
+            y = y[: len(token)]
+            y = y * top_k_weights[token, choice, None]
+            output.index_add_(0, token, y.to(output.dtype))
+        return output
+
+    def _filled_up(self, token: Tensor) -> Tensor:
+        """Return ``token``, followed by the first one until there is a multiple of rows."""
+        missing = -len(token) % self.row_multiple
+        if len(token) <= self.row_multiple or missing == 0:
+            return token
+        return torch.cat((token, token[:1].expand(missing)))

@@ -1,0 +1,1 @@
+"""Quantizers: round-to-nearest, GPTQ."""

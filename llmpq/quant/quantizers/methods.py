@@ -1,0 +1,47 @@
+"""The quantizers by name, and the one function that calls them.
+
+Only methods that need nothing but the weight are called from here: one that needs a Hessian or
+activations has its own entry point. This module refuses to replace modules (``quant.layer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.kernels.packed import PackedWeight
+from llmpq.quant.quantizers.rtn import Allocate, round_to_nearest
+from llmpq.spec.precision import Precision
+
+Quantizer = Callable[[Tensor, Precision, torch.dtype, Allocate | None], PackedWeight]
+
+METHODS: dict[str, Quantizer] = {"rtn": round_to_nearest}
+"""Ways to choose the integers of a weight from the weight alone, by ``Precision.method``."""
+
+
+def quantize(
+    weight: Tensor,
+    precision: Precision,
+    scale_dtype: torch.dtype,
+    allocate: Allocate | None = None,
+) -> PackedWeight:
+    """Quantize one weight matrix ``[out_features, in_features]``.
+
+    Args:
+        weight: any floating dtype; read only.
+        precision: 3, 4 or 8 bits, with a method of ``METHODS``.
+        scale_dtype: dtype of the run, in which scales and zeros are stored.
+        allocate: makes the memory of the codes, where ``weight`` is; fresh memory by default.
+
+    Raises:
+        SpecError: the method is not one of these (16 bits has none), or the weight holds what
+            cannot be represented.
+    """
+    if precision.method not in METHODS:
+        raise SpecError(
+            f"quantize: found precision {precision}, expected a method of {sorted(METHODS)}"
+        )
+    return METHODS[precision.method](weight, precision, scale_dtype, allocate)

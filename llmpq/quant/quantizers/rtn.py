@@ -1,0 +1,176 @@
+"""Round-to-nearest: the quantizer that needs no data, and the grid that every other one uses.
+
+Scales and zeros are rounded to the dtype they are stored in before any code is chosen, and always
+so that the grid still covers the group. Codes are therefore nearest neighbours on the grid that
+will be read back: the error of a weight is at most half a step, at any storage dtype. This module
+refuses to look at activations.
+
+Shape legend: N output features, K input features, G groups of a row, b bits, R rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from llmpq.errors import SpecError
+from llmpq.kernels.cpu.native import DONE, TYPES, Rounding, library
+from llmpq.kernels.packed import PackedWeight, pack_codes, packed_row_bytes, row_blocks
+from llmpq.spec.precision import Precision
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""That of ``models.sources``, which a quantizer has no other need of."""
+
+_LANES = 16
+_BITS_OF_DTYPE = {2: torch.int16, 4: torch.int32}
+
+
+def round_to_nearest(
+    weight: Tensor,
+    precision: Precision,
+    scale_dtype: torch.dtype,
+    allocate: Allocate | None = None,
+) -> PackedWeight:
+    """Quantize ``weight`` ``[N, K]``, each group on its own.
+
+    Compiled where it can be; else in torch, a block of rows at a time, so that no float32 copy
+    of the matrix exists.
+
+    Args:
+        weight: any floating dtype; read only.
+        precision: 3, 4 or 8 bits; symmetric or min-max.
+        scale_dtype: the run's dtype, in which scales and zeros are stored.
+        allocate: makes the memory of the codes, where ``weight`` is; fresh memory by default.
+
+    Raises:
+        SpecError: the weight holds a NaN or an infinity, or its scales overflow ``scale_dtype``.
+    """
+    rows, columns = weight.shape
+    group = precision.effective_group(columns)
+    shape, device = (rows, columns // group), weight.device
+    codes_shape = (rows, packed_row_bytes(columns, precision.bits))
+    if allocate is None:
+        codes = torch.empty(codes_shape, dtype=torch.uint8, device=device)
+    else:
+        codes = allocate(codes_shape, torch.uint8)
+    scales = torch.empty(shape, dtype=scale_dtype, device=device)
+    zeros = None if precision.symmetric else torch.empty_like(scales)
+    packed = PackedWeight(
+        out_features=rows,
+        in_features=columns,
+        precision=precision,
+        codes=codes,
+        scales=scales,
+        zeros=zeros,
+    )
+    if not (_can_compile(weight, group) and _rounded_compiled(weight, packed)):
+        _rounded_by_torch(weight, packed)
+    return packed
+
+
+def _can_compile(weight: Tensor, group: int) -> bool:
+    is_plain = weight.device.type == "cpu" and weight.is_contiguous() and weight.dtype in TYPES
+    return is_plain and group % _LANES == 0 and library() is not None
+
+
+def _rounded_compiled(weight: Tensor, packed: PackedWeight) -> bool:
+    """Fill ``packed`` in one pass; ``False`` when ``weight`` holds what torch has to explain.
+
+    Ten times as fast as torch's operators and without their temporaries, to the same bits.
+    """
+    loaded = library()
+    assert loaded is not None
+    call = Rounding(
+        weight=weight.data_ptr(),
+        codes=packed.codes.data_ptr(),
+        scales=packed.scales.data_ptr(),
+        zeros=None if packed.zeros is None else packed.zeros.data_ptr(),
+        rows=packed.out_features,
+        columns=packed.in_features,
+        group=packed.group_size,
+        bits=packed.precision.bits,
+        type=TYPES[weight.dtype],
+        scale_type=TYPES[packed.dtype],
+        threads=torch.get_num_threads(),
+    )
+    return int(loaded.kernels_round(byref(call))) == DONE
+
+
+def _rounded_by_torch(weight: Tensor, packed: PackedWeight) -> None:
+    precision, columns = packed.precision, packed.in_features
+    for block in row_blocks(*weight.shape):
+        wide = weight[block].to(torch.float32)
+        grouped = wide.reshape(wide.shape[0], -1, packed.group_size)  # [R, G, K/G]
+        scale, zero = fit_grid(grouped, precision, packed.dtype)  # [R, G]
+        nearest = nearest_codes(grouped, scale, zero, precision.bits)
+        packed.codes[block] = pack_codes(nearest.view(-1, columns), precision.bits)
+        packed.scales[block] = scale
+        if packed.zeros is not None:
+            packed.zeros[block] = zero
+
+
+def fit_grid(
+    grouped: Tensor, precision: Precision, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and zero of each group of ``grouped`` ``[R, G, K/G]``, both ``[R, G]``.
+
+    Both are float32 numbers that ``scale_dtype`` represents exactly. Grid points are
+    ``(code - 2^(b-1)) * scale + zero``; every weight lies on the grid or within half a step of it.
+    A group of equal weights that the zero represents has any grid: its scale is 1, never 0.
+
+    Raises:
+        SpecError: a weight is not finite, or the grid overflows ``scale_dtype``.
+    """
+    # Not aminmax: torch runs it in scalar code, twelve times slower than both of these.
+    low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)  # [R, G]
+    if precision.symmetric:
+        zero = torch.zeros_like(low)
+        step = torch.maximum(high, -low) / _symmetric_half_width(precision.bits)
+    else:
+        half = 1 << (precision.bits - 1)
+        steps = 2 * half - 1
+        # Divided before subtracting: the range of extreme weights overflows float32 itself.
+        zero = (low + (high / steps - low / steps) * half).to(scale_dtype).to(torch.float32)
+        step = torch.maximum((high - zero) / (half - 1), (zero - low) / half)
+    scale = _round_up(step, scale_dtype)
+    if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
+        raise SpecError(
+            f"weight: found values in [{low.min().item()}, {high.max().item()}], expected finite "
+            f"ones whose scales fit {scale_dtype}"
+        )
+    return torch.where(scale == 0, 1.0, scale), zero
+
+
+def nearest_codes(grouped: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Return the codes nearest to ``grouped`` ``[R, G, K/G]`` on the given grid: uint8, same shape.
+
+    Args:
+        grouped: float32 weights.
+        scale: ``[R, G]``, positive.
+        zero: ``[R, G]``.
+        bits: b; codes lie in ``[0, 2^b)``.
+    """
+    half = 1 << (bits - 1)
+    steps = (grouped - zero.unsqueeze(-1)).div_(scale.unsqueeze(-1)).round_().add_(half)
+    return steps.clamp_(0, 2 * half - 1).to(torch.uint8)
+
+
+def _symmetric_half_width(bits: int) -> float:
+    """Return how many steps the largest weight lies from zero.
+
+    8 bits: 127, so that codes negate (LLM.int8()'s absmax). Fewer: half the number of steps, so
+    that the one code without a negative is used too, as GPTQ does. Either covers to half a step.
+    """
+    return 127.0 if bits == 8 else (2**bits - 1) / 2
+
+
+def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the smallest number of ``dtype`` not below each of ``values`` (>= 0), as float32."""
+    rounded = values.to(dtype)
+    # Positive floats of one dtype are ordered as their bit patterns are, so the next is one more.
+    as_integers = rounded.view(_BITS_OF_DTYPE[dtype.itemsize])
+    too_low = rounded.to(torch.float32) < values
+    return (as_integers + too_low.to(as_integers.dtype)).view(dtype).to(torch.float32)
