@@ -27,7 +27,7 @@ from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.batching.workload_shift import DriftWatch, watch_of
 from llmpq.dist.engine.engine import MasterEngine
-from llmpq.dist.engine.in_flight import Split
+from llmpq.dist.engine.in_flight import PhaseSplit
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
@@ -372,7 +372,7 @@ def run_engine(costs, trace, sizes, slots, policy, watch):
         num_slots=slots,
         split=None
         if costs.decoding is None
-        else Split(ways=costs.layout.ways, prefill_runner=ends),
+        else PhaseSplit(ways=costs.layout.ways, prefill_runner=ends),
         watch=watch,
     )
     requests = [
