@@ -46,9 +46,13 @@ from llmpq.indicator import INDICATORS, Random, Subject, Variance, sensitivity_t
 from llmpq.models import DecoderStage
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.families import load_model_dir
-from llmpq.spec.identity import weights_digest
-from llmpq.spec.tables import SensitivityTable, read_sensitivity, write_sensitivity
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.sensitivity import (
+    SensitivityTable,
+    read_sensitivity,
+    weights_digest,
+    write_sensitivity,
+)
 from llmpq.spec.workload import Workload
 
 MODEL = Path("models/demo")

@@ -37,7 +37,7 @@ from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Formula, Status
 from llmpq.spec.precision import BITS, Dtype
-from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.sensitivity import SensitivityTable
 from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3

@@ -34,7 +34,7 @@ from llmpq.quant.modules.layer import quantizable_names
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
-from llmpq.spec.gptq_config import FIELD, ZERO_OFFSETS
+from llmpq.spec.huggingface.gptq import FIELD, ZERO_OFFSETS
 from llmpq.spec.precision import Precision
 
 # Below this share of tokens to input features, what GPTQ learns of its inputs is mostly noise.

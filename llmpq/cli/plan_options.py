@@ -20,10 +20,9 @@ from llmpq.cli.override_options import overrides_of
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
-from llmpq.spec.identity import check_measured_on
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
-from llmpq.spec.tables import SensitivityTable, read_sensitivity
+from llmpq.spec.sensitivity import SensitivityTable, check_measured_on, read_sensitivity
 from llmpq.spec.workload import Workload, load_workload
 
 DEFAULT_METHOD = "llmpq"

@@ -16,11 +16,11 @@ from llmpq.assigner.schedules.plan import (
 )
 from llmpq.assigner.task import costs_of
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import with_tensor_parallel
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import default_schedule
-from llmpq.spec.teams import with_tensor_parallel
 from llmpq.units import format_seconds
 
 POLICIES = ("hybrid", "static", "iteration", "rra", "waa", "auto")

@@ -12,10 +12,15 @@ from math import isfinite
 from llmpq import __version__
 from llmpq.errors import SpecError
 from llmpq.indicator.base import UNIT_BITS, Scores, Subject
-from llmpq.spec.families import load_model_dir
-from llmpq.spec.identity import SHAPES_KEY, WEIGHTS_KEY, shapes_digest, weights_digest
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import default_precision
-from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.sensitivity import (
+    SHAPES_KEY,
+    WEIGHTS_KEY,
+    SensitivityTable,
+    shapes_digest,
+    weights_digest,
+)
 
 WEIGHTS_ONLY = "none: an estimate by the weights alone, G(X) = 1"
 

@@ -15,7 +15,7 @@ from llmpq.dist import Job, Prompt, run_job
 from llmpq.dist.io.prompts import write_prompts
 from llmpq.dist.metrics.measurement import StageStats
 from llmpq.dist.metrics.progress import Progress
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import write_plan
 

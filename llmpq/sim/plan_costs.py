@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.costs import Hop, Layout, Shape
 from llmpq.spec.cluster import Device
-from llmpq.spec.handover import handovers_of
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, handovers_of
 from llmpq.spec.precision import Phase
 
 CONTEXT_STEP = 16

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import DeviceKind, DeviceSpec, PrecisionCost
-from llmpq.spec.families import load_model_dir, model_from_config
 from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 

@@ -3,7 +3,7 @@
 A decoder layer is the list of its real linear operators (so grouped-query attention, gated
 feed-forwards and experts count right) plus what always stays unquantized. Layers of one kind are
 identical in time and memory, which the planner exploits. Reading a ``config.json`` is
-``llmpq.spec.families``; named models are ``llmpq.spec.catalog``.
+``llmpq.spec.huggingface.families``; named models are ``llmpq.spec.catalog``.
 """
 
 from __future__ import annotations

@@ -394,3 +394,35 @@ def _check_sizes(plan: Plan) -> None:
             )
     if plan.kv_bits not in (8, 16, 32):
         raise SpecError(f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8, 16 or 32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """The layers whose keys and values go from one rank to another.
+
+    Attributes:
+        source: rank that prefills them.
+        target: rank that decodes them.
+        first_layer, end_layer: half-open range.
+    """
+
+    source: int
+    target: int
+    first_layer: int
+    end_layer: int
+
+
+def handovers_of(plan: Plan) -> tuple[Handover, ...]:
+    """Return every handover of a plan, by source and then by layer; none when phases share stages.
+
+    Together they name every layer once.
+    """
+    if not plan.is_split:
+        return ()
+    return tuple(
+        Handover(source=made.rank, target=held.rank, first_layer=first, end_layer=end)
+        for made in plan.stages_of(Phase.PREFILL)
+        for held in plan.stages_of(Phase.DECODE)
+        if (first := max(made.first_layer, held.first_layer))
+        < (end := min(made.end_layer, held.end_layer))
+    )

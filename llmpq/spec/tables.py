@@ -1,8 +1,7 @@
-"""Measured tables: what the profiler and the indicators write and the planner reads.
+"""Measured tables: latencies of layers and of links, written by the profiler.
 
-A latency table is CSV with the header ``phase,bits,batch,tokens,seconds``; a link table is CSV with
-``from,to,bytes,seconds``; a sensitivity table is JSON. Lines that start with ``#`` carry
-provenance as ``# key: value``. No meaning is ever read out of a file's name.
+A latency table is CSV with the header ``phase,bits,batch,tokens,seconds``, a link table is CSV with
+``from,to,bytes,seconds``. Lines that start with ``#`` carry provenance as ``# key: value``.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.spec.fields import MAX_FILE_BYTES, SCHEMA, Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import MAX_FILE_BYTES, write_text
 from llmpq.spec.precision import BITS, Phase
 
 LATENCY_HEADER = ("phase", "bits", "batch", "tokens", "seconds")
@@ -120,54 +118,6 @@ def ends_of(file: str, table: CommTable, between: tuple[str, str]) -> LinkEnds |
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SensitivityTable:
-    """How much each layer loses at each bitwidth.
-
-    Attributes:
-        model: name of the model it was measured on.
-        method: indicator that made it.
-        omega: for each bitwidth, one value a layer, raw; 16 bits is 0 and not listed.
-        provenance: key and value pairs.
-    """
-
-    model: str
-    method: str
-    omega: tuple[tuple[int, tuple[float, ...]], ...]
-    provenance: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def num_layers(self) -> int:
-        """Layers the table covers."""
-        return len(self.omega[0][1])
-
-    def normalised(self, bits: Sequence[int]) -> tuple[tuple[float, ...], ...]:
-        """Return ``[L, B]`` values for ``bits``, scaled so that "every layer at 4 bits" is 1.
-
-        Raises:
-            SpecError: a bitwidth below 16 is not in the table, or the 4-bit column sums to zero.
-        """
-        columns = dict(self.omega)
-        scale = sum(columns.get(4, ()))
-        if scale <= 0:
-            raise SpecError(
-                f"sensitivity table of {self.model}: found a 4-bit column that sums to {scale}, "
-                "expected a positive sum (it is the unit of quality)"
-            )
-        rows = []
-        for layer in range(self.num_layers):
-            row = []
-            for width in bits:
-                if width != 16 and width not in columns:
-                    raise SpecError(
-                        f"sensitivity table of {self.model}: no column for {width} bits, "
-                        f"expected one of {sorted(columns)}"
-                    )
-                row.append(0.0 if width == 16 else columns[width][layer] / scale)
-            rows.append(tuple(row))
-        return tuple(rows)
-
-
 def read_latency_table(path: str | Path) -> LatencyTable:
     """Read a latency CSV; ``SpecError`` names file, line, column and value."""
     rows, provenance = _read_csv(path, LATENCY_HEADER)
@@ -227,60 +177,6 @@ def write_comm_table(path: str | Path, table: CommTable) -> None:
         for sample in table.samples
     ]
     write_text(path, _csv_text(COMM_HEADER, rows, table.provenance))
-
-
-def read_sensitivity(path: str | Path) -> SensitivityTable:
-    """Read a sensitivity JSON file."""
-    fields = Fields(read_json(path), str(path))
-    fields.schema()
-    model, method = fields.text("model"), fields.text("method")
-    columns = fields.take("omega")
-    if not isinstance(columns, dict) or not columns:
-        raise fields.error("omega", columns, "an object of one array per bitwidth")
-    omega = tuple((_width(fields, key), _column(fields, key, columns[key])) for key in columns)
-    if len({len(values) for _, values in omega}) != 1:
-        raise fields.error("omega", "arrays of unlike length", "one value a layer in each")
-    provenance = fields.take("provenance") if fields.has("provenance") else {}
-    if not isinstance(provenance, dict):
-        raise fields.error("provenance", provenance, "an object")
-    fields.done()
-    return SensitivityTable(
-        model=model,
-        method=method,
-        omega=omega,
-        provenance=tuple((str(key), str(value)) for key, value in provenance.items()),
-    )
-
-
-def write_sensitivity(path: str | Path, table: SensitivityTable) -> None:
-    """Write a sensitivity JSON file."""
-    value: dict[str, Any] = {
-        "schema": SCHEMA,
-        "model": table.model,
-        "method": table.method,
-        "omega": {str(bits): list(values) for bits, values in table.omega},
-        "provenance": dict(table.provenance),
-    }
-    write_text(path, dump_json(value))
-
-
-def _width(fields: Fields, key: str) -> int:
-    if key not in {str(bits) for bits in BITS if bits != 16}:
-        raise fields.error(f"omega.{key}", key, "3, 4 or 8")
-    return int(key)
-
-
-def _column(fields: Fields, key: str, values: object) -> tuple[float, ...]:
-    good = isinstance(values, list) and all(
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-        for value in values
-    )
-    if not good or not values:
-        raise fields.error(f"omega.{key}", values, "an array of finite values, none negative")
-    return tuple(float(value) for value in values)  # type: ignore[attr-defined]
 
 
 def _read_csv(

@@ -24,7 +24,7 @@ import numpy as np
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import DeviceSpec
-from llmpq.spec.families import model_from_config
+from llmpq.spec.huggingface.families import model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Phase
 from scripts.reproduce.output import emit, table

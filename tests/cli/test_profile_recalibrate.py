@@ -13,7 +13,7 @@ from llmpq.assigner.task import PlanRequest, costs_of
 from llmpq.cli.commands.profile import main
 from llmpq.costmodel.tables.profiles import SchedulerOverhead, drift_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan_io import write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table

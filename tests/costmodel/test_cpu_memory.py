@@ -25,7 +25,7 @@ from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.spec import catalog
-from llmpq.spec.families import load_model_dir, model_from_config
+from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.workload import Workload
 

@@ -16,10 +16,9 @@ from llmpq.models import build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
 from llmpq.quant.modules.linear import QuantLinear
 from llmpq.spec import catalog
-from llmpq.spec.families import load_model_dir, model_from_config
+from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.storage import LAWS
+from llmpq.spec.precision import BITS, DTYPE_BYTES, LAWS
 from llmpq.spec.workload import Workload
 
 torch.set_num_threads(1)

@@ -28,12 +28,12 @@ from llmpq.spec.cluster import (
     cluster_from_fields,
     cluster_of_types,
     cluster_to_json,
+    with_tensor_parallel,
 )
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table
-from llmpq.spec.teams import with_tensor_parallel
 from llmpq.spec.workload import Workload
 
 LLAMA = catalog.model("meta-llama/Llama-3.1-8B")

@@ -18,8 +18,8 @@ from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, enco
 from llmpq.dist.transport.links import Inbox, LinkClosedError, Outbox
 from llmpq.dist.transport.shared_memory import ArenaReader, ArenaWriter
 from llmpq.errors import StageError
-from llmpq.spec.transfer import SHARED_FROM_BYTES as LEAST_BYTES
-from llmpq.spec.transfer import SHARED_PLACES as PLACES
+from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES
+from llmpq.spec.runtime_constants import SHARED_PLACES as PLACES
 
 HIDDEN = 256
 LIMITS = FrameLimits(

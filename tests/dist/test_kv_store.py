@@ -17,7 +17,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import quantize_both, quantize_tokens
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, MicroBatch, kv_shapes
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
 

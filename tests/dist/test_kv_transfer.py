@@ -30,7 +30,7 @@ from llmpq.dist.transport.frames import (
 from llmpq.dist.transport.links import Inbox, Outbox
 from llmpq.errors import StageError
 from llmpq.models import KVShape, MicroBatch
-from llmpq.spec.handover import Handover, handovers_of
+from llmpq.spec.plan import Handover, handovers_of
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,7 @@ from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.quantizers.gptq import GptqOptions
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.precision import Precision, linear_bytes, unquantized
 

@@ -18,7 +18,7 @@ import llmpq
 from llmpq.dist.io.prompts import Prompt, make_request, request_limits
 from llmpq.dist.launch.orphan_cleanup import watched
 from llmpq.errors import SpecError
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 
 SOURCE = Path(llmpq.__file__).parent
 FORBIDDEN_CALLS = {"eval", "exec", "compile"}

@@ -10,7 +10,7 @@ from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.sensitivity import SensitivityTable
 from llmpq.spec.workload import Workload
 
 

@@ -8,7 +8,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.models import Checkpoint, build_layer
 from llmpq.quant import DenseLinear, QuantExperts, QuantLinear, quantize_layer_, stored_bytes
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import default_precision
 
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmpq.errors import SpecError
-from llmpq.spec.families import load_model_dir, model_from_config
+from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.cluster import cluster_from_fields
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan_io import plan_from_fields
-from llmpq.spec.tables import read_sensitivity
+from llmpq.spec.sensitivity import read_sensitivity
 from llmpq.spec.workload import workload_from_fields
 
 SCHEMAS = {

@@ -6,8 +6,7 @@ import torch
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS
 from llmpq.quant import quantize
-from llmpq.spec.precision import Precision
-from llmpq.spec.storage import LAWS, stored_bytes
+from llmpq.spec.precision import LAWS, Precision, stored_bytes
 
 torch.set_num_threads(1)
 

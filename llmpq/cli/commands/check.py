@@ -32,7 +32,7 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, PlanEstimate
 from llmpq.spec.plan_io import read_plan
 from llmpq.spec.precision import BITS
-from llmpq.spec.tables import read_sensitivity
+from llmpq.spec.sensitivity import read_sensitivity
 from llmpq.units import format_bytes
 
 TOLERANCE = 1e-6

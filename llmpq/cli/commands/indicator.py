@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from llmpq.cli.common import command_line, make_parser, print_json, require, run_command
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.tables import SensitivityTable, write_sensitivity
+from llmpq.spec.sensitivity import SensitivityTable, write_sensitivity
 
 if TYPE_CHECKING:
     from llmpq.indicator import Indicator, Subject

@@ -15,7 +15,7 @@ from llmpq.dist.metrics.report import memory_parts
 from llmpq.errors import SpecError
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.families import load_model_dir
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import (
     MemoryParts,
     MicroBatching,

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
-from llmpq.spec.storage import needs_scratch
-from llmpq.spec.transfer import SHARED_FROM_BYTES, SHARED_PLACES
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
+from llmpq.spec.runtime_constants import SHARED_FROM_BYTES, SHARED_PLACES
 from llmpq.units import MIB
 
 HEAP_FACTOR = 1.45

@@ -15,8 +15,7 @@ from llmpq.costmodel.memory import cpu_memory
 from llmpq.spec.cluster import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import DTYPE_BYTES, Dtype
-from llmpq.spec.storage import stored_bytes
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, stored_bytes
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
 

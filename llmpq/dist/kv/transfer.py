@@ -30,8 +30,7 @@ from llmpq.dist.transport.failures import closed_peer, silent_peer
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.dist.transport.links import Inbox, LinkClosedError, Outbox
 from llmpq.errors import StageError
-from llmpq.spec.handover import Handover
-from llmpq.spec.plan import PREFILL_HALVES, Plan
+from llmpq.spec.plan import PREFILL_HALVES, Handover, Plan
 
 
 class KVConnector(Protocol):

@@ -57,8 +57,8 @@ from llmpq.dist.transport.topology import topology_of
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
 from llmpq.quant.loading.store import Store
-from llmpq.spec.families import load_model_dir
 from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
 from llmpq.spec.plan_io import read_plan
 

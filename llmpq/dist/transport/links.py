@@ -34,7 +34,7 @@ from llmpq.dist.transport.frames import (
     encode_header,
 )
 from llmpq.dist.transport.shared_memory import ArenaReader, ArenaWriter
-from llmpq.spec.transfer import SHARED_FROM_BYTES, SHARED_PLACES
+from llmpq.spec.runtime_constants import SHARED_FROM_BYTES, SHARED_PLACES
 
 BUFFER_BYTES: Final = 8 << 20
 """Bytes on their way for which no thread must be woken: some micro-batches of decode."""

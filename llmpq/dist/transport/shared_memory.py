@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import StageError
-from llmpq.spec.transfer import SHARED_PLACES
+from llmpq.spec.runtime_constants import SHARED_PLACES
 
 _COUNTER: Final = struct.Struct("<Q")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from llmpq.dist.io.job import Transport
 from llmpq.errors import SpecError
-from llmpq.spec.handover import Handover, handovers_of
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Handover, Plan, handovers_of
 from llmpq.spec.precision import Phase
 
 

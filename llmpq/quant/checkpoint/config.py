@@ -1,4 +1,4 @@
-"""The ``quantization_config`` that our GPTQ files carry; reading one is ``spec.gptq_config``."""
+"""The ``quantization_config`` of our GPTQ files; ``spec.huggingface.gptq`` reads it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from llmpq.models import Checkpoint
 from llmpq.models.experts import part_spellings, stored_spellings
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
 from llmpq.quant.loading.assembly import LayerAssembly, Matrix, matrices_of
-from llmpq.spec.gptq_config import GptqConfig, find_config, parse_config
+from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config
 from llmpq.spec.precision import Precision
 
 _LAYERS_KEPT = 4

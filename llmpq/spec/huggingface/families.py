@@ -17,16 +17,9 @@ from typing import Any
 
 from llmpq.errors import bad_field
 from llmpq.spec.fields import read_json
-from llmpq.spec.gptq_config import stored_precisions
+from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
+from llmpq.spec.huggingface.gptq import stored_precisions
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
-from llmpq.spec.model_config import HEADS, HIDDEN, Config
-from llmpq.spec.windows import (
-    no_windows,
-    windows_by_period,
-    windows_everywhere,
-    windows_from_layer,
-    windows_if_used,
-)
 
 
 def load_model_dir(path: str | Path) -> ModelSpec:
@@ -358,16 +351,76 @@ def _plain_layer(
     )
 
 
-_LLAMA = _Variant(mlp_bias=True, windows=no_windows)
-_MISTRAL = _Variant(kv_heads=8, qkv_bias=False, out_bias=False, windows=windows_everywhere(4096))
-_MIXTRAL = replace(_MISTRAL, windows=windows_everywhere(None))
-_PHI3 = replace(_MISTRAL, kv_heads=None, fused=True, windows=windows_everywhere(None))
-_QWEN2 = _Variant(kv_heads=32, qkv_bias=True, out_bias=False, windows=windows_from_layer)
-_QWEN3 = _Variant(kv_heads=32, head_dim=128, qk_norm=True, windows=windows_from_layer)
-_QWEN3_MOE = _Variant(kv_heads=4, qk_norm=True, windows=windows_if_used)
-_GEMMA = _Variant(kv_heads=16, head_dim=256, tied=True, windows=no_windows)
-_GEMMA2 = _Variant(kv_heads=4, head_dim=256, norms=4, tied=True, windows=windows_by_period(2))
-_GEMMA3 = replace(_GEMMA2, qk_norm=True, windows=windows_by_period(6, "sliding_window_pattern"))
+def _no_windows(fields: Config) -> Sequence[int | None]:
+    """No layer has one (Llama, Gemma)."""
+    return [None] * fields.layers()
+
+
+def _windows_everywhere(default: int | None) -> Callable[[Config], Sequence[int | None]]:
+    """Every layer looks back on ``sliding_window``; null is all tokens (Mistral, Phi-3)."""
+
+    def windows(fields: Config) -> Sequence[int | None]:
+        stated = fields.optional_size("sliding_window")
+        missing = None if fields.has_key("sliding_window") else default
+        return [stated or missing] * fields.layers()
+
+    return windows
+
+
+def _windows_if_used(fields: Config) -> Sequence[int | None]:
+    """Every layer, where ``use_sliding_window`` says so (Qwen3-MoE)."""
+    used = fields.flag("use_sliding_window", default=False)
+    return [_window(fields) if used else None] * fields.layers()
+
+
+def _windows_from_layer(fields: Config) -> Sequence[int | None]:
+    """Layers from ``max_window_layers`` on, where ``use_sliding_window`` says so (Qwen)."""
+    count = fields.layers()
+    window = _window(fields) if fields.flag("use_sliding_window", default=False) else None
+    first = fields.size("max_window_layers", default=28, minimum=0)
+    return _by_name(fields, [window if index >= first else None for index in range(count)], window)
+
+
+def _windows_by_period(
+    period: int, field: str | None = None
+) -> Callable[[Config], Sequence[int | None]]:
+    """All layers but every ``period``-th one (Gemma 2), or as ``field`` says (Gemma 3)."""
+
+    def windows(fields: Config) -> Sequence[int | None]:
+        window = _window(fields)
+        every = period if field is None else fields.size(field, default=period)
+        count = fields.layers()
+        pattern = [window if (index + 1) % every else None for index in range(count)]
+        return _by_name(fields, pattern, window)
+
+    return windows
+
+
+def _by_name(
+    fields: Config, pattern: Sequence[int | None], window: int | None
+) -> Sequence[int | None]:
+    """Return what ``layer_types`` says where the file has it, ``pattern`` otherwise."""
+    names = fields.names("layer_types", len(pattern), ("full_attention", "sliding_attention"))
+    if names is None:
+        return pattern
+    return [window if name == "sliding_attention" else None for name in names]
+
+
+def _window(fields: Config) -> int | None:
+    missing = None if fields.has_key("sliding_window") else 4096
+    return fields.optional_size("sliding_window") or missing
+
+
+_LLAMA = _Variant(mlp_bias=True, windows=_no_windows)
+_MISTRAL = _Variant(kv_heads=8, qkv_bias=False, out_bias=False, windows=_windows_everywhere(4096))
+_MIXTRAL = replace(_MISTRAL, windows=_windows_everywhere(None))
+_PHI3 = replace(_MISTRAL, kv_heads=None, fused=True, windows=_windows_everywhere(None))
+_QWEN2 = _Variant(kv_heads=32, qkv_bias=True, out_bias=False, windows=_windows_from_layer)
+_QWEN3 = _Variant(kv_heads=32, head_dim=128, qk_norm=True, windows=_windows_from_layer)
+_QWEN3_MOE = _Variant(kv_heads=4, qk_norm=True, windows=_windows_if_used)
+_GEMMA = _Variant(kv_heads=16, head_dim=256, tied=True, windows=_no_windows)
+_GEMMA2 = _Variant(kv_heads=4, head_dim=256, norms=4, tied=True, windows=_windows_by_period(2))
+_GEMMA3 = replace(_GEMMA2, qk_norm=True, windows=_windows_by_period(6, "sliding_window_pattern"))
 
 _FAMILIES: dict[str, Callable[[Config], _Parts]] = {
     "opt": _opt,

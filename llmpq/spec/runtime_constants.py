@@ -1,7 +1,4 @@
-"""Transfer: how hidden states lie in memory on their way from rank to rank.
-
-The tensor side makes the memory (``dist.arena``), the plan side counts it; both read it here.
-"""
+"""Sizes that the runtime uses and the cost model counts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Model files of Hugging Face: ``config.json`` and the GPTQ quantization settings."""
