@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from llmpq.dist.io.job import Meeting
+from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.transport.connect import RankIdentity, connect
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 
@@ -57,7 +57,7 @@ def end(rank: int, transport: str, folder: str, plan: tuple[int, int, float], ou
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     me = RankIdentity(rank=rank, world_size=2, name=f"rank {rank}", limits=LIMITS, timeout_s=30.0)
-    door = connect(me, Meeting(file=Path(folder) / "meeting"), transport).communicator
+    door = connect(me, Rendezvous(file=Path(folder) / "rendezvous"), transport).communicator
     size, count, budget_s = plan
     there, back = frame(size), frame(4 * HIDDEN)
     times = []

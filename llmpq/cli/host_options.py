@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from llmpq.dist import Hosts
-from llmpq.dist.io.job import Meeting, Transport
+from llmpq.dist.io.job import Rendezvous, Transport
 from llmpq.errors import SpecError
 
 
@@ -50,7 +50,7 @@ def hosts_of(options: argparse.Namespace) -> Hosts:
     )
 
 
-def meeting_of(options: argparse.Namespace) -> Meeting:
+def rendezvous_of(options: argparse.Namespace) -> Rendezvous:
     """Return how the ranks meet as far as options say; the rest is decided at the start."""
     token_file = None if options.token_file is None else Path(options.token_file).resolve()
-    return Meeting(from_environment=True, token_file=token_file)
+    return Rendezvous(from_environment=True, token_file=token_file)

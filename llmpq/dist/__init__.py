@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.dist.engine.policy import schedule_of
-from llmpq.dist.io.job import Job, Meeting, SamplingParams, check_plan
+from llmpq.dist.io.job import Job, Rendezvous, SamplingParams, check_plan
 from llmpq.dist.io.prompts import (
     Prompt,
     RequestLimits,
@@ -23,7 +23,7 @@ from llmpq.dist.io.prompts import (
 )
 from llmpq.dist.io.results import Result, finished_ids, read_results
 from llmpq.dist.launch.launcher import ranks_of_node
-from llmpq.dist.launch.orphan_cleanup import watched
+from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.dist.launch.supervisor import Supervision, Supervisor
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Progress, SilentProgress
@@ -138,13 +138,13 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
         folder = Path(name)
         if hosts.num_nodes == 1:
-            meeting = Meeting(file=folder / "meeting")
+            rendezvous = Rendezvous(file=folder / "rendezvous")
         else:
-            meeting = Meeting(
-                address=hosts.address, folder=folder, token_file=job.meeting.token_file
+            rendezvous = Rendezvous(
+                address=hosts.address, folder=folder, token_file=job.rendezvous.token_file
             )
-        told = replace(job, meeting=meeting, launcher_pid=os.getpid())
-        with watched(folder):
+        told = replace(job, rendezvous=rendezvous, launcher_pid=os.getpid())
+        with clean_up_if_killed(folder):
             care, events = supervision or Supervision(), progress or SilentProgress()
             return Supervisor(told, plan, ranks, folder, care, events).run()
 

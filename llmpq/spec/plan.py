@@ -17,7 +17,7 @@ from llmpq.spec.workload import Workload
 
 Status = Literal["optimal", "feasible"]
 Formula = Literal["steady", "paper"]
-PREFILL_HALVES = 2
+PREFILL_BUFFERS = 2
 """Micro-batches that a stage which only prefills has slots for: one computed, one being sent."""
 
 
@@ -288,7 +288,7 @@ class Plan:
         micro-batch it computes and for the one before.
         """
         if stage.phase is Phase.PREFILL:
-            return PREFILL_HALVES * self.micro_batching.prefill, self.workload.prompt_tokens
+            return PREFILL_BUFFERS * self.micro_batching.prefill, self.workload.prompt_tokens
         return self.workload.batch, self.workload.max_context_tokens
 
     def path(self, phase: Phase) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.batching.length import Prediction
-from llmpq.dist.io.job import DriftHandling, Job, Meeting, SamplingParams, read_job, write_job
+from llmpq.dist.io.job import DriftHandling, Job, Rendezvous, SamplingParams, read_job, write_job
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import Schedule
 
@@ -19,16 +19,18 @@ def _job(**options: object) -> Job:
 
 
 @pytest.mark.parametrize(
-    "meeting",
+    "rendezvous",
     [
-        Meeting(file=Path("/private/meeting")),
-        Meeting(address=("10.0.0.1", 29500)),
-        Meeting(from_environment=True),
+        Rendezvous(file=Path("/private/rendezvous")),
+        Rendezvous(address=("10.0.0.1", 29500)),
+        Rendezvous(from_environment=True),
     ],
 )
-def test_round_trip(tmp_path, meeting):
+def test_round_trip(tmp_path, rendezvous):
     sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=3)
-    job = _job(resume=True, sampling=sampling, step_timeout_s=3.0, meeting=meeting, launcher_pid=12)
+    job = _job(
+        resume=True, sampling=sampling, step_timeout_s=3.0, rendezvous=rendezvous, launcher_pid=12
+    )
     job = replace(
         job,
         schedule=Schedule(policy="multibin", decode_batch=4, boundaries=(3.0, 9.5)),

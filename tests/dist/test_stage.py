@@ -14,9 +14,9 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock, tokens_read
 from llmpq.dist.transport.communicator import Communicator, in_process_ring
 from llmpq.dist.transport.control_messages import (
-    described,
+    as_llmpq_error,
     error_frame,
-    error_of,
+    error_from_frame,
     shut_down,
     wait_until_ready,
 )
@@ -89,13 +89,13 @@ def test_work_is_told_by_the_tokens_that_a_forecast_charges(phase, device, token
 
 @pytest.mark.parametrize("error", [SpecError("a"), CapacityError("b"), StageError("stage 1: c")])
 def test_errors_keep_their_kind_on_the_way(error):
-    found = error_of(error_frame(error))
+    found = error_from_frame(error_frame(error))
     assert (type(found), str(found)) == (type(error), str(error))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff"])
 def test_an_unreadable_error_is_an_error(text):
-    assert isinstance(error_of(Frame(kind=FrameKind.ERROR, text=text)), StageError)
+    assert isinstance(error_from_frame(Frame(kind=FrameKind.ERROR, text=text)), StageError)
 
 
 class Disturbed:
@@ -159,11 +159,11 @@ def test_a_stage_that_cannot_load_says_why(tiny_model, tmp_path):
     ],
 )
 def test_whatever_goes_wrong_is_one_of_our_errors(error, kind, text):
-    found = described(error, "stage 1")
+    found = as_llmpq_error(error, "stage 1")
     assert type(found) is kind
     assert str(found).startswith(text)
 
 
 def test_a_lost_peer_stays_one():
     lost = PeerLostError("stage 2: closed", 2)
-    assert described(lost, "stage 1") is lost
+    assert as_llmpq_error(lost, "stage 1") is lost

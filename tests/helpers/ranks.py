@@ -173,7 +173,7 @@ def run_threads(
     if plan.is_split:
         junctions = socket_junctions(plan, limits)
         ring = [wrap(one.communicator) for one in junctions]
-        ends = [(one.outlets, one.inlets) for one in junctions]
+        ends = [(one.send_links, one.receive_links) for one in junctions]
     elif num_ranks > 1:
         ring = [wrap(communicator) for communicator in in_process_ring(num_ranks, limits)]
     contexts = [
@@ -183,8 +183,8 @@ def run_threads(
             model_dir=model_dir,
             communicator=ring[rank] if ring else None,
             progress=progress or SilentProgress(),
-            outlets=ends[rank][0],
-            inlets=ends[rank][1],
+            send_links=ends[rank][0],
+            receive_links=ends[rank][1],
         )
         for rank in range(num_ranks)
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from llmpq.cli.commands import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
-from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
+from llmpq.cli.host_options import add_host_options, hosts_of, rendezvous_of
 from llmpq.cli.policy_options import (
     add_drift_options,
     add_policy_options,
@@ -159,7 +159,7 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         step_timeout_s=options.step_timeout,
         schedule=_schedule(options, plan),
         prediction=prediction_of(options),
-        meeting=meeting_of(options),
+        rendezvous=rendezvous_of(options),
         transport=options.transport,
         trace=None if options.trace is None else Path(options.trace).resolve(),
         store=store_directory(options.store, os.environ),

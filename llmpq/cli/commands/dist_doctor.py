@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.host_options import add_host_options, hosts_of, meeting_of
+from llmpq.cli.host_options import add_host_options, hosts_of, rendezvous_of
 from llmpq.dist import model_dir_of, run_job
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, write_prompts
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> int:
             output=output,
             task="doctor",
             step_timeout_s=options.step_timeout,
-            meeting=meeting_of(options),
+            rendezvous=rendezvous_of(options),
             transport=options.transport,
         )
         run_job(job, hosts=hosts_of(options))

@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     hosts.add_argument("--token_file", type=Path, help="the same secret on both hosts")
     link.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
     # Set in the two processes that a local measurement starts.
-    link.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
+    link.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     link.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
 
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if options.node_rank is None:
         return _start_both(arguments)
-    if options.meeting is None and options.master_addr is None:
+    if options.rendezvous is None and options.master_addr is None:
         raise SpecError("--node_rank: found no --master_addr, expected the address of host 0")
     table = _measure(options, arguments)
     if table is None:
@@ -84,7 +84,7 @@ def _start_both(arguments: list[str]) -> int:
     cores = available_cores()
     environment = {**os.environ, **cpu_environment(1), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--meeting", str(Path(folder) / "store"), "--node_rank"]
+        own = ["--rendezvous", str(Path(folder) / "store"), "--node_rank"]
         command = [sys.executable, "-m", "llmpq.cli.commands.profile", *arguments, *own]
         ends = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
         if len(cores) > 1:
@@ -101,7 +101,7 @@ def _start_both(arguments: list[str]) -> int:
 def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | None:
     from tqdm import tqdm
 
-    from llmpq.dist.io.job import Meeting
+    from llmpq.dist.io.job import Rendezvous
     from llmpq.dist.transport.connect import RankIdentity, connect
     from llmpq.profiler.link import DEFAULT_SIZES, LinkJob, measure_link
 
@@ -119,10 +119,10 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
         limits=job.limits,
         timeout_s=options.step_timeout,
     )
-    meeting = Meeting(address=address, token_file=options.token_file)
-    if options.meeting is not None:
-        meeting = Meeting(file=options.meeting)
-    communicator = connect(me, meeting).communicator
+    rendezvous = Rendezvous(address=address, token_file=options.token_file)
+    if options.rendezvous is not None:
+        rendezvous = Rendezvous(file=options.rendezvous)
+    communicator = connect(me, rendezvous).communicator
     with tqdm(total=1.0, leave=False, disable=options.node_rank or None, file=sys.stderr) as bar:
 
         def progress(share: float) -> None:
@@ -134,7 +134,9 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
             communicator.close()
     if table is None:
         return None
-    visible = [word for word in arguments if word != "--meeting" and word != str(options.meeting)]
+    visible = [
+        word for word in arguments if word != "--rendezvous" and word != str(options.rendezvous)
+    ]
     who = [("command", command_line(NAME, visible))]
     if options.cluster is not None:
         who.append(("cluster", options.cluster))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
-from llmpq.spec.runtime_constants import SHARED_FROM_BYTES, SHARED_PLACES
+from llmpq.spec.runtime_constants import SHARED_BUFFERS, SHARED_FROM_BYTES
 from llmpq.units import MIB
 
 HEAP_FACTOR = 1.45
@@ -131,7 +131,7 @@ def step_bytes(
 def _messages(step: Step, is_master: bool, is_last: bool) -> int:
     """Return how many hidden states of a step are held for links."""
     links = (not is_master) + (not is_last)
-    each = SHARED_PLACES if step.hidden >= SHARED_FROM_BYTES else LINK_MESSAGES
+    each = SHARED_BUFFERS if step.hidden >= SHARED_FROM_BYTES else LINK_MESSAGES
     return max(1, links * each)
 
 

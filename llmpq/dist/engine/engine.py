@@ -42,7 +42,7 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import error_of
+from llmpq.dist.transport.control_messages import error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import StageError
 from llmpq.models import Master
@@ -293,7 +293,7 @@ class MasterEngine:
         phase = step.flight.phase
         runner = self._runners[phase]
         waiting_s = self._clock.now()
-        here = runner.enter(rows)
+        here = runner.acquire(rows)
         start = self._clock.now()
         self._clock.wait_s += start - waiting_s
         # NumPy's calls cost a third of torch's, and less yet with a model's weights in the caches.
@@ -305,7 +305,7 @@ class MasterEngine:
         embed_s = self._clock.now() - start
         hidden = runner.run(hidden, here)  # [R, T, H]
         synchronize(self._device)
-        runner.leave(rows)
+        runner.release(rows)
         sent = DispatchedStep(
             step=step,
             kind=kind,
@@ -366,7 +366,7 @@ class MasterEngine:
         assert self._communicator is not None
         frame = self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
-            raise error_of(frame)
+            raise error_from_frame(frame)
         ways = [PHASES.get(frame.kind, Phase.DECODE), *Phase]
         # What nobody waits for is refused against the oldest that somebody does wait for.
         way = next(self._sent[phase] for phase in ways if self._sent[phase])

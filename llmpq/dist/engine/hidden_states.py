@@ -21,14 +21,19 @@ from llmpq.dist.launch.rank import (
     DTYPES,
     RankContext,
     load_runner,
-    tell_others,
+    send_error,
     use_device,
 )
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.stats import StageClock, synchronize
 from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import described, error_of, shut_down, wait_until_ready
+from llmpq.dist.transport.control_messages import (
+    as_llmpq_error,
+    error_from_frame,
+    shut_down,
+    wait_until_ready,
+)
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import SpecError, StageError
 from llmpq.quant.loading.loader import load_master
@@ -53,9 +58,9 @@ def run_teacher_forcing(
     try:
         return _Teacher(context).run(sequences, on_hidden)
     except Exception as error:
-        found = described(error, context.name)
+        found = as_llmpq_error(error, context.name)
         if context.communicator is not None:
-            tell_others(context.communicator, found)
+            send_error(context.communicator, found)
         raise found from error
     finally:
         if context.communicator is not None:
@@ -155,7 +160,7 @@ class _Teacher:
         assert self._communicator is not None
         frame = self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
-            raise error_of(frame)
+            raise error_from_frame(frame)
         if (frame.kind, frame.micro_batch) != (FrameKind.PREFILL, number) or frame.hidden is None:
             raise StageError(
                 f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "

@@ -18,7 +18,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import error_of
+from llmpq.dist.transport.control_messages import error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.models import DecoderStage, MicroBatch
 from llmpq.spec.precision import Phase
@@ -35,7 +35,7 @@ class StageRunner:
         cache: their keys and values, ``None`` likewise.
         device: where both are.
         is_last: whether the next thing after this stage is the projection to the vocabulary.
-        door: what rows pass where keys and values come from, or go to, another rank.
+        kv_connector: what rows pass where keys and values come from, or go to, another rank.
         graphs: the layers with their decode steps captured, on a device that can.
     """
 
@@ -43,22 +43,22 @@ class StageRunner:
     cache: KVCache | None
     device: torch.device
     is_last: bool
-    door: KVConnector | None = None
+    kv_connector: KVConnector | None = None
     graphs: DecodeGraphs | None = None
 
     def close(self) -> None:
         """Hang up on those that keys and values come from, or go to."""
-        if self.door is not None:
-            self.door.close()
+        if self.kv_connector is not None:
+            self.kv_connector.close()
 
-    def enter(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait until the layers may run; return the rows as :meth:`run` wants them."""
-        return rows if self.door is None else self.door.enter(rows)
+        return rows if self.kv_connector is None else self.kv_connector.acquire(rows)
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Say that :meth:`run` is done with what :meth:`enter` was given."""
-        if self.door is not None:
-            self.door.leave(rows)
+    def release(self, rows: Sequence[Row]) -> None:
+        """Say that :meth:`run` is done with what :meth:`acquire` was given."""
+        if self.kv_connector is not None:
+            self.kv_connector.release(rows)
 
     def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
         """Run the layers over one micro-batch.
@@ -130,19 +130,19 @@ class StageWorker:
                 self._communicator.send(frame)
                 return
             elif frame.kind is FrameKind.ERROR:
-                raise error_of(frame)
+                raise error_from_frame(frame)
             else:
                 self._communicator.send(frame)
 
     def _compute(self, frame: Frame) -> Frame:
         assert frame.hidden is not None
         waiting_s = self._clock.now()
-        rows = self._runner.enter(frame.rows)
+        rows = self._runner.acquire(frame.rows)
         start = self._clock.now()
         self._clock.wait_s += start - waiting_s
         hidden = self._runner.run(frame.hidden, rows)
         synchronize(self._runner.device)
-        self._runner.leave(frame.rows)
+        self._runner.release(frame.rows)
         answer = micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
         spent_s = self._clock.now() - start
         phase = PHASES[frame.kind]

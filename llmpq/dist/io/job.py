@@ -54,7 +54,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a run find each other; exactly one of the three ways.
 
     Attributes:
@@ -104,7 +104,7 @@ class Job:
         resume: whether to skip what the result file already holds.
         sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
-        meeting: where the ranks find each other.
+        rendezvous: where the ranks find each other.
         transport: ``auto`` takes the fastest that each link allows; ``gloo`` is torch's own.
         trace: where the master writes what every rank did when; ``None`` for nowhere.
         schedule: the batching policy to obey; ``None`` is the strategy's own.
@@ -129,7 +129,7 @@ class Job:
     resume: bool = False
     sampling: SamplingParams = SamplingParams()
     step_timeout_s: float = 10.0
-    meeting: Meeting = Meeting(from_environment=True)
+    rendezvous: Rendezvous = Rendezvous(from_environment=True)
     transport: Transport = "auto"
     trace: Path | None = None
     schedule: Schedule | None = None
@@ -187,7 +187,7 @@ def read_job(path: Path) -> Job:
         resume=fields.flag("resume"),
         sampling=_sampling(fields.child("sampling")),
         step_timeout_s=fields.number("step_timeout_s"),
-        meeting=_meeting(fields.child("meeting")),
+        rendezvous=_rendezvous(fields.child("rendezvous")),
         transport=cast(Transport, fields.text("transport", choices=get_args(Transport))),
         trace=_optional_path(fields, "trace"),
         schedule=schedule_from_fields(fields.child("schedule")) if fields.has("schedule") else None,
@@ -206,7 +206,7 @@ def read_job(path: Path) -> Job:
 
 
 def _job_to_json(job: Job) -> dict[str, Any]:
-    meeting = job.meeting
+    rendezvous = job.rendezvous
     return {
         "strategy": str(job.strategy),
         "model_dir": str(job.model_dir),
@@ -216,13 +216,13 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         "resume": job.resume,
         "sampling": asdict(job.sampling),
         "step_timeout_s": job.step_timeout_s,
-        "meeting": {
-            "file": None if meeting.file is None else str(meeting.file),
-            "host": None if meeting.address is None else meeting.address[0],
-            "port": None if meeting.address is None else meeting.address[1],
-            "from_environment": meeting.from_environment,
-            "folder": None if meeting.folder is None else str(meeting.folder),
-            "token_file": None if meeting.token_file is None else str(meeting.token_file),
+        "rendezvous": {
+            "file": None if rendezvous.file is None else str(rendezvous.file),
+            "host": None if rendezvous.address is None else rendezvous.address[0],
+            "port": None if rendezvous.address is None else rendezvous.address[1],
+            "from_environment": rendezvous.from_environment,
+            "folder": None if rendezvous.folder is None else str(rendezvous.folder),
+            "token_file": None if rendezvous.token_file is None else str(rendezvous.token_file),
         },
         "transport": job.transport,
         "trace": None if job.trace is None else str(job.trace),
@@ -274,10 +274,10 @@ def _drift(fields: Fields) -> DriftHandling:
     return drift
 
 
-def _meeting(fields: Fields) -> Meeting:
+def _rendezvous(fields: Fields) -> Rendezvous:
     file, host = fields.optional_text("file"), fields.optional_text("host")
     port = fields.optional_integer("port", minimum=1, maximum=65535)
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         file=None if file is None else Path(file),
         address=None if host is None or port is None else (host, port),
         from_environment=fields.flag("from_environment"),
@@ -285,4 +285,4 @@ def _meeting(fields: Fields) -> Meeting:
         token_file=_optional_path(fields, "token_file"),
     )
     fields.done()
-    return meeting
+    return rendezvous

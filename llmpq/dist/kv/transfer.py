@@ -26,22 +26,22 @@ import torch
 
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import Places
-from llmpq.dist.transport.failures import closed_peer, silent_peer
+from llmpq.dist.transport.failures import peer_closed, peer_silent
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
-from llmpq.dist.transport.links import Inbox, LinkClosedError, Outbox
+from llmpq.dist.transport.links import FrameReader, FrameWriter, LinkClosedError
 from llmpq.errors import StageError
-from llmpq.spec.plan import PREFILL_HALVES, Handover, Plan
+from llmpq.spec.plan import PREFILL_BUFFERS, Handover, Plan
 
 
 class KVConnector(Protocol):
     """What rows pass before and after a stage's layers where keys and values travel."""
 
-    def enter(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait until the layers may run; return the rows with the slots they have here."""
         ...
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Say that the layers have run over what ``enter`` was given."""
+    def release(self, rows: Sequence[Row]) -> None:
+        """Say that the layers have run over what ``acquire`` was given."""
         ...
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class KVSendLink:
 
     handover: Handover
     name: str
-    outbox: Outbox
+    writer: FrameWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +64,7 @@ class KVReceiveLink:
 
     handover: Handover
     name: str
-    inbox: Inbox
+    reader: FrameReader
 
 
 def kv_connector(
@@ -75,11 +75,15 @@ def kv_connector(
     timeout_s: float,
 ) -> KVConnector | None:
     """Return what keys and values pass at a stage with these ends of links; usually nothing."""
-    outlets, inlets = ends
-    if outlets:
+    send_links, receive_links = ends
+    if send_links:
         rows = plan.micro_batching.prefill
-        return KVSender(cache, rows=rows, outlets=outlets, timeout_s=timeout_s)
-    return KVReceiver(cache, inlets=inlets, timeout_s=timeout_s) if inlets else None
+        return KVSender(cache, rows=rows, send_links=send_links, timeout_s=timeout_s)
+    return (
+        KVReceiver(cache, receive_links=receive_links, timeout_s=timeout_s)
+        if receive_links
+        else None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,29 +98,29 @@ class KVSender:
     """A prefill stage's side.
 
     Args:
-        cache: its transient slots, ``PREFILL_HALVES`` times ``rows`` of them.
+        cache: its transient slots, ``PREFILL_BUFFERS`` times ``rows`` of them.
         rows: most sequences of a prefill micro-batch.
-        outlets: where its layers' keys and values go, together each of them once.
+        send_links: where its layers' keys and values go, together each of them once.
         timeout_s: how long a peer may take nothing.
     """
 
     def __init__(
-        self, cache: KVCache, *, rows: int, outlets: Sequence[KVSendLink], timeout_s: float
+        self, cache: KVCache, *, rows: int, send_links: Sequence[KVSendLink], timeout_s: float
     ) -> None:
         self._cache = cache
         self._rows = rows
-        self._outlets = outlets
+        self._send_links = send_links
         self._timeout_s = timeout_s
         self._failure: StageError | None = None
         self._half = 0
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for half in range(PREFILL_HALVES):
+        for half in range(PREFILL_BUFFERS):
             self._free.put(half)
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="keys and values")
         self._thread.start()
 
-    def enter(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait for a free half; return the rows with the slots they have in it."""
         self._half = self._free.get()
         if self._failure is not None:
@@ -124,7 +128,7 @@ class KVSender:
             raise self._failure
         return self._here(rows, self._half)
 
-    def leave(self, rows: Sequence[Row]) -> None:
+    def release(self, rows: Sequence[Row]) -> None:
         """Have the micro-batch's keys and values sent."""
         self._tasks.put(_Task(half=self._half, rows=tuple(rows)))
 
@@ -132,8 +136,8 @@ class KVSender:
         """Send what is left, as long as the peers take it, and hang up."""
         self._tasks.put(None)
         self._thread.join()
-        for outlet in self._outlets:
-            outlet.outbox.close(0.0)
+        for send_link in self._send_links:
+            send_link.writer.close(0.0)
 
     def _here(self, rows: Sequence[Row], half: int) -> list[Row]:
         first = half * self._rows
@@ -154,8 +158,8 @@ class KVSender:
     def _send(self, task: _Task) -> None:
         slots = [row.slot for row in self._here(task.rows, task.half)]
         places = Places.of(slots, [row.length for row in task.rows], self._cache.device)
-        for outlet in self._outlets:
-            handover = outlet.handover
+        for send_link in self._send_links:
+            handover = send_link.handover
             for layer in range(handover.first_layer, handover.end_layer):
                 frame = Frame(
                     kind=FrameKind.KV,
@@ -165,12 +169,12 @@ class KVSender:
                     cached=self._cache.pack(layer, places),
                 )
                 try:
-                    outlet.outbox.put(frame)
-                    is_sent = outlet.outbox.drain(self._timeout_s)
+                    send_link.writer.put(frame)
+                    is_sent = send_link.writer.drain(self._timeout_s)
                 except LinkClosedError:
-                    raise closed_peer(outlet.name, handover.target) from None
+                    raise peer_closed(send_link.name, handover.target) from None
                 if not is_sent:
-                    raise silent_peer(outlet.name, handover.target, self._timeout_s)
+                    raise peer_silent(send_link.name, handover.target, self._timeout_s)
 
 
 class KVReceiver:
@@ -178,15 +182,15 @@ class KVReceiver:
 
     Args:
         cache: its slots.
-        inlets: where its layers' keys and values come from, together each of them once.
+        receive_links: where its layers' keys and values come from, together each of them once.
         timeout_s: how long a peer may send nothing of what is waited for.
     """
 
     def __init__(
-        self, cache: KVCache, *, inlets: Sequence[KVReceiveLink], timeout_s: float
+        self, cache: KVCache, *, receive_links: Sequence[KVReceiveLink], timeout_s: float
     ) -> None:
         self._cache = cache
-        self._inlets = inlets
+        self._receive_links = receive_links
         self._timeout_s = timeout_s
         self._failure: StageError | None = None
         self._ended: set[int] = set()  # ranks that hung up
@@ -198,7 +202,7 @@ class KVReceiver:
         self._thread = threading.Thread(target=self._serve, daemon=True, name="keys and values")
         self._thread.start()
 
-    def enter(self, rows: Sequence[Row]) -> Sequence[Row]:
+    def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait until the keys and values of every row's own prompt are in its slot."""
         if all(self._whole.get(row.slot) == row.origin for row in rows):
             return rows
@@ -209,16 +213,16 @@ class KVReceiver:
                     raise self._failure
                 source = missing.handover.source
                 if source in self._ended:
-                    raise closed_peer(missing.name, source)
-                heard_s = max(start_s, missing.inbox.heard_s)
+                    raise peer_closed(missing.name, source)
+                heard_s = max(start_s, missing.reader.heard_s)
                 left_s = heard_s + self._timeout_s - time.monotonic()
                 if left_s <= 0:
-                    raise silent_peer(missing.name, source, self._timeout_s)
+                    raise peer_silent(missing.name, source, self._timeout_s)
                 self._news.wait(left_s)
         self._whole.update((row.slot, row.origin) for row in rows)
         return rows
 
-    def leave(self, rows: Sequence[Row]) -> None:
+    def release(self, rows: Sequence[Row]) -> None:
         """Nothing is to be done: what was decoded stays."""
 
     def close(self) -> None:
@@ -227,42 +231,42 @@ class KVReceiver:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
-        for inlet in self._inlets:
-            inlet.inbox.close()
+        for receive_link in self._receive_links:
+            receive_link.reader.close()
 
     def _missing(self, rows: Sequence[Row]) -> KVReceiveLink | None:
-        """Return an inlet that has yet to bring something of these rows."""
-        for inlet in self._inlets:
-            handover = inlet.handover
+        """Return a link that has yet to bring something of these rows."""
+        for receive_link in self._receive_links:
+            handover = receive_link.handover
             for layer in range(handover.first_layer, handover.end_layer):
                 if any(self._origins.get((row.slot, layer)) != row.origin for row in rows):
-                    return inlet
+                    return receive_link
         return None
 
     def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        inlets = {inlet.inbox.fileno(): inlet for inlet in self._inlets}
-        for descriptor in inlets:
+        receive_links = {link.reader.fileno(): link for link in self._receive_links}
+        for descriptor in receive_links:
             poll.register(descriptor, select.POLLIN)
         try:
             while not self._is_closing:
                 for descriptor, _ in poll.poll():
-                    if descriptor in inlets and not self._take(inlets[descriptor]):
+                    if descriptor in receive_links and not self._take(receive_links[descriptor]):
                         poll.unregister(descriptor)
         except StageError as error:
             self._fail(error)
         except Exception as error:  # a decode step must not wait for what never comes
             self._fail(StageError(f"keys and values: {type(error).__name__}: {error}"))
 
-    def _take(self, inlet: KVReceiveLink) -> bool:
+    def _take(self, receive_link: KVReceiveLink) -> bool:
         """Take in what is here; tell whether more may come."""
         try:
-            while (frame := inlet.inbox.take(is_waiting=True)) is not None:
-                self._keep(frame, inlet.handover)
+            while (frame := receive_link.reader.take(is_waiting=True)) is not None:
+                self._keep(frame, receive_link.handover)
         except LinkClosedError:
             with self._news:
-                self._ended.add(inlet.handover.source)
+                self._ended.add(receive_link.handover.source)
                 self._news.notify_all()
             return False
         return True

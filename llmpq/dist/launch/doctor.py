@@ -25,7 +25,7 @@ import transformers
 import llmpq
 from llmpq.dist.launch.rank import torch_device
 from llmpq.dist.transport.connect import Ring
-from llmpq.dist.transport.control_messages import error_of
+from llmpq.dist.transport.control_messages import error_from_frame
 from llmpq.dist.transport.failures import stage_name
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import LlmpqError, StageError
@@ -166,7 +166,7 @@ def report(plan: Plan, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _next(ring: Ring) -> Frame:
     frame = ring.communicator.recv()
     if frame.kind is FrameKind.ERROR:
-        raise error_of(frame)
+        raise error_from_frame(frame)
     if frame.kind not in (FrameKind.STATS, FrameKind.PREFILL):
         raise StageError(f"found a frame {frame.kind.name}, expected one of the examination")
     return frame

@@ -30,11 +30,11 @@ from llmpq.dist.metrics.measurement import Measurement, measurement_from_fields
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.transport.failures import (
     ErrorNote,
-    error_of_status,
+    error_from_status,
+    peer_not_started,
+    peer_silent,
     read_note,
-    silent_peer,
     stage_name,
-    unstarted_peer,
 )
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.spec.catalog import device as device_spec
@@ -46,15 +46,15 @@ GRACE_S = 1.0
 """How long the others may take to say why, once one rank has failed."""
 
 
-class Overseer(Protocol):
-    """Whoever started the run, while its ranks work."""
+class RunMonitor(Protocol):
+    """Callbacks of :func:`launch` while the ranks work."""
 
-    def hear(self, event: Event) -> None:
-        """Take what a rank says."""
+    def on_event(self, event: Event) -> None:
+        """Handle an event of a rank."""
         ...
 
     def check(self) -> None:
-        """Look whether the run goes on; called many times a second. What it raises ends it."""
+        """Called many times a second; an exception ends the run."""
         ...
 
 
@@ -102,7 +102,7 @@ def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[
 
 
 def launch(
-    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, overseer: Overseer
+    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, monitor: RunMonitor
 ) -> Measurement | None:
     """Run these ranks to their end.
 
@@ -111,7 +111,7 @@ def launch(
         plan: of the job.
         ranks: those that run on this host.
         folder: private to this user and this run.
-        overseer: hears of their events, and may end them.
+        monitor: receives the events of the ranks, and may end the run.
 
     Returns:
         What the master measured, ``None`` when it runs on another host.
@@ -130,12 +130,12 @@ def launch(
         os.close(writer)
         writer = -1
         watch = _Watch(workers, reader, job.step_timeout_s + GRACE_S)
-        silent = watch.run(overseer)
+        silent = watch.run(monitor)
         if silent is not None:
             name = stage_name(plan, silent, os.uname().nodename)
             if not watch.has_heard(silent):
-                raise unstarted_peer(name, silent, START_TIMEOUT_S)
-            raise silent_peer(name, silent, job.step_timeout_s)
+                raise peer_not_started(name, silent, START_TIMEOUT_S)
+            raise peer_silent(name, silent, job.step_timeout_s)
         if any(worker.poll() for worker in workers.values()):
             _wait_for_notes(workers, folder)
             raise _cause(plan, workers, folder)
@@ -157,7 +157,7 @@ def _start(
     job: Job, plan: Plan, rank: int, ranks: Sequence[int], folder: Path, events: int
 ) -> subprocess.Popen[bytes]:
     environment = _inherited(os.environ) | rank_environment(plan, rank, ranks)
-    if job.meeting.file is not None:
+    if job.rendezvous.file is not None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-m", "llmpq.dist.launch.worker"]
     log_file = _log_file(folder, rank)
@@ -244,7 +244,7 @@ class _Watch:
         """Whether a rank ever gave a sign of life: its libraries are loaded then."""
         return rank in self._heard
 
-    def run(self, overseer: Overseer) -> int | None:
+    def run(self, monitor: RunMonitor) -> int | None:
         """Pass events on until all ranks ended well or one did not.
 
         Returns:
@@ -256,7 +256,7 @@ class _Watch:
             selector.register(self._reader, selectors.EVENT_READ)
             while True:
                 codes = [worker.poll() for worker in self._workers.values()]
-                self._pass_on(selector.select(POLL_S) != [], overseer)
+                self._pass_on(selector.select(POLL_S) != [], monitor)
                 if any(codes) or all(code == 0 for code in codes):
                     return None
                 now = time.monotonic()
@@ -265,9 +265,9 @@ class _Watch:
                 if silent is not None:
                     return silent
                 last = now
-                overseer.check()
+                monitor.check()
 
-    def _pass_on(self, is_readable: bool, overseer: Overseer) -> None:
+    def _pass_on(self, is_readable: bool, monitor: RunMonitor) -> None:
         data = os.read(self._reader, 65536) if is_readable else b""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -275,7 +275,7 @@ class _Watch:
             self._heard.add(event.rank)
             self._silent_s[event.rank] = 0.0
             self._allowed_s[event.rank] = self._timeout_s
-            overseer.hear(event)
+            monitor.on_event(event)
 
     def _find_silent(self, elapsed_s: float) -> int | None:
         for rank, worker in self._workers.items():
@@ -310,7 +310,7 @@ def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: P
             )
     notes = sorted(_notes(workers, folder), key=lambda note: (note.blames is not None, note.time_s))
     if notes:
-        return error_of_status(notes[0].exit_status, notes[0].message)
+        return error_from_status(notes[0].exit_status, notes[0].message)
     rank = next(rank for rank, worker in workers.items() if worker.poll())
     log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
     status = workers[rank].poll()

@@ -25,7 +25,7 @@ GRACE_S = 1.0
 
 
 @contextlib.contextmanager
-def watched(folder: Path) -> Iterator[None]:
+def clean_up_if_killed(folder: Path) -> Iterator[None]:
     """Have ``folder`` removed should this process be killed inside the context."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(folder)]
     with subprocess.Popen(

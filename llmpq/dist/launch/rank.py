@@ -37,7 +37,7 @@ from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.metrics.workload_shift import watch_for
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
-    described,
+    as_llmpq_error,
     error_frame,
     shut_down,
     wait_until_ready,
@@ -67,7 +67,7 @@ class RankContext:
         rank: which of its stages this is.
         model_dir: where the weights are.
         communicator: the ring, ``None`` when there is only one stage.
-        outlets, inlets: its ends of the links for keys and values of a split plan (WAA).
+        send_links, receive_links: its ends of the links for keys and values of a split plan (WAA).
         step_timeout_s: how long those links may be silent while somebody waits.
         progress: takes events.
         keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
@@ -94,8 +94,8 @@ class RankContext:
     prediction: Prediction = ORACLE
     drift: DriftHandling = TOLD_ONLY
     leave: ShouldDrain | None = None
-    outlets: Sequence[KVSendLink] = ()
-    inlets: Sequence[KVReceiveLink] = ()
+    send_links: Sequence[KVSendLink] = ()
+    receive_links: Sequence[KVReceiveLink] = ()
     step_timeout_s: float = 10.0
 
     def recorded(self, clock: StageClock) -> Communicator | None:
@@ -214,13 +214,18 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_bits=plan.kv_bits,
         read_tokens=_most_tokens_read(plan, stage),
     )
-    door = kv_connector(
-        plan, cache, (context.outlets, context.inlets), timeout_s=context.step_timeout_s
+    connector = kv_connector(
+        plan, cache, (context.send_links, context.receive_links), timeout_s=context.step_timeout_s
     )
     captures = context.captures and stage.computes(Phase.DECODE)
     graphs = graphs_of(layers, cache, plan.micro_batching.decode) if captures else None
     return StageRunner(
-        layers=layers, cache=cache, device=device, is_last=is_last, door=door, graphs=graphs
+        layers=layers,
+        cache=cache,
+        device=device,
+        is_last=is_last,
+        kv_connector=connector,
+        graphs=graphs,
     )
 
 
@@ -263,8 +268,8 @@ def run_stage(context: RankContext) -> None:
         _watch(context, runner)
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
     except Exception as error:
-        found = described(error, context.name)
-        tell_others(communicator, found)
+        found = as_llmpq_error(error, context.name)
+        send_error(communicator, found)
         raise found from error
     finally:
         communicator.close()
@@ -288,7 +293,7 @@ def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
         warm_up(plan, stage, runner, runner.layers.config.hidden_size, DTYPES[plan.dtype])
 
 
-def tell_others(communicator: Communicator, error: LlmpqError) -> None:
+def send_error(communicator: Communicator, error: LlmpqError) -> None:
     """Send the reason for the end on; that the next rank is gone too must not hide it."""
     with contextlib.suppress(StageError):
         communicator.send(error_frame(error))
@@ -313,9 +318,9 @@ def run_master(
         with contextlib.closing(played.runner):
             return played.run(on_finish)
     except Exception as error:
-        found = described(error, context.name)
+        found = as_llmpq_error(error, context.name)
         if context.communicator is not None:
-            tell_others(context.communicator, found)
+            send_error(context.communicator, found)
         raise found from error
     finally:
         if context.communicator is not None:

@@ -18,12 +18,12 @@ LOOK_S = 0.02
 """How often the master looks for the sign to drain."""
 
 
-def drain_sign(folder: Path) -> Path:
+def drain_file(folder: Path) -> Path:
     """Return the file whose existence tells the master to begin no further request."""
     return folder / "drain"
 
 
-class DrainWatch:
+class DrainFlag:
     """Whether the sign to drain is there; asked at every step, it looks now and then.
 
     Args:
@@ -32,7 +32,7 @@ class DrainWatch:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sign = drain_sign(folder)
+        self._sign = drain_file(folder)
         self._clock = clock
         self._look_s = clock()
         self._is_seen = False

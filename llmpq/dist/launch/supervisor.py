@@ -18,7 +18,7 @@ from llmpq.dist.io.job import Job
 from llmpq.dist.io.results import finished_ids
 from llmpq.dist.launch.health import Health
 from llmpq.dist.launch.launcher import launch
-from llmpq.dist.launch.signals import StopRequest, drain_sign
+from llmpq.dist.launch.signals import StopRequest, drain_file
 from llmpq.dist.metrics.measurement import Measurement, Restart
 from llmpq.dist.metrics.progress import Event, Progress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
@@ -108,7 +108,7 @@ class Supervisor:
         self._health.enter("done")
         return measurement and replace(measurement, restarts=tuple(self._restarts))
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         """Follow what the ranks do."""
         if event.kind == "tokens":
             self._is_serving = True
@@ -132,8 +132,8 @@ class Supervisor:
             raise self._stopped("nothing had begun here")
         if stop.waiting_s() >= limit_s:
             raise self._stopped(f"what had begun was not finished within {limit_s:g} s")
-        if not drain_sign(self._folder).exists():
-            drain_sign(self._folder).touch(mode=0o600)
+        if not drain_file(self._folder).exists():
+            drain_file(self._folder).touch(mode=0o600)
             self._health.enter("draining")
             _log.warning(
                 "%s: finishing what has begun, for up to %g s; once more ends it now",

@@ -47,7 +47,7 @@ from llmpq.dist.launch.rank import (
     run_master,
     run_stage,
 )
-from llmpq.dist.launch.signals import DrainWatch
+from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.dist.metrics.progress import PipeProgress, Progress, Pulse
 from llmpq.dist.metrics.recorder import Recorder
@@ -136,7 +136,7 @@ def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
     everyone: list[dict[str, Any]] | None = [facts]
     if len(plan.stages) > 1:
         me = _me(job, plan, rank)
-        ring = connect(me, job.meeting, job.transport)
+        ring = connect(me, job.rendezvous, job.transport)
         try:
             facts |= {"clock_offset_s": ring.clock_offset_s, "link": time_link(ring, me.limits)}
             everyone = gather(ring, facts)
@@ -200,14 +200,14 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
     checked_config(plan, job.model_dir)
     ring: Ring | None = None
     if len(plan.stages) > 1:
-        ring = connect(_me(job, plan, rank), job.meeting, job.transport, topology_of(plan))
+        ring = connect(_me(job, plan, rank), job.rendezvous, job.transport, topology_of(plan))
     return RankContext(
         plan=plan,
         rank=rank,
         model_dir=job.model_dir,
         communicator=None if ring is None else ring.communicator,
-        outlets=() if ring is None else ring.outlets,
-        inlets=() if ring is None else ring.inlets,
+        send_links=() if ring is None else ring.send_links,
+        receive_links=() if ring is None else ring.receive_links,
         step_timeout_s=job.step_timeout_s,
         progress=progress,
         recorder=Recorder(
@@ -228,8 +228,8 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
 
 def _leaving(job: Job) -> ShouldDrain | None:
     """Look for the launcher's sign to begin nothing else; torchrun has none to give."""
-    folder = job.meeting.folder if job.meeting.file is None else job.meeting.file.parent
-    return None if folder is None else DrainWatch(folder)
+    folder = job.rendezvous.folder if job.rendezvous.file is None else job.rendezvous.file.parent
+    return None if folder is None else DrainFlag(folder)
 
 
 def _me(job: Job, plan: Plan, rank: int) -> RankIdentity:

@@ -14,7 +14,7 @@ import queue
 from collections.abc import Sequence
 from typing import Protocol
 
-from llmpq.dist.transport.failures import closed_peer, silent_peer
+from llmpq.dist.transport.failures import peer_closed, peer_silent
 from llmpq.dist.transport.frames import Frame, FrameLimits, assemble, decode_header, encode_header
 
 
@@ -77,8 +77,8 @@ class InProcessCommunicator:
         self.rank = rank
         self.names = names
         self.ranks: Sequence[int] = range(len(names))
-        self._inbox = links[rank]
-        self._outbox = links[(rank + 1) % len(links)]
+        self._reader = links[rank]
+        self._writer = links[(rank + 1) % len(links)]
         self._limits = limits
         self._timeout_s = timeout_s
         self._held: list[tuple[bytes, Frame] | None] = []  # at most one, taken out by a wait
@@ -87,35 +87,35 @@ class InProcessCommunicator:
 
     def send(self, frame: Frame) -> None:
         """Put the frame into the next rank's queue."""
-        self._outbox.put((encode_header(frame, self._limits, self._sent), frame))
+        self._writer.put((encode_header(frame, self._limits, self._sent), frame))
         self._sent += 1
 
     def has_frame(self) -> bool:
         """Tell whether something is in the queue."""
-        return bool(self._held) or not self._inbox.empty()
+        return bool(self._held) or not self._reader.empty()
 
     def await_frame(self, longest_s: float) -> bool:
         """Wait for so long until ``recv`` would return or raise at once."""
         if not self._held:
             with contextlib.suppress(queue.Empty):
-                self._held.append(self._inbox.get(timeout=longest_s))
+                self._held.append(self._reader.get(timeout=longest_s))
         return bool(self._held)
 
     def recv(self) -> Frame:
         """Take a frame out of the queue."""
         previous = (self.rank - 1) % len(self.names)
         if not self.await_frame(self._timeout_s):
-            raise silent_peer(self.names[previous], previous, self._timeout_s)
+            raise peer_silent(self.names[previous], previous, self._timeout_s)
         item = self._held.pop()
         if item is None:
-            raise closed_peer(self.names[previous], previous)
+            raise peer_closed(self.names[previous], previous)
         header = decode_header(item[0], self._limits, self._received)
         self._received += 1
         return assemble(header, item[1].payload, self._limits)
 
     def close(self) -> None:
         """Tell the next rank that nothing follows."""
-        self._outbox.put(None)
+        self._writer.put(None)
 
 
 def in_process_ring(

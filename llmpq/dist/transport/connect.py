@@ -21,9 +21,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from llmpq.dist.io.job import START_TIMEOUT_S, Meeting, Transport
+from llmpq.dist.io.job import START_TIMEOUT_S, Rendezvous, Transport
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.endpoint import ConnectionQueue, Endpoint, is_loopback, reach
@@ -69,23 +69,23 @@ class Ring:
 
     Attributes:
         communicator: its door.
-        transports: what its link to the next rank goes over: ``unix``, ``tcp`` or ``gloo``.
+        transport: what its link to the next rank goes over: ``unix``, ``tcp`` or ``gloo``.
         clock_offset_s: what to add to this rank's ``time.perf_counter`` to get rank 0's.
         clock_error_s: by how much that may be wrong.
-        outlets, inlets: its ends of the links for keys and values (WAA).
+        send_links, receive_links: its ends of the links for keys and values (WAA).
     """
 
     communicator: Communicator
     transport: str
     clock_offset_s: float = 0.0
     clock_error_s: float = 0.0
-    outlets: tuple[KVSendLink, ...] = ()
-    inlets: tuple[KVReceiveLink, ...] = ()
+    send_links: tuple[KVSendLink, ...] = ()
+    receive_links: tuple[KVReceiveLink, ...] = ()
 
 
 def connect(
     me: RankIdentity,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     transport: Transport = "auto",
     topology: Topology | None = None,
 ) -> Ring:
@@ -93,7 +93,7 @@ def connect(
 
     Args:
         me: this rank.
-        meeting: where the ranks find each other.
+        rendezvous: where the ranks find each other.
         transport: what links go over.
         topology: which links there are; by default all ranks follow each other.
 
@@ -109,11 +109,11 @@ def connect(
             world_size=me.world_size,
             name=me.name,
             limits=me.limits,
-            meeting=meeting,
+            rendezvous=rendezvous,
             timeout_s=me.timeout_s,
         )
         return Ring(communicator=communicator, transport="gloo")
-    with _private_folder(meeting) as folder, contextlib.ExitStack() as open_until_met:
+    with _private_folder(rendezvous) as folder, contextlib.ExitStack() as open_until_met:
         path = str(folder / f"rank-{me.rank}.sock")
         listeners = [open_until_met.enter_context(Endpoint(path=path).listening())]
 
@@ -132,7 +132,7 @@ def connect(
                 address=address,
             )
 
-        met, token = _meet(me, meeting, announce)
+        met, token = _meet(me, rendezvous, announce)
         _check_plans(me, met)
         sockets = _make_links(me, met, token, listeners, topology)
         return _take_place(me, met, topology, sockets)
@@ -181,24 +181,24 @@ def _take_place(
         transport="unix" if place.address is None else "tcp",
         clock_offset_s=met.clock_offset_s,
         clock_error_s=met.clock_error_s,
-        outlets=made.outlets,
-        inlets=made.inlets,
+        send_links=made.send_links,
+        receive_links=made.receive_links,
     )
 
 
 def _meet(
-    me: RankIdentity, meeting: Meeting, announce: Callable[[str | None], Announcement]
+    me: RankIdentity, rendezvous: Rendezvous, announce: Callable[[str | None], Announcement]
 ) -> tuple[PeerTable, bytes]:
     """Meet in the way that was asked for; return what was learnt, and the token."""
-    if meeting.from_environment:
+    if rendezvous.from_environment:
         return _meet_by_store(me, announce)
-    token = _token(meeting)
+    token = _token(rendezvous)
     place = Endpoint(
-        path=None if meeting.file is None else str(meeting.file), address=meeting.address
+        path=None if rendezvous.file is None else str(rendezvous.file), address=rendezvous.address
     )
     if me.rank != 0:
         return join_rendezvous(lambda: place, _by_socket(announce), token, START_TIMEOUT_S), token
-    own = announce(None if meeting.address is None else meeting.address[0])
+    own = announce(None if rendezvous.address is None else rendezvous.address[0])
     with place.listening() as listener:
         return serve_rendezvous(listener, own, me.world_size, token, START_TIMEOUT_S), token
 
@@ -210,7 +210,7 @@ def _meet_by_store(
     store = _torchrun_store(me)
     if me.rank != 0:
         # A store outlives a failed attempt: what it says may be that attempt's, so ask again.
-        host, port, text = json.loads(store.get("meeting"))
+        host, port, text = json.loads(store.get("rendezvous"))
         token = bytes.fromhex(text)
         find = lambda: Endpoint(address=(host, port))  # noqa: E731
         return join_rendezvous(find, _by_socket(announce), token, START_TIMEOUT_S), token
@@ -218,14 +218,14 @@ def _meet_by_store(
     host = getattr(store.underlying_store, "host", None) or "127.0.0.1"
     own = announce(host)
     with Endpoint(address=(host, 0)).listening() as listener:
-        store.set("meeting", json.dumps([host, listener.getsockname()[1], token.hex()]))
+        store.set("rendezvous", json.dumps([host, listener.getsockname()[1], token.hex()]))
         return serve_rendezvous(listener, own, me.world_size, token, START_TIMEOUT_S), token
 
 
 def _torchrun_store(me: RankIdentity) -> PrefixStore:
     timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
-        store, _, _ = next(rendezvous("env://", me.rank, me.world_size, timeout=timeout))
+        store, _, _ = next(torch_rendezvous("env://", me.rank, me.world_size, timeout=timeout))
     except (RuntimeError, ValueError, OSError) as error:
         raise StageError(f"rank {me.rank}: could not meet the other ranks: {error}") from None
     store.set_timeout(timeout)
@@ -243,20 +243,20 @@ def _by_socket(
     return own
 
 
-def _token(meeting: Meeting) -> bytes:
+def _token(rendezvous: Rendezvous) -> bytes:
     """Return the shared secret; a place that only this host or user can reach needs none.
 
     Raises:
         SpecError: others can reach the place and there is no token, or its file is no good.
     """
-    if meeting.token_file is None:
-        if meeting.address is not None and not is_loopback(meeting.address[0]):
+    if rendezvous.token_file is None:
+        if rendezvous.address is not None and not is_loopback(rendezvous.address[0]):
             raise SpecError(
-                f"master_addr: found {meeting.address[0]}, which other hosts can reach, and no "
+                f"master_addr: found {rendezvous.address[0]}, which other hosts can reach, and no "
                 "token; expected --token_file FILE with the same secret on every host"
             )
         return b""
-    return read_token(meeting.token_file)
+    return read_token(rendezvous.token_file)
 
 
 def read_token(path: Path) -> bytes:
@@ -289,12 +289,12 @@ def _check_plans(me: RankIdentity, met: PeerTable) -> None:
 
 
 @contextlib.contextmanager
-def _private_folder(meeting: Meeting) -> Iterator[Path]:
+def _private_folder(rendezvous: Rendezvous) -> Iterator[Path]:
     """Return a folder for socket files: the launcher's, or one of this rank's own until all met."""
-    if meeting.file is not None:
-        yield meeting.file.parent
-    elif meeting.folder is not None:
-        yield meeting.folder
+    if rendezvous.file is not None:
+        yield rendezvous.file.parent
+    elif rendezvous.folder is not None:
+        yield rendezvous.folder
     else:
         with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
             yield Path(name)

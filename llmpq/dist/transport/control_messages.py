@@ -11,7 +11,7 @@ import torch
 
 from llmpq.dist.metrics.measurement import StageStats, stats_from_fields
 from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.failures import error_of_status
+from llmpq.dist.transport.failures import error_from_status
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.fields import Fields
@@ -53,20 +53,20 @@ def error_frame(error: LlmpqError) -> Frame:
     return Frame(kind=FrameKind.ERROR, text=text.encode())
 
 
-def error_of(frame: Frame) -> LlmpqError:
+def error_from_frame(frame: Frame) -> LlmpqError:
     """Return the error that an error frame tells of."""
     try:
         found = json.loads(frame.text)
         status, message = found["exit_status"], found["message"]
     except (ValueError, TypeError, KeyError):
         return StageError("a stage failed and sent no readable reason")
-    return error_of_status(status, message)
+    return error_from_status(status, message)
 
 
 def _expect(communicator: Communicator, kind: FrameKind) -> Frame:
     frame = communicator.recv()
     if frame.kind is FrameKind.ERROR:
-        raise error_of(frame)
+        raise error_from_frame(frame)
     if frame.kind is not kind:
         name = communicator.names[communicator.ranks[-1]]
         raise StageError(f"{name}: found a frame {frame.kind.name}, expected {kind.name}")
@@ -80,7 +80,7 @@ def _stats(frame: Frame) -> StageStats:
         raise StageError(f"unreadable statistics of a stage: {error}") from None
 
 
-def described(error: Exception, name: str) -> LlmpqError:
+def as_llmpq_error(error: Exception, name: str) -> LlmpqError:
     """Turn anything that went wrong inside a rank into one of our errors, naming the stage."""
     if isinstance(error, StageError) and not str(error).startswith("stage "):
         return StageError(f"{name}: {error}")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.dist.transport.handshake import RefusedError, answer, greet
+from llmpq.dist.transport.handshake import AuthenticationError, answer, greet
 from llmpq.errors import SpecError, StageError
 
 HANDSHAKE_S = 5.0
@@ -116,9 +116,9 @@ def reach(
             continue
         try:
             greet(sock, token, purpose, min(deadline_s, time.monotonic() + HANDSHAKE_S))
-        except RefusedError as error:
+        except AuthenticationError as error:
             sock.close()
-            raise SpecError(f"{place.address or 'meeting'}: {error}") from None
+            raise SpecError(f"{place.address or 'rendezvous'}: {error}") from None
         except OSError as error:
             last = error
             sock.close()

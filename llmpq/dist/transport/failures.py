@@ -29,12 +29,12 @@ class PeerLostError(StageError):
         self.rank = rank
 
 
-def silent_peer(name: str, rank: int, timeout_s: float) -> PeerLostError:
+def peer_silent(name: str, rank: int, timeout_s: float) -> PeerLostError:
     """Build the error for a peer that hangs."""
     return PeerLostError(f"{name}: found no sign of life for {timeout_s:g} s, expected one", rank)
 
 
-def unstarted_peer(name: str, rank: int, timeout_s: float) -> PeerLostError:
+def peer_not_started(name: str, rank: int, timeout_s: float) -> PeerLostError:
     """Build the error for a process that never began: libraries and files took too long."""
     return PeerLostError(
         f"{name}: did not start within {timeout_s:g} s, expected its libraries to be loaded by "
@@ -43,7 +43,7 @@ def unstarted_peer(name: str, rank: int, timeout_s: float) -> PeerLostError:
     )
 
 
-def closed_peer(name: str, rank: int) -> PeerLostError:
+def peer_closed(name: str, rank: int) -> PeerLostError:
     """Build the error for a peer that ended."""
     return PeerLostError(f"{name}: closed its connection before the run was over", rank)
 
@@ -55,7 +55,7 @@ def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
     return f"stage {rank} (rank {rank}, {where})"
 
 
-def error_of_status(status: object, message: object) -> LlmpqError:
+def error_from_status(status: object, message: object) -> LlmpqError:
     """Return the error of an exit status, for one that crosses a process boundary."""
     kinds: dict[object, type[LlmpqError]] = {2: SpecError, 3: CapacityError, 4: StageError}
     return kinds.get(status, LlmpqError)(str(message))

@@ -27,7 +27,7 @@ MAX_MESSAGE_BYTES = 64 * 1024
 _SIZE = struct.Struct("<I")
 
 
-class RefusedError(StageError):
+class AuthenticationError(StageError):
     """The other end hung up on our proof: it holds another token."""
 
 
@@ -41,7 +41,7 @@ def greet(sock: socket.socket, token: bytes, purpose: bytes, deadline_s: float) 
         deadline_s: on the monotonic clock.
 
     Raises:
-        RefusedError: the other end did not accept the proof.
+        AuthenticationError: the other end did not accept the proof.
         OSError: the connection broke or took too long.
         StageError: the other end is not a rank that holds the token.
     """
@@ -52,7 +52,9 @@ def greet(sock: socket.socket, token: bytes, purpose: bytes, deadline_s: float) 
     try:
         answer = receive(sock, PROOF_BYTES, deadline_s)
     except ConnectionError:
-        raise RefusedError("found a token refused, expected the same on every host") from None
+        raise AuthenticationError(
+            "found a token refused, expected the same on every host"
+        ) from None
     if not hmac.compare_digest(answer, _proof(token, b"listen", purpose, own + other)):
         raise StageError("found a listener without the token, expected a rank of this run")
 

@@ -34,7 +34,7 @@ from llmpq.dist.transport.frames import (
     encode_header,
 )
 from llmpq.dist.transport.shared_memory import ArenaReader, ArenaWriter
-from llmpq.spec.runtime_constants import SHARED_FROM_BYTES, SHARED_PLACES
+from llmpq.spec.runtime_constants import SHARED_BUFFERS, SHARED_FROM_BYTES
 
 BUFFER_BYTES: Final = 8 << 20
 """Bytes on their way for which no thread must be woken: some micro-batches of decode."""
@@ -47,7 +47,7 @@ class LinkClosedError(Exception):
     """The other end of a link is gone; whoever knows its name says so."""
 
 
-class Outbox:
+class FrameWriter:
     """The sending end. Nothing here waits for the peer.
 
     Args:
@@ -171,7 +171,7 @@ class Outbox:
             self._rest.popleft()
 
 
-class Inbox:
+class FrameReader:
     """The receiving end. A frame's tensor is a view of the buffer that the next one lands in.
 
     Args:
@@ -229,7 +229,7 @@ class Inbox:
             if not self._fill(socket.MSG_WAITALL if is_gathering else socket.MSG_DONTWAIT):
                 return None
             if self._header is None:
-                places = 0 if self._arena is None else SHARED_PLACES
+                places = 0 if self._arena is None else SHARED_BUFFERS
                 header = decode_header(
                     bytes(self._header_bytes), self._limits, self._received, places
                 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import FrameLimits
-from llmpq.dist.transport.links import Inbox, Outbox
+from llmpq.dist.transport.links import FrameReader, FrameWriter
 from llmpq.dist.transport.socket_communicator import SocketCommunicator
 from llmpq.dist.transport.split_ring import SplitRing
 from llmpq.dist.transport.topology import Link, Topology
@@ -21,12 +21,12 @@ class RankChannels:
 
     Attributes:
         communicator: its ring, or on a master both rings as one.
-        outlets, inlets: for keys and values.
+        send_links, receive_links: for keys and values.
     """
 
     communicator: Communicator
-    outlets: tuple[KVSendLink, ...]
-    inlets: tuple[KVReceiveLink, ...]
+    send_links: tuple[KVSendLink, ...]
+    receive_links: tuple[KVReceiveLink, ...]
 
 
 def make_rank_channels(
@@ -63,19 +63,19 @@ def make_rank_channels(
                     ranks=ranks,
                 )
             )
-    outlets, inlets = [], []
+    send_links, receive_links = [], []
     for link, sock in sockets.items():
         if link.handover is None:
             continue
         name = names[link.target if link.source == rank else link.source]
         if link.source == rank:
-            outbox = Outbox(sock, limits)
-            outlets.append(KVSendLink(handover=link.handover, name=name, outbox=outbox))
+            writer = FrameWriter(sock, limits)
+            send_links.append(KVSendLink(handover=link.handover, name=name, writer=writer))
         else:
-            inbox = Inbox(sock, limits, timeout_s)
-            inlets.append(KVReceiveLink(handover=link.handover, name=name, inbox=inbox))
+            reader = FrameReader(sock, limits, timeout_s)
+            receive_links.append(KVReceiveLink(handover=link.handover, name=name, reader=reader))
     return RankChannels(
         communicator=rings[0] if len(rings) == 1 else SplitRing(decode=rings[0], prefill=rings[1]),
-        outlets=tuple(outlets),
-        inlets=tuple(inlets),
+        send_links=tuple(send_links),
+        receive_links=tuple(receive_links),
     )

@@ -116,7 +116,7 @@ def join_rendezvous(
         StageError: rank 0 cannot be reached, or says that the meeting failed.
     """
     deadline_s = time.monotonic() + limit_s
-    with reach(find, token, b"meeting", deadline_s) as sock:
+    with reach(find, token, b"rendezvous", deadline_s) as sock:
         offset_s, error_s = _compare_clocks(sock, deadline_s)
         announced = own(sock)
         try:
@@ -125,7 +125,7 @@ def join_rendezvous(
             told = receive_json(sock, deadline_s + HANDSHAKE_S)
         except OSError as error:
             raise StageError(f"{announced.name}: lost rank 0 while meeting: {error}") from None
-    fields = Fields(told, "meeting")
+    fields = Fields(told, "rendezvous")
     if (reason := fields.optional_text("error")) is not None:
         raise StageError(reason)
     met = PeerTable(
@@ -144,7 +144,7 @@ class _Guests:
     def __init__(self, listener: socket.socket, token: bytes) -> None:
         self._connections: list[socket.socket] = []
         self._arrived: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        Acceptor(listener, token, [b"meeting"], self._welcome)
+        Acceptor(listener, token, [b"rendezvous"], self._welcome)
 
     def gather(
         self, own: Announcement, world_size: int, deadline_s: float

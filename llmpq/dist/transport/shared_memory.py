@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import StageError
-from llmpq.spec.runtime_constants import SHARED_PLACES
+from llmpq.spec.runtime_constants import SHARED_BUFFERS
 
 _COUNTER: Final = struct.Struct("<Q")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -49,9 +49,9 @@ class ArenaWriter:
 
     def put(self, payload: Tensor) -> int:
         """Copy a payload to a free place; return its number, from 1, or 0 when none is free."""
-        if self._count - self._shared.taken >= SHARED_PLACES:
+        if self._count - self._shared.taken >= SHARED_BUFFERS:
             return 0
-        index = self._count % SHARED_PLACES
+        index = self._count % SHARED_BUFFERS
         self._shared.places[index][: payload.numel()].copy_(payload)
         self._count += 1
         return index + 1
@@ -89,7 +89,7 @@ class ArenaReader:
         Raises:
             StageError: it is not the place that comes next.
         """
-        expected = self._count % SHARED_PLACES + 1
+        expected = self._count % SHARED_BUFFERS + 1
         if place != expected:
             raise StageError(f"frame refused: place: found {place}, expected {expected}")
         self._count += 1
@@ -106,7 +106,7 @@ class _Shared:
     def __init__(self, fileno: int, place_bytes: int) -> None:
         self._map = mmap.mmap(fileno, _size(place_bytes))
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.places = whole[mmap.PAGESIZE :].view(SHARED_PLACES, -1)
+        self.places = whole[mmap.PAGESIZE :].view(SHARED_BUFFERS, -1)
 
     @property
     def taken(self) -> int:
@@ -120,4 +120,4 @@ class _Shared:
 
 def _size(place_bytes: int) -> int:
     """Return the bytes of an arena whose places are whole pages."""
-    return mmap.PAGESIZE * (1 + SHARED_PLACES * -(-place_bytes // mmap.PAGESIZE))
+    return mmap.PAGESIZE * (1 + SHARED_BUFFERS * -(-place_bytes // mmap.PAGESIZE))

@@ -18,9 +18,9 @@ import time
 from collections.abc import Sequence
 
 from llmpq.dist.io.job import BEATS_PER_TIMEOUT
-from llmpq.dist.transport.failures import closed_peer, silent_peer
+from llmpq.dist.transport.failures import peer_closed, peer_silent
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
-from llmpq.dist.transport.links import Inbox, LinkClosedError, Outbox
+from llmpq.dist.transport.links import FrameReader, FrameWriter, LinkClosedError
 from llmpq.errors import StageError
 
 FAREWELL_S = 1.0
@@ -62,10 +62,10 @@ class SocketCommunicator:
         self.next_rank = self.ranks[(place + 1) % len(self.ranks)]
         self._previous = self.ranks[place - 1]
         self._timeout_s = timeout_s
-        self._inbox = Inbox(incoming, limits, timeout_s, is_shared=True)
+        self._reader = FrameReader(incoming, limits, timeout_s, is_shared=True)
         self._arrived: Frame | None = None
         self._failure: StageError | None = None
-        self._outbox = Outbox(outgoing, limits, is_shared=True)
+        self._writer = FrameWriter(outgoing, limits, is_shared=True)
         self._lock = threading.Lock()  # of the outbox and the five below
         self._has_rest = False
         self._is_lost = False
@@ -83,7 +83,7 @@ class SocketCommunicator:
             self._is_last_sent |= frame.kind in _LAST_KINDS
             is_lost, has_rest = self._is_lost, self._has_rest
         if is_lost:
-            raise closed_peer(self.names[self.next_rank], self.next_rank)
+            raise peer_closed(self.names[self.next_rank], self.next_rank)
         if has_rest:
             os.eventfd_write(self._wake, 1)
 
@@ -109,9 +109,9 @@ class SocketCommunicator:
 
         With nothing left it is named as silent, and :meth:`recv` says so.
         """
-        left_s = max(start_s, self._inbox.heard_s) + self._timeout_s - time.monotonic()
+        left_s = max(start_s, self._reader.heard_s) + self._timeout_s - time.monotonic()
         if left_s <= 0:
-            self._failure = silent_peer(self.names[self._previous], self._previous, self._timeout_s)
+            self._failure = peer_silent(self.names[self._previous], self._previous, self._timeout_s)
         return left_s
 
     def look(self) -> bool:
@@ -120,7 +120,7 @@ class SocketCommunicator:
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when something comes."""
-        return self._inbox.fileno()
+        return self._reader.fileno()
 
     def close(self) -> None:
         """Finish what is being sent and let go."""
@@ -131,20 +131,20 @@ class SocketCommunicator:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
-        self._outbox.close(FAREWELL_S)
-        self._inbox.close()
+        self._writer.close(FAREWELL_S)
+        self._reader.close()
 
     def _look(self, *, is_waiting: bool = False) -> bool:
         """Take in what is here, heartbeats apart; tell whether there is something to say."""
         if self._arrived is not None or self._failure is not None:
             return True
         try:
-            frame = self._inbox.take(is_waiting=is_waiting)
+            frame = self._reader.take(is_waiting=is_waiting)
             while frame is not None and frame.kind is FrameKind.HEARTBEAT:
-                frame = self._inbox.take(is_waiting=is_waiting)
+                frame = self._reader.take(is_waiting=is_waiting)
             self._arrived = frame
         except LinkClosedError:
-            self._failure = closed_peer(self.names[self._previous], self._previous)
+            self._failure = peer_closed(self.names[self._previous], self._previous)
         except StageError as error:
             self._failure = error
         return self._arrived is not None or self._failure is not None
@@ -153,9 +153,9 @@ class SocketCommunicator:
         """Send a frame, or more of the rest; the lock is held."""
         try:
             if frame is not None:
-                self._outbox.put(frame)
+                self._writer.put(frame)
                 self._last_s = time.monotonic()
-            self._has_rest = not self._outbox.flush()
+            self._has_rest = not self._writer.flush()
         except LinkClosedError:
             self._is_lost = True
             self._has_rest = False
@@ -174,7 +174,7 @@ class SocketCommunicator:
                 self._put(Frame(kind=FrameKind.HEARTBEAT) if is_due else None)
                 left_s = max(0.0, self._last_s + pause_s - now_s) if is_quiet else None
                 has_rest = self._has_rest
-            self._outbox.wait(left_s, self._wake, for_room=has_rest)
+            self._writer.wait(left_s, self._wake, for_room=has_rest)
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
 

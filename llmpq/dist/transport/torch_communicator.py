@@ -33,10 +33,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # torch lists no 
     Store,
     TCPStore,
 )
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from llmpq.dist.io.job import BEATS_PER_TIMEOUT, START_TIMEOUT_S, Meeting
-from llmpq.dist.transport.failures import closed_peer, silent_peer
+from llmpq.dist.io.job import BEATS_PER_TIMEOUT, START_TIMEOUT_S, Rendezvous
+from llmpq.dist.transport.failures import peer_closed, peer_silent
 from llmpq.dist.transport.frames import (
     Frame,
     FrameKind,
@@ -62,7 +62,7 @@ class TorchCommunicator:
         world_size: number of ranks, at least 2.
         name: what messages call this rank.
         limits: of this run's frames.
-        meeting: where the others are.
+        rendezvous: where the others are.
         timeout_s: how long a peer may be silent.
 
     Raises:
@@ -77,14 +77,14 @@ class TorchCommunicator:
         world_size: int,
         name: str,
         limits: FrameLimits,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         timeout_s: float,
     ) -> None:
         self.rank = rank
         self._limits = limits
         self._timeout_s = timeout_s
         self._timeout = timedelta(seconds=timeout_s)
-        store = _open_store(meeting, rank, world_size)
+        store = _open_store(rendezvous, rank, world_size)
         self.ranks: Sequence[int] = range(world_size)
         self.names: Sequence[str] = _exchange(store, rank, world_size, name, limits)
         try:
@@ -177,8 +177,8 @@ class TorchCommunicator:
     def _lost(self, error: RuntimeError, peer: int) -> StageError:
         name = self.names[peer]
         if "timed out" in str(error).lower():
-            return silent_peer(name, peer, self._timeout_s)
-        return closed_peer(name, peer)
+            return peer_silent(name, peer, self._timeout_s)
+        return peer_closed(name, peer)
 
     def _receive(self) -> None:
         """Receive frames one after the other, until the last one or a failure."""
@@ -225,15 +225,15 @@ class TorchCommunicator:
                 return
 
 
-def _open_store(meeting: Meeting, rank: int, world_size: int) -> Store:
+def _open_store(rendezvous: Rendezvous, rank: int, world_size: int) -> Store:
     timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
-        if meeting.file is not None:
-            store: Store = FileStore(str(meeting.file), world_size)
-        elif meeting.address is not None:
-            store = _tcp_store(meeting.address, rank, world_size, timeout)
+        if rendezvous.file is not None:
+            store: Store = FileStore(str(rendezvous.file), world_size)
+        elif rendezvous.address is not None:
+            store = _tcp_store(rendezvous.address, rank, world_size, timeout)
         else:
-            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+            store, _, _ = next(torch_rendezvous("env://", rank, world_size, timeout=timeout))
     except (RuntimeError, ValueError, OSError) as error:
         raise StageError(f"rank {rank}: could not meet the other ranks: {error}") from None
     store.set_timeout(timeout)

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
-from llmpq.dist.transport.links import Inbox, LinkClosedError, Outbox
+from llmpq.dist.transport.links import FrameReader, FrameWriter, LinkClosedError
 from llmpq.dist.transport.shared_memory import ArenaReader, ArenaWriter
 from llmpq.errors import StageError
+from llmpq.spec.runtime_constants import SHARED_BUFFERS as PLACES
 from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES
-from llmpq.spec.runtime_constants import SHARED_PLACES as PLACES
 
 HIDDEN = 256
 LIMITS = FrameLimits(
@@ -40,12 +40,12 @@ class Link:
 
     def __init__(self, family: int = socket.AF_UNIX) -> None:
         self.into, self.out = socket.socketpair() if family == socket.AF_UNIX else tcp_pair()
-        self.outbox = Outbox(self.into, LIMITS, is_shared=True)
-        self.inbox = Inbox(self.out, LIMITS, timeout_s=1.0, is_shared=True)
+        self.writer = FrameWriter(self.into, LIMITS, is_shared=True)
+        self.reader = FrameReader(self.out, LIMITS, timeout_s=1.0, is_shared=True)
 
     def take(self) -> Frame:
-        while (frame := self.inbox.take(is_waiting=True)) is None:
-            self.outbox.flush()
+        while (frame := self.reader.take(is_waiting=True)) is None:
+            self.writer.flush()
         return frame
 
 
@@ -59,16 +59,16 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def any_link(request) -> Iterator[Link]:
     made = Link(request.param)
     yield made
-    made.inbox.close()
-    made.outbox.close(0.0)
+    made.reader.close()
+    made.writer.close(0.0)
 
 
 @pytest.fixture
 def link() -> Iterator[Link]:
     made = Link()
     yield made
-    made.inbox.close()
-    made.outbox.close(0.0)
+    made.reader.close()
+    made.writer.close(0.0)
 
 
 def frame(number: int, tokens: int = 512, rows: int = 4) -> Frame:
@@ -98,7 +98,7 @@ def test_any_order_of_sending_and_taking_brings_every_frame_whole(any_link, seed
     for number in range(40):
         tokens = rng.choice([1, LEAST_TOKENS - 1, LEAST_TOKENS, 512])
         waiting.append(frame(number, tokens, rows=1))
-        any_link.outbox.put(waiting[-1])
+        any_link.writer.put(waiting[-1])
         while waiting and rng.random() < 0.5:
             assert same(any_link.take(), waiting.pop(0))
     for sent in waiting:
@@ -106,17 +106,17 @@ def test_any_order_of_sending_and_taking_brings_every_frame_whole(any_link, seed
 
 
 def test_a_large_payload_leaves_only_its_header_in_the_stream(link):
-    link.outbox.put(frame(0))
+    link.writer.put(frame(0))
     assert bytes_in_stream(link.out) == LIMITS.header_bytes
     link.take()
-    link.outbox.put(frame(1, LEAST_TOKENS - 1, rows=1))
+    link.writer.put(frame(1, LEAST_TOKENS - 1, rows=1))
     assert bytes_in_stream(link.out) > LIMITS.header_bytes + LEAST_BYTES // 2
 
 
 def test_without_a_free_place_a_payload_follows_in_the_stream(link):
     sent = [frame(number) for number in range(PLACES + 1)]
     for one in sent:
-        link.outbox.put(one)
+        link.writer.put(one)
     taken = [link.take() for _ in range(PLACES)]
     held = taken[-1].hidden.clone()
     assert same(link.take(), sent[-1])
@@ -124,19 +124,19 @@ def test_without_a_free_place_a_payload_follows_in_the_stream(link):
 
 
 def test_a_payload_stays_until_the_reader_asks_for_the_next(link):
-    link.outbox.put(frame(0))
+    link.writer.put(frame(0))
     first = link.take()
     for number in (1, 2):
-        link.outbox.put(frame(number))
+        link.writer.put(frame(number))
     assert same(first, frame(0))
 
 
 def test_what_was_sent_before_a_death_is_read_after_it(link):
-    link.outbox.put(frame(0))
+    link.writer.put(frame(0))
     link.into.shutdown(socket.SHUT_WR)
     assert same(link.take(), frame(0))
     with pytest.raises(LinkClosedError):
-        link.inbox.take(is_waiting=True)
+        link.reader.take(is_waiting=True)
 
 
 def test_no_descriptor_stays_open():
@@ -145,15 +145,15 @@ def test_no_descriptor_stays_open():
     for _ in range(20):
         one = Link()
         for number in range(3):
-            one.outbox.put(frame(number))
+            one.writer.put(frame(number))
         one.take()
-        one.inbox.close()
-        one.outbox.close(0.0)
+        one.reader.close()
+        one.writer.close(0.0)
         unread = Link()
         unread.into.setblocking(True)
-        unread.outbox.put(frame(0))
-        unread.outbox.close(0.0)
-        unread.inbox.close()
+        unread.writer.put(frame(0))
+        unread.writer.close(0.0)
+        unread.reader.close()
     del one, unread
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -161,19 +161,22 @@ def test_no_descriptor_stays_open():
 
 def test_an_end_that_shares_nothing_takes_no_memory_and_no_place():
     into, out = socket.socketpair()
-    outbox, inbox = Outbox(into, LIMITS, is_shared=True), Inbox(out, LIMITS, timeout_s=1.0)
-    outbox.put(frame(0))
+    writer, reader = (
+        FrameWriter(into, LIMITS, is_shared=True),
+        FrameReader(out, LIMITS, timeout_s=1.0),
+    )
+    writer.put(frame(0))
     with pytest.raises(StageError, match="place"):
-        inbox.take(is_waiting=True)
-    inbox.close()
-    outbox.close(0.0)
+        reader.take(is_waiting=True)
+    reader.close()
+    writer.close(0.0)
 
 
 @pytest.mark.parametrize("place", [2, 3, 255])
 def test_a_place_that_is_not_the_next_is_refused(link, place):
-    link.outbox.put(frame(0))
+    link.writer.put(frame(0))
     link.take()
-    link.outbox.put(frame(1))
+    link.writer.put(frame(1))
     link.take()  # both places were used once: the first comes next
     link.into.sendall(encode_header(frame(2), LIMITS, 2, place))
     with pytest.raises(StageError, match="place"):
@@ -187,7 +190,7 @@ def test_a_place_before_any_memory_was_offered_is_refused(link):
 
 
 def test_a_text_lies_in_no_shared_memory(link):
-    link.outbox.put(frame(0))
+    link.writer.put(frame(0))
     link.take()
     link.into.sendall(encode_header(Frame(kind=FrameKind.STATS, text=b"x"), LIMITS, 1, 2))
     with pytest.raises(StageError, match="place"):
@@ -197,12 +200,12 @@ def test_a_text_lies_in_no_shared_memory(link):
 def offered(descriptor: int) -> None:
     """Offer memory with the first header of a link."""
     into, out = socket.socketpair()
-    inbox = Inbox(out, LIMITS, timeout_s=1.0, is_shared=True)
+    reader = FrameReader(out, LIMITS, timeout_s=1.0, is_shared=True)
     socket.send_fds(into, [encode_header(frame(0), LIMITS, 0, 1)], [descriptor])
     try:
-        inbox.take(is_waiting=True)
+        reader.take(is_waiting=True)
     finally:
-        inbox.close()
+        reader.close()
         into.close()
 
 

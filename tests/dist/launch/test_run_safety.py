@@ -16,7 +16,7 @@ from helpers.ranks import make_plan
 
 import llmpq
 from llmpq.dist.io.prompts import Prompt, make_request, request_limits
-from llmpq.dist.launch.orphan_cleanup import watched
+from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
 
@@ -119,7 +119,7 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
 
 
 def test_the_janitor_of_a_run_that_ended_well_touches_nothing(tmp_path):
-    with watched(tmp_path):
+    with clean_up_if_killed(tmp_path):
         (tmp_path / "kept").touch()
     assert (tmp_path / "kept").exists()
     assert stat.S_ISREG((tmp_path / "kept").stat().st_mode)

@@ -27,7 +27,7 @@ from llmpq.dist.transport.frames import (
     decode_header,
     encode_header,
 )
-from llmpq.dist.transport.links import Inbox, Outbox
+from llmpq.dist.transport.links import FrameReader, FrameWriter
 from llmpq.errors import StageError
 from llmpq.models import KVShape, MicroBatch
 from llmpq.spec.plan import Handover, handovers_of
@@ -95,16 +95,18 @@ class Pair:
         handover = Handover(source=1, target=0, first_layer=0, end_layer=len(SHAPES))
         self.made = cache(0, 3, is_transient=True, kv_bits=kv_bits)
         self.held = cache(0, 3, is_transient=False, kv_bits=kv_bits)
-        self.outlet = KVSendLink(
-            handover=handover, name="stage 0", outbox=Outbox(self.ends[0], limits(kv_bits))
+        self.send_link = KVSendLink(
+            handover=handover, name="stage 0", writer=FrameWriter(self.ends[0], limits(kv_bits))
         )
-        inbox = Inbox(self.ends[1], limits(kv_bits), timeout_s)
-        inlet = KVReceiveLink(handover=handover, name="stage 1", inbox=inbox)
+        reader = FrameReader(self.ends[1], limits(kv_bits), timeout_s)
+        receive_link = KVReceiveLink(handover=handover, name="stage 1", reader=reader)
         self.sender: KVSender | None = None
-        self.receiver = KVReceiver(self.held, inlets=[inlet], timeout_s=timeout_s)
+        self.receiver = KVReceiver(self.held, receive_links=[receive_link], timeout_s=timeout_s)
 
     def start(self, timeout_s: float = 5.0) -> KVSender:
-        self.sender = KVSender(self.made, rows=ROWS, outlets=[self.outlet], timeout_s=timeout_s)
+        self.sender = KVSender(
+            self.made, rows=ROWS, send_links=[self.send_link], timeout_s=timeout_s
+        )
         return self.sender
 
     def close(self) -> None:
@@ -141,13 +143,13 @@ def test_every_layer_arrives_as_it_was_stored_in_the_slots_of_the_decoding_rank(
     sent = []
     for origin, (slots, lengths) in enumerate([([3, 0], [6, 2]), ([4], [1]), ([1, 2], [3, 3])]):
         rows = rows_of(slots, lengths, origin)
-        here = list(sender.enter(rows))
+        here = list(sender.acquire(rows))
         assert [row.slot // ROWS for row in here] == [origin % 2] * len(rows)
         fill(pair.made, here, seed=origin)
         sent.append((rows, [held(pair.made, layer, here) for layer in range(3)]))
-        sender.leave(rows)
+        sender.release(rows)
     for rows, layers in sent:
-        pair.receiver.enter(step(rows))
+        pair.receiver.acquire(step(rows))
         for layer, expected in enumerate(layers):
             assert torch.equal(held(pair.held, layer, rows), expected)
     pair.close()
@@ -156,17 +158,19 @@ def test_every_layer_arrives_as_it_was_stored_in_the_slots_of_the_decoding_rank(
 def test_a_step_waits_for_its_own_slots_and_for_no_others(pair):
     first, second = rows_of([0], [2], origin=0), rows_of([1], [3], origin=1)
     sender = pair.start()
-    sender.enter(first)
-    sender.leave(first)
-    pair.receiver.enter(step(first))  # returns although slot 1 is empty
+    sender.acquire(first)
+    sender.release(first)
+    pair.receiver.acquire(step(first))  # returns although slot 1 is empty
     waited: list[bool] = []
-    thread = threading.Thread(target=lambda: waited.append(bool(pair.receiver.enter(step(second)))))
+    thread = threading.Thread(
+        target=lambda: waited.append(bool(pair.receiver.acquire(step(second))))
+    )
     thread.start()
     thread.join(timeout=0.05)
     assert thread.is_alive()
-    pair.receiver.enter(step(first))  # the other slot decodes on meanwhile
-    sender.enter(second)
-    sender.leave(second)
+    pair.receiver.acquire(step(first))  # the other slot decodes on meanwhile
+    sender.acquire(second)
+    sender.release(second)
     thread.join(timeout=5)
     assert waited == [True]
 
@@ -174,31 +178,31 @@ def test_a_step_waits_for_its_own_slots_and_for_no_others(pair):
 def test_a_slots_new_owner_does_not_read_what_the_last_one_left(pair):
     old, new = rows_of([2], [4], origin=0), rows_of([2], [4], origin=7)
     sender = pair.start()
-    sender.enter(old)
-    sender.leave(old)
-    pair.receiver.enter(step(old))
-    thread = threading.Thread(target=pair.receiver.enter, args=[step(new)])
+    sender.acquire(old)
+    sender.release(old)
+    pair.receiver.acquire(step(old))
+    thread = threading.Thread(target=pair.receiver.acquire, args=[step(new)])
     thread.start()
     thread.join(timeout=0.05)
     assert thread.is_alive(), "the same slot and length, but another owner"
-    sender.enter(new)
-    sender.leave(new)
+    sender.acquire(new)
+    sender.release(new)
     thread.join(timeout=5)
     assert not thread.is_alive()
 
 
 def send_for_ever(sender: KVSender, rows: list[Row]) -> None:
     for _ in itertools.count():
-        sender.enter(rows)
-        sender.leave(rows)
+        sender.acquire(rows)
+        sender.release(rows)
 
 
 def test_a_prefilling_stage_waits_for_the_link_and_says_who_does_not_take_anything(pair):
     ends = socket.socketpair()  # nobody reads, and the kernel keeps little
-    outbox = Outbox(ends[0], limits())
+    writer = FrameWriter(ends[0], limits())
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    outlet = replace(pair.outlet, outbox=outbox)
-    sender = KVSender(pair.made, rows=ROWS, outlets=[outlet], timeout_s=0.3)
+    send_link = replace(pair.send_link, writer=writer)
+    sender = KVSender(pair.made, rows=ROWS, send_links=[send_link], timeout_s=0.3)
     rows = rows_of([0, 1], [6, 6], origin=0)
     for _ in range(2):  # whoever asks again hears the same
         with pytest.raises(PeerLostError, match=r"stage 0: found no sign of life for 0.3 s") as it:
@@ -214,19 +218,19 @@ def test_a_decoding_rank_that_is_gone_is_named(pair):
     rows = rows_of([0], [1], origin=0)
     with pytest.raises(PeerLostError, match="stage 0: closed"):
         send_for_ever(sender, rows)
-    pair.receiver = KVReceiver(pair.held, inlets=[], timeout_s=1.0)
+    pair.receiver = KVReceiver(pair.held, receive_links=[], timeout_s=1.0)
 
 
 def test_a_prefilling_rank_that_is_gone_is_named_by_who_waits_for_it(pair):
     rows = rows_of([0], [1], origin=0)
     sender = pair.start()
-    sender.enter(rows)
-    sender.leave(rows)
+    sender.acquire(rows)
+    sender.release(rows)
     sender.close()
     pair.sender = None
-    pair.receiver.enter(step(rows))  # what was sent before is there
+    pair.receiver.acquire(step(rows))  # what was sent before is there
     with pytest.raises(PeerLostError, match="stage 1: closed") as caught:
-        pair.receiver.enter(step(rows_of([0], [1], origin=1)))
+        pair.receiver.acquire(step(rows_of([0], [1], origin=1)))
     assert caught.value.rank == 1
 
 
@@ -234,7 +238,7 @@ def test_silence_is_named_in_time():
     pair = Pair(timeout_s=0.2)
     start_s = time.monotonic()
     with pytest.raises(PeerLostError, match=r"stage 1: found no sign of life for 0.2 s"):
-        pair.receiver.enter(step(rows_of([0], [1], origin=0)))
+        pair.receiver.acquire(step(rows_of([0], [1], origin=0)))
     assert time.monotonic() - start_s >= 0.2
     pair.close()
 
@@ -275,22 +279,22 @@ def test_a_ring_takes_no_keys_and_values():
 )
 def test_what_does_not_belong_on_a_link_ends_the_run_of_who_waits(frame):
     made, ends = cache(0, 3, is_transient=False), socket.socketpair()
-    outbox = Outbox(ends[0], limits())
+    writer = FrameWriter(ends[0], limits())
     # This link carries layers 0 and 1 alone.
-    inlet = KVReceiveLink(
+    receive_link = KVReceiveLink(
         handover=Handover(source=1, target=0, first_layer=0, end_layer=2),
         name="stage 1",
-        inbox=Inbox(ends[1], limits(), 5.0),
+        reader=FrameReader(ends[1], limits(), 5.0),
     )
-    receiver = KVReceiver(made, inlets=[inlet], timeout_s=5.0)
+    receiver = KVReceiver(made, receive_links=[receive_link], timeout_s=5.0)
     if frame.cached is not None:
         width = limits().kv_token_bytes[frame.layer]
         frame = replace(frame, cached=torch.zeros(5, width, dtype=torch.uint8))
-    outbox.put(frame)
+    writer.put(frame)
     with pytest.raises(StageError, match=f"found a frame {frame.kind.name}"):
-        receiver.enter(step(rows_of([0], [1], origin=0)))
+        receiver.acquire(step(rows_of([0], [1], origin=0)))
     receiver.close()
-    outbox.close(0.0)
+    writer.close(0.0)
 
 
 @given(

@@ -14,7 +14,7 @@ from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job
 from llmpq.dist.launch import supervisor as module
-from llmpq.dist.launch.signals import StopRequest, drain_sign
+from llmpq.dist.launch.signals import StopRequest, drain_file
 from llmpq.dist.launch.supervisor import Supervision, Supervisor
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, SilentProgress
@@ -31,27 +31,27 @@ class Generations:
         self.jobs: list[Job] = []
         self._plays = list(plays)
 
-    def __call__(self, job, _, __, folder, overseer):
+    def __call__(self, job, _, __, folder, monitor):
         self.jobs.append(job)
         (folder / "job.json").touch()
-        self._plays.pop(0)(job, folder, overseer)
+        self._plays.pop(0)(job, folder, monitor)
         return DONE
 
 
 def dies(tokens: int = 0, answers: int = 0, error: Exception | None = None):
-    def play(job: Job, folder: Path, overseer: Supervisor) -> None:
-        overseer.hear(Event(rank=0, kind="tokens", done=tokens, total=9))
+    def play(job: Job, folder: Path, monitor: Supervisor) -> None:
+        monitor.on_event(Event(rank=0, kind="tokens", done=tokens, total=9))
         with job.output.open("a") as file:
             for number in range(answers):
                 line = {"id": number, "token_ids": [1], "text": "", "finish_reason": "length"}
                 file.write(json.dumps(line) + "\n")
-        (folder / "meeting").touch()
+        (folder / "rendezvous").touch()
         raise error or StageError("stage 1: was ended by SIGKILL")
 
     return play
 
 
-def ends(job: Job, folder: Path, overseer: Supervisor) -> None:
+def ends(job: Job, folder: Path, monitor: Supervisor) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["job.json"]
 
 
@@ -130,9 +130,9 @@ def test_health_follows_the_run(tmp_path, monkeypatch):
     def look(*_) -> None:
         seen.append(json.loads(path.read_text()))
 
-    def dies_watched(job: Job, folder: Path, overseer: Supervisor) -> None:
+    def dies_watched(job: Job, folder: Path, monitor: Supervisor) -> None:
         look()
-        overseer.hear(Event(rank=0, kind="tokens", done=3, total=9))
+        monitor.on_event(Event(rank=0, kind="tokens", done=3, total=9))
         look()
         raise StageError("stage 1: was ended by SIGKILL")
 
@@ -168,12 +168,12 @@ def asked(seconds_ago: float) -> StopRequest:
 
 
 def checks(serving: bool):
-    def play(job: Job, folder: Path, overseer: Supervisor) -> None:
+    def play(job: Job, folder: Path, monitor: Supervisor) -> None:
         if serving:
-            overseer.hear(Event(rank=0, kind="tokens", done=0, total=9))
-        overseer.check()
-        overseer.check()
-        assert drain_sign(folder).exists()
+            monitor.on_event(Event(rank=0, kind="tokens", done=0, total=9))
+        monitor.check()
+        monitor.check()
+        assert drain_file(folder).exists()
 
     return play
 

@@ -82,7 +82,7 @@ def test_a_closed_peer_is_named():
 def test_a_frame_of_another_plan_is_refused():
     first, _ = _ring()
     _, second = in_process_ring(2, dataclasses.replace(LIMITS, digest=b"another."))
-    first._outbox = second._inbox
+    first._writer = second._reader
     first.send(_decode(0))
     with pytest.raises(StageError, match="plan digest"):
         second.recv()

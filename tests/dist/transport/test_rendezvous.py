@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.dist.io.job import Meeting
+from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.transport.connect import RankIdentity, Ring, connect, read_token
 from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
@@ -38,15 +38,15 @@ def me(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> RankIdentity
 
 
 def meet(
-    ranks: list[tuple[RankIdentity, Meeting]],
+    ranks: list[tuple[RankIdentity, Rendezvous]],
 ) -> tuple[dict[int, Ring], dict[int, LlmpqError]]:
     """Connect all ranks at once, each in a thread."""
     made: dict[int, Ring] = {}
     failed: dict[int, LlmpqError] = {}
 
-    def run(who: RankIdentity, meeting: Meeting) -> None:
+    def run(who: RankIdentity, rendezvous: Rendezvous) -> None:
         try:
-            made[who.rank] = connect(who, meeting)
+            made[who.rank] = connect(who, rendezvous)
         except LlmpqError as error:
             failed[who.rank] = error
 
@@ -91,8 +91,8 @@ def is_listening(port: int) -> bool:
 def test_ranks_of_one_host_use_unix_sockets_and_leave_no_file(tmp_path):
     deep = tmp_path / ("a" * 60) / ("b" * 60)  # deeper than a unix socket's name can be
     deep.mkdir(parents=True)
-    meeting = Meeting(file=deep / "meeting")
-    made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
+    rendezvous = Rendezvous(file=deep / "rendezvous")
+    made, failed = meet([(me(rank, 3), rendezvous) for rank in range(3)])
     assert not failed
     assert [made[rank].transport for rank in range(3)] == ["unix"] * 3
     assert made[1].communicator.names == [me(rank, 3).name for rank in range(3)]
@@ -102,8 +102,8 @@ def test_ranks_of_one_host_use_unix_sockets_and_leave_no_file(tmp_path):
 
 def test_ranks_with_an_address_find_each_others_files_and_nothing_listens_after(tmp_path):
     port = free_port()
-    meeting = Meeting(address=("127.0.0.1", port), token_file=token_file(tmp_path))
-    made, failed = meet([(me(rank, 2), meeting) for rank in range(2)])
+    rendezvous = Rendezvous(address=("127.0.0.1", port), token_file=token_file(tmp_path))
+    made, failed = meet([(me(rank, 2), rendezvous) for rank in range(2)])
     assert not failed
     assert {ring.transport for ring in made.values()} == {"unix"}
     assert abs(made[1].clock_offset_s) <= made[1].clock_error_s + 1e-3
@@ -114,8 +114,8 @@ def test_ranks_with_an_address_find_each_others_files_and_nothing_listens_after(
 def test_ranks_of_unlike_hosts_use_tcp(tmp_path, monkeypatch):
     hosts = iter("abc")
     monkeypatch.setattr("llmpq.dist.transport.connect._host_key", lambda: next(hosts))
-    meeting = Meeting(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
-    made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
+    rendezvous = Rendezvous(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
+    made, failed = meet([(me(rank, 3), rendezvous) for rank in range(3)])
     assert not failed
     assert [made[rank].transport for rank in range(3)] == ["tcp"] * 3
     assert goes_round(made)
@@ -128,8 +128,8 @@ def test_each_link_takes_its_own_transport(tmp_path, monkeypatch):
         return key.setdefault(threading.current_thread().name, f"host {len(key) % 2}")
 
     monkeypatch.setattr("llmpq.dist.transport.connect._host_key", host_key)
-    meeting = Meeting(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
-    made, failed = meet([(me(rank, 3), meeting) for rank in range(3)])
+    rendezvous = Rendezvous(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
+    made, failed = meet([(me(rank, 3), rendezvous) for rank in range(3)])
     assert not failed
     assert sorted(made[rank].transport for rank in range(3)) == ["tcp", "tcp", "unix"]
     assert goes_round(made)
@@ -138,8 +138,8 @@ def test_each_link_takes_its_own_transport(tmp_path, monkeypatch):
 def test_another_token_is_refused_and_the_others_still_meet(tmp_path):
     address = ("127.0.0.1", free_port())
     (tmp_path / "other").mkdir()
-    good = Meeting(address=address, token_file=token_file(tmp_path))
-    bad = Meeting(address=address, token_file=token_file(tmp_path / "other", "x" * 30))
+    good = Rendezvous(address=address, token_file=token_file(tmp_path))
+    bad = Rendezvous(address=address, token_file=token_file(tmp_path / "other", "x" * 30))
     stranger, said = {}, {}
 
     def intrude() -> None:
@@ -160,7 +160,7 @@ def test_another_token_is_refused_and_the_others_still_meet(tmp_path):
 
 def test_a_place_others_can_reach_needs_a_token():
     with pytest.raises(SpecError, match=r"192\.0\.2\.1.*token_file"):
-        connect(me(1, 2), Meeting(address=("192.0.2.1", 1)))
+        connect(me(1, 2), Rendezvous(address=("192.0.2.1", 1)))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_a_poor_token_is_refused(tmp_path, text, mode, names):
 
 def test_ranks_of_another_plan_are_named(tmp_path):
     other = dataclasses.replace(LIMITS, digest=b"another.")
-    meeting = Meeting(file=tmp_path / "meeting")
-    made, failed = meet([(me(0, 2), meeting), (me(1, 2, other), meeting)])
+    rendezvous = Rendezvous(file=tmp_path / "rendezvous")
+    made, failed = meet([(me(0, 2), rendezvous), (me(1, 2, other), rendezvous)])
     assert not made
     assert all(isinstance(error, SpecError) for error in failed.values())
     assert "stage 1 (rank 1) runs another plan" in str(failed[0])
@@ -184,8 +184,8 @@ def test_ranks_of_another_plan_are_named(tmp_path):
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("llmpq.dist.transport.connect.START_TIMEOUT_S", 0.3)
-    meeting = Meeting(file=tmp_path / "meeting")
-    made, failed = meet([(me(0, 3), meeting), (me(1, 3), meeting)])
+    rendezvous = Rendezvous(file=tmp_path / "rendezvous")
+    made, failed = meet([(me(0, 3), rendezvous), (me(1, 3), rendezvous)])
     assert not made
     assert all(isinstance(error, StageError) for error in failed.values())
     assert "rank 2 did not start in time" in str(failed[0])
@@ -198,9 +198,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):
 )
 def test_garbage_is_hung_up_on_at_once_and_disturbs_nobody(tmp_path, garbage):
     address = ("127.0.0.1", free_port())
-    meeting = Meeting(address=address, token_file=token_file(tmp_path))
+    rendezvous = Rendezvous(address=address, token_file=token_file(tmp_path))
     said: dict[int, Ring] = {}
-    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), meeting)])[0]))
+    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), rendezvous)])[0]))
     host.start()
     with _connection(lambda: Endpoint(address=address).connect(5)) as stranger:
         if len(garbage) > 24:  # what is shorter is waited for, 5 s at most
@@ -208,7 +208,7 @@ def test_garbage_is_hung_up_on_at_once_and_disturbs_nobody(tmp_path, garbage):
             stranger.sendall(garbage)
             assert _reads_to_the_end(stranger) <= 16  # the challenge, never more
             assert time.monotonic() - start < 1
-        made, failed = meet([(me(1, 2), meeting)])
+        made, failed = meet([(me(1, 2), rendezvous)])
     host.join(timeout=20)
     assert not failed
     assert goes_round(said | made)
@@ -216,14 +216,14 @@ def test_garbage_is_hung_up_on_at_once_and_disturbs_nobody(tmp_path, garbage):
 
 def test_idle_connections_do_not_keep_ranks_out(tmp_path):
     address = ("127.0.0.1", free_port())
-    meeting = Meeting(address=address, token_file=token_file(tmp_path))
+    rendezvous = Rendezvous(address=address, token_file=token_file(tmp_path))
     said: dict[int, Ring] = {}
-    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), meeting)])[0]))
+    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), rendezvous)])[0]))
     host.start()
     with contextlib.ExitStack() as idle:
         for _ in range(MAX_PENDING_HANDSHAKES + 40):
             idle.enter_context(_connection(lambda: Endpoint(address=address).connect(5)))
-        made, failed = meet([(me(1, 2), meeting)])
+        made, failed = meet([(me(1, 2), rendezvous)])
     host.join(timeout=20)
     assert not failed
     assert goes_round(said | made)

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from llmpq.dist.launch.signals import LOOK_S, DrainWatch, drain_sign
+from llmpq.dist.launch.signals import LOOK_S, DrainFlag, drain_file
 
 
 def test_the_sign_is_seen_within_the_promised_time_and_not_forgotten(tmp_path):
     now_s = [5.0]
-    watch = DrainWatch(tmp_path, lambda: now_s[0])
+    watch = DrainFlag(tmp_path, lambda: now_s[0])
     assert not watch()
-    drain_sign(tmp_path).touch()
+    drain_file(tmp_path).touch()
     now_s[0] += LOOK_S
     assert watch()
-    drain_sign(tmp_path).unlink()
+    drain_file(tmp_path).unlink()
     now_s[0] += LOOK_S
     assert watch()
 
 
 def test_the_folder_is_not_looked_into_at_every_step(tmp_path):
     now_s = [5.0]
-    watch = DrainWatch(tmp_path, lambda: now_s[0])
+    watch = DrainFlag(tmp_path, lambda: now_s[0])
     assert not watch()
-    drain_sign(tmp_path).touch()
+    drain_file(tmp_path).touch()
     now_s[0] += LOOK_S / 2
     assert not watch()
 
 
 def test_a_sign_from_before_is_seen_at_once(tmp_path):
-    drain_sign(tmp_path).touch()
-    assert DrainWatch(tmp_path)()
+    drain_file(tmp_path).touch()
+    assert DrainFlag(tmp_path)()

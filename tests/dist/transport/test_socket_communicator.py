@@ -17,7 +17,7 @@ import torch
 
 from llmpq.dist.transport.failures import PeerLostError
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
-from llmpq.dist.transport.links import Inbox, LinkClosedError
+from llmpq.dist.transport.links import FrameReader, LinkClosedError
 from llmpq.dist.transport.socket_communicator import SocketCommunicator
 from llmpq.errors import StageError
 
@@ -236,12 +236,12 @@ def test_damaged_streams_end_in_typed_errors_or_in_what_was_sent(count):
     for _ in range(count):
         data = _damaged(rng, parts)
         into, out = socket.socketpair()
-        inbox = Inbox(out, LIMITS, timeout_s=1.0)
+        reader = FrameReader(out, LIMITS, timeout_s=1.0)
         into.sendall(data)
         into.close()
         try:
             for expected in sent:
-                got = inbox.take(is_waiting=True)
+                got = reader.take(is_waiting=True)
                 assert got is not None
                 assert (got.kind, got.micro_batch, got.rows) == (
                     expected.kind,
@@ -251,7 +251,7 @@ def test_damaged_streams_end_in_typed_errors_or_in_what_was_sent(count):
         except (StageError, LinkClosedError):
             pass
         finally:
-            inbox.close()
+            reader.close()
 
 
 def _damaged(rng: random.Random, parts: list[bytes]) -> bytes:

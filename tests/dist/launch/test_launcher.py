@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.dist.io.job import Job, Meeting
+from llmpq.dist.io.job import Job, Rendezvous
 from llmpq.dist.launch.launcher import _cause, _cores, _start, rank_environment, ranks_of_node
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.failures import ErrorNote, write_note
@@ -94,7 +94,7 @@ def test_workers_are_pinned_unless_asked_not_to_be(pins, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Started)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *found: pinned.append(found))
     paths = {name: tmp_path / name for name in ("strategy", "model_dir", "prompts", "output")}
-    job = Job(**paths, meeting=Meeting(file=tmp_path / "meeting"), pins_workers=pins)
+    job = Job(**paths, rendezvous=Rendezvous(file=tmp_path / "rendezvous"), pins_workers=pins)
     _start(job, make_plan((0, 3)), 0, [0], tmp_path, 1)
     assert pinned == ([(4321, {min(os.sched_getaffinity(0))})] if pins else [])
 
