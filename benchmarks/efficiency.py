@@ -36,7 +36,7 @@ from typing import Any
 from workbench import ROOT, SMALL_LLAMA, command, make_model, write_prompts
 
 from llmpq.cli.commands.profile_memory import even_plan
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import read_plan, write_plan
 
 BITS = (16, 8)
 BATCH = {2: 16, 3: 24}

@@ -52,8 +52,7 @@ from llmpq.costmodel.tables.lookup import MASTER_BITS
 from llmpq.profiler.levels import Slowdown
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
-from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment, read_plan, write_plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.workload import Workload

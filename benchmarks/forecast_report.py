@@ -25,8 +25,7 @@ from leveled import State, mixed, share_of
 
 from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.tables.lookup import MASTER_BITS
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import BITS
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table
 

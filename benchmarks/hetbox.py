@@ -32,8 +32,7 @@ from hetbox_report import AS, METHODS, SAME_QUALITY, close_ones, distinct, slug
 from workbench import ROOT, make_model, write_prompts
 
 from llmpq.cli.commands.profile_memory import even_plan
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import Plan, read_plan, write_plan
 from llmpq.spec.tables import read_latency_table, write_latency_table
 
 WORK = {"global_bz": 16, "s": 128, "n": 32}

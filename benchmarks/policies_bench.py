@@ -28,8 +28,7 @@ from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.lengths import LengthDistribution, truncated_normal
-from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import MicroBatching, Plan, read_plan, write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule, default_schedule
 from llmpq.spec.tables import read_latency_table, write_latency_table

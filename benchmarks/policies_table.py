@@ -14,8 +14,7 @@ from policies_bench import BITS, PREFILL, SLOTS, run_plan
 from workbench import command, write_prompts
 
 from llmpq.costmodel.tables.lookup import MASTER_BITS
-from llmpq.spec.plan import MicroBatching
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import MicroBatching, read_plan, write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table

@@ -18,8 +18,7 @@ from pathlib import Path
 from workbench import ROOT, command
 
 from llmpq.dist import Prompt, generate_offline
-from llmpq.spec.plan import MicroBatching
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import MicroBatching, read_plan
 from llmpq.spec.schedule import default_schedule
 
 FLIP_REQUESTS = 48

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from helpers.ranks import make_plan  # noqa: E402  the path comes first
 from helpers.tiny_models import save_tiny_model  # noqa: E402
 
-from llmpq.spec.plan_io import write_plan  # noqa: E402
+from llmpq.spec.plan import write_plan  # noqa: E402
 
 LAYERS, REQUESTS, TOKENS = 4, 16, 32
 SIZES = {"layers": LAYERS, "hidden": 512, "intermediate": 1024, "heads": 8, "kv_heads": 8}

@@ -26,7 +26,7 @@ from helpers.ranks import make_plan  # noqa: E402
 from helpers.tiny_models import save_tiny_model  # noqa: E402
 
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node  # noqa: E402
-from llmpq.spec.plan_io import write_plan  # noqa: E402
+from llmpq.spec.plan import write_plan  # noqa: E402
 from scripts.boxes.wire import Host, Link, hosts  # noqa: E402
 
 PORT = 29500

@@ -33,8 +33,7 @@ from llmpq.dist.io.results import read_results  # noqa: E402
 from llmpq.dist.metrics.measurement import Measurement  # noqa: E402
 from llmpq.dist.metrics.progress import Event  # noqa: E402
 from llmpq.errors import LlmpqError  # noqa: E402
-from llmpq.spec.plan import Plan  # noqa: E402
-from llmpq.spec.plan_io import write_plan  # noqa: E402
+from llmpq.spec.plan import Plan, write_plan  # noqa: E402
 
 Answers = dict[str | int, tuple[int, ...]]
 

@@ -31,7 +31,7 @@ from llmpq.dist.transport.frames import (
 from llmpq.errors import LlmpqError
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import read_plan
 from llmpq.spec.tables import read_latency_table
 from llmpq.spec.workload import load_workload
 

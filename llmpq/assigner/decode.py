@@ -18,7 +18,7 @@ from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 from llmpq.assigner.split import price_split, with_memory
 from llmpq.assigner.task import DEFAULT_OMEGA, PlanningTask, PlanRequest, Solution
 from llmpq.costmodel import ClusterCosts
-from llmpq.spec.cluster import cluster_to_json
+from llmpq.spec.codec import to_json
 from llmpq.spec.fields import digest_of
 from llmpq.spec.plan import (
     MemoryParts,
@@ -31,7 +31,6 @@ from llmpq.spec.plan import (
     StageEstimate,
 )
 from llmpq.spec.precision import BITS
-from llmpq.spec.workload import workload_to_json
 
 
 def plan_of(
@@ -63,7 +62,7 @@ def plan_of(
         estimate=estimate_of(solution.problem, solution.evaluation),
         search=Search(
             method=method,
-            solver=solution.solver,
+            solver=solution.solver or None,
             formula=request.formula,
             theta_s=task.theta_s,
             quality_budget=request.quality_budget,
@@ -184,8 +183,8 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
     model = asdict(request.model)
     found = [
         ("model", digest_of(model)),
-        ("cluster", digest_of(cluster_to_json(task.cluster))),
-        ("workload", digest_of(workload_to_json(request.workload))),
+        ("cluster", digest_of(to_json(task.cluster))),
+        ("workload", digest_of(to_json(request.workload))),
         ("omega", omega_text(request)),
         ("bits", " ".join(str(width) for width in request.bits)),
     ]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmpq.spec.codec import to_json
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
-from llmpq.spec.schedule import schedule_to_json
 from llmpq.units import GIB, MIB, format_seconds
 
 BAR_WIDTH = 12
@@ -33,7 +33,7 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "pairs_pruned": search.pairs_pruned,
         "prefill_micro_batch": plan.micro_batching.prefill,
         "decode_micro_batch": plan.micro_batching.decode,
-        "schedule": None if plan.schedule is None else schedule_to_json(plan.schedule),
+        "schedule": None if plan.schedule is None else to_json(plan.schedule),
         "dropped_devices": [devices[index].label for index in plan.dropped_devices],
         "stages": [
             _stage_record(plan, stage, estimate)
@@ -45,7 +45,7 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "workload": plan.workload.name,
         "dtype": plan.dtype,
         "formula": search.formula,
-        "solver": search.solver or None,
+        "solver": search.solver,
         "theta_s": search.theta_s,
         "quality_budget": search.quality_budget,
         "omega": dict(plan.provenance.inputs).get("omega"),

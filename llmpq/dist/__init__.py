@@ -30,8 +30,7 @@ from llmpq.dist.metrics.progress import Progress, SilentProgress
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import Plan, read_plan, write_plan
 
 __all__ = [
     "Hosts",

@@ -21,8 +21,7 @@ from llmpq.dist.io.prompts import write_prompts
 from llmpq.dist.metrics.progress import Progress
 from llmpq.errors import StageError
 from llmpq.evals.windows import Windows
-from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import MicroBatching, Plan, write_plan
 from llmpq.spec.workload import Workload
 
 

@@ -16,8 +16,7 @@ from llmpq.dist.io.prompts import write_prompts
 from llmpq.dist.metrics.measurement import StageStats
 from llmpq.dist.metrics.progress import Progress
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import Plan, write_plan
 
 
 def measure_memory(

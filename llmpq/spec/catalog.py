@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import DeviceKind, DeviceSpec, PrecisionCost
+from llmpq.spec.cluster import DeviceSpec
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import BITS, DTYPE_BYTES
 
 _PAPER_NAMES = {
     "opt": "facebook/opt-{}",
@@ -148,53 +148,10 @@ def _device_entries() -> tuple[tuple[DeviceSpec, dict[str, str]], ...]:
 
 
 def _device(fields: Fields) -> tuple[DeviceSpec, dict[str, str]]:
-    spec = DeviceSpec(
-        type=fields.text("type"),
-        kind=cast(DeviceKind, fields.text("kind", ("cpu", "cuda"))),
-        memory_bytes=fields.integer("memory_bytes", minimum=1),
-        runtime_bytes=fields.integer("runtime_bytes"),
-        flops=_rates(fields.child("flops")),
-        memory_bytes_per_s=fields.number("memory_bytes_per_s", minimum=1.0),
-        compute_efficiency=fields.number("compute_efficiency", minimum=0.01, maximum=1.0),
-        memory_efficiency=fields.number("memory_efficiency", minimum=0.01, maximum=1.0),
-        layer_overhead_s=fields.number("layer_overhead_s"),
-        link_bytes_per_s=fields.number("link_bytes_per_s", minimum=1.0),
-        link_latency_s=fields.number("link_latency_s"),
-        precision_costs=tuple(_cost(cost) for cost in fields.children("precision_costs")),
-        saturation_tokens=fields.number("saturation_tokens"),
-    )
     given = fields.child("source")
     sources = {figure: given.text(figure) for figure in _DEVICE_FIGURES}
     given.done()
-    fields.done()
-    return spec, sources
-
-
-def _rates(fields: Fields) -> tuple[tuple[str, float], ...]:
-    found = tuple(
-        (name, fields.number(name, minimum=1.0)) for name in DTYPE_BYTES if fields.has(name)
-    )
-    fields.done()
-    return found
-
-
-def _cost(fields: Fields) -> PrecisionCost:
-    bits = fields.integer("bits")
-    if bits not in BITS or bits == 16:
-        raise fields.error("bits", bits, "3, 4 or 8")
-    few_rows = fields.integer("few_rows", minimum=1) if fields.has("few_rows") else None
-    cost = PrecisionCost(
-        bits=bits,
-        compute=fields.number("compute", minimum=0.01),
-        stream=fields.number("stream", minimum=0.01),
-        overhead=fields.number("overhead", minimum=0.01),
-        dequantize=fields.number("dequantize"),
-        thin=fields.number("thin", minimum=0.01) if fields.has("thin") else 1.0,
-        few_rows=few_rows,
-        stream_beyond=1.0 if few_rows is None else fields.number("stream_beyond", minimum=0.01),
-    )
-    fields.done()
-    return cost
+    return from_json(DeviceSpec, fields), sources
 
 
 def _data(name: str) -> Fields:

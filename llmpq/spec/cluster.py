@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, ClassVar, Literal
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.fields import SCHEMA, Fields, read_json
-from llmpq.spec.precision import Phase
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
 
 DeviceKind = Literal["cpu", "cuda"]
 CPU_ISAS = ("sse4", "avx2", "avx512")
@@ -22,7 +23,8 @@ CPU_ISAS = ("sse4", "avx2", "avx512")
 MIN_CPU_SHARE = 0.01
 MAX_DEVICES = 1024
 MAX_MEMBERS = 64
-_OPTIONAL = ("memory_bytes", "profile", "threads", "cpu_isa", "cpu_share", "tensor_parallel")
+Factor = Annotated[float, Rule(minimum=0.01)]
+Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +45,17 @@ class PrecisionCost:
     """
 
     bits: int
-    compute: float
-    stream: float
-    overhead: float = 1.0
+    compute: Factor
+    stream: Factor
+    overhead: Factor = 1.0
     dequantize: float = 0.0
-    thin: float = 1.0
-    few_rows: int | None = None
-    stream_beyond: float = 1.0
+    thin: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+    few_rows: Annotated[int | None, Rule(minimum=1)] = None
+    stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise SpecError(f"precision cost: found {self.bits} bits, expected one of {BITS}")
 
     def stream_of(self, phase: Phase, rows: float) -> float:
         """Return the factor on memory bandwidth while a step of so many rows reads weights."""
@@ -80,14 +86,14 @@ class DeviceSpec:
 
     type: str
     kind: DeviceKind
-    memory_bytes: int
+    memory_bytes: Annotated[int, Rule(minimum=1)]
     runtime_bytes: int
-    flops: tuple[tuple[str, float], ...]
-    memory_bytes_per_s: float
-    compute_efficiency: float
-    memory_efficiency: float
+    flops: Annotated[tuple[tuple[str, float], ...], Rule(minimum=1, choices=tuple(DTYPE_BYTES))]
+    memory_bytes_per_s: Annotated[float, Rule(minimum=1)]
+    compute_efficiency: Share
+    memory_efficiency: Share
     layer_overhead_s: float
-    link_bytes_per_s: float
+    link_bytes_per_s: Annotated[float, Rule(minimum=1)]
     link_latency_s: float
     precision_costs: tuple[PrecisionCost, ...]
     saturation_tokens: float = 0.0
@@ -126,13 +132,13 @@ class DeviceGroup:
     """
 
     type: str
-    count: int
-    memory_bytes: int | None = None
+    count: Annotated[int, Rule(minimum=1, maximum=MAX_DEVICES)]
+    memory_bytes: Annotated[int | None, Rule(minimum=1)] = None
     profile: str | None = None
-    threads: int | None = None
-    cpu_isa: str | None = None
-    cpu_share: float | None = None
-    tensor_parallel: int | None = None
+    threads: Annotated[int | None, Rule(minimum=1, maximum=4096)] = None
+    cpu_isa: Annotated[str | None, Rule(choices=CPU_ISAS)] = None
+    cpu_share: Annotated[float | None, Rule(minimum=MIN_CPU_SHARE, maximum=1)] = None
+    tensor_parallel: Annotated[int | None, Rule(minimum=2, maximum=MAX_MEMBERS)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +153,8 @@ class Node:
     """
 
     name: str
-    devices: tuple[DeviceGroup, ...]
-    cores: int | None = None
+    devices: Annotated[tuple[DeviceGroup, ...], Rule(minimum=1)]
+    cores: Annotated[int | None, Rule(minimum=1, maximum=4096)] = None
 
     @property
     def worker_threads(self) -> int:
@@ -167,7 +173,7 @@ class LinkSpec:
     """
 
     between: tuple[str, str]
-    bytes_per_s: float
+    bytes_per_s: Annotated[float, Rule(minimum=1)]
     latency_s: float
 
 
@@ -211,9 +217,11 @@ class Device:
 class Cluster:
     """All nodes and links. Devices are numbered in file order."""
 
+    SCHEMA: ClassVar[int] = SCHEMA
+
     name: str
     nodes: tuple[Node, ...]
-    links: tuple[LinkSpec, ...] = ()
+    links: Annotated[tuple[LinkSpec, ...], Rule(optional=True)] = ()
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
@@ -293,44 +301,14 @@ def _device(
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; relative ``profile`` paths are resolved against its folder."""
     path = Path(path)
-    fields = Fields(read_json(path), str(path))
-    try:
-        return cluster_from_fields(fields, base=path.parent)
-    except SpecError as error:
-        text = str(error)
-        raise SpecError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+    cluster = from_json(Cluster, Fields(read_json(path), str(path)))
 
+    def placed(group: DeviceGroup) -> DeviceGroup:
+        profile = None if group.profile is None else str(path.parent / group.profile)
+        return replace(group, profile=profile)
 
-def cluster_from_fields(fields: Fields, base: Path | None = None) -> Cluster:
-    """Build a cluster from its JSON object, strictly."""
-    fields.schema()
-    name = fields.text("name")
-    nodes = tuple(_node(node, base) for node in fields.children("nodes", minimum=1))
-    found = fields.children("links") if fields.has("links") else []
-    links = tuple(_link(link) for link in found)
-    fields.done()
-    return Cluster(name=name, nodes=nodes, links=links)
-
-
-def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
-    """Return the JSON object of a cluster; optional fields only where they are set."""
-    return {
-        "schema": SCHEMA,
-        "name": cluster.name,
-        "nodes": [
-            {"name": node.name, "devices": [_group_to_json(group) for group in node.devices]}
-            | ({} if node.cores is None else {"cores": node.cores})
-            for node in cluster.nodes
-        ],
-        "links": [
-            {
-                "between": list(link.between),
-                "bytes_per_s": link.bytes_per_s,
-                "latency_s": link.latency_s,
-            }
-            for link in cluster.links
-        ],
-    }
+    nodes = (replace(node, devices=tuple(map(placed, node.devices))) for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Cluster:
@@ -341,52 +319,6 @@ def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Clust
     )
     label = name or "-".join(f"{device}x{count}" for device, count in types.items()).lower()
     return Cluster(name=label, nodes=nodes)
-
-
-def _node(fields: Fields, base: Path | None) -> Node:
-    name = fields.text("name")
-    devices = tuple(_group(group, base) for group in fields.children("devices", minimum=1))
-    cores = fields.optional_integer("cores", minimum=1, maximum=4096)
-    fields.done()
-    return Node(name=name, devices=devices, cores=cores)
-
-
-def _group(fields: Fields, base: Path | None) -> DeviceGroup:
-    group = DeviceGroup(
-        type=fields.text("type"),
-        count=fields.integer("count", minimum=1, maximum=MAX_DEVICES),
-        memory_bytes=fields.optional_integer("memory_bytes", minimum=1),
-        profile=fields.optional_text("profile"),
-        threads=fields.optional_integer("threads", minimum=1, maximum=4096),
-        cpu_isa=fields.text("cpu_isa", CPU_ISAS) if fields.has("cpu_isa") else None,
-        cpu_share=fields.optional_number("cpu_share", minimum=MIN_CPU_SHARE, maximum=1.0),
-        tensor_parallel=fields.optional_integer("tensor_parallel", minimum=2, maximum=MAX_MEMBERS),
-    )
-    fields.done()
-    if base is not None and group.profile is not None:
-        return replace(group, profile=str(base / group.profile))
-    return group
-
-
-def _link(fields: Fields) -> LinkSpec:
-    ends = fields.items("between", minimum=2)
-    if len(ends) != 2 or not all(isinstance(end, str) for end in ends):
-        raise fields.error("between", ends, "two node names")
-    link = LinkSpec(
-        between=(ends[0], ends[1]),
-        bytes_per_s=fields.number("bytes_per_s", minimum=1.0),
-        latency_s=fields.number("latency_s"),
-    )
-    fields.done()
-    return link
-
-
-def _group_to_json(group: DeviceGroup) -> dict[str, Any]:
-    value: dict[str, Any] = {"type": group.type, "count": group.count}
-    for field in _OPTIONAL:
-        if (found := getattr(group, field)) is not None:
-            value[field] = found
-    return value
 
 
 def with_tensor_parallel(cluster: Cluster, degree: int) -> Cluster:

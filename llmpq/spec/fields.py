@@ -1,8 +1,7 @@
-"""Strict reading of JSON objects: every reader of a file goes through here.
+"""Strict reading and canonical writing of JSON files.
 
-One way to say what is wrong: the file, the dotted field, the value found, what was expected. An
-unknown field is an error (a typing mistake must not silently mean the default). It refuses to know
-any noun.
+Every error names the file, the dotted path of the field, the value found and what was expected. An
+unknown field is an error, so that a misspelt option does not silently mean its default.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ SCHEMA = 1
 
 
 class Fields:
-    """The fields of one JSON object, each taken once; ``done`` refuses what nobody took.
+    """The fields of one JSON object; each is taken once, and ``done`` rejects the rest.
 
     Args:
-        value: what the JSON parser returned; anything but an object is an error.
+        value: the parsed JSON value; anything but an object is an error.
         where: the file as the user knows it.
         path: dotted path of this object inside the file, empty at the top.
     """
@@ -48,8 +47,17 @@ class Fields:
         return bad_field(self.where, self.name_of(field), found, expected)
 
     def has(self, field: str) -> bool:
-        """Tell whether ``field`` is present, not yet taken, and not null."""
+        """Return whether ``field`` is present, not yet taken, and not null."""
         return self._left.get(field) is not None
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all fields not yet taken."""
+        return tuple(self._left)
+
+    def drop_null(self, field: str) -> None:
+        """Take ``field`` if it is null."""
+        if self._left.get(field, ...) is None:
+            del self._left[field]
 
     def take(self, field: str) -> Any:
         """Return the raw value of a required field."""
@@ -110,32 +118,33 @@ class Fields:
             raise self.error(field, value, f"an array of at least {minimum} entries")
         return value
 
+    def entries(self, field: str, minimum: int = 0) -> Fields:
+        """Return the entries of a required array as fields ``field[0]``, ``field[1]``, ..."""
+        items = self.items(field, minimum)
+        named = {f"{field}[{index}]": item for index, item in enumerate(items)}
+        return Fields(named, self.where, self.path)
+
     def child(self, field: str) -> Fields:
         """Return a required nested object."""
         return Fields(self.take(field), self.where, self.name_of(field))
 
     def children(self, field: str, minimum: int = 0) -> list[Fields]:
         """Return a required array of objects."""
-        path = self.name_of(field)
-        return [
-            Fields(value, self.where, f"{path}[{index}]")
-            for index, value in enumerate(self.items(field, minimum))
-        ]
+        entries = self.entries(field, minimum)
+        return [entries.child(name) for name in entries.names()]
 
     def schema(self, version: int = SCHEMA) -> None:
-        """Take the field ``schema`` and refuse any version but ``version``."""
+        """Take the field ``schema``, which must be ``version``."""
         self.integer("schema", minimum=version, maximum=version)
 
     def done(self) -> None:
-        """Refuse every field that nobody took."""
+        """Raise an error if a field was not taken."""
         for field, value in self._left.items():
             raise self.error(field, value, "no such field")
 
     def _present(self, field: str) -> bool:
-        if self._left.get(field) is None:
-            self._left.pop(field, None)
-            return False
-        return True
+        self.drop_null(field)
+        return field in self._left
 
 
 def read_json(path: str | Path) -> Any:
@@ -167,7 +176,7 @@ def dump_json(value: object) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all: a reader never meets half of it."""
+    """Write a file atomically: a reader never sees a part of it."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,20 @@
-"""Plan: which device runs which layers at how many bits, and what it is predicted to take.
+"""Plan: which device runs which layers at how many bits, and the predicted time and memory.
 
-A plan stands alone: it carries the cluster and the workload it was made for, so that it can be
-checked, drawn, simulated and run from one file. Its invariants hold once it is constructed.
+A plan is stored as a strategy file (JSON). It carries the cluster and the workload it was made for,
+so that it can be checked, drawn, simulated and run from one file. Its invariants hold once it is
+constructed. Reading and writing a file again gives the same bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.codec import Rule, from_json, to_json
+from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.schedule import Schedule
 from llmpq.spec.workload import Workload
@@ -55,8 +59,8 @@ class StageAssignment:
 class MicroBatching:
     """Sequences that travel together: one size for prefill (``eta``), one for decode (``xi``)."""
 
-    prefill: int
-    decode: int
+    prefill: Annotated[int, Rule(minimum=1)]
+    decode: Annotated[int, Rule(minimum=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,7 @@ class StageEstimate:
     decode_s: float
     send_prefill_s: float
     send_decode_s: float
-    memory: MemoryParts
+    memory: Annotated[MemoryParts, Rule(key="memory_bytes")]
     capacity_bytes: int
 
 
@@ -171,9 +175,9 @@ class Search:
     """How the plan was found, and what was proven.
 
     Attributes:
-        method: planner's name.
-        solver: solver's name, empty when none was needed.
-        formula: which latency formula was minimised.
+        method: name of the planner.
+        solver: name of the solver, ``None`` without one.
+        formula: latency formula that was minimised.
         theta_s: seconds that "every layer at 4 bits" costs in the objective.
         quality_budget: largest allowed degradation, ``None`` without one.
         status: ``optimal`` when proven within ``gap`` over everything searched.
@@ -184,13 +188,13 @@ class Search:
     """
 
     method: str
-    solver: str = ""
+    solver: Annotated[str | None, Rule(null=True)] = None
     formula: Formula = "steady"
     theta_s: float = 0.0
-    quality_budget: float | None = None
+    quality_budget: Annotated[float | None, Rule(null=True)] = None
     status: Status = "feasible"
-    bound_s: float | None = None
-    gap: float | None = None
+    bound_s: Annotated[float | None, Rule(minimum=-1e30, null=True)] = None
+    gap: Annotated[float | None, Rule(minimum=-1, null=True)] = None
     planning_s: float = 0.0
     orders: int = 0
     pairs_searched: int = 0
@@ -223,8 +227,8 @@ class ModelRef:
     """
 
     name: str
-    source: str | None
-    num_layers: int
+    source: Annotated[str | None, Rule(null=True)] = None
+    num_layers: Annotated[int, Rule(minimum=1, maximum=10_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,18 +248,20 @@ class Plan:
         schedule: the batching policy it runs under; ``None`` is hybrid micro-batches.
     """
 
+    SCHEMA: ClassVar[int] = SCHEMA
+
     model: ModelRef
-    cluster: Cluster
-    workload: Workload
     dtype: Dtype
     kv_bits: int
     micro_batching: MicroBatching
     stages: tuple[StageAssignment, ...]
     dropped_devices: tuple[int, ...]
+    schedule: Schedule | None = None
     estimate: PlanEstimate
     search: Search
+    workload: Workload
+    cluster: Cluster
     provenance: Provenance
-    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         _check_stages(self)
@@ -426,3 +432,18 @@ def handovers_of(plan: Plan) -> tuple[Handover, ...]:
         if (first := max(made.first_layer, held.first_layer))
         < (end := min(made.end_layer, held.end_layer))
     )
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read and validate a strategy file; ``SpecError`` names the file and the field."""
+    return from_json(Plan, Fields(read_json(path), str(path)))
+
+
+def write_plan(path: str | Path, plan: Plan) -> None:
+    """Write a strategy file atomically."""
+    write_text(path, plan_text(plan))
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the exact text of a strategy file."""
+    return dump_json(to_json(plan))

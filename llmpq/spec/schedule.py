@@ -1,66 +1,68 @@
-"""Schedule: which batching policy a plan runs under, and its control variables.
+"""Schedule: the batching policy of a plan and its control variables.
 
-It is part of a strategy file, so that what was searched is what is obeyed. A strategy without one
-runs hybrid micro-batches (LLM-PQ).
+It is part of the strategy file, so that a run obeys what was searched. A strategy without one runs
+hybrid micro-batches (LLM-PQ).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args
+from itertools import pairwise
+from typing import Annotated, Any, Literal, get_args
 
 from llmpq.errors import SpecError
-from llmpq.spec.fields import Fields
+from llmpq.spec.codec import Rule
 
 PolicyName = Literal["hybrid", "static", "iteration", "rra", "waa", "multibin"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 
-MAX_COUNT = 1_000_000
+Count = Annotated[int, Rule(minimum=1, maximum=1_000_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleEstimate:
-    """What a schedule is expected to do.
+    """Expected performance of a schedule.
 
     Attributes:
-        requests_per_s: finished requests a second in the steady state.
+        requests_per_s: finished requests per second in steady state.
         latency_s: of an answer of ``new_tokens`` tokens, from the start of its prefill.
-        new_tokens: the answer that the latency bound is for, such as the 99th percentile's.
-        latency_bound_s: what was asked for, ``None`` without a bound.
+        new_tokens: length of the answer that the latency bound is for, such as the 99th percentile.
+        latency_bound_s: requested bound, ``None`` without one.
     """
 
     requests_per_s: float
     latency_s: float
-    new_tokens: int
-    latency_bound_s: float | None = None
+    new_tokens: Annotated[int, Rule(minimum=1)]
+    latency_bound_s: Annotated[float | None, Rule(null=True)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A policy and its control variables; what a policy does not know is ``None``.
+    """A policy and its control variables; variables of other policies are ``None``.
 
     Attributes:
         policy: its name.
-        encode_batch: RRA, WAA: requests encoded at a time on average ``B_E``.
-        decode_batch: RRA, WAA: sequences decoded together on average ``B_D``. Static, multi-bin:
-            requests of a batch.
-        decode_iterations: RRA: iterations between two encodings ``N_D``.
-        threshold: RRA, WAA: how far batches may be from their mean, as a share of it.
-        mean_prompt_tokens: RRA, WAA: mean prompt, for even encoding work.
-        mean_new_tokens: RRA, WAA: mean answer it was made for, by which drift is told.
+        encode_batch: RRA, WAA: mean number of requests encoded at a time, ``B_E``.
+        decode_batch: RRA, WAA: mean number of sequences decoded together, ``B_D``. Static,
+            multi-bin: requests of a batch.
+        decode_iterations: RRA: iterations between two encodings, ``N_D``.
+        threshold: RRA, WAA: largest relative deviation of a batch from its mean.
+        mean_prompt_tokens: RRA, WAA: mean prompt length, to balance encoding work.
+        mean_new_tokens: RRA, WAA: mean answer length it was made for, to detect workload shift.
         boundaries: multi-bin: lengths between the bins, rising.
         max_wait_s: static, multi-bin: longest wait for a batch to fill.
-        holds_finished: static, multi-bin: whether ended sequences stay until the batch is done.
-        estimate: what it is expected to do.
+        holds_finished: static, multi-bin: whether finished sequences keep their slots until the
+            whole batch is done.
+        estimate: expected performance.
     """
 
     policy: PolicyName
-    encode_batch: int | None = None
-    decode_batch: int | None = None
-    decode_iterations: int | None = None
+    encode_batch: Count | None = None
+    decode_batch: Count | None = None
+    decode_iterations: Count | None = None
     threshold: float | None = None
     mean_prompt_tokens: float | None = None
-    mean_new_tokens: float | None = None
+    mean_new_tokens: Annotated[float | None, Rule(minimum=1)] = None
     boundaries: tuple[float, ...] | None = None
     max_wait_s: float | None = None
     holds_finished: bool | None = None
@@ -82,8 +84,13 @@ class Schedule:
             if value is not None and item.name not in needed + allowed:
                 raise SpecError(
                     f"schedule: field '{item.name}': found {value}, but policy '{self.policy}' "
-                    "knows no such thing"
+                    "has no such field"
                 )
+        if self.boundaries is not None and any(a > b for a, b in pairwise(self.boundaries)):
+            raise SpecError(
+                f"schedule: field 'boundaries': found {list(self.boundaries)}, "
+                "expected rising numbers of tokens"
+            )
 
 
 _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -100,11 +107,11 @@ _FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("threshold", "mean_prompt_tokens", "mean_new_tokens"),
     ),
 }
-"""For every policy the fields it needs and those it may have besides."""
+"""Required and optional fields of every policy."""
 
 
 def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
-    """Return a schedule for a policy that nobody searched one for.
+    """Return a schedule of a policy without a search.
 
     Static and multi-bin fill every slot; RRA and WAA keep the slots full by encoding an eighth of
     them at a time, and RRA decodes eight iterations between. Multi-bin has one bin.
@@ -119,62 +126,3 @@ def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
         "waa": eighth,
     }
     return Schedule(policy=policy, **values[policy])
-
-
-def schedule_from_fields(fields_: Fields) -> Schedule:
-    """Build a schedule from its JSON object, strictly."""
-    found = Schedule(
-        policy=cast(PolicyName, fields_.text("policy", POLICY_NAMES)),
-        encode_batch=fields_.optional_integer("encode_batch", minimum=1, maximum=MAX_COUNT),
-        decode_batch=fields_.optional_integer("decode_batch", minimum=1, maximum=MAX_COUNT),
-        decode_iterations=fields_.optional_integer(
-            "decode_iterations", minimum=1, maximum=MAX_COUNT
-        ),
-        threshold=fields_.optional_number("threshold"),
-        mean_prompt_tokens=fields_.optional_number("mean_prompt_tokens"),
-        mean_new_tokens=fields_.optional_number("mean_new_tokens", minimum=1.0),
-        boundaries=_boundaries(fields_),
-        max_wait_s=fields_.optional_number("max_wait_s"),
-        holds_finished=fields_.flag("holds_finished") if fields_.has("holds_finished") else None,
-        estimate=_estimate(fields_.child("estimate")) if fields_.has("estimate") else None,
-    )
-    fields_.done()
-    return found
-
-
-def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
-    """Return the JSON object of a schedule, without what its policy does not know."""
-    value: dict[str, Any] = {}
-    for item in fields(schedule):
-        found = getattr(schedule, item.name)
-        if found is not None:
-            value[item.name] = list(found) if isinstance(found, tuple) else found
-    if schedule.estimate is not None:
-        value["estimate"] = {
-            "requests_per_s": schedule.estimate.requests_per_s,
-            "latency_s": schedule.estimate.latency_s,
-            "new_tokens": schedule.estimate.new_tokens,
-            "latency_bound_s": schedule.estimate.latency_bound_s,
-        }
-    return value
-
-
-def _boundaries(fields_: Fields) -> tuple[float, ...] | None:
-    if not fields_.has("boundaries"):
-        return None
-    values = fields_.items("boundaries")
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) < len(values) or numbers != sorted(numbers):
-        raise fields_.error("boundaries", values, "rising numbers of tokens")
-    return tuple(float(number) for number in numbers)
-
-
-def _estimate(child: Fields) -> ScheduleEstimate:
-    found = ScheduleEstimate(
-        requests_per_s=child.number("requests_per_s"),
-        latency_s=child.number("latency_s"),
-        new_tokens=child.integer("new_tokens", minimum=1),
-        latency_bound_s=child.optional_number("latency_bound_s"),
-    )
-    child.done()
-    return found

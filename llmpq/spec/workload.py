@@ -1,12 +1,13 @@
-"""Workload: how many sequences, how long, how many tokens to make of each."""
+"""Workload: number of sequences, prompt length and tokens to generate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.fields import SCHEMA, Fields, read_json
 
 MAX_BATCH = 1_000_000
@@ -15,7 +16,7 @@ MAX_TOKENS = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The offline task of LLM-PQ: a batch of equal requests.
+    """The offline task of LLM-PQ: a batch of requests of equal size.
 
     Attributes:
         batch: sequences held at once ``B``.
@@ -23,9 +24,11 @@ class Workload:
         new_tokens: tokens to generate per sequence ``n``, the first one by prefill.
     """
 
-    batch: int
-    prompt_tokens: int
-    new_tokens: int
+    SCHEMA: ClassVar[int] = SCHEMA
+
+    batch: Annotated[int, Rule(minimum=1, maximum=MAX_BATCH)]
+    prompt_tokens: Annotated[int, Rule(minimum=1, maximum=MAX_TOKENS)]
+    new_tokens: Annotated[int, Rule(minimum=1, maximum=MAX_TOKENS)]
 
     def __post_init__(self) -> None:
         limits = {"batch": MAX_BATCH, "prompt_tokens": MAX_TOKENS, "new_tokens": MAX_TOKENS}
@@ -55,26 +58,4 @@ class Workload:
 
 def load_workload(path: str | Path) -> Workload:
     """Read a workload file."""
-    return workload_from_fields(Fields(read_json(path), str(path)))
-
-
-def workload_from_fields(fields: Fields) -> Workload:
-    """Build a workload from its JSON object, strictly."""
-    fields.schema()
-    workload = Workload(
-        batch=fields.integer("batch", minimum=1, maximum=MAX_BATCH),
-        prompt_tokens=fields.integer("prompt_tokens", minimum=1, maximum=MAX_TOKENS),
-        new_tokens=fields.integer("new_tokens", minimum=1, maximum=MAX_TOKENS),
-    )
-    fields.done()
-    return workload
-
-
-def workload_to_json(workload: Workload) -> dict[str, Any]:
-    """Return the JSON object of a workload."""
-    return {
-        "schema": SCHEMA,
-        "batch": workload.batch,
-        "prompt_tokens": workload.prompt_tokens,
-        "new_tokens": workload.new_tokens,
-    }
+    return from_json(Workload, Fields(read_json(path), str(path)))

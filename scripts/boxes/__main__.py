@@ -17,8 +17,7 @@ from pathlib import Path
 
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.cluster import Device, load_cluster
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 from scripts.boxes.devices import Box, children_of, has_begun, rank_of, spaces_of
 from scripts.boxes.groups import Group, groups, remove_all
 from scripts.boxes.pace import Pace, paced

@@ -15,8 +15,7 @@ from llmpq.assigner import METHODS, PlanRequest, make_plan
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import Plan, read_plan, write_plan
 from llmpq.spec.workload import load_workload
 from scripts.reproduce import paper
 from scripts.reproduce.output import say

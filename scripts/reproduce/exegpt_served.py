@@ -21,7 +21,8 @@ from llmpq.errors import InfeasibleError
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
-from llmpq.spec.cluster import cluster_from_fields
+from llmpq.spec.cluster import Cluster
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.plan import MicroBatching, Plan
@@ -193,7 +194,7 @@ def planned(task: str) -> tuple[Plan, ClusterCosts]:
     }
     request = PlanRequest(
         model=model,
-        cluster=cluster_from_fields(Fields(cluster, "cluster")),
+        cluster=from_json(Cluster, Fields(cluster, "cluster")),
         workload=Workload(batch=slots, prompt_tokens=prompt, new_tokens=new),
         dtype="float16",
         kv_bits=16,

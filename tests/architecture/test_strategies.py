@@ -7,7 +7,7 @@ import pytest
 
 from llmpq.cli.commands.check import main
 from llmpq.spec.cluster import load_cluster
-from llmpq.spec.plan_io import plan_text, read_plan
+from llmpq.spec.plan import plan_text, read_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted((REPOSITORY / "strategies").glob("*.json"))

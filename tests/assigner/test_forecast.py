@@ -15,9 +15,9 @@ from llmpq.assigner.forecast import forecast
 from llmpq.assigner.task import costs_of
 from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.spec.cluster import LinkSpec
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
-from llmpq.spec.plan import MicroBatching, StageAssignment
-from llmpq.spec.plan_io import plan_from_fields, plan_to_json
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.workload import Workload
 
 WORK = Workload(batch=8, prompt_tokens=64, new_tokens=30)
@@ -51,7 +51,7 @@ def plan_with(cuts, prefill, decode, workload=WORK, bits=8):
 def test_every_plan_carries_its_forecast_and_keeps_it_in_its_file():
     assert PLAN.estimate.forecast == forecast(PLAN, COSTS)
     named = replace(PLAN, provenance=replace(PLAN.provenance, command="test"))
-    again = plan_from_fields(Fields(plan_to_json(named), "plan"))
+    again = from_json(Plan, Fields(to_json(named), "plan"))
     assert again.estimate.forecast == PLAN.estimate.forecast
     assert again.estimate.predicted_s == PLAN.estimate.forecast.latency_s
 

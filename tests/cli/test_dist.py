@@ -13,7 +13,7 @@ from helpers.ranks import make_plan
 from llmpq.batching.workload_shift import COHORT
 from llmpq.cli.commands.dist import main
 from llmpq.spec.lengths import constant, load_lengths
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 from llmpq.spec.schedule import Schedule
 
 

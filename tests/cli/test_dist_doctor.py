@@ -11,7 +11,7 @@ from helpers.ranks import make_plan
 
 from llmpq.cli.commands.dist import main
 from llmpq.dist.launch.doctor import judge, report
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 
 
 def facts(rank: int, **changed: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from helpers.ranks import make_plan
 
 from llmpq.cli.commands.evals import main
 from llmpq.cli.commands.quantize import main as quantize
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 TEXT = DEMO / "heldout.txt"

@@ -14,7 +14,7 @@ from llmpq.cli.commands.profile import main
 from llmpq.costmodel.tables.profiles import SchedulerOverhead, drift_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table
 from llmpq.spec.workload import Workload

@@ -11,7 +11,7 @@ from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.check import main as check
 from llmpq.cli.commands.dist import main as dist
 from llmpq.cli.commands.sim import main as sim
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import read_plan
 
 COMMAND = [
     *["--model", "facebook/opt-13b", "--device_names", "T4-16G", "V100-32G"],

@@ -25,11 +25,11 @@ from llmpq.costmodel.tables.profiles import ProfileKey
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import (
-    cluster_from_fields,
+    Cluster,
     cluster_of_types,
-    cluster_to_json,
     with_tensor_parallel,
 )
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -189,7 +189,7 @@ def test_only_whole_teams_of_one_group_share():
     assert [(one.type, one.members) for one in shared.devices] == [
         ("L40S", 2), ("L40S", 2), ("H100", 1), ("H100", 1), ("H100", 1),
     ]  # fmt: skip
-    assert cluster_from_fields(Fields(cluster_to_json(shared), "c")) == shared
+    assert from_json(Cluster, Fields(to_json(shared), "c")) == shared
     with pytest.raises(SpecError, match="teams of 4"):
         with_tensor_parallel(shared, 4)  # they share already, and three are no team
 

@@ -16,7 +16,7 @@ from llmpq.dist.io.results import read_results
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import Precision, linear_bytes, unquantized
 
 SHAPE = {"layers": 3, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}

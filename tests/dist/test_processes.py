@@ -22,8 +22,7 @@ from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import Plan, write_plan
 
 # Each takes as long as importing torch in every rank: the gate runs the first three.
 pytestmark = pytest.mark.dist

@@ -15,7 +15,7 @@ from llmpq.cli.commands.dist import main
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 from llmpq.spec.precision import Precision, unquantized
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

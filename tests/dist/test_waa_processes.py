@@ -15,7 +15,7 @@ from llmpq.dist import check_job, generate_offline
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.errors import SpecError, StageError
-from llmpq.spec.plan_io import read_plan, write_plan
+from llmpq.spec.plan import read_plan, write_plan
 
 PROMPTS = [
     Prompt(

@@ -16,7 +16,7 @@ sys.path.insert(0, str(REPOSITORY))
 from llmpq.errors import SpecError  # noqa: E402
 from llmpq.spec import catalog  # noqa: E402
 from llmpq.spec.cluster import load_cluster  # noqa: E402
-from llmpq.spec.plan_io import read_plan  # noqa: E402
+from llmpq.spec.plan import read_plan  # noqa: E402
 from llmpq.spec.precision import Phase  # noqa: E402
 from llmpq.spec.workload import load_workload  # noqa: E402
 from scripts.reproduce import (  # noqa: E402

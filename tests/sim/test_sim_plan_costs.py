@@ -11,7 +11,8 @@ from llmpq.costmodel.tables.profiles import SchedulerOverhead
 from llmpq.sim import Shape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
-from llmpq.spec.cluster import cluster_from_fields
+from llmpq.spec.cluster import Cluster
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import Workload
@@ -30,7 +31,7 @@ def _plan(device):
     }
     request = PlanRequest(
         model=catalog.model("facebook/opt-125m"),
-        cluster=cluster_from_fields(Fields(cluster, "cluster")),
+        cluster=from_json(Cluster, Fields(cluster, "cluster")),
         workload=Workload(batch=8, prompt_tokens=64, new_tokens=128),
         dtype="float16",
         kv_bits=16,
@@ -95,7 +96,7 @@ def _two(nodes, wire, device):
     }
     request = PlanRequest(
         model=catalog.model("facebook/opt-125m"),
-        cluster=cluster_from_fields(Fields(cluster, "cluster")),
+        cluster=from_json(Cluster, Fields(cluster, "cluster")),
         workload=Workload(batch=8, prompt_tokens=64, new_tokens=128),
         dtype="float16",
         kv_bits=16,

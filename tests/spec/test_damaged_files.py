@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import Fields
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import read_plan
 from llmpq.spec.workload import load_workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,6 +9,7 @@ import pytest
 from llmpq.batching import MultiBinFormer, PipelineShape, make_policy
 from llmpq.batching.length import OraclePredictor
 from llmpq.errors import SpecError
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.schedule import (
@@ -16,8 +17,6 @@ from llmpq.spec.schedule import (
     Schedule,
     ScheduleEstimate,
     default_schedule,
-    schedule_from_fields,
-    schedule_to_json,
 )
 
 SHAPE = PipelineShape(micro_batching=MicroBatching(prefill=2, decode=4), num_slots=16, num_stages=2)
@@ -27,8 +26,8 @@ SHAPE = PipelineShape(micro_batching=MicroBatching(prefill=2, decode=4), num_slo
 @pytest.mark.parametrize("slots", [1, 16])
 def test_every_policy_has_a_schedule_without_a_search(policy, slots):
     schedule = default_schedule(policy, slots)
-    text = json.dumps(schedule_to_json(schedule))
-    assert schedule_from_fields(Fields(json.loads(text), "file")) == schedule
+    text = json.dumps(to_json(schedule))
+    assert from_json(Schedule, Fields(json.loads(text), "file")) == schedule
     shape = PipelineShape(
         micro_batching=MicroBatching(prefill=1, decode=1), num_slots=slots, num_stages=1
     )
@@ -40,7 +39,7 @@ def test_estimates_travel():
     schedule = Schedule(
         policy="rra", encode_batch=2, decode_batch=8, decode_iterations=4, estimate=estimate
     )
-    again = schedule_from_fields(Fields(schedule_to_json(schedule), "file"))
+    again = from_json(Schedule, Fields(to_json(schedule), "file"))
     assert again == schedule
 
 
@@ -49,7 +48,7 @@ def test_estimates_travel():
     [
         ({"policy": "best"}, "'policy': found 'best'"),
         ({"policy": "rra", "encode_batch": 1, "decode_batch": 2}, "needs the field 'decode_iter"),
-        ({"policy": "hybrid", "decode_batch": 2}, "knows no such thing"),
+        ({"policy": "hybrid", "decode_batch": 2}, "has no such field"),
         ({"policy": "waa", "encode_batch": 0, "decode_batch": 2}, "'encode_batch': found 0"),
         (
             {"policy": "multibin", "decode_batch": 2, "boundaries": [3, 1]},
@@ -60,7 +59,7 @@ def test_estimates_travel():
 )
 def test_mistakes_are_named(value, message):
     with pytest.raises(SpecError, match=message):
-        schedule_from_fields(Fields(value, "file"))
+        from_json(Schedule, Fields(value, "file"))
 
 
 def test_batches_beyond_the_slots_are_refused():

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import cluster_from_fields
+from llmpq.spec.cluster import Cluster
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
-from llmpq.spec.plan_io import plan_from_fields
+from llmpq.spec.plan import Plan
 from llmpq.spec.sensitivity import read_sensitivity
-from llmpq.spec.workload import workload_from_fields
+from llmpq.spec.workload import Workload
 
 SCHEMAS = {
     name: json.loads(
@@ -160,12 +161,8 @@ def reads(kind: str, value: Any, folder) -> bool:
             path.write_text(json.dumps(value))
             read_sensitivity(path)
         else:
-            read = {
-                "plan": plan_from_fields,
-                "cluster": cluster_from_fields,
-                "workload": workload_from_fields,
-            }[kind]
-            read(Fields(value, "file"))
+            kinds: dict[str, type] = {"plan": Plan, "cluster": Cluster, "workload": Workload}
+            from_json(kinds[kind], Fields(value, "file"))
     except SpecError:
         return False
     return True

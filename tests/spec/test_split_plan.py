@@ -9,8 +9,9 @@ import pytest
 from helpers.ranks import make_plan, make_split_plan
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
-from llmpq.spec.plan_io import plan_from_fields, plan_text
+from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import default_schedule
 
@@ -41,7 +42,7 @@ def test_a_file_keeps_the_phases_and_files_without_any_stay_as_they_were():
     assert [stage["phase"] for stage in json.loads(text)["stages"]] == [
         "decode", "decode", "prefill", "prefill",
     ]  # fmt: skip
-    assert plan_from_fields(Fields(json.loads(text), "file")) == PLAN
+    assert from_json(Plan, Fields(json.loads(text), "file")) == PLAN
     assert "phase" not in plan_text(ONE)
 
 

@@ -38,8 +38,7 @@ from llmpq.cli.schedule_options import add_schedule_options, schedule_text, sche
 from llmpq.cli.trust import hurried_text, plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import Plan, write_plan
 
 if TYPE_CHECKING:
     from tqdm import tqdm

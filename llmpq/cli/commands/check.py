@@ -29,8 +29,7 @@ from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import CapacityError, SpecError, bad_field
 from llmpq.spec import catalog
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan, PlanEstimate
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, PlanEstimate, read_plan
 from llmpq.spec.precision import BITS
 from llmpq.spec.sensitivity import read_sensitivity
 from llmpq.units import format_bytes

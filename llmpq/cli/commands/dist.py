@@ -37,8 +37,7 @@ from llmpq.dist.metrics.workload_shift import drift_message, drift_of_run, lengt
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.schedule import Schedule
 
 logger = get_logger(__name__)

@@ -19,7 +19,7 @@ from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, write_prompts
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes, format_seconds
 
 

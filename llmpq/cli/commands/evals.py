@@ -20,8 +20,7 @@ from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from llmpq.spec.plan import (
     Search,
     StageAssignment,
     StageEstimate,
+    read_plan,
 )
-from llmpq.spec.plan_io import read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes

@@ -28,8 +28,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import DeviceGroup, Node
 from llmpq.spec.fields import Fields, digest_of, read_json
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable, read_latency_table, write_latency_table
 

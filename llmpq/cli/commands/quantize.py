@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.errors import SpecError
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import Precision, default_precision, unquantized
 from llmpq.units import format_bytes
 

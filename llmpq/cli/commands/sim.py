@@ -23,8 +23,7 @@ from llmpq.sim.timeline import chrome_trace
 from llmpq.spec import catalog
 from llmpq.spec.fields import write_text
 from llmpq.spec.lengths import LengthDistribution, constant, load_lengths
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.trace import TraceRequest, draw_trace, load_trace
 from llmpq.spec.workload import Workload, load_workload
 from llmpq.units import format_seconds

@@ -12,10 +12,11 @@ from typing import Any, Literal, cast, get_args
 
 from llmpq.batching.length import ORACLE, Prediction, PredictorName
 from llmpq.errors import SpecError
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
-from llmpq.spec.schedule import Schedule, schedule_from_fields, schedule_to_json
+from llmpq.spec.schedule import Schedule
 from llmpq.units import GIB
 
 Task = Literal["generate", "hidden", "doctor"]
@@ -190,7 +191,7 @@ def read_job(path: Path) -> Job:
         rendezvous=_rendezvous(fields.child("rendezvous")),
         transport=cast(Transport, fields.text("transport", choices=get_args(Transport))),
         trace=_optional_path(fields, "trace"),
-        schedule=schedule_from_fields(fields.child("schedule")) if fields.has("schedule") else None,
+        schedule=from_json(Schedule, fields.child("schedule")) if fields.has("schedule") else None,
         prediction=_prediction(fields.child("prediction")),
         store=_optional_path(fields, "store"),
         store_limit_bytes=fields.integer("store_limit_bytes"),
@@ -226,7 +227,7 @@ def _job_to_json(job: Job) -> dict[str, Any]:
         },
         "transport": job.transport,
         "trace": None if job.trace is None else str(job.trace),
-        **({} if job.schedule is None else {"schedule": schedule_to_json(job.schedule)}),
+        **({} if job.schedule is None else {"schedule": to_json(job.schedule)}),
         "prediction": asdict(job.prediction),
         "store": None if job.store is None else str(job.store),
         "store_limit_bytes": job.store_limit_bytes,

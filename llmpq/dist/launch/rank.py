@@ -50,8 +50,7 @@ from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.store import Store
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
-from llmpq.spec.plan import Plan, StageAssignment
-from llmpq.spec.plan_io import plan_text
+from llmpq.spec.plan import Plan, StageAssignment, plan_text
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 

@@ -59,8 +59,7 @@ from llmpq.logging import configure_logging
 from llmpq.quant.loading.store import Store
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan
-from llmpq.spec.plan_io import read_plan
+from llmpq.spec.plan import Plan, read_plan
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -21,9 +21,10 @@ from llmpq.assigner.split import excess_bytes, stage_memory
 from llmpq.assigner.task import costs_of
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.lengths import truncated_normal
-from llmpq.spec.plan_io import plan_from_fields, plan_text
+from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.workload import Workload
 
@@ -133,7 +134,7 @@ def test_a_plan_with_waa_is_priced_as_its_file_says():
     assert made.schedule.policy == "waa"
     assert made.schedule.estimate is not None
     assert made.schedule.decode_batch <= plan.workload.batch
-    assert plan_from_fields(Fields(json.loads(plan_text(made)), "file")) == made
+    assert from_json(Plan, Fields(json.loads(plan_text(made)), "file")) == made
     omega = np.zeros((made.model.num_layers, len(BITS)))
     omega[:, BITS.index(8)] = 0.01
     now, excess = reprice(made, costs, omega)

@@ -19,7 +19,7 @@ from llmpq.dist import Supervision, generate_offline
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
 from llmpq.errors import StageError
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 
 pytestmark = pytest.mark.dist
 

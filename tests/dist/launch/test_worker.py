@@ -18,7 +18,7 @@ from llmpq.dist.launch.launcher import measurement_file
 from llmpq.dist.launch.worker import NAME, die_with, main, name_process
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.transport.failures import read_note
-from llmpq.spec.plan_io import write_plan
+from llmpq.spec.plan import write_plan
 
 torch.set_num_threads(1)
 
