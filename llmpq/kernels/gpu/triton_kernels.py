@@ -57,9 +57,11 @@ def _planes(codes_ptr, n, j, N, J, BITS: tl.constexpr):
 def _affine(table_ptr, n, first, k, N, K, group_size, TILE_IN_GROUP: tl.constexpr):
     """Return the scales or zeros of inputs ``k``, from ``first`` on: float32 ``[N, J or 1]``."""
     if TILE_IN_GROUP:
-        # The last part may have tiles past the end, whose group does not exist.
+        # The last part may have tiles past the end, whose group does not exist. A tensor on both
+        # sides: Triton's interpreter makes an integer of ``first < K``, which is no mask.
         row = table_ptr + (first // group_size) * N
-        values = tl.load(row + n, mask=(n < N) & (first < K), other=0.0)[:, None]
+        inside = (n < N) & (first + tl.zeros_like(n) < K)
+        values = tl.load(row + n, mask=inside, other=0.0)[:, None]
     else:
         inside = (n < N)[:, None] & (k < K)[None, :]
         rows = table_ptr + (k // group_size)[None, :] * N

@@ -1,0 +1,113 @@
+"""Build the sdist and a wheel with prebuilt C libraries. See ``scripts/build_wheel``."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.assigner.exact import build as core
+from llmpq.compiled import COMPILERS
+from llmpq.kernels.cpu import native
+
+ROOT = Path(__file__).resolve().parent.parent
+BASELINE = ("-march=x86-64-v2",)
+"""Instructions that the planner's core and the oldest kernels may use (any x86-64 since 2009)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build both files and print their names."""
+    parser = argparse.ArgumentParser(prog="scripts/build_wheel", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where to write")
+    options = parser.parse_args(argv)
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        found = f"{sys.platform} on {platform.machine()}"
+        advice = "expected Linux on x86_64: 'pip wheel .' makes a wheel that compiles on first use"
+        print(f"scripts/build_wheel: error: found {found}, {advice}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="llmpq-wheel-") as name:
+        tree, built = Path(name) / "tree", Path(name) / "built"
+        copy_sources(tree)
+        built.mkdir()
+        run_backend("build_sdist", tree, built)
+        libraries = compile_libraries(tree / "llmpq")
+        run_backend("build_wheel", tree, built)
+        tag_wheel(next(built.glob("*.whl")), manylinux_tag(libraries))
+        options.output.mkdir(parents=True, exist_ok=True)
+        for file in sorted(built.iterdir()):
+            shutil.copy2(file, options.output / file.name)
+            print(options.output / file.name)
+    return 0
+
+
+def copy_sources(target: Path) -> None:
+    """Copy the files that git tracks, or the whole tree of an unpacked sdist."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if listed.returncode:
+        ignored = shutil.ignore_patterns(".venv", "build", "dist", "*.egg-info", "__pycache__")
+        shutil.copytree(ROOT, target, ignore=ignored)
+        return
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def compile_libraries(package: Path) -> list[Path]:
+    """Compile the planner's core and the kernels of every instruction set into ``package``."""
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        names = ", ".join(COMPILERS)
+        raise SystemExit(f"scripts/build_wheel: error: found no C compiler, expected {names}")
+    exact, cpu = package / "assigner" / "exact", package / "kernels" / "cpu"
+    jobs = {exact / "_core.x86_64-linux-gnu.so": (exact, (*core.FLAGS, *BASELINE))}
+    for name, flags in native.FLAGS.items():
+        extra = BASELINE if name == "baseline" else ()
+        jobs[cpu / f"_kernels-{name}.x86_64-linux-gnu.so"] = (cpu, (*flags, *extra))
+    running = []
+    for target, (folder, flags) in jobs.items():
+        sources = sorted(str(path) for path in (folder / "csrc").glob("*.c"))
+        command = [compiler, *flags, *sources, "-o", str(target), "-lm", "-s"]
+        running.append(subprocess.Popen(command))
+    if any([job.wait() for job in running]):
+        raise SystemExit("scripts/build_wheel: error: a C source did not compile")
+    return list(jobs)
+
+
+def run_backend(hook: str, tree: Path, output: Path) -> None:
+    """Call one hook of the build backend (PEP 517) with the installed setuptools."""
+    program = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(output)]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"scripts/build_wheel: error: {hook}: {done.stderr.strip()[-2000:]}")
+
+
+def manylinux_tag(libraries: Sequence[Path]) -> str:
+    """Return the platform tag for the newest glibc symbol that the libraries need (PEP 600)."""
+    found = {
+        (int(match[1]), int(match[2]))
+        for library in libraries
+        for match in re.finditer(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    }
+    major, minor = max(found | {(2, 17)})
+    return f"manylinux_{major}_{minor}_x86_64"
+
+
+def tag_wheel(wheel: Path, platform_tag: str) -> None:
+    """Rename ``wheel`` to a wheel of one platform: it holds machine code, no Python extension."""
+    command = [sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", platform_tag]
+    subprocess.run([*command, str(wheel)], check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
