@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from llmpq.dist.io.job import Rendezvous
-from llmpq.dist.transport.connect import RankIdentity, connect
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.transport.rendezvous import RankIdentity, connect
 
 SIZES = (16 << 10, 1 << 20, 16 << 20)
 TRANSPORTS = ("auto", "gloo")

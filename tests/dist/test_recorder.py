@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.in_process_ring import in_process_ring
 
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.stats import StageClock
-from llmpq.dist.transport.communicator import in_process_ring
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import StageError
 from llmpq.spec.plan import MicroBatching

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, run_threads
 
 from llmpq.dist.engine.stage import StageRunner, StageWorker, micro_batch_frame
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock, tokens_read
-from llmpq.dist.transport.communicator import Communicator, in_process_ring
+from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
     as_llmpq_error,
     error_frame,
@@ -20,7 +21,7 @@ from llmpq.dist.transport.control_messages import (
     shut_down,
     wait_until_ready,
 )
-from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.spec.plan import MicroBatching

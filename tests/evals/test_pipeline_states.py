@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan
 
 from llmpq.dist.engine.hidden_states import micro_batches, run_teacher_forcing
 from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_stage
 from llmpq.dist.metrics.progress import SilentProgress
-from llmpq.dist.transport.communicator import in_process_ring
 from llmpq.errors import SpecError
 from llmpq.evals import LayerSource, Windows, perplexity_and_kl, pipeline_hidden, stream_hidden
 from llmpq.evals.pipeline import evaluation_plan

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from helpers.in_process_ring import in_process_ring
+
 from llmpq.dist.io.job import SamplingParams
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -17,9 +19,9 @@ from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_master, run_stage
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Progress, SilentProgress
-from llmpq.dist.transport.communicator import Communicator, in_process_ring
+from llmpq.dist.transport.channels import RankChannels, make_rank_channels
+from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import FrameLimits
-from llmpq.dist.transport.rank_channels import RankChannels, make_rank_channels
 from llmpq.dist.transport.topology import Link, topology_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (

@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from helpers.in_process_ring import in_process_ring
 
 from llmpq.costmodel.comm import fit_links
-from llmpq.dist.transport.communicator import in_process_ring
 from llmpq.errors import SpecError, StageError
 from llmpq.profiler.link import UNIT_BYTES, LinkJob, _Stirring, measure_link
 from llmpq.spec.tables import ends_of

@@ -102,7 +102,7 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
     from tqdm import tqdm
 
     from llmpq.dist.io.job import Rendezvous
-    from llmpq.dist.transport.connect import RankIdentity, connect
+    from llmpq.dist.transport.rendezvous import RankIdentity, connect
     from llmpq.profiler.link import DEFAULT_SIZES, LinkJob, measure_link
 
     job = LinkJob(

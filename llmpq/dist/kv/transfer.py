@@ -26,9 +26,9 @@ import torch
 
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import Places
-from llmpq.dist.transport.failures import peer_closed, peer_silent
+from llmpq.dist.transport.errors import peer_closed, peer_silent
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
-from llmpq.dist.transport.links import FrameReader, FrameWriter, LinkClosedError
+from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter, LinkClosedError
 from llmpq.errors import StageError
 from llmpq.spec.plan import PREFILL_BUFFERS, Handover, Plan
 
@@ -169,7 +169,7 @@ class KVSender:
                     cached=self._cache.pack(layer, places),
                 )
                 try:
-                    send_link.writer.put(frame)
+                    send_link.writer.write(frame)
                     is_sent = send_link.writer.drain(self._timeout_s)
                 except LinkClosedError:
                     raise peer_closed(send_link.name, handover.target) from None
@@ -214,8 +214,8 @@ class KVReceiver:
                 source = missing.handover.source
                 if source in self._ended:
                     raise peer_closed(missing.name, source)
-                heard_s = max(start_s, missing.reader.heard_s)
-                left_s = heard_s + self._timeout_s - time.monotonic()
+                last_received_s = max(start_s, missing.reader.last_received_s)
+                left_s = last_received_s + self._timeout_s - time.monotonic()
                 if left_s <= 0:
                     raise peer_silent(missing.name, source, self._timeout_s)
                 self._news.wait(left_s)
@@ -262,7 +262,7 @@ class KVReceiver:
     def _take(self, receive_link: KVReceiveLink) -> bool:
         """Take in what is here; tell whether more may come."""
         try:
-            while (frame := receive_link.reader.take(is_waiting=True)) is not None:
+            while (frame := receive_link.reader.read(is_waiting=True)) is not None:
                 self._keep(frame, receive_link.handover)
         except LinkClosedError:
             with self._news:

@@ -24,9 +24,9 @@ import transformers
 
 import llmpq
 from llmpq.dist.launch.rank import torch_device
-from llmpq.dist.transport.connect import Ring
+from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.control_messages import error_from_frame
-from llmpq.dist.transport.failures import stage_name
+from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import LlmpqError, StageError
 from llmpq.models import Checkpoint
@@ -92,7 +92,7 @@ def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
     return facts
 
 
-def time_link(ring: Ring, limits: FrameLimits) -> dict[str, Any]:
+def time_link(ring: RankChannels, limits: FrameLimits) -> dict[str, Any]:
     """Send frames to the next rank and time those of the rank before, on rank 0's clock.
 
     The one-way latency is as right as the clocks agree; the bandwidth does not depend on them.
@@ -127,7 +127,7 @@ def time_link(ring: Ring, limits: FrameLimits) -> dict[str, Any]:
     }
 
 
-def gather(ring: Ring, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
+def gather(ring: RankChannels, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Bring every rank's facts to rank 0, which gets them in order; others get ``None``."""
     door = ring.communicator
     text = json.dumps(facts).encode()
@@ -163,7 +163,7 @@ def report(plan: Plan, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _next(ring: Ring) -> Frame:
+def _next(ring: RankChannels) -> Frame:
     frame = ring.communicator.recv()
     if frame.kind is FrameKind.ERROR:
         raise error_from_frame(frame)

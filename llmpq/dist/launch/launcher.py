@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -28,17 +29,15 @@ from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.launch.signals import SIGNALS
 from llmpq.dist.metrics.measurement import Measurement, measurement_from_fields
 from llmpq.dist.metrics.progress import Event
-from llmpq.dist.transport.failures import (
-    ErrorNote,
+from llmpq.dist.transport.errors import (
+    PeerLostError,
     error_from_status,
-    peer_not_started,
     peer_silent,
-    read_note,
     stage_name,
 )
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.spec.catalog import device as device_spec
-from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 
 POLL_S = 0.05
@@ -56,6 +55,49 @@ class RunMonitor(Protocol):
     def check(self) -> None:
         """Called many times a second; an exception ends the run."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRecord:
+    """The error of a rank, as a file in the run's private folder.
+
+    Attributes:
+        rank: that failed.
+        message: for the user.
+        exit_status: of its kind of error.
+        lost_rank: the peer that it lost, if that is the whole error.
+        time_s: on this host's monotonic clock.
+    """
+
+    rank: int
+    message: str
+    exit_status: int
+    lost_rank: int | None
+    time_s: float
+
+
+def write_error_record(folder: Path, record: ErrorRecord) -> None:
+    """Write the error of a rank for the launcher."""
+    write_text(_error_file(folder, record.rank), dump_json(asdict(record)))
+
+
+def read_error_record(folder: Path, rank: int) -> ErrorRecord | None:
+    """Return the error of a rank, ``None`` if it wrote none."""
+    path = _error_file(folder, rank)
+    if not path.is_file():
+        return None
+    fields = Fields(read_json(path), str(path))
+    return ErrorRecord(
+        rank=fields.integer("rank"),
+        message=fields.text("message"),
+        exit_status=fields.integer("exit_status"),
+        lost_rank=fields.optional_integer("lost_rank"),
+        time_s=fields.number("time_s"),
+    )
+
+
+def _error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}.json"
 
 
 def measurement_file(folder: Path) -> Path:
@@ -134,10 +176,14 @@ def launch(
         if silent is not None:
             name = stage_name(plan, silent, os.uname().nodename)
             if not watch.has_heard(silent):
-                raise peer_not_started(name, silent, START_TIMEOUT_S)
+                raise PeerLostError(
+                    f"{name}: did not start within {START_TIMEOUT_S:g} s, expected its libraries "
+                    "to be loaded by then; the machine may be short of memory or busy",
+                    silent,
+                )
             raise peer_silent(name, silent, job.step_timeout_s)
         if any(worker.poll() for worker in workers.values()):
-            _wait_for_notes(workers, folder)
+            _wait_for_errors(workers, folder)
             raise _cause(plan, workers, folder)
     finally:
         for worker in workers.values():
@@ -285,13 +331,13 @@ class _Watch:
         return None
 
 
-def _wait_for_notes(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
+def _wait_for_errors(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
     """Give ranks that only noticed a loss the time to be joined by the rank that caused it."""
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:
         if any((worker.poll() or 0) < 0 for worker in workers.values()):
             return
-        if any(note.blames is None for note in _notes(workers, folder)):
+        if any(one.lost_rank is None for one in _error_records(workers, folder)):
             return
         if all(worker.poll() is not None for worker in workers.values()):
             return
@@ -308,18 +354,20 @@ def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: P
             return StageError(
                 f"{stage_name(plan, rank, os.uname().nodename)}: was ended by {name}{hint}"
             )
-    notes = sorted(_notes(workers, folder), key=lambda note: (note.blames is not None, note.time_s))
-    if notes:
-        return error_from_status(notes[0].exit_status, notes[0].message)
+    records = sorted(
+        _error_records(workers, folder), key=lambda one: (one.lost_rank is not None, one.time_s)
+    )
+    if records:
+        return error_from_status(records[0].exit_status, records[0].message)
     rank = next(rank for rank, worker in workers.items() if worker.poll())
     log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
     status = workers[rank].poll()
     return StageError(f"{stage_name(plan, rank, host)}: exited with status {status}: {log[-1000:]}")
 
 
-def _notes(workers: Mapping[int, object], folder: Path) -> list[ErrorNote]:
-    found = (read_note(folder, rank) for rank in workers)
-    return [note for note in found if note is not None]
+def _error_records(workers: Mapping[int, object], folder: Path) -> list[ErrorRecord]:
+    found = (read_error_record(folder, rank) for rank in workers)
+    return [one for one in found if one is not None]
 
 
 def _log_file(folder: Path, rank: int) -> Path:

@@ -42,7 +42,7 @@ from llmpq.dist.transport.control_messages import (
     shut_down,
     wait_until_ready,
 )
-from llmpq.dist.transport.failures import stage_name
+from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config

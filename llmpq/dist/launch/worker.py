@@ -38,7 +38,7 @@ from llmpq.dist.io.prompts import (
 from llmpq.dist.io.results import FinishReason, Result, ResultWriter
 from llmpq.dist.launch import block_unused_imports as lean  # noqa: F401  before what imports transformers
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
-from llmpq.dist.launch.launcher import measurement_file
+from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
 from llmpq.dist.launch.malloc_tuning import give_memory_back
 from llmpq.dist.launch.rank import (
     RankContext,
@@ -51,8 +51,9 @@ from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.dist.metrics.progress import PipeProgress, Progress, Pulse
 from llmpq.dist.metrics.recorder import Recorder
-from llmpq.dist.transport.connect import RankIdentity, Ring, connect
-from llmpq.dist.transport.failures import ErrorNote, PeerLostError, stage_name, write_note
+from llmpq.dist.transport.channels import RankChannels
+from llmpq.dist.transport.errors import PeerLostError, stage_name
+from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.dist.transport.topology import topology_of
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
@@ -80,12 +81,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         measurement = run_rank(job, rank, progress)
     except LlmpqError as error:
-        blames = error.rank if isinstance(error, PeerLostError) else None
-        _leave_note(job_file, rank, str(error), error.exit_status, blames)
+        lost_rank = error.rank if isinstance(error, PeerLostError) else None
+        _write_error(job_file, rank, str(error), error.exit_status, lost_rank)
         return error.exit_status
     except Exception as error:
         traceback.print_exc()
-        _leave_note(job_file, rank, f"{type(error).__name__}: {error}", 1, None)
+        _write_error(job_file, rank, f"{type(error).__name__}: {error}", 1, None)
         return 1
     finally:
         pulse.stop()
@@ -197,7 +198,7 @@ def _requests(
 
 def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
     checked_config(plan, job.model_dir)
-    ring: Ring | None = None
+    ring: RankChannels | None = None
     if len(plan.stages) > 1:
         ring = connect(_me(job, plan, rank), job.rendezvous, job.transport, topology_of(plan))
     return RankContext(
@@ -241,11 +242,17 @@ def _me(job: Job, plan: Plan, rank: int) -> RankIdentity:
     )
 
 
-def _leave_note(job_file: Path, rank: int, message: str, status: int, blames: int | None) -> None:
-    note = ErrorNote(
-        rank=rank, message=message, exit_status=status, blames=blames, time_s=time.monotonic()
+def _write_error(
+    job_file: Path, rank: int, message: str, exit_status: int, lost_rank: int | None
+) -> None:
+    record = ErrorRecord(
+        rank=rank,
+        message=message,
+        exit_status=exit_status,
+        lost_rank=lost_rank,
+        time_s=time.monotonic(),
     )
-    write_note(job_file.parent, note)
+    write_error_record(job_file.parent, record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What goes round the ring besides micro-batches: everyone is ready, everyone is done, one failed.
-
-The master's side of it; the workers' is ``StageWorker``.
-"""
+"""Control messages: ready, shutdown with statistics, and errors. ``StageWorker`` answers them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import torch
 
 from llmpq.dist.metrics.measurement import StageStats, stats_from_fields
 from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.failures import error_from_status
+from llmpq.dist.transport.errors import error_from_status
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.fields import Fields
@@ -23,14 +20,14 @@ def wait_until_ready(communicator: Communicator) -> None:
     """Wait until every other rank has loaded its layers.
 
     Raises:
-        LlmpqError: what kept a stage from it.
+        LlmpqError: a stage failed to load.
     """
     for _ in communicator.ranks[1:]:
         _expect(communicator, FrameKind.READY)
 
 
 def shut_down(communicator: Communicator) -> list[StageStats]:
-    """End the run and return what every other rank measured of itself, in order of rank.
+    """End the run; return the statistics of every other rank, in order of rank.
 
     Raises:
         StageError: a stage failed, or sent something else.
@@ -38,7 +35,7 @@ def shut_down(communicator: Communicator) -> list[StageStats]:
     communicator.send(Frame(kind=FrameKind.SHUTDOWN))
     found = [_stats(_expect(communicator, FrameKind.STATS)) for _ in communicator.ranks[1:]]
     _expect(communicator, FrameKind.SHUTDOWN)
-    found.sort(key=lambda stats: stats.rank)  # two rings are heard in any order
+    found.sort(key=lambda stats: stats.rank)  # of two rings they arrive in any order
     ranks = [stats.rank for stats in found]
     if ranks != sorted(communicator.ranks[1:]):
         raise StageError(f"found statistics of ranks {ranks}, expected those of every other rank")
@@ -46,7 +43,7 @@ def shut_down(communicator: Communicator) -> list[StageStats]:
 
 
 def error_frame(error: LlmpqError) -> Frame:
-    """Return the frame that tells the ranks further on why this one ends."""
+    """Return the frame that reports why a rank ends."""
     text = json.dumps(
         {"exit_status": error.exit_status, "message": str(error)[:MAX_MESSAGE_LENGTH]}
     )
@@ -54,7 +51,7 @@ def error_frame(error: LlmpqError) -> Frame:
 
 
 def error_from_frame(frame: Frame) -> LlmpqError:
-    """Return the error that an error frame tells of."""
+    """Return the error of an error frame."""
     try:
         found = json.loads(frame.text)
         status, message = found["exit_status"], found["message"]
@@ -81,7 +78,7 @@ def _stats(frame: Frame) -> StageStats:
 
 
 def as_llmpq_error(error: Exception, name: str) -> LlmpqError:
-    """Turn anything that went wrong inside a rank into one of our errors, naming the stage."""
+    """Return any exception of a rank as an ``LlmpqError`` that names the stage."""
     if isinstance(error, StageError) and not str(error).startswith("stage "):
         return StageError(f"{name}: {error}")
     if isinstance(error, LlmpqError):

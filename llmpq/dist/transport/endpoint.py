@@ -1,36 +1,52 @@
-"""Doors: places where a rank can be reached, and who is let in there.
+"""Endpoints: where a rank listens, and the handshake that admits a connection.
 
-A door is a unix socket in a folder that only this user can enter, or one address. Whoever connects
-proves the token first, within a few seconds; until then nothing of what it sends is parsed.
+An endpoint is a unix socket in a folder that only this user can enter, or one TCP address. Both
+ends of a new connection first prove that they hold the same token: each sends a random nonce and an
+HMAC-SHA256 over both nonces, so the token is never sent and a proof cannot be replayed. Nothing
+else is parsed before. Traffic after the handshake is neither encrypted nor signed: across a network
+that others can change, run the ranks inside a private one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import ipaddress
+import json
 import os
 import queue
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llmpq.dist.transport.handshake import AuthenticationError, answer, greet
 from llmpq.errors import SpecError, StageError
 
 HANDSHAKE_S = 5.0
-"""How long a connection may take to prove the token."""
+"""Time limit of a handshake."""
 MAX_PENDING_HANDSHAKES = 64
-"""Connections that may be proving themselves at once; more are hung up on."""
+"""Handshakes at once; further connections are closed."""
+MAX_MESSAGE_BYTES = 64 * 1024
+"""The longest JSON text; a larger announced size is an error before anything is allocated."""
 RETRY_S = 0.02
 BACKLOG = 128
+MAGIC = b"llmpq-1\n"
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+_SIZE = struct.Struct("<I")
+
+
+class AuthenticationError(StageError):
+    """The other end holds another token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a listener stands: a socket file, or an address; exactly one.
+    """Where a rank listens: a socket file or an address, exactly one of the two.
 
     Attributes:
         path: of a unix socket.
@@ -42,10 +58,10 @@ class Endpoint:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[socket.socket]:
-        """Listen here, and nowhere else, for as long as the context lasts.
+        """Listen here while the context lasts.
 
         Raises:
-            StageError: the place cannot be listened at.
+            StageError: the endpoint is in use or not of this host.
         """
         try:
             listener = self._listen()
@@ -56,16 +72,15 @@ class Endpoint:
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts; closing does not
+                listener.shutdown(socket.SHUT_RDWR)  # wakes a blocked accept; close does not
             listener.close()
             if self.path is not None:
                 Path(self.path).unlink(missing_ok=True)
 
     def _listen(self) -> socket.socket:
         if self.address is not None:
-            return socket.create_server(
-                self.address, family=_family(self.address[0]), backlog=BACKLOG
-            )
+            found = socket.getaddrinfo(self.address[0], None, type=socket.SOCK_STREAM)
+            return socket.create_server(self.address, family=found[0][0], backlog=BACKLOG)
         listener = socket.socket(socket.AF_UNIX)
         with _short_path(self.path) as short:
             listener.bind(short)
@@ -88,123 +103,188 @@ class Endpoint:
             raise
         return sock
 
+    def connect_authenticated(
+        self, token: bytes, purpose: bytes, deadline_s: float
+    ) -> socket.socket:
+        """Connect and prove the token; retry until the endpoint listens.
 
-def reach(
-    find: Callable[[], Endpoint], token: bytes, purpose: bytes, deadline_s: float
-) -> socket.socket:
-    """Connect and prove the token, trying again until the listener is there.
+        Args:
+            token: the shared secret.
+            purpose: of the connection; equal at both ends.
+            deadline_s: on the monotonic clock.
 
-    Args:
-        find: returns where the other end listens, as far as is known now.
-        token: the shared secret.
-        purpose: what the connection is for.
-        deadline_s: on the monotonic clock.
-
-    Raises:
-        SpecError: the other end holds another token.
-        StageError: it cannot be reached.
-    """
-    last: Exception = TimeoutError("nobody listens")
-    place = None
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            place = find()
-            sock = place.connect(min(left_s, HANDSHAKE_S))
-        except OSError as error:
-            last = error
-            time.sleep(RETRY_S)
-            continue
-        try:
-            greet(sock, token, purpose, min(deadline_s, time.monotonic() + HANDSHAKE_S))
-        except AuthenticationError as error:
-            sock.close()
-            raise SpecError(f"{place.address or 'rendezvous'}: {error}") from None
-        except OSError as error:
-            last = error
-            sock.close()
-            time.sleep(RETRY_S)
-        else:
-            return sock
-    where = None if place is None else place.address or "its socket"
-    raise StageError(f"could not reach the other rank at {where}: {last}")
+        Raises:
+            SpecError: the other end holds another token.
+            StageError: the deadline passed.
+        """
+        last: Exception = TimeoutError("not listening")
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                sock = self.connect(min(left_s, HANDSHAKE_S))
+            except OSError as error:
+                last = error
+                time.sleep(RETRY_S)
+                continue
+            try:
+                _prove(sock, token, purpose, min(deadline_s, time.monotonic() + HANDSHAKE_S))
+            except AuthenticationError as error:
+                sock.close()
+                raise SpecError(f"{self.address or 'rendezvous'}: {error}") from None
+            except OSError as error:
+                last = error
+                sock.close()
+                time.sleep(RETRY_S)
+            else:
+                return sock
+        where = self.address or "its socket"
+        raise StageError(f"could not reach the other rank at {where}: {last}")
 
 
-class ConnectionQueue:
-    """Lets in the ranks that prove the token, and hangs up on everyone else.
+class Acceptor:
+    """Admits connections that prove the token and closes all others; a thread for each handshake.
 
     Args:
-        listeners: where they may come.
+        listeners: where connections arrive; their end is the end of the acceptor.
         token: the shared secret.
-        purposes: what they may come for.
+        purposes: of the connections to admit.
     """
 
     def __init__(
         self, listeners: Sequence[socket.socket], token: bytes, purposes: Sequence[bytes]
     ) -> None:
-        self._arrived: queue.SimpleQueue[tuple[socket.socket, bytes]] = queue.SimpleQueue()
-        self._waiting: dict[bytes, socket.socket] = {}
-        for listener in listeners:
-            Acceptor(listener, token, purposes, lambda *found: self._arrived.put(found))
-
-    def take(self, purpose: bytes, limit_s: float) -> socket.socket:
-        """Return the connection of who came for a purpose.
-
-        Raises:
-            StageError: nobody came in time.
-        """
-        deadline_s = time.monotonic() + limit_s
-        while purpose not in self._waiting:
-            try:
-                found, what = self._arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                raise StageError("the rank before this one did not connect") from None
-            self._waiting[what] = found
-        sock = self._waiting.pop(purpose)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
-
-
-class Acceptor:
-    """Lets in whoever proves the token; a thread for each that is proving, at most so many."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        token: bytes,
-        purposes: Sequence[bytes],
-        on_arrival: Callable[[socket.socket, bytes], None],
-    ) -> None:
-        self._listener = listener
         self._token = token
         self._purposes = purposes
-        self._on_arrival = on_arrival
-        self._room = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
-        threading.Thread(target=self._accept, daemon=True, name="porter").start()
+        self._admitted: queue.SimpleQueue[tuple[bytes, socket.socket]] = queue.SimpleQueue()
+        self._pending = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
+        for listener in listeners:
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def _accept(self) -> None:
+    def take(self, deadline_s: float) -> tuple[bytes, socket.socket]:
+        """Return the purpose of the next admitted connection, and the connection.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        try:
+            return self._admitted.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError("no connection in time") from None
+
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
-                return  # the listener was closed: everyone is there
-            if not self._room.acquire(blocking=False):
+                return  # the listener is closed
+            if not self._pending.acquire(blocking=False):
                 sock.close()
                 continue
-            threading.Thread(target=self._prove, args=(sock,), daemon=True, name="proof").start()
+            threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
 
-    def _prove(self, sock: socket.socket) -> None:
+    def _admit(self, sock: socket.socket) -> None:
         try:
-            purpose = answer(sock, self._token, self._purposes, time.monotonic() + HANDSHAKE_S)
-            self._on_arrival(sock, purpose)
-        except (OSError, StageError, ValueError):
+            deadline_s = time.monotonic() + HANDSHAKE_S
+            purpose = _verify(sock, self._token, self._purposes, deadline_s)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._admitted.put((purpose, sock))
+        except (OSError, StageError):
             sock.close()
         finally:
-            self._room.release()
+            self._pending.release()
+
+
+def _prove(sock: socket.socket, token: bytes, purpose: bytes, deadline_s: float) -> None:
+    """Do the handshake as the end that connected."""
+    own = os.urandom(NONCE_BYTES)
+    send_all(sock, MAGIC + own, deadline_s)
+    nonces = own + receive(sock, NONCE_BYTES, deadline_s)
+    send_all(sock, _proof(token, b"connect", purpose, nonces), deadline_s)
+    try:
+        answer = receive(sock, PROOF_BYTES, deadline_s)
+    except ConnectionError:
+        raise AuthenticationError(
+            "found a token refused, expected the same on every host"
+        ) from None
+    if not hmac.compare_digest(answer, _proof(token, b"listen", purpose, nonces)):
+        raise StageError("found a listener without the token, expected a rank of this run")
+
+
+def _verify(
+    sock: socket.socket, token: bytes, purposes: Sequence[bytes], deadline_s: float
+) -> bytes:
+    """Do the handshake as the end that listens; return the purpose of the connection.
+
+    Raises:
+        OSError: the connection broke or the deadline passed.
+        StageError: the other end does not hold the token; no proof was sent to it.
+    """
+    hello = receive(sock, len(MAGIC) + NONCE_BYTES, deadline_s)
+    if hello[: len(MAGIC)] != MAGIC:
+        raise StageError("found other bytes, expected the greeting of a rank")
+    nonces = hello[len(MAGIC) :] + (own := os.urandom(NONCE_BYTES))
+    send_all(sock, own, deadline_s)
+    proof = receive(sock, PROOF_BYTES, deadline_s)
+    for purpose in purposes:
+        if hmac.compare_digest(proof, _proof(token, b"connect", purpose, nonces)):
+            send_all(sock, _proof(token, b"listen", purpose, nonces), deadline_s)
+            return purpose
+    raise StageError("found a connection without the token, expected a rank of this run")
+
+
+def _proof(token: bytes, role: bytes, purpose: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, b"\0".join((role, purpose)) + b"\0" + nonces, "sha256")
+
+
+def send_json(sock: socket.socket, value: object, deadline_s: float) -> None:
+    """Send the size of a JSON text, then the text."""
+    data = json.dumps(value).encode()
+    send_all(sock, _SIZE.pack(len(data)) + data, deadline_s)
+
+
+def receive_json(sock: socket.socket, deadline_s: float) -> Any:
+    """Receive a JSON value.
+
+    Raises:
+        OSError: the connection broke or the deadline passed.
+        StageError: the text is too long or not JSON.
+    """
+    (size,) = _SIZE.unpack(receive(sock, _SIZE.size, deadline_s))
+    if size > MAX_MESSAGE_BYTES:
+        raise StageError(f"found a message of {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    try:
+        return json.loads(receive(sock, size, deadline_s))
+    except (ValueError, RecursionError):
+        raise StageError("found a message that is not JSON, expected that of a rank") from None
+
+
+def send_all(sock: socket.socket, data: bytes, deadline_s: float) -> None:
+    """Send all bytes before the deadline."""
+    _set_deadline(sock, deadline_s)
+    sock.sendall(data)
+
+
+def receive(sock: socket.socket, size: int, deadline_s: float) -> bytes:
+    """Receive exactly ``size`` bytes before the deadline."""
+    data = b""
+    while len(data) < size:
+        _set_deadline(sock, deadline_s)
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("end of stream")
+        data += part
+    return data
+
+
+def _set_deadline(sock: socket.socket, deadline_s: float) -> None:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("deadline passed")
+    sock.settimeout(left_s)
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host name or address only reaches this very host."""
+    """Return whether a host name or address reaches this host only."""
     try:
         found = socket.getaddrinfo(host, None)
     except OSError:
@@ -212,13 +292,9 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(item[4][0]).is_loopback for item in found)
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-
-
 @contextlib.contextmanager
 def _short_path(path: str | None) -> Iterator[str]:
-    """A unix socket's path holds 107 bytes: name a deep folder by a descriptor of it."""
+    """Name a file through its folder's descriptor: a unix socket's path has at most 107 bytes."""
     assert path is not None
     folder = os.open(Path(path).parent, os.O_PATH | os.O_DIRECTORY)
     try:

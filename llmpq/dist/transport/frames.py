@@ -1,21 +1,19 @@
-"""Frames: the only thing that travels between ranks, and its layout on the wire.
+"""Frames: the messages between ranks, and their layout on the wire.
 
-A frame is a header of one fixed size, agreed on by all ranks of a run, and a payload of exactly
-the bytes the header announces. Gloo aborts the process on a message longer than the receive posted
-for it and says nothing of a shorter one, so a receiver must know every size before it posts. The
-header names the plan and is checked against the plan's own limits before a byte is allocated;
-nothing is taken on a peer's word, nothing is ever unpickled. Payloads carry no checksum: the
-transport has its own, and hashing them would cost more than sending them.
+A frame is a header of one fixed size, equal for all ranks of a run, and a payload of exactly the
+bytes that the header announces. The header names the plan and is checked against the plan's limits
+before anything is allocated; nothing is unpickled. Payloads carry no checksum: the transport has
+its own, and hashing them would take longer than sending them.
 
 Header, little-endian, then one row of the table for each of ``max_rows`` sequences::
 
-    4s magic | B version | B kind | B dtype | B place | 8s plan digest | Q sequence | Q micro_batch
+    4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
     | table: rows x (I slot, I first, I length, Q origin), zeros | I crc32 of everything before
 
-``place`` is 0 where the payload follows in the stream, else where it lies in memory that both ends
-share (``dist.arena``). A frame of keys and values (``KV``) has in ``tokens`` those of all its rows,
-in ``hidden`` the bytes of one of them, and names its layer, 0 in every other kind.
+``buffer`` is 0 if the payload follows in the stream, else the buffer of the link's shared memory
+that holds it (``transport.shared_memory``). In a frame of keys and values (``KV``), ``tokens`` are
+those of all rows, ``hidden`` is the bytes of one token and ``layer`` is set; else it is 0.
 
 Shapes: R rows (sequences), T tokens a row, H hidden size, N tokens of all rows, B bytes of a token.
 """
@@ -35,7 +33,7 @@ from llmpq.errors import StageError
 MAGIC = b"LPQ1"
 VERSION = 3
 MAX_TEXT_BYTES = 64 * 1024
-"""The longest text a control frame may carry."""
+"""The longest text of a control frame."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
 _ROW = struct.Struct("<IIIQ")
@@ -44,7 +42,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FrameKind(IntEnum):
-    """What a frame means."""
+    """The kind of a frame."""
 
     PREFILL = 1
     DECODE = 2
@@ -59,15 +57,17 @@ class FrameKind(IntEnum):
 
 _KINDS = {int(kind): kind for kind in FrameKind}
 _TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE)
+LAST_KINDS = (FrameKind.SHUTDOWN, FrameKind.ERROR)
+"""No frame follows one of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameLimits:
-    """What a frame of this run can be at most; equal on all ranks.
+    """The largest frames of a run; equal on all ranks.
 
     Attributes:
-        digest: 8 bytes that tell one run's plan and model from another's.
-        num_slots: KV slots; a row's slot is below.
+        digest: 8 bytes that identify the plan and the model.
+        num_slots: number of KV slots.
         max_context: tokens of a slot.
         prefill_rows, prefill_tokens: largest prefill micro-batch ``[R, T]``.
         decode_rows: largest decode micro-batch.
@@ -89,7 +89,7 @@ class FrameLimits:
 
     @property
     def max_rows(self) -> int:
-        """Rows of the table every header has room for."""
+        """Rows in the table of every header."""
         return max(self.prefill_rows, self.decode_rows)
 
     @property
@@ -99,7 +99,7 @@ class FrameLimits:
 
     @property
     def max_payload_bytes(self) -> int:
-        """Size of the largest payload apart from texts: hidden states, or a layer's slots."""
+        """Size of the largest payload other than a text."""
         prefill_tokens = self.prefill_rows * self.prefill_tokens
         hidden = max(prefill_tokens, self.decode_rows) * self.hidden_size * self.dtype.itemsize
         return max(hidden, prefill_tokens * max(self.kv_token_bytes, default=0))
@@ -112,9 +112,9 @@ class Row:
     Attributes:
         slot: the KV slot it owns.
         first: absolute position of its first token in this step.
-        length: tokens in its slot once the step is done, padding apart.
-        origin: number of the prefill micro-batch that filled the slot; tells one owner's keys and
-            values from the next one's where they travel.
+        length: tokens in its slot after the step, without padding.
+        origin: number of the prefill micro-batch that filled the slot; distinguishes the owners
+            of a slot where keys and values are sent.
     """
 
     slot: int
@@ -128,14 +128,13 @@ class Frame:
     """A message between two ranks.
 
     Attributes:
-        kind: what it means.
+        kind: of the frame.
         micro_batch: number of the micro-batch, counted by the master.
         rows: the sequences of a micro-batch.
         hidden: their hidden states ``[R, T, H]``; ``None`` in every other kind.
         text: bytes of a control frame (UTF-8 JSON).
         layer: of keys and values.
-        cached: keys and values of the rows' tokens, one after the other, as the cache stores them:
-            uint8 ``[N, B]``.
+        cached: keys and values of the rows' tokens, as the cache stores them: uint8 ``[N, B]``.
     """
 
     kind: FrameKind
@@ -148,9 +147,9 @@ class Frame:
 
     @property
     def payload(self) -> Tensor | None:
-        """The bytes to send after the header, on the CPU; ``None`` when there are none."""
+        """The bytes after the header, on the CPU; ``None`` if there are none."""
         if self.hidden is not None:
-            # Gloo moves host memory; a CUDA stage's states are copied here.
+            # Sockets and gloo send host memory: the states of a CUDA stage are copied here.
             hidden = self.hidden if self.hidden.is_cpu else self.hidden.to("cpu")
             return hidden.reshape(-1).view(torch.uint8)
         if self.cached is not None:
@@ -162,7 +161,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A header that was found acceptable."""
+    """A checked header."""
 
     kind: FrameKind
     micro_batch: int
@@ -170,17 +169,17 @@ class Header:
     shape: tuple[int, int, int]
     payload_bytes: int
     layer: int = 0
-    place: int = 0
+    buffer: int = 0
 
 
-def encode_header(frame: Frame, limits: FrameLimits, sequence: int, place: int = 0) -> bytes:
+def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int = 0) -> bytes:
     """Return the header of ``frame`` as the ``sequence``-th frame of its link.
 
     Args:
         frame: to be sent.
         limits: of this run.
-        sequence: how many frames went over this link before.
-        place: of the payload in shared memory; 0 when it follows.
+        sequence: number of frames sent over this link before.
+        buffer: of shared memory that holds the payload; 0 if it follows.
     """
     rows, tokens, hidden, dtype, size = 0, 0, 0, 0, len(frame.text)
     if frame.hidden is not None:
@@ -189,7 +188,7 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, place: int =
     elif frame.cached is not None:
         rows, (tokens, hidden), size = len(frame.rows), frame.cached.shape, frame.cached.nbytes
     fixed = _FIXED.pack(
-        MAGIC, VERSION, frame.kind, dtype, place, limits.digest, sequence, frame.micro_batch,
+        MAGIC, VERSION, frame.kind, dtype, buffer, limits.digest, sequence, frame.micro_batch,
         rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
     table = b"".join(_ROW.pack(row.slot, row.first, row.length, row.origin) for row in frame.rows)
@@ -197,23 +196,23 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, place: int =
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def decode_header(data: bytes, limits: FrameLimits, sequence: int, places: int = 0) -> Header:
+def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int = 0) -> Header:
     """Check a received header against the run's limits.
 
     Args:
         data: exactly ``limits.header_bytes`` bytes.
         limits: what the run allows.
-        sequence: how many frames came over this link before.
-        places: in memory that both ends of this link share.
+        sequence: number of frames received over this link before.
+        buffers: number of buffers in this link's shared memory.
 
     Raises:
-        StageError: anything is not as this run's own encoder would have written it.
+        StageError: it is not what :func:`encode_header` of this run writes.
     """
     _expect("header size", len(data), limits.header_bytes)
     body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
     _expect("checksum", _CHECKSUM.unpack(checksum)[0], zlib.crc32(body))
     (
-        magic, version, kind, dtype, place, digest, number, micro_batch,
+        magic, version, kind, dtype, buffer, digest, number, micro_batch,
         rows, tokens, hidden, layer, size,
     ) = _FIXED.unpack_from(body)  # fmt: skip
     if (magic, version, digest, number) != (MAGIC, VERSION, limits.digest, sequence):
@@ -221,8 +220,8 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, places: int =
         _expect("version", version, VERSION)
         _expect("plan digest", digest, limits.digest)
         _expect("sequence number", number, sequence)
-    if place > (places if kind in _TENSOR_KINDS else 0):
-        raise _refused("place", place, f"at most {places}, and 0 for what is no tensor")
+    if buffer > (buffers if kind in _TENSOR_KINDS else 0):
+        raise _refused("buffer", buffer, f"at most {buffers}, and 0 without hidden states")
     if kind not in _KINDS:
         raise _refused("kind", kind, f"one of {list(_KINDS)}")
     header = Header(
@@ -232,7 +231,7 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, places: int =
         shape=(rows, tokens, hidden),
         payload_bytes=size,
         layer=layer,
-        place=place,
+        buffer=buffer,
     )
     if header.kind is FrameKind.KV:
         _check_cached(header, dtype, limits)
@@ -252,7 +251,7 @@ def assemble(header: Header, payload: Tensor | None, limits: FrameLimits) -> Fra
 
     Args:
         header: from :func:`decode_header`.
-        payload: uint8 ``[payload_bytes]``, ``None`` when there are none.
+        payload: uint8 ``[payload_bytes]``, ``None`` if there is none.
         limits: what the run allows.
     """
     _expect("payload size", 0 if payload is None else payload.numel(), header.payload_bytes)

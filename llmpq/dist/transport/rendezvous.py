@@ -1,44 +1,88 @@
-"""Meeting: how the ranks of a run find each other, and what they learn there.
+"""Rendezvous: how the ranks of a run find each other, and the connections that follow.
 
-Rank 0 listens at one place, a socket in a folder that only this user can enter or the one address
-it was given; every other rank connects, proves the token, tells its name, its plan and where its
-own link can be reached, and gets everybody's. Nothing listens any more once the ring stands.
+Rank 0 listens at one endpoint: a socket in a folder that only this user can enter, or the one
+address it was given. Every other rank connects, proves the token and sends its name, its plan's
+digest and its own endpoints; rank 0 sends the table of all ranks back. The ranks then connect as
+the topology says: over a unix socket where both see the same files, else over TCP. Nothing listens
+once all links are connected.
 
-The clock of rank 0 is compared on the way, so that traces of several hosts share one time.
+The clocks are compared with rank 0's on the way, so that the traces of several hosts share one
+time axis.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import queue
+import secrets
 import socket
 import struct
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from llmpq.dist.transport.endpoint import HANDSHAKE_S, Acceptor, Endpoint, reach
-from llmpq.dist.transport.handshake import receive, receive_json, send_all, send_json
-from llmpq.errors import StageError
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
+
+from llmpq.dist.io.job import START_TIMEOUT_S, Rendezvous, Transport
+from llmpq.dist.transport.channels import RankChannels, make_rank_channels
+from llmpq.dist.transport.endpoint import (
+    HANDSHAKE_S,
+    Acceptor,
+    Endpoint,
+    is_loopback,
+    receive,
+    receive_json,
+    send_all,
+    send_json,
+)
+from llmpq.dist.transport.frames import FrameLimits
+from llmpq.dist.transport.topology import Link, Topology, check_transport, one_ring
+from llmpq.dist.transport.torch_communicator import TorchCommunicator, open_store
+from llmpq.errors import SpecError, StageError
 from llmpq.spec.fields import Fields
 
+MIN_TOKEN_BYTES = 16
+LINK_TIMEOUT_S = 30.0
+"""Time limit for the links between neighbours, once the table of ranks is known."""
 CLOCK_ROUNDS = 8
+PURPOSE = b"rendezvous"
 _CLOCK = struct.Struct("<d")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
-    """What a rank tells the others.
+class RankIdentity:
+    """One rank, before it knows the others.
+
+    Attributes:
+        rank: of this process.
+        world_size: number of ranks, at least 2.
+        name: of this rank in messages.
+        limits: of this run's frames.
+        timeout_s: longest silence of a peer.
+    """
+
+    rank: int
+    world_size: int
+    name: str
+    limits: FrameLimits
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerInfo:
+    """What a rank tells the others about itself.
 
     Attributes:
         rank: of the plan.
-        name: what messages call it.
+        name: of the rank in messages.
         digest: of the plan and the model's configuration, in hexadecimal.
-        host: equal for ranks that can reach each other's socket files.
-        path: its own socket file.
-        address: host and port of its own listener, ``None`` when all ranks share a host.
+        host: equal for ranks that see the same network and the same files.
+        path: of its socket file.
+        address: its host name or address, ``None`` if all ranks share a host.
+        port: of its TCP listener, likewise.
     """
 
     rank: int
@@ -46,164 +90,349 @@ class Announcement:
     digest: str
     host: str
     path: str
-    address: tuple[str, int] | None
+    address: str | None = None
+    port: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        host, port = self.address or (None, None)
-        return asdict(self) | {"address": host, "port": port}
-
-    def place_for(self, other: Announcement) -> Endpoint:
-        """Return where ``other`` reaches this rank fastest."""
-        if self.host == other.host or self.address is None:
+    def endpoint_for(self, other: PeerInfo) -> Endpoint:
+        """Return the fastest endpoint at which ``other`` reaches this rank."""
+        if self.host == other.host or self.address is None or self.port is None:
             return Endpoint(path=self.path)
-        return Endpoint(address=self.address)
+        return Endpoint(address=(self.address, self.port))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTable:
-    """What a rank knows after the meeting.
+    """The result of a rendezvous.
 
     Attributes:
-        ranks: everybody's announcement, in order.
-        session: random, of this run alone.
-        clock_offset_s: what to add to this rank's ``time.perf_counter`` to get rank 0's.
-        clock_error_s: by how much that may be wrong, half the fastest round trip.
+        peers: every rank, in order.
+        session: random, unique to the run.
+        clock_offset_s: to add to this rank's ``time.perf_counter`` to get rank 0's.
+        clock_error_s: bound on the error of the offset: half the fastest round trip.
     """
 
-    ranks: tuple[Announcement, ...]
+    peers: tuple[PeerInfo, ...]
     session: str
     clock_offset_s: float = 0.0
     clock_error_s: float = 0.0
 
 
-def serve_rendezvous(
-    listener: socket.socket, own: Announcement, world_size: int, token: bytes, limit_s: float
-) -> PeerTable:
-    """Play rank 0: let everyone in, and tell everyone about everyone.
+def connect(
+    identity: RankIdentity,
+    rendezvous: Rendezvous,
+    transport: Transport = "auto",
+    topology: Topology | None = None,
+) -> RankChannels:
+    """Find the other ranks and connect to them.
+
+    Args:
+        identity: this rank.
+        rendezvous: where the ranks find each other.
+        transport: of the links.
+        topology: the links; by default one ring of all ranks.
 
     Raises:
-        StageError: a rank did not come in time.
+        StageError: a rank did not start in time, or a link could not be made.
+        SpecError: the ranks have different plans, models or tokens.
     """
-    guests = _Guests(listener, token)
+    topology = topology or one_ring(identity.world_size)
+    check_transport(transport, topology)
+    rank = identity.rank
+    with _socket_folder(rendezvous) as folder, contextlib.ExitStack() as stack:
+        path = str(folder / f"rank-{rank}.sock")
+        listeners = [stack.enter_context(Endpoint(path=path).listening())]
+
+        def describe(address: str | None) -> PeerInfo:
+            """Listen on TCP too where rank 0 is reached through an address of this host."""
+            port = None
+            if address is not None:
+                endpoint = Endpoint(address=(address, 0))
+                listeners.append(stack.enter_context(endpoint.listening()))
+                port = int(listeners[-1].getsockname()[1])
+            return PeerInfo(
+                rank=rank,
+                name=identity.name,
+                digest=identity.limits.digest.hex(),
+                host=_host_key(),
+                path=path,
+                address=address,
+                port=port,
+            )
+
+        table, token = _exchange(identity, rendezvous, describe)
+        _check_digests(identity, table)
+        names = [peer.name for peer in table.peers]
+        if transport == "gloo":
+            communicator = TorchCommunicator(
+                rank=rank,
+                names=names,
+                limits=identity.limits,
+                store=open_store(rendezvous, rank, identity.world_size),
+                timeout_s=identity.timeout_s,
+            )
+            channels = RankChannels(communicator=communicator, transport=transport)
+        else:
+            sockets = _connect_links(rank, table, token, listeners, topology)
+            limits, timeout_s = identity.limits, identity.timeout_s
+            channels = make_rank_channels(rank, names, limits, topology, sockets, timeout_s)
+        return replace(
+            channels, clock_offset_s=table.clock_offset_s, clock_error_s=table.clock_error_s
+        )
+
+
+def _connect_links(
+    rank: int,
+    table: PeerTable,
+    token: bytes,
+    listeners: Sequence[socket.socket],
+    topology: Topology,
+) -> dict[Link, socket.socket]:
+    """Connect to the ranks that this one sends to, and accept those that send to it."""
+    own = {
+        f"{link.name} {table.session} {link.source} {link.target}".encode(): link
+        for link in topology.links
+        if rank in (link.source, link.target)
+    }
+    incoming = [purpose for purpose, link in own.items() if link.target == rank]
+    acceptor = Acceptor(listeners, token, incoming)
+    deadline_s = time.monotonic() + LINK_TIMEOUT_S
+    sockets = {}
+    for purpose, link in own.items():
+        if link.source == rank:
+            endpoint = table.peers[link.target].endpoint_for(table.peers[rank])
+            sockets[link] = endpoint.connect_authenticated(token, purpose, deadline_s)
+    while len(sockets) < len(own):
+        try:
+            purpose, sock = acceptor.take(deadline_s)
+        except TimeoutError:
+            raise StageError("the rank before this one did not connect") from None
+        sockets[own[purpose]] = sock
+    return sockets
+
+
+def _exchange(
+    identity: RankIdentity, rendezvous: Rendezvous, describe: Callable[[str | None], PeerInfo]
+) -> tuple[PeerTable, bytes]:
+    """Return the table of all ranks, and the token."""
+    rank, world_size = identity.rank, identity.world_size
+    store = open_store(rendezvous, rank, world_size) if rendezvous.from_environment else None
+    if store is None:
+        path = None if rendezvous.file is None else str(rendezvous.file)
+        endpoint, token = Endpoint(path=path, address=rendezvous.address), _token(rendezvous)
+    else:
+        endpoint, token = _endpoint_from_store(rank, store)
+    if rank > 0:
+        return join_rendezvous(endpoint, describe, token, START_TIMEOUT_S), token
+    own = describe(None if endpoint.address is None else endpoint.address[0])
+    with endpoint.listening() as listener:
+        if store is not None:
+            store.set("rendezvous", json.dumps([*listener.getsockname()[:2], token.hex()]))
+        return serve_rendezvous(listener, own, world_size, token, START_TIMEOUT_S), token
+
+
+def _endpoint_from_store(rank: int, store: PrefixStore) -> tuple[Endpoint, bytes]:
+    """Return rank 0's endpoint, and a token that is as private as torchrun's store."""
+    if rank == 0:
+        host = getattr(store.underlying_store, "host", None) or "127.0.0.1"
+        return Endpoint(address=(host, 0)), secrets.token_bytes(32)
     try:
-        found = guests.gather(own, world_size, time.monotonic() + limit_s)
+        host, port, token = json.loads(store.get("rendezvous"))
+    except RuntimeError as error:
+        raise StageError(f"rank {rank}: rank 0 did not start in time: {error}") from None
+    return Endpoint(address=(host, port)), bytes.fromhex(token)
+
+
+def serve_rendezvous(
+    listener: socket.socket, own: PeerInfo, world_size: int, token: bytes, limit_s: float
+) -> PeerTable:
+    """Do rank 0's part: collect the description of every rank and send all of them to each.
+
+    Raises:
+        StageError: a rank did not come in time, or came twice.
+    """
+    acceptor = Acceptor([listener], token, [PURPOSE])
+    connections: list[socket.socket] = []
+    try:
+        deadline_s = time.monotonic() + limit_s
+        peers = _collect(acceptor, own, world_size, deadline_s, connections)
+        session = os.urandom(8).hex()
+        answer: object = {"session": session, "peers": [asdict(peer) for peer in peers]}
+        return PeerTable(peers=peers, session=session)
     except StageError as error:
-        guests.tell({"error": str(error)})
+        answer = {"error": str(error)}
         raise
-    session = os.urandom(8).hex()
-    ranks = tuple(found[rank] for rank in range(world_size))
-    guests.tell({"session": session, "ranks": [one.to_json() for one in ranks]})
-    return PeerTable(ranks=ranks, session=session)
+    finally:
+        for sock in connections:
+            with sock, contextlib.suppress(OSError):
+                send_json(sock, answer, time.monotonic() + HANDSHAKE_S)
+
+
+def _collect(
+    acceptor: Acceptor,
+    own: PeerInfo,
+    world_size: int,
+    deadline_s: float,
+    connections: list[socket.socket],
+) -> tuple[PeerInfo, ...]:
+    """Return the description of every rank; append the connections to answer."""
+    found = {own.rank: own}
+    while len(found) < world_size:
+        try:
+            _, sock = acceptor.take(deadline_s)
+        except TimeoutError:
+            missing = [str(rank) for rank in range(world_size) if rank not in found]
+            raise StageError(
+                f"rank {', '.join(missing)} did not start in time (seen from {own.name})"
+            ) from None
+        try:
+            peer = _receive_peer(sock)
+        except (OSError, StageError, SpecError):
+            sock.close()
+            continue
+        connections.append(sock)
+        if peer.rank in found or not 0 < peer.rank < world_size:
+            raise StageError(
+                f"{peer.name}: found rank {peer.rank} a second time or out of range, expected "
+                f"each of {world_size} ranks once"
+            )
+        found[peer.rank] = peer
+    return tuple(found[rank] for rank in range(world_size))
+
+
+def _receive_peer(sock: socket.socket) -> PeerInfo:
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    for _ in range(CLOCK_ROUNDS):
+        receive(sock, 1, deadline_s)
+        send_all(sock, _CLOCK.pack(time.perf_counter()), deadline_s)
+    return _peer_info(Fields(receive_json(sock, deadline_s), "rank"))
 
 
 def join_rendezvous(
-    find: Callable[[], Endpoint],
-    own: Callable[[socket.socket], Announcement],
+    endpoint: Endpoint,
+    describe: Callable[[str | None], PeerInfo],
     token: bytes,
     limit_s: float,
 ) -> PeerTable:
-    """Play any other rank: connect, tell, and be told.
+    """Do the part of every rank but 0: send this rank's description, receive those of all.
 
     Args:
-        find: returns where rank 0 listens, as far as is known now.
-        own: builds the announcement, knowing by which connection rank 0 is reached.
+        endpoint: where rank 0 listens.
+        describe: returns the description, given the address by which rank 0 was reached; ``None``
+            for a socket file.
         token: the shared secret.
-        limit_s: how long the whole may take.
+        limit_s: for all of it.
 
     Raises:
         SpecError: rank 0 holds another token.
-        StageError: rank 0 cannot be reached, or says that the meeting failed.
+        StageError: rank 0 cannot be reached, or reports that the rendezvous failed.
     """
     deadline_s = time.monotonic() + limit_s
-    with reach(find, token, b"rendezvous", deadline_s) as sock:
+    with endpoint.connect_authenticated(token, PURPOSE, deadline_s) as sock:
         offset_s, error_s = _compare_clocks(sock, deadline_s)
-        announced = own(sock)
+        own = describe(None if sock.family == socket.AF_UNIX else sock.getsockname()[0])
         try:
-            send_json(sock, announced.to_json(), deadline_s)
-            # Rank 0 may only now find out that somebody is missing: give it time to say so.
-            told = receive_json(sock, deadline_s + HANDSHAKE_S)
+            send_json(sock, asdict(own), deadline_s)
+            # Rank 0 may reach its own deadline first: leave it the time to report that.
+            answer = receive_json(sock, deadline_s + HANDSHAKE_S)
         except OSError as error:
-            raise StageError(f"{announced.name}: lost rank 0 while meeting: {error}") from None
-    fields = Fields(told, "rendezvous")
+            raise StageError(f"{own.name}: lost rank 0 during the rendezvous: {error}") from None
+    fields = Fields(answer, "rendezvous")
     if (reason := fields.optional_text("error")) is not None:
         raise StageError(reason)
-    met = PeerTable(
-        ranks=tuple(_announcement(one) for one in fields.children("ranks")),
+    table = PeerTable(
+        peers=tuple(_peer_info(one) for one in fields.children("peers")),
         session=fields.text("session"),
         clock_offset_s=offset_s,
         clock_error_s=error_s,
     )
     fields.done()
-    return met
-
-
-class _Guests:
-    """Rank 0's side: those that came, with their connections."""
-
-    def __init__(self, listener: socket.socket, token: bytes) -> None:
-        self._connections: list[socket.socket] = []
-        self._arrived: queue.SimpleQueue[Announcement] = queue.SimpleQueue()
-        Acceptor(listener, token, [b"rendezvous"], self._welcome)
-
-    def gather(
-        self, own: Announcement, world_size: int, deadline_s: float
-    ) -> dict[int, Announcement]:
-        """Return everyone's announcement."""
-        found = {own.rank: own}
-        while len(found) < world_size:
-            try:
-                one = self._arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                missing = [str(rank) for rank in range(world_size) if rank not in found]
-                raise StageError(
-                    f"rank {', '.join(missing)} did not start in time (seen from {own.name})"
-                ) from None
-            if one.rank in found or not 0 < one.rank < world_size:
-                raise StageError(
-                    f"{one.name}: found rank {one.rank} a second time or out of range, expected "
-                    f"each of {world_size} ranks once"
-                )
-            found[one.rank] = one
-        return found
-
-    def tell(self, value: object) -> None:
-        """Send a value to everyone who came, and hang up."""
-        for sock in self._connections:
-            with sock, contextlib.suppress(OSError):
-                send_json(sock, value, time.monotonic() + HANDSHAKE_S)
-
-    def _welcome(self, sock: socket.socket, _purpose: bytes) -> None:
-        deadline_s = time.monotonic() + HANDSHAKE_S
-        for _ in range(CLOCK_ROUNDS):
-            receive(sock, 1, deadline_s)
-            send_all(sock, _CLOCK.pack(time.perf_counter()), deadline_s)
-        one = _announcement(Fields(receive_json(sock, deadline_s), "announcement"))
-        self._connections.append(sock)
-        self._arrived.put(one)
+    return table
 
 
 def _compare_clocks(sock: socket.socket, deadline_s: float) -> tuple[float, float]:
-    """Return what to add to this clock to get rank 0's, and by how much it may be wrong."""
+    """Return the offset of rank 0's clock from this one, and the bound of its error."""
     best = (float("inf"), 0.0)
     for _ in range(CLOCK_ROUNDS):
         start = time.perf_counter()
         send_all(sock, b"c", deadline_s)
-        (there,) = _CLOCK.unpack(receive(sock, _CLOCK.size, deadline_s))
+        (remote,) = _CLOCK.unpack(receive(sock, _CLOCK.size, deadline_s))
         end = time.perf_counter()
-        best = min(best, (end - start, there - (start + end) / 2))
+        best = min(best, (end - start, remote - (start + end) / 2))
     return best[1], best[0] / 2
 
 
-def _announcement(fields: Fields) -> Announcement:
-    host, port = fields.optional_text("address"), fields.optional_integer("port", 1, 65535)
-    one = Announcement(
+def _peer_info(fields: Fields) -> PeerInfo:
+    peer = PeerInfo(
         rank=fields.integer("rank"),
         name=fields.text("name"),
         digest=fields.text("digest"),
         host=fields.text("host"),
         path=fields.text("path"),
-        address=None if host is None or port is None else (host, port),
+        address=fields.optional_text("address"),
+        port=fields.optional_integer("port", 1, 65535),
     )
     fields.done()
-    return one
+    return peer
+
+
+def _check_digests(identity: RankIdentity, table: PeerTable) -> None:
+    for peer in table.peers:
+        if peer.digest != identity.limits.digest.hex():
+            raise SpecError(
+                f"{identity.name}: found that {peer.name} runs another plan or model, "
+                "expected the same strategy file and configuration on every host"
+            )
+
+
+def _token(rendezvous: Rendezvous) -> bytes:
+    """Return the shared secret; empty where only this host or user can connect.
+
+    Raises:
+        SpecError: other hosts can connect and there is no token, or its file is not acceptable.
+    """
+    if rendezvous.token_file is not None:
+        return read_token(rendezvous.token_file)
+    if rendezvous.address is not None and not is_loopback(rendezvous.address[0]):
+        raise SpecError(
+            f"master_addr: found {rendezvous.address[0]}, which other hosts can reach, and no "
+            "token; expected --token_file FILE with the same secret on every host"
+        )
+    return b""
+
+
+def read_token(path: Path) -> bytes:
+    """Read a shared secret.
+
+    Raises:
+        SpecError: the file cannot be read, others may read it, or the secret is too short.
+    """
+    try:
+        mode, token = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise SpecError(f"{path}: found mode {mode & 0o777:o}, expected 600: it is a secret")
+    if len(token) < MIN_TOKEN_BYTES:
+        raise SpecError(
+            f"{path}: found a token of {len(token)} bytes, expected at least {MIN_TOKEN_BYTES}"
+        )
+    return token
+
+
+@contextlib.contextmanager
+def _socket_folder(rendezvous: Rendezvous) -> Iterator[Path]:
+    """Return a private folder for socket files: the launcher's, or a temporary one."""
+    if rendezvous.file is not None:
+        yield rendezvous.file.parent
+    elif rendezvous.folder is not None:
+        yield rendezvous.folder
+    else:
+        with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
+            yield Path(name)
+
+
+def _host_key() -> str:
+    """Return a text that is equal for processes of one user with the same network and files."""
+    parts = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()]
+    parts += [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("net", "mnt")]
+    return ":".join([*parts, str(os.getuid())])

@@ -1,10 +1,9 @@
-"""Arena: memory that both ends of a link on one host share, for payloads too large for a stream.
+"""Shared memory between the two ends of a link on one host, for payloads too large for a stream.
 
-A stream hands 1 MiB over in pieces of 32 KiB, and a receiver that waits is woken for each of them
-(docs/benchmarks.md, "Transport"). A payload that lies in shared memory needs one: its header, which
-travels over the socket as ever and names the place. There are two places, so that one can be filled
-while the other is read; while both are in use, payloads travel in the stream as before, and nobody
-waits. The memory has no name: it goes when both processes have gone, however they go.
+A stream passes 1 MiB on in pieces of 32 KiB and wakes a waiting receiver for each. A payload in
+shared memory needs one wake-up, by its header, which names the buffer and travels over the socket.
+There are two buffers, so one can be filled while the other is read; while both are in use, payloads
+travel in the stream. The memory has no name, so it is freed when both processes have ended.
 """
 
 from __future__ import annotations
@@ -25,99 +24,100 @@ _COUNTER: Final = struct.Struct("<Q")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class ArenaWriter:
-    """The sending end, which makes the memory. Pages that no payload reaches are never touched.
+class SharedMemoryWriter:
+    """The sending end, which makes the memory. Pages that no payload reaches take none.
 
     Args:
-        place_bytes: the largest payload of the link.
+        buffer_bytes: the largest payload of the link.
 
     Attributes:
-        fileno: descriptor of the memory, for the other end.
+        descriptor: of the memory, for the other end.
     """
 
-    def __init__(self, place_bytes: int) -> None:
-        self.fileno = os.memfd_create("llmpq-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fileno, _size(place_bytes))
-        # The reader may count on every byte: no size that changes can take pages from under it.
-        fcntl.fcntl(self.fileno, fcntl.F_ADD_SEALS, _SEALS)
-        self._shared = _Shared(self.fileno, place_bytes)
+    def __init__(self, buffer_bytes: int) -> None:
+        self.descriptor = os.memfd_create("llmpq-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, _size(buffer_bytes))
+        # With its size sealed, no page can be taken away from the reader.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._mapping = _Mapping(self.descriptor, buffer_bytes)
         self._count = 0
 
-    def handed_over(self) -> None:
-        """Close the descriptor: the other end has its own."""
-        os.close(self.fileno)
+    def close_descriptor(self) -> None:
+        """Close the descriptor; the mapping stays."""
+        os.close(self.descriptor)
 
-    def put(self, payload: Tensor) -> int:
-        """Copy a payload to a free place; return its number, from 1, or 0 when none is free."""
-        if self._count - self._shared.taken >= SHARED_BUFFERS:
+    def write(self, payload: Tensor) -> int:
+        """Copy a payload to a free buffer; return its number, from 1, or 0 if none is free."""
+        if self._count - self._mapping.released >= SHARED_BUFFERS:
             return 0
         index = self._count % SHARED_BUFFERS
-        self._shared.places[index][: payload.numel()].copy_(payload)
+        self._mapping.buffers[index][: payload.numel()].copy_(payload)
         self._count += 1
         return index + 1
 
 
-class ArenaReader:
+class SharedMemoryReader:
     """The receiving end.
 
     Args:
-        fileno: what came over the link; taken over.
-        place_bytes: the largest payload of the link.
+        descriptor: received over the link; taken over.
+        buffer_bytes: the largest payload of the link.
 
     Raises:
         StageError: it is not the memory of this link.
     """
 
-    def __init__(self, fileno: int, place_bytes: int) -> None:
+    def __init__(self, descriptor: int, buffer_bytes: int) -> None:
         try:
-            found, seals = os.fstat(fileno).st_size, fcntl.fcntl(fileno, fcntl.F_GET_SEALS)
-            if found != _size(place_bytes) or seals != _SEALS:
+            found = os.fstat(descriptor).st_size
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if found != _size(buffer_bytes) or seals != _SEALS:
                 raise StageError(
                     f"shared memory refused: found {found} bytes with seals {seals:#x}, "
-                    f"expected {_size(place_bytes)} with {_SEALS:#x}"
+                    f"expected {_size(buffer_bytes)} with {_SEALS:#x}"
                 )
-            self._shared = _Shared(fileno, place_bytes)
+            self._mapping = _Mapping(descriptor, buffer_bytes)
         except OSError as error:
             raise StageError(f"shared memory refused: {error.strerror}") from None
         finally:
-            os.close(fileno)
+            os.close(descriptor)
         self._count = 0
 
-    def view(self, place: int, size: int) -> Tensor:
-        """Return the payload ``[size]`` that a header says lies there.
+    def view(self, buffer: int, size: int) -> Tensor:
+        """Return the payload ``[size]`` of the buffer that a header names.
 
         Raises:
-            StageError: it is not the place that comes next.
+            StageError: it is not the next buffer.
         """
         expected = self._count % SHARED_BUFFERS + 1
-        if place != expected:
-            raise StageError(f"frame refused: place: found {place}, expected {expected}")
+        if buffer != expected:
+            raise StageError(f"frame refused: buffer: found {buffer}, expected {expected}")
         self._count += 1
-        return self._shared.places[place - 1][:size]
+        return self._mapping.buffers[buffer - 1][:size]
 
     def release(self) -> None:
-        """Let the writer use every place again whose payload was looked at."""
-        self._shared.taken = self._count
+        """Let the writer reuse the buffers of all payloads viewed so far."""
+        self._mapping.released = self._count
 
 
-class _Shared:
-    """A page with the number of payloads the reader is done with, and the places behind it."""
+class _Mapping:
+    """A page with the number of released payloads, then the buffers."""
 
-    def __init__(self, fileno: int, place_bytes: int) -> None:
-        self._map = mmap.mmap(fileno, _size(place_bytes))
+    def __init__(self, descriptor: int, buffer_bytes: int) -> None:
+        self._map = mmap.mmap(descriptor, _size(buffer_bytes))
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.places = whole[mmap.PAGESIZE :].view(SHARED_BUFFERS, -1)
+        self.buffers = whole[mmap.PAGESIZE :].view(SHARED_BUFFERS, -1)
 
     @property
-    def taken(self) -> int:
-        """How many payloads the reader is done with."""
+    def released(self) -> int:
+        """Number of payloads that the reader is done with."""
         return int(_COUNTER.unpack_from(self._map)[0])
 
-    @taken.setter
-    def taken(self, count: int) -> None:
+    @released.setter
+    def released(self, count: int) -> None:
         _COUNTER.pack_into(self._map, 0, count)
 
 
-def _size(place_bytes: int) -> int:
-    """Return the bytes of an arena whose places are whole pages."""
-    return mmap.PAGESIZE * (1 + SHARED_BUFFERS * -(-place_bytes // mmap.PAGESIZE))
+def _size(buffer_bytes: int) -> int:
+    """Return the bytes of the memory; every buffer begins at a page."""
+    return mmap.PAGESIZE * (1 + SHARED_BUFFERS * -(-buffer_bytes // mmap.PAGESIZE))

@@ -1,7 +1,8 @@
-"""Wiring: which ranks of a plan share which links. Needs no torch.
+"""Topology: the links between the ranks of a plan. Needs no torch.
 
-Stages that do both phases form one ring. With stages of their own for either phase (WAA) there are
-two rings, both through the master, and a one-way link for every handover of keys and values.
+Stages that do both phases form one ring. Where prefill and decode have stages of their own (WAA),
+there are two rings, both through the master, and a one-way link for every handover of keys and
+values.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Link:
 
     Attributes:
         source, target: its ends.
-        ring: number of the ring it is part of, ``None`` where it carries keys and values.
-        handover: which ones, then.
+        ring: number of its ring, ``None`` if it carries keys and values.
+        handover: the keys and values it carries.
     """
 
     source: int
@@ -31,7 +32,7 @@ class Link:
 
     @property
     def name(self) -> str:
-        """What it is for; with its ends, unique in the run."""
+        """The purpose of the link; unique in the run together with its ends."""
         return "keys and values" if self.ring is None else f"ring {self.ring}"
 
 
@@ -40,8 +41,8 @@ class Topology:
     """All links of a run.
 
     Attributes:
-        rings: ranks in the order of sending, the master first: one ring, or that of the stages
-            that decode and that of the stages that prefill. A master that decodes alone has none.
+        rings: ranks in the order of sending, the master first: one ring, or the ring of the stages
+            that decode, then that of the stages that prefill. Rings of one rank are left out.
         handovers: of keys and values.
     """
 
@@ -50,11 +51,11 @@ class Topology:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """Every link, in an order that is the same on all ranks."""
+        """Every link, in the same order on all ranks."""
         found = [
-            Link(ring=number, source=rank, target=ring[(place + 1) % len(ring)])
+            Link(ring=number, source=rank, target=ring[(index + 1) % len(ring)])
             for number, ring in enumerate(self.rings)
-            for place, rank in enumerate(ring)
+            for index, rank in enumerate(ring)
         ]
         found += [
             Link(source=one.source, target=one.target, handover=one) for one in self.handovers
@@ -72,15 +73,15 @@ def topology_of(plan: Plan) -> Topology:
 
 
 def one_ring(world_size: int) -> Topology:
-    """Return the wiring of ranks that all follow each other."""
+    """Return the topology of a ring of all ranks."""
     return Topology(rings=(tuple(range(world_size)),))
 
 
 def check_transport(transport: Transport, topology: Topology) -> None:
-    """Refuse links that a transport does not have.
+    """Check that a transport offers the links of a topology.
 
     Raises:
-        SpecError: gloo is asked for where one ring is not enough.
+        SpecError: the transport is gloo and one ring is not enough.
     """
     if transport == "gloo" and topology.handovers:
         raise SpecError(

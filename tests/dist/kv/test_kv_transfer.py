@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import Places, token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVReceiver, KVSender, KVSendLink
-from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (
     Frame,
     FrameKind,
@@ -27,7 +27,7 @@ from llmpq.dist.transport.frames import (
     decode_header,
     encode_header,
 )
-from llmpq.dist.transport.links import FrameReader, FrameWriter
+from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter
 from llmpq.errors import StageError
 from llmpq.models import KVShape, MicroBatch
 from llmpq.spec.plan import Handover, handovers_of
@@ -290,7 +290,7 @@ def test_what_does_not_belong_on_a_link_ends_the_run_of_who_waits(frame):
     if frame.cached is not None:
         width = limits().kv_token_bytes[frame.layer]
         frame = replace(frame, cached=torch.zeros(5, width, dtype=torch.uint8))
-    writer.put(frame)
+    writer.write(frame)
     with pytest.raises(StageError, match=f"found a frame {frame.kind.name}"):
         receiver.acquire(step(rows_of([0], [1], origin=0)))
     receiver.close()

@@ -11,9 +11,16 @@ import pytest
 from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job, Rendezvous
-from llmpq.dist.launch.launcher import _cause, _cores, _start, rank_environment, ranks_of_node
+from llmpq.dist.launch.launcher import (
+    ErrorRecord,
+    _cause,
+    _cores,
+    _start,
+    rank_environment,
+    ranks_of_node,
+    write_error_record,
+)
 from llmpq.dist.launch.process_environment import cpu_environment
-from llmpq.dist.transport.failures import ErrorNote, write_note
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
@@ -110,9 +117,9 @@ def _ended(*codes: str) -> dict[int, subprocess.Popen[bytes]]:
     return workers
 
 
-def _note(rank: int, status: int, blames: int | None, message: str = "why") -> ErrorNote:
-    return ErrorNote(
-        rank=rank, message=message, exit_status=status, blames=blames, time_s=time.monotonic()
+def _record(rank: int, status: int, lost_rank: int | None, message: str = "why") -> ErrorRecord:
+    return ErrorRecord(
+        rank=rank, message=message, exit_status=status, lost_rank=lost_rank, time_s=time.monotonic()
     )
 
 
@@ -121,15 +128,15 @@ def _note(rank: int, status: int, blames: int | None, message: str = "why") -> E
 )
 def test_an_own_error_comes_before_a_lost_peer(tmp_path, status, kind):
     workers = _ended("os._exit(4)", f"os._exit({status})")
-    write_note(tmp_path, _note(0, 4, blames=1, message="stage 1 closed"))
-    write_note(tmp_path, _note(1, status, blames=None))
+    write_error_record(tmp_path, _record(0, 4, lost_rank=1, message="stage 1 closed"))
+    write_error_record(tmp_path, _record(1, status, lost_rank=None))
     found = _cause(_plan(), workers, tmp_path)
     assert (type(found), str(found)) == (kind, "why")
 
 
 def test_a_signal_comes_before_everything(tmp_path):
     workers = _ended("os._exit(4)", "os.kill(os.getpid(), 11)")
-    write_note(tmp_path, _note(0, 4, blames=1))
+    write_error_record(tmp_path, _record(0, 4, lost_rank=1))
     found = _cause(_plan(), workers, tmp_path)
     assert str(found).startswith("stage 1 (rank 1, a/cpu#1 on ")
     assert "SIGSEGV" in str(found)

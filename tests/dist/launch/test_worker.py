@@ -14,10 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from llmpq.dist.io.job import Job, write_job
 from llmpq.dist.io.results import read_results
-from llmpq.dist.launch.launcher import measurement_file
+from llmpq.dist.launch.launcher import measurement_file, read_error_record
 from llmpq.dist.launch.worker import NAME, die_with, main, name_process
 from llmpq.dist.metrics.progress import Event
-from llmpq.dist.transport.failures import read_note
 from llmpq.spec.plan import write_plan
 
 torch.set_num_threads(1)
@@ -91,20 +90,20 @@ def test_a_second_run_answers_only_what_is_left(job, pipe):
 def test_a_text_that_is_too_long_leaves_a_note(job, pipe):
     prompt = {"id": "a", "prompt": " ".join(WORDS[:17])}
     assert _run(job, pipe, prompt) == 2
-    note = read_note(job.strategy.parent, 0)
-    assert note is not None
-    assert (note.exit_status, note.blames) == (2, None)
-    assert "prompts.jsonl: line 1: found 17 prompt tokens" in note.message
-    assert "word" not in note.message.partition("found")[2]
+    record = read_error_record(job.strategy.parent, 0)
+    assert record is not None
+    assert (record.exit_status, record.lost_rank) == (2, None)
+    assert "prompts.jsonl: line 1: found 17 prompt tokens" in record.message
+    assert "word" not in record.message.partition("found")[2]
 
 
 def test_a_damaged_weight_file_leaves_a_note(job, pipe):
     weights = next(job.model_dir.glob("*.safetensors"))
     Path(weights).write_bytes(b"\xff" * 64)
     assert _run(job, pipe, {"id": "a", "prompt": "word1"}) == 2
-    note = read_note(job.strategy.parent, 0)
-    assert note is not None
-    assert weights.name in note.message
+    record = read_error_record(job.strategy.parent, 0)
+    assert record is not None
+    assert weights.name in record.message
 
 
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="needs /proc")

@@ -92,7 +92,7 @@ def test_control_round_trip(text):
         (5, "<B", 2, "shape"),
         (5, "<B", 7, "control frame"),
         (6, "<B", 1, "dtype"),
-        (7, "<B", 1, "place"),
+        (7, "<B", 1, "buffer"),
         (44, "<I", 1, "layer"),
         (5, "<B", 9, "layer"),
         (8, "<8s", b"otherrun", "plan digest"),

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.in_process_ring import InProcessCommunicator, in_process_ring
 
-from llmpq.dist.transport.communicator import InProcessCommunicator, in_process_ring
-from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import StageError
 

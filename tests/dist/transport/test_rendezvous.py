@@ -1,4 +1,4 @@
-"""Ranks meet, and strangers stay outside: tokens, garbage, idle connections, ranks that differ."""
+"""The rendezvous: tokens, garbage, idle connections, ranks that differ or do not come."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from llmpq.dist.io.job import Rendezvous
-from llmpq.dist.transport.connect import RankIdentity, Ring, connect, read_token
+from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
+from llmpq.dist.transport.rendezvous import RankIdentity, connect, read_token
 from llmpq.errors import LlmpqError, SpecError, StageError
 
 LIMITS = FrameLimits(
@@ -32,16 +33,16 @@ LIMITS = FrameLimits(
 )
 
 
-def me(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> RankIdentity:
+def identity(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> RankIdentity:
     name = f"stage {rank} (rank {rank})"
     return RankIdentity(rank=rank, world_size=world_size, name=name, limits=limits, timeout_s=5.0)
 
 
-def meet(
+def connect_all(
     ranks: list[tuple[RankIdentity, Rendezvous]],
-) -> tuple[dict[int, Ring], dict[int, LlmpqError]]:
+) -> tuple[dict[int, RankChannels], dict[int, LlmpqError]]:
     """Connect all ranks at once, each in a thread."""
-    made: dict[int, Ring] = {}
+    made: dict[int, RankChannels] = {}
     failed: dict[int, LlmpqError] = {}
 
     def run(who: RankIdentity, rendezvous: Rendezvous) -> None:
@@ -58,15 +59,15 @@ def meet(
     return made, failed
 
 
-def goes_round(made: dict[int, Ring]) -> bool:
-    """Send a frame round the ring and close."""
-    doors = [made[rank].communicator for rank in sorted(made)]
-    doors[0].send(Frame(kind=FrameKind.STATS, text=b"round"))
-    for door in doors[1:]:
-        door.send(door.recv())
-    text = doors[0].recv().text
-    for door in doors:
-        door.close()
+def passes_round(made: dict[int, RankChannels]) -> bool:
+    """Send a frame round the ring and close; return whether it came back."""
+    communicators = [made[rank].communicator for rank in sorted(made)]
+    communicators[0].send(Frame(kind=FrameKind.STATS, text=b"round"))
+    for one in communicators[1:]:
+        one.send(one.recv())
+    text = communicators[0].recv().text
+    for one in communicators:
+        one.close()
     return text == b"round"
 
 
@@ -92,81 +93,83 @@ def test_ranks_of_one_host_use_unix_sockets_and_leave_no_file(tmp_path):
     deep = tmp_path / ("a" * 60) / ("b" * 60)  # deeper than a unix socket's name can be
     deep.mkdir(parents=True)
     rendezvous = Rendezvous(file=deep / "rendezvous")
-    made, failed = meet([(me(rank, 3), rendezvous) for rank in range(3)])
+    made, failed = connect_all([(identity(rank, 3), rendezvous) for rank in range(3)])
     assert not failed
     assert [made[rank].transport for rank in range(3)] == ["unix"] * 3
-    assert made[1].communicator.names == [me(rank, 3).name for rank in range(3)]
+    assert made[1].communicator.names == [identity(rank, 3).name for rank in range(3)]
     assert not list(deep.iterdir())
-    assert goes_round(made)
+    assert passes_round(made)
 
 
-def test_ranks_with_an_address_find_each_others_files_and_nothing_listens_after(tmp_path):
+def test_ranks_of_one_host_with_an_address_use_unix_sockets_and_stop_listening(tmp_path):
     port = free_port()
     rendezvous = Rendezvous(address=("127.0.0.1", port), token_file=token_file(tmp_path))
-    made, failed = meet([(me(rank, 2), rendezvous) for rank in range(2)])
+    made, failed = connect_all([(identity(rank, 2), rendezvous) for rank in range(2)])
     assert not failed
     assert {ring.transport for ring in made.values()} == {"unix"}
     assert abs(made[1].clock_offset_s) <= made[1].clock_error_s + 1e-3
     assert not is_listening(port)
-    assert goes_round(made)
+    assert passes_round(made)
 
 
-def test_ranks_of_unlike_hosts_use_tcp(tmp_path, monkeypatch):
+def test_ranks_of_different_hosts_use_tcp(tmp_path, monkeypatch):
     hosts = iter("abc")
-    monkeypatch.setattr("llmpq.dist.transport.connect._host_key", lambda: next(hosts))
+    monkeypatch.setattr("llmpq.dist.transport.rendezvous._host_key", lambda: next(hosts))
     rendezvous = Rendezvous(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
-    made, failed = meet([(me(rank, 3), rendezvous) for rank in range(3)])
+    made, failed = connect_all([(identity(rank, 3), rendezvous) for rank in range(3)])
     assert not failed
     assert [made[rank].transport for rank in range(3)] == ["tcp"] * 3
-    assert goes_round(made)
+    assert passes_round(made)
 
 
-def test_each_link_takes_its_own_transport(tmp_path, monkeypatch):
+def test_each_link_has_its_own_transport(tmp_path, monkeypatch):
     key = {"MainThread": "x"}
 
     def host_key() -> str:
         return key.setdefault(threading.current_thread().name, f"host {len(key) % 2}")
 
-    monkeypatch.setattr("llmpq.dist.transport.connect._host_key", host_key)
+    monkeypatch.setattr("llmpq.dist.transport.rendezvous._host_key", host_key)
     rendezvous = Rendezvous(address=("127.0.0.1", free_port()), token_file=token_file(tmp_path))
-    made, failed = meet([(me(rank, 3), rendezvous) for rank in range(3)])
+    made, failed = connect_all([(identity(rank, 3), rendezvous) for rank in range(3)])
     assert not failed
     assert sorted(made[rank].transport for rank in range(3)) == ["tcp", "tcp", "unix"]
-    assert goes_round(made)
+    assert passes_round(made)
 
 
-def test_another_token_is_refused_and_the_others_still_meet(tmp_path):
+def test_another_token_is_refused_and_the_other_ranks_connect(tmp_path):
     address = ("127.0.0.1", free_port())
     (tmp_path / "other").mkdir()
     good = Rendezvous(address=address, token_file=token_file(tmp_path))
     bad = Rendezvous(address=address, token_file=token_file(tmp_path / "other", "x" * 30))
-    stranger, said = {}, {}
+    intruder, connected = {}, {}
 
     def intrude() -> None:
-        stranger.update(meet([(me(1, 2), bad)])[1])
+        intruder.update(connect_all([(identity(1, 2), bad)])[1])
 
     thread = threading.Thread(target=intrude)
-    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), good)])[0]))
+    host = threading.Thread(
+        target=lambda: connected.update(connect_all([(identity(0, 2), good)])[0])
+    )
     host.start()
     thread.start()
     thread.join(timeout=20)
-    assert isinstance(stranger[1], SpecError)
-    assert "token" in str(stranger[1])
-    made, failed = meet([(me(1, 2), good)])
+    assert isinstance(intruder[1], SpecError)
+    assert "token" in str(intruder[1])
+    made, failed = connect_all([(identity(1, 2), good)])
     host.join(timeout=20)
     assert not failed
-    assert goes_round(said | made)
+    assert passes_round(connected | made)
 
 
-def test_a_place_others_can_reach_needs_a_token():
+def test_an_address_that_other_hosts_reach_needs_a_token():
     with pytest.raises(SpecError, match=r"192\.0\.2\.1.*token_file"):
-        connect(me(1, 2), Rendezvous(address=("192.0.2.1", 1)))
+        connect(identity(1, 2), Rendezvous(address=("192.0.2.1", 1)))
 
 
 @pytest.mark.parametrize(
     ("text", "mode", "names"), [("short", 0o600, "at least 16"), ("long" * 9, 0o644, "mode 644")]
 )
-def test_a_poor_token_is_refused(tmp_path, text, mode, names):
+def test_a_short_or_readable_token_is_refused(tmp_path, text, mode, names):
     path = token_file(tmp_path, text)
     path.chmod(mode)
     with pytest.raises(SpecError, match=names):
@@ -176,16 +179,16 @@ def test_a_poor_token_is_refused(tmp_path, text, mode, names):
 def test_ranks_of_another_plan_are_named(tmp_path):
     other = dataclasses.replace(LIMITS, digest=b"another.")
     rendezvous = Rendezvous(file=tmp_path / "rendezvous")
-    made, failed = meet([(me(0, 2), rendezvous), (me(1, 2, other), rendezvous)])
+    made, failed = connect_all([(identity(0, 2), rendezvous), (identity(1, 2, other), rendezvous)])
     assert not made
     assert all(isinstance(error, SpecError) for error in failed.values())
     assert "stage 1 (rank 1) runs another plan" in str(failed[0])
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmpq.dist.transport.connect.START_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("llmpq.dist.transport.rendezvous.START_TIMEOUT_S", 0.3)
     rendezvous = Rendezvous(file=tmp_path / "rendezvous")
-    made, failed = meet([(me(0, 3), rendezvous), (me(1, 3), rendezvous)])
+    made, failed = connect_all([(identity(0, 3), rendezvous), (identity(1, 3), rendezvous)])
     assert not made
     assert all(isinstance(error, StageError) for error in failed.values())
     assert "rank 2 did not start in time" in str(failed[0])
@@ -196,37 +199,41 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):
     "garbage",
     [b"GET / HTTP/1.1\r\n\r\n" * 9, b"\0" * 64, b"\xff" * 4096, os.urandom(4096), b"llmpq-1\n"],
 )
-def test_garbage_is_hung_up_on_at_once_and_disturbs_nobody(tmp_path, garbage):
+def test_garbage_is_closed_at_once_and_the_ranks_connect(tmp_path, garbage):
     address = ("127.0.0.1", free_port())
     rendezvous = Rendezvous(address=address, token_file=token_file(tmp_path))
-    said: dict[int, Ring] = {}
-    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), rendezvous)])[0]))
+    connected: dict[int, RankChannels] = {}
+    host = threading.Thread(
+        target=lambda: connected.update(connect_all([(identity(0, 2), rendezvous)])[0])
+    )
     host.start()
-    with _connection(lambda: Endpoint(address=address).connect(5)) as stranger:
+    with _connection(lambda: Endpoint(address=address).connect(5)) as intruder:
         if len(garbage) > 24:  # what is shorter is waited for, 5 s at most
             start = time.monotonic()
-            stranger.sendall(garbage)
-            assert _reads_to_the_end(stranger) <= 16  # the challenge, never more
+            intruder.sendall(garbage)
+            assert _bytes_until_closed(intruder) <= 16  # the challenge, never more
             assert time.monotonic() - start < 1
-        made, failed = meet([(me(1, 2), rendezvous)])
+        made, failed = connect_all([(identity(1, 2), rendezvous)])
     host.join(timeout=20)
     assert not failed
-    assert goes_round(said | made)
+    assert passes_round(connected | made)
 
 
-def test_idle_connections_do_not_keep_ranks_out(tmp_path):
+def test_idle_connections_do_not_block_the_ranks(tmp_path):
     address = ("127.0.0.1", free_port())
     rendezvous = Rendezvous(address=address, token_file=token_file(tmp_path))
-    said: dict[int, Ring] = {}
-    host = threading.Thread(target=lambda: said.update(meet([(me(0, 2), rendezvous)])[0]))
+    connected: dict[int, RankChannels] = {}
+    host = threading.Thread(
+        target=lambda: connected.update(connect_all([(identity(0, 2), rendezvous)])[0])
+    )
     host.start()
     with contextlib.ExitStack() as idle:
         for _ in range(MAX_PENDING_HANDSHAKES + 40):
             idle.enter_context(_connection(lambda: Endpoint(address=address).connect(5)))
-        made, failed = meet([(me(1, 2), rendezvous)])
+        made, failed = connect_all([(identity(1, 2), rendezvous)])
     host.join(timeout=20)
     assert not failed
-    assert goes_round(said | made)
+    assert passes_round(connected | made)
 
 
 def _connection(make: Callable[[], socket.socket], limit_s: float = 10.0) -> socket.socket:
@@ -239,7 +246,7 @@ def _connection(make: Callable[[], socket.socket], limit_s: float = 10.0) -> soc
             time.sleep(0.01)
 
 
-def _reads_to_the_end(sock: socket.socket) -> int:
+def _bytes_until_closed(sock: socket.socket) -> int:
     count = 0
     with contextlib.suppress(ConnectionError):
         while data := sock.recv(4096):

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
-from llmpq.dist.transport.links import FrameReader, FrameWriter, LinkClosedError
-from llmpq.dist.transport.shared_memory import ArenaReader, ArenaWriter
+from llmpq.dist.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
+from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter, LinkClosedError
 from llmpq.errors import StageError
-from llmpq.spec.runtime_constants import SHARED_BUFFERS as PLACES
+from llmpq.spec.runtime_constants import SHARED_BUFFERS as BUFFERS
 from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES
 
 HIDDEN = 256
@@ -44,7 +44,7 @@ class Link:
         self.reader = FrameReader(self.out, LIMITS, timeout_s=1.0, is_shared=True)
 
     def take(self) -> Frame:
-        while (frame := self.reader.take(is_waiting=True)) is None:
+        while (frame := self.reader.read(is_waiting=True)) is None:
             self.writer.flush()
         return frame
 
@@ -98,7 +98,7 @@ def test_any_order_of_sending_and_taking_brings_every_frame_whole(any_link, seed
     for number in range(40):
         tokens = rng.choice([1, LEAST_TOKENS - 1, LEAST_TOKENS, 512])
         waiting.append(frame(number, tokens, rows=1))
-        any_link.writer.put(waiting[-1])
+        any_link.writer.write(waiting[-1])
         while waiting and rng.random() < 0.5:
             assert same(any_link.take(), waiting.pop(0))
     for sent in waiting:
@@ -106,37 +106,37 @@ def test_any_order_of_sending_and_taking_brings_every_frame_whole(any_link, seed
 
 
 def test_a_large_payload_leaves_only_its_header_in_the_stream(link):
-    link.writer.put(frame(0))
+    link.writer.write(frame(0))
     assert bytes_in_stream(link.out) == LIMITS.header_bytes
     link.take()
-    link.writer.put(frame(1, LEAST_TOKENS - 1, rows=1))
+    link.writer.write(frame(1, LEAST_TOKENS - 1, rows=1))
     assert bytes_in_stream(link.out) > LIMITS.header_bytes + LEAST_BYTES // 2
 
 
 def test_without_a_free_place_a_payload_follows_in_the_stream(link):
-    sent = [frame(number) for number in range(PLACES + 1)]
+    sent = [frame(number) for number in range(BUFFERS + 1)]
     for one in sent:
-        link.writer.put(one)
-    taken = [link.take() for _ in range(PLACES)]
+        link.writer.write(one)
+    taken = [link.take() for _ in range(BUFFERS)]
     held = taken[-1].hidden.clone()
     assert same(link.take(), sent[-1])
-    assert torch.equal(held, sent[PLACES - 1].hidden)
+    assert torch.equal(held, sent[BUFFERS - 1].hidden)
 
 
 def test_a_payload_stays_until_the_reader_asks_for_the_next(link):
-    link.writer.put(frame(0))
+    link.writer.write(frame(0))
     first = link.take()
     for number in (1, 2):
-        link.writer.put(frame(number))
+        link.writer.write(frame(number))
     assert same(first, frame(0))
 
 
 def test_what_was_sent_before_a_death_is_read_after_it(link):
-    link.writer.put(frame(0))
+    link.writer.write(frame(0))
     link.into.shutdown(socket.SHUT_WR)
     assert same(link.take(), frame(0))
     with pytest.raises(LinkClosedError):
-        link.reader.take(is_waiting=True)
+        link.reader.read(is_waiting=True)
 
 
 def test_no_descriptor_stays_open():
@@ -145,13 +145,13 @@ def test_no_descriptor_stays_open():
     for _ in range(20):
         one = Link()
         for number in range(3):
-            one.writer.put(frame(number))
+            one.writer.write(frame(number))
         one.take()
         one.reader.close()
         one.writer.close(0.0)
         unread = Link()
         unread.into.setblocking(True)
-        unread.writer.put(frame(0))
+        unread.writer.write(frame(0))
         unread.writer.close(0.0)
         unread.reader.close()
     del one, unread
@@ -165,35 +165,35 @@ def test_an_end_that_shares_nothing_takes_no_memory_and_no_place():
         FrameWriter(into, LIMITS, is_shared=True),
         FrameReader(out, LIMITS, timeout_s=1.0),
     )
-    writer.put(frame(0))
-    with pytest.raises(StageError, match="place"):
-        reader.take(is_waiting=True)
+    writer.write(frame(0))
+    with pytest.raises(StageError, match="buffer"):
+        reader.read(is_waiting=True)
     reader.close()
     writer.close(0.0)
 
 
 @pytest.mark.parametrize("place", [2, 3, 255])
 def test_a_place_that_is_not_the_next_is_refused(link, place):
-    link.writer.put(frame(0))
+    link.writer.write(frame(0))
     link.take()
-    link.writer.put(frame(1))
+    link.writer.write(frame(1))
     link.take()  # both places were used once: the first comes next
     link.into.sendall(encode_header(frame(2), LIMITS, 2, place))
-    with pytest.raises(StageError, match="place"):
+    with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
 def test_a_place_before_any_memory_was_offered_is_refused(link):
     link.into.sendall(encode_header(frame(0), LIMITS, 0, 1))
-    with pytest.raises(StageError, match="place"):
+    with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
 def test_a_text_lies_in_no_shared_memory(link):
-    link.writer.put(frame(0))
+    link.writer.write(frame(0))
     link.take()
     link.into.sendall(encode_header(Frame(kind=FrameKind.STATS, text=b"x"), LIMITS, 1, 2))
-    with pytest.raises(StageError, match="place"):
+    with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
@@ -203,43 +203,43 @@ def offered(descriptor: int) -> None:
     reader = FrameReader(out, LIMITS, timeout_s=1.0, is_shared=True)
     socket.send_fds(into, [encode_header(frame(0), LIMITS, 0, 1)], [descriptor])
     try:
-        reader.take(is_waiting=True)
+        reader.read(is_waiting=True)
     finally:
         reader.close()
         into.close()
 
 
 def test_memory_that_could_shrink_or_has_another_size_is_refused():
-    writer = ArenaWriter(LIMITS.max_payload_bytes)
-    size = os.fstat(writer.fileno).st_size
-    offered(writer.fileno)
-    smaller = ArenaWriter(LIMITS.max_payload_bytes // 2)
+    writer = SharedMemoryWriter(LIMITS.max_payload_bytes)
+    size = os.fstat(writer.descriptor).st_size
+    offered(writer.descriptor)
+    smaller = SharedMemoryWriter(LIMITS.max_payload_bytes // 2)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, size)
     with Path("/dev/null").open("rb") as null:
-        for descriptor in (smaller.fileno, unsealed, null.fileno()):
+        for descriptor in (smaller.descriptor, unsealed, null.fileno()):
             with pytest.raises(StageError, match="shared memory refused"):
                 offered(descriptor)
     os.close(unsealed)
     for one in (writer, smaller):
-        one.handed_over()
+        one.close_descriptor()
 
 
 def test_the_memory_cannot_be_taken_from_under_its_reader():
-    writer = ArenaWriter(1 << 20)
-    reader = ArenaReader(os.dup(writer.fileno), 1 << 20)
+    writer = SharedMemoryWriter(1 << 20)
+    reader = SharedMemoryReader(os.dup(writer.descriptor), 1 << 20)
     with pytest.raises(PermissionError):
-        os.ftruncate(writer.fileno, 4096)
-    assert writer.put(torch.arange(256, dtype=torch.uint8)) == 1
+        os.ftruncate(writer.descriptor, 4096)
+    assert writer.write(torch.arange(256, dtype=torch.uint8)) == 1
     assert reader.view(1, 256).tolist() == list(range(256))
-    assert fcntl.fcntl(writer.fileno, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    writer.handed_over()
+    assert fcntl.fcntl(writer.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    writer.close_descriptor()
 
 
 def test_pages_are_touched_as_far_as_payloads_reach():
     limits = dataclasses.replace(LIMITS, prefill_tokens=1 << 16)
-    writer = ArenaWriter(limits.max_payload_bytes)
-    writer.put(torch.ones(LEAST_BYTES, dtype=torch.uint8))
-    assert os.fstat(writer.fileno).st_size > 500 << 20
-    assert os.fstat(writer.fileno).st_blocks * 512 < 2 * LEAST_BYTES
-    writer.handed_over()
+    writer = SharedMemoryWriter(limits.max_payload_bytes)
+    writer.write(torch.ones(LEAST_BYTES, dtype=torch.uint8))
+    assert os.fstat(writer.descriptor).st_size > 500 << 20
+    assert os.fstat(writer.descriptor).st_blocks * 512 < 2 * LEAST_BYTES
+    writer.close_descriptor()

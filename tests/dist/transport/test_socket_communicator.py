@@ -15,10 +15,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from llmpq.dist.transport.failures import PeerLostError
+from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
-from llmpq.dist.transport.links import FrameReader, LinkClosedError
-from llmpq.dist.transport.socket_communicator import SocketCommunicator
+from llmpq.dist.transport.socket_communicator import (
+    FrameReader,
+    LinkClosedError,
+    SocketCommunicator,
+)
 from llmpq.errors import StageError
 
 LIMITS = FrameLimits(
@@ -241,7 +244,7 @@ def test_damaged_streams_end_in_typed_errors_or_in_what_was_sent(count):
         into.close()
         try:
             for expected in sent:
-                got = reader.take(is_waiting=True)
+                got = reader.read(is_waiting=True)
                 assert got is not None
                 assert (got.kind, got.micro_batch, got.rows) == (
                     expected.kind,

@@ -1,0 +1,42 @@
+"""Errors that name a rank. Needs no torch."""
+
+from __future__ import annotations
+
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.spec.plan import Plan
+
+
+class PeerLostError(StageError):
+    """A peer closed its connection or timed out; the cause lies with that peer.
+
+    Args:
+        message: as for any error.
+        rank: the peer.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def peer_silent(name: str, rank: int, timeout_s: float) -> PeerLostError:
+    """Return the error for a peer that hangs."""
+    return PeerLostError(f"{name}: found no sign of life for {timeout_s:g} s, expected one", rank)
+
+
+def peer_closed(name: str, rank: int) -> PeerLostError:
+    """Return the error for a peer that ended."""
+    return PeerLostError(f"{name}: closed its connection before the run was over", rank)
+
+
+def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
+    """Return the name of a rank in messages: stage, rank, device and host."""
+    device = plan.device_of(plan.stages[rank]).label
+    where = device if host is None else f"{device} on {host}"
+    return f"stage {rank} (rank {rank}, {where})"
+
+
+def error_from_status(status: object, message: object) -> LlmpqError:
+    """Return the error of an exit status that another process reported."""
+    kinds: dict[object, type[LlmpqError]] = {2: SpecError, 3: CapacityError, 4: StageError}
+    return kinds.get(status, LlmpqError)(str(message))
