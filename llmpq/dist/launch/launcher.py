@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +37,7 @@ from llmpq.dist.transport.errors import (
 )
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 
@@ -65,20 +66,20 @@ class ErrorRecord:
         rank: that failed.
         message: for the user.
         exit_status: of its kind of error.
-        lost_rank: the peer that it lost, if that is the whole error.
         time_s: on this host's monotonic clock.
+        lost_rank: the peer that it lost, if that is the whole error.
     """
 
     rank: int
     message: str
     exit_status: int
-    lost_rank: int | None
     time_s: float
+    lost_rank: int | None = None
 
 
 def write_error_record(folder: Path, record: ErrorRecord) -> None:
     """Write the error of a rank for the launcher."""
-    write_text(_error_file(folder, record.rank), dump_json(asdict(record)))
+    write_text(_error_file(folder, record.rank), dump_json(to_json(record)))
 
 
 def read_error_record(folder: Path, rank: int) -> ErrorRecord | None:
@@ -86,14 +87,7 @@ def read_error_record(folder: Path, rank: int) -> ErrorRecord | None:
     path = _error_file(folder, rank)
     if not path.is_file():
         return None
-    fields = Fields(read_json(path), str(path))
-    return ErrorRecord(
-        rank=fields.integer("rank"),
-        message=fields.text("message"),
-        exit_status=fields.integer("exit_status"),
-        lost_rank=fields.optional_integer("lost_rank"),
-        time_s=fields.number("time_s"),
-    )
+    return from_json(ErrorRecord, Fields(read_json(path), str(path)))
 
 
 def _error_file(folder: Path, rank: int) -> Path:

@@ -21,7 +21,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
@@ -42,6 +42,7 @@ from llmpq.dist.transport.frames import FrameLimits
 from llmpq.dist.transport.topology import Link, Topology, check_transport, one_ring
 from llmpq.dist.transport.torch_communicator import TorchCommunicator, open_store
 from llmpq.errors import SpecError, StageError
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 
 MIN_TOKEN_BYTES = 16
@@ -256,7 +257,7 @@ def serve_rendezvous(
         deadline_s = time.monotonic() + limit_s
         peers = _collect(acceptor, own, world_size, deadline_s, connections)
         session = os.urandom(8).hex()
-        answer: object = {"session": session, "peers": [asdict(peer) for peer in peers]}
+        answer: object = {"session": session, "peers": [to_json(peer) for peer in peers]}
         return PeerTable(peers=peers, session=session)
     except StageError as error:
         answer = {"error": str(error)}
@@ -304,7 +305,7 @@ def _receive_peer(sock: socket.socket) -> PeerInfo:
     for _ in range(CLOCK_ROUNDS):
         receive(sock, 1, deadline_s)
         send_all(sock, _CLOCK.pack(time.perf_counter()), deadline_s)
-    return _peer_info(Fields(receive_json(sock, deadline_s), "rank"))
+    return from_json(PeerInfo, Fields(receive_json(sock, deadline_s), "rank"))
 
 
 def join_rendezvous(
@@ -331,7 +332,7 @@ def join_rendezvous(
         offset_s, error_s = _compare_clocks(sock, deadline_s)
         own = describe(None if sock.family == socket.AF_UNIX else sock.getsockname()[0])
         try:
-            send_json(sock, asdict(own), deadline_s)
+            send_json(sock, to_json(own), deadline_s)
             # Rank 0 may reach its own deadline first: leave it the time to report that.
             answer = receive_json(sock, deadline_s + HANDSHAKE_S)
         except OSError as error:
@@ -340,7 +341,7 @@ def join_rendezvous(
     if (reason := fields.optional_text("error")) is not None:
         raise StageError(reason)
     table = PeerTable(
-        peers=tuple(_peer_info(one) for one in fields.children("peers")),
+        peers=tuple(from_json(PeerInfo, one) for one in fields.children("peers")),
         session=fields.text("session"),
         clock_offset_s=offset_s,
         clock_error_s=error_s,
@@ -359,20 +360,6 @@ def _compare_clocks(sock: socket.socket, deadline_s: float) -> tuple[float, floa
         end = time.perf_counter()
         best = min(best, (end - start, remote - (start + end) / 2))
     return best[1], best[0] / 2
-
-
-def _peer_info(fields: Fields) -> PeerInfo:
-    peer = PeerInfo(
-        rank=fields.integer("rank"),
-        name=fields.text("name"),
-        digest=fields.text("digest"),
-        host=fields.text("host"),
-        path=fields.text("path"),
-        address=fields.optional_text("address"),
-        port=fields.optional_integer("port", 1, 65535),
-    )
-    fields.done()
-    return peer
 
 
 def _check_digests(identity: RankIdentity, table: PeerTable) -> None:

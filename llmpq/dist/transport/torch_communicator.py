@@ -143,7 +143,7 @@ class TorchCommunicator:
         try:
             operation(tensor, peer)
         except RuntimeError as error:
-            if "timed out" in str(error).lower():
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise peer_silent(self.names[peer], peer, self._timeout_s) from None
             raise peer_closed(self.names[peer], peer) from None
         return tensor
