@@ -1,6 +1,6 @@
 """What an assignment costs: the one pricing function of every method and of ``llmpq-check``.
 
-LLM-PQ, Sec. 4.3. Two latency formulas, of which the first is ours (docs/equations.md says why):
+LLM-PQ, Sec. 4.3. Two latency formulas, of which the first is ours (docs/how/equations.md says why):
 
 - ``steady``: ``(mu_pre - 1) Tmax_pre + sum_j (T_pre[j] + c_pre[j]) + (n - 1) T_round`` with
   ``T_round = max(mu_dec max_j(T_dec[j], c_dec[j]), sum_j (T_dec[j] + c_dec[j]))``;

@@ -38,7 +38,7 @@ def add_kernel_option(group: argparse._ArgumentGroup) -> None:
         "--kernel",
         metavar="NAME",
         help="multiply by this kernel wherever it can run, such as bnb_int8_cpu "
-        "(default: the fastest; docs/quantization.md lists them)",
+        "(default: the fastest; docs/reference/support.md lists them)",
     )
 
 

@@ -29,7 +29,7 @@ ATTENTION_ARITHMETIC = 0.35
 ATTENTION_STREAM = 0.8
 DEVIATION = 0.4
 """How far a roofline may be off: its spread around the measured A100, L40S, H100 and H200 layers
-(docs/fidelity.md), where nothing says it is better elsewhere."""
+(docs/evidence/forecasts.md), where nothing says it is better elsewhere."""
 BANDWIDTH_THREADS = 8
 """CPU threads after which more of them do not stream faster."""
 THREADS_ARITHMETIC = 0.7

@@ -2,7 +2,7 @@
 
 All of them read a checkpoint layer by layer and give one table, ``llmpq.spec.tables``: the paper's
 variance, its two rivals, and the divergence we measure. Which one to believe is measured in
-``docs/indicators.md`` and shown in ``notebooks``.
+``docs/how/quantization.md`` and shown in ``notebooks``.
 """
 
 from llmpq.indicator.base import UNIT_BITS, Indicator, Progress, Scores, Subject

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 REFERENCE_TURNS = 10_000
-"""Of the loop: 0.2 ms on a calm core of the machine of ``docs/benchmarks.md``."""
+"""Of the loop: 0.2 ms on a calm core of the machine of ``docs/evidence/index.md``."""
 DISTURBED = 1.35
 """A loop that takes this many times the calm loop's time tells of a disturbed core: 1.85 is usual,
 and a calm core's loops differ by a tenth."""

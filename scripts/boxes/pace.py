@@ -3,7 +3,7 @@
 A quota of the kernel limits an average: a worker that waits for its neighbours half of the time
 computes at full speed in the other half, so a stage of a pipeline is not slowed at all. A slower
 device is slow whenever it computes. So a pacer stops and continues the processes of a group, at
-real-time priority, and those that share a core in turn: measured in ``docs/hetbox.md``.
+real-time priority, and those that share a core in turn: measured in ``docs/tutorials/one-host.md``.
 """
 
 from __future__ import annotations

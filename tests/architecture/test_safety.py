@@ -1,4 +1,4 @@
-"""What the package must never do, read off its syntax trees (docs/architecture.md, S3)."""
+"""What the package must never do, read off its syntax trees (docs/how/architecture.md, S3)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def test_no_code_runs_from_data(path):
 
 
 def test_modules_stay_within_their_size():
-    """One idea a module: 500 lines at most (docs/architecture.md)."""
+    """One idea a module: 500 lines at most (docs/how/architecture.md)."""
     long = {str(path): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 500}
     assert not long

@@ -1,10 +1,10 @@
-"""docs/quantization.md shows the capability table as it is; run this file to write it anew."""
+"""docs/reference/support.md shows the capability table as it is; run this file to write it anew."""
 
 from pathlib import Path
 
 from llmpq.kernels import capability_table
 
-PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 BEGIN = "<!-- capabilities: python tests/kernels/test_capability_docs.py writes what follows -->\n"
 END = "<!-- end of capabilities -->\n"
 HEAD = ("kernel", "device", "bits", "default in", "weights it takes", "bytes it keeps", "time")

@@ -1,4 +1,4 @@
-"""Every example of docs/formats.md is a file that its reader accepts."""
+"""Every example of docs/reference/formats.md is a file that its reader accepts."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from llmpq.spec.sensitivity import read_sensitivity
 from llmpq.spec.tables import read_comm_table, read_latency_table
 from llmpq.spec.workload import load_workload
 
-PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 READERS = {
     "Cluster": load_cluster,
     "Workload": load_workload,

@@ -3,7 +3,7 @@
 The 8-bit store keeps, for every token and head, integers in [-127, 127] and one bfloat16 scale: the
 largest of the head's values is 127 steps, so an error is at most half a step. bfloat16 reaches as
 far as float32, which no key overflows; its rounding never pushes a value beyond the last code.
-A zero point besides would cost two bytes more and buy next to nothing (docs/evaluation.md).
+A zero point besides would cost two bytes more and buy next to nothing (docs/how/quantization.md).
 
 What a store refuses to know: which slots and tokens belong to whom. ``Rows`` says.
 

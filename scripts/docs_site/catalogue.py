@@ -1,0 +1,42 @@
+"""The catalogue's models and devices as Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
+MARKER = re.compile(r"^<!-- catalogue: (models|devices) -->$", re.M)
+
+
+def expand(markdown: str) -> str:
+    """Replace the markers of a page."""
+    return MARKER.sub(lambda found: {"models": models, "devices": devices}[found[1]](), markdown)
+
+
+def models() -> str:
+    """Return one line for each publisher."""
+    names = sorted((model["name"] for model in _read("models.json")["models"]), key=str.lower)
+    lines = []
+    for owner, group in groupby(names, key=lambda name: name.split("/")[0]):
+        lines.append(f"- {owner}: " + ", ".join(f"`{name}`" for name in group))
+    return "\n".join(lines)
+
+
+def devices() -> str:
+    """Return a table of all devices."""
+    lines = ["| type | memory | 16-bit arithmetic | memory bandwidth |", "|" + " --- |" * 4]
+    for device in _read("devices.json")["devices"]:
+        rate = max(device["flops"].values())
+        lines.append(
+            f"| `{device['type']}` | {device['memory_bytes'] / 2**30:.0f} GiB | "
+            f"{rate / 1e12:.3g} TFLOP/s | {device['memory_bytes_per_s'] / 1e9:.0f} GB/s |"
+        )
+    return "\n".join(lines)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return dict(json.loads((DATA / name).read_text(encoding="utf-8")))

@@ -1,0 +1,16 @@
+"""What the site's build adds to a page: results, the catalogue, the reference of the commands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.docs_site import catalogue, cli_reference, evidence
+
+COMMANDS = "<!-- commands -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the markers of a page by what is generated."""
+    if COMMANDS in markdown:
+        markdown = markdown.replace(COMMANDS, cli_reference.reference())
+    return evidence.expand(catalogue.expand(markdown))

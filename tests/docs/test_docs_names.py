@@ -1,0 +1,96 @@
+"""What the documentation names exists: files, modules, tests, commands; and it stays short."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from functools import cache
+
+import pytest
+
+from docs.pages import PAGES, ROOT, name_of
+
+MAX_WORDS = 18_000
+FOLDERS = ("benchmarks", "docs", "inputs", "llmpq", "models", "notebooks", "scripts", "strategies", "tests")
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*")
+MODULE = re.compile(r"llmpq(?:\.\w+)+")
+OLD_NAMES = {"docs/operations/upgrading.md", "CHANGELOG.md"}
+"""Pages that name what no longer exists."""
+
+
+def code_of(page):
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return [found.strip() for found in CODE.findall(text)]
+
+
+@cache
+def names_of_tests():
+    names = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        names.add(path.stem)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_exist(page):
+    missing = []
+    for code in code_of(page):
+        if FILE.fullmatch(code) and "<" not in code:
+            if not (any(ROOT.glob(code)) if "*" in code else (ROOT / code).exists()):
+                missing.append(code)
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_modules_and_their_names_exist(page):
+    if name_of(page) in OLD_NAMES:
+        pytest.skip("names old modules on purpose")
+    missing = [code for code in code_of(page) if MODULE.fullmatch(code) and not exists(code)]
+    assert not missing
+
+
+def exists(dotted):
+    """Whether a dotted name is a module, or something defined in one."""
+    path = ROOT.joinpath(*dotted.split("."))
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    module, _, name = dotted.rpartition(".")
+    found = ROOT.joinpath(*module.split("."))
+    file = found / "__init__.py" if found.is_dir() else found.with_suffix(".py")
+    return file.is_file() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tests_exist(page):
+    named = {code for code in code_of(page) if re.fullmatch(r"test_\w+", code)}
+    assert named <= names_of_tests()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_and_their_options_exist(page):
+    surface = (ROOT / "tests" / "architecture" / "cli_surface.txt").read_text(encoding="utf-8")
+    options = set(re.findall(r"--[\w-]+", surface))
+    commands = set(re.findall(r"^llmpq-\w+", surface, re.M))
+    text = " ".join(code_of(page))
+    assert set(re.findall(r"\bllmpq-[a-z]\w*", text)) <= commands
+    named = {
+        option
+        for code in code_of(page)
+        if code.startswith("--")
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", code)
+    }
+    assert named <= options | FOREIGN_OPTIONS
+
+
+FOREIGN_OPTIONS = {"--links", "--max-restarts", "--small"}
+"""Of scripts and of torchrun."""
+
+
+def test_documentation_stays_short():
+    words = {name_of(page): len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) for page in PAGES}
+    assert sum(words.values()) <= MAX_WORDS, words
