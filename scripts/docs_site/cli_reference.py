@@ -62,7 +62,9 @@ def is_shown(action: argparse.Action) -> bool:
 
 def row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     """Return the table row of one option."""
-    values = parser._get_formatter()._format_args(action, action.dest) if takes_value(action) else ""
+    values = (
+        parser._get_formatter()._format_args(action, action.dest) if takes_value(action) else ""
+    )
     names = ", ".join(action.option_strings) or values
     shown = f"{names} {values}" if action.option_strings and values else names
     meaning = text((action.help or "") % vars_of(parser, action))

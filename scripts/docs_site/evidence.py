@@ -57,7 +57,9 @@ def render(topic: str, title: str | None = None) -> str:
 def table(item: dict[str, Any], *, with_title: bool) -> str:
     """Return one Markdown table; rows are lists, or objects with the columns as keys."""
     columns = item.get("columns") or list(item["rows"][0])
-    rows = [row if isinstance(row, list) else [row.get(key) for key in columns] for row in item["rows"]]
+    rows = [
+        row if isinstance(row, list) else [row.get(key) for key in columns] for row in item["rows"]
+    ]
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
     head = [f"**{item['title']}**", ""] if with_title and item["title"] else []

@@ -104,7 +104,8 @@ SPEED_UPS = {
     "L40S": {1: 3.43, 32: 2.19, 128: 1.43},
     "H200": {1: 1.71, 32: 1.01, 128: 0.96},
 }
-"""Of int4 over bfloat16 in decode, by batch, as measured (docs/evidence/forecasts.md); 1 in prefill here."""
+"""Of int4 over bfloat16 in decode, by batch, as measured
+(docs/evidence/forecasts.md); 1 in prefill here."""
 WORTH_IT = {
     ("A100-80G", 1),
     ("A100-80G", 32),

@@ -18,13 +18,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.docs_pages import ROOT, Block, blocks, name_of
 from safetensors.torch import load_file, save_file
-
-from docs.pages import ROOT, Block, blocks, name_of
 
 LAYERS = 2
 SHORT = {
-    ("llmpq-profile", "layer"): "--budget 0.2 --batches 1 2 --prompt_tokens 8 16 --context_tokens 8 16",
+    (
+        "llmpq-profile",
+        "layer",
+    ): "--budget 0.2 --batches 1 2 --prompt_tokens 8 16 --context_tokens 8 16",
     ("llmpq-indicator",): "--calibration_sequences 2 --calibration_tokens 32 --threads 1",
     ("llmpq-eval",): "--max_tokens 64 --threads 1",
     ("llmpq-quantize",): "--calibration_sequences 2 --calibration_tokens 32",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from helpers.docs_pages import PAGES, ROOT
 
-from docs.pages import PAGES, ROOT
 from scripts.docs_site import catalogue, cli_reference, evidence
 
 
@@ -36,7 +36,8 @@ def test_tables_of_the_readme_are_those_of_the_results():
 
 
 def test_printed_tables_become_results():
-    text = "## Title\n\n| a | b |\n| --- | --- |\n| 1 | x \\| y |\n\n**Other**\n\n| c |\n|---|\n| 2 |\n"
+    text = "## Title\n\n| a | b |\n| --- | --- |\n| 1 | x \\| y |\n\n"
+    text += "**Other**\n\n| c |\n|---|\n| 2 |\n"
     assert evidence.tables_of(text) == [
         {"title": "Title", "columns": ["a", "b"], "rows": [["1", "x \\| y"]]},
         {"title": "Other", "columns": ["c"], "rows": [["2"]]},

@@ -13,7 +13,6 @@ pytest.importorskip("matplotlib")
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from llmpq.errors import SpecError  # noqa: E402
 from llmpq.spec import catalog  # noqa: E402
 from llmpq.spec.cluster import load_cluster  # noqa: E402
 from llmpq.spec.plan import read_plan  # noqa: E402
@@ -26,7 +25,6 @@ from scripts.reproduce import (  # noqa: E402
     output,
     paper,
     pictures,
-    run_all,
     serving,
     solving,
 )
@@ -222,12 +220,3 @@ def test_calibration_finds_the_figures_a_table_was_made_with(tmp_path):
 def test_pattern_search_finds_the_bottom_of_a_bowl():
     found = calibrate.pattern_search(lambda x: (x[0] - 1) ** 2 + (x[1] + 2) ** 2, [0.0, 0.0])
     assert math.dist(found, (1, -2)) < 0.02
-
-
-def test_a_report_replaces_what_lies_between_the_marks_of_a_page():
-    page = f"a\n{run_all.BEGIN}\nold\n{run_all.END}\nb\n"
-    once = run_all.with_report(page, "new")
-    assert once == f"a\n{run_all.BEGIN}\n\nnew\n\n{run_all.END}\nb\n"
-    assert run_all.with_report(once, "new") == once
-    with pytest.raises(SpecError, match="expected one of each"):
-        run_all.with_report("no marks", "new")

@@ -16,7 +16,8 @@ PAGES = sorted(
     ]
 )
 BLOCK = re.compile(
-    r"(?:^ *<!-- test: (?P<mode>\w+) -->\n)?^(?P<indent> *)```bash\n(?P<text>.*?)^ *```$", re.M | re.S
+    r"(?:^ *<!-- test: (?P<mode>\w+) -->\n)?^(?P<indent> *)```bash\n(?P<text>.*?)^ *```$",
+    re.M | re.S,
 )
 HEREDOC = re.compile(r"cat > (\S+) <<'EOF'\n(.*?)^EOF$", re.M | re.S)
 
