@@ -1,7 +1,7 @@
 """Two levels of speed: a core of its own, and one whose other hardware thread works for others.
 
 A host gives a virtual core half of a physical one whenever it needs the other half: for seconds or
-minutes, unseen by ``top``. On the machine of ``docs/evidence/index.md`` the interpreter then takes 1.85
+minutes, unseen by ``top``. There the interpreter then takes 1.85
 times as long, a decode step 1.4 to 1.6 times, a long prefill 1.25 times, and there is nothing in
 between. Medians over such timings are of either level, as it happens. So a loop that tells the
 level is timed before and after each trial, how much slower each kind of trial is on the disturbed

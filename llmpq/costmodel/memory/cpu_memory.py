@@ -3,7 +3,7 @@
 Every moment is a list of the tensors alive in one statement of transformers' decoder layers; the
 lists were read off the running layers (``tests/costmodel/test_cpu_memory.py`` does it again). What
 the process takes for them is more: tensors below 16 MiB share glibc's heap, which keeps the holes
-that differing sizes leave. ``HEAP_FACTOR`` is that share, measured (docs/how/costs.md). Loading has a
+that differing sizes leave. ``HEAP_FACTOR`` is that share, (docs/how/costs.md). Loading has a
 peak of its own, which is here too: a stage needs the larger of both.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
