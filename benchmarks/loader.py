@@ -1,14 +1,11 @@
-"""Time and weigh the loading of a random model: the parts alone, all at once, and from the store.
+"""Time and memory of loading a random model: its parts, the whole, and from the cache.
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/loader.py [--rounds 3] [--json FILE]
 
-A bf16 Llama of some 500 M parameters is made in a temporary folder and removed afterwards. Every
-trial is a process of its own, trials are interleaved, and medians are told with their range. Before
-each reading the files are dropped from the page cache, as far as the system lets us. One thread
-computes, as in a worker of one thread; ``one core`` holds the whole process to one core too.
-
-Cores run on one of two levels (``benchmarks/cores.py``), and a ratio of trials on unlike ones says
-nothing: only rounds count whose two trials were on like levels, and how many is told.
+Makes a bf16 Llama of about 550 M parameters in a temporary folder. Every trial is a process of its
+own, trials are interleaved, and the table shows medians with their range. The files are dropped
+from the page cache before each reading. One thread computes, as in a worker of one thread; in
+``one_core`` the whole process runs on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from cores import CoreWatch, awake_cores, disturbed_share
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
@@ -33,15 +29,12 @@ from llmpq.dist.launch.malloc_tuning import give_memory_back
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize, stored_bytes
 from llmpq.quant.loading.assembly import LayerAssembly, matrices_of
-from llmpq.quant.loading.loader import budget_bytes, load_stage
-from llmpq.quant.loading.store import Store
-from llmpq.quant.loading.transfer import transfer_to
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.precision import default_precision
 
 DTYPE = torch.bfloat16
 PARTS = ("read", "quantize", "place")
-LIKE_SHARES = 0.2
-"""By which the disturbed shares of two trials may differ that are compared."""
 Figures = dict[str, float]
 
 
@@ -131,22 +124,26 @@ def _shards(config: LlamaConfig) -> Iterator[tuple[str, dict[str, tuple[int, ...
 def measure(bits: int, options: argparse.Namespace) -> dict[str, list[Figures]]:
     """Return the figures of every round, by trial."""
     found: dict[str, list[Figures]] = {name: [] for name in TRIALS}
-    with awake_cores() as watch:
-        for _ in range(options.rounds):
-            for name, figures in found.items():
-                figures.append(tried(name, bits, options, watch))
+    for _ in range(options.rounds):
+        for name, figures in found.items():
+            figures.append(tried(name, bits, options))
     return found
 
 
-def tried(name: str, bits: int, options: argparse.Namespace, watch: CoreWatch) -> Figures:
-    """Return the figures of a trial, and for how much of it its cores were disturbed."""
+def tried(name: str, bits: int, options: argparse.Namespace) -> Figures:
+    """Return the figures of a trial in a process of its own."""
     words = [sys.executable, __file__, "--trial", name, "--bits", str(bits)]
-    words += ["--layers", str(options.layers), "--folder", str(options.folder)]
+    words += [
+        "--layers",
+        str(options.layers),
+        "--hidden",
+        str(options.hidden),
+        "--folder",
+        str(options.folder),
+    ]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     figures: Figures = json.loads(done.stdout.splitlines()[-1])
-    span = figures.pop("begin_s"), figures.pop("end_s")
-    loops = watch.loops_s(*span, watch.cores)
-    return figures | {"disturbed": disturbed_share(loops, watch.calm_s())}
+    return figures
 
 
 def table(bits: int, found: Mapping[str, list[Figures]]) -> str:
@@ -154,51 +151,45 @@ def table(bits: int, found: Mapping[str, list[Figures]]) -> str:
     lines = [f"{bits} bits"]
     for name, rounds in found.items():
         for key in rounds[0]:
-            values = [figures[key] for figures in rounds]
-            spread = f"({min(values):.3f}-{max(values):.3f})"
-            lines.append(f"  {name + ': ' + key:<36}{statistics.median(values):8.3f} {spread}")
-    ratios = {
-        "load / slowest part": (
-            "parts", lambda load, parts: load["seconds"] / max(parts[key] for key in PARTS),
-        ),
-        "load / second start": (
-            "store", lambda load, store: load["seconds"] / store["second_s"],
-        ),
-    }  # fmt: skip
-    for name, (other, ratio) in ratios.items():
-        pairs = list(zip(found["load"], found[other], strict=True))
-        values = [ratio(*pair) for pair in pairs if are_like(*pair)]
-        text = f"of {len(values)} like rounds of {len(pairs)}"
-        if values:
-            text = f"{statistics.median(values):8.2f} ({min(values):.2f}-{max(values):.2f}), {text}"
-        lines.append(f"  {name:<36}{text}")
+            lines.append(_line(f"{name}: {key}", [figures[key] for figures in rounds]))
+    loads, parts, stores = (found[name] for name in ("load", "parts", "store"))
+    slowest = [max(one[key] for key in PARTS) for one in parts]
+    over_slowest = [load["seconds"] / part for load, part in zip(loads, slowest, strict=True)]
+    lines.append(_line("load / slowest part", over_slowest))
+    over_second = [one["first_s"] / one["second_s"] for one in stores]
+    lines.append(_line("first start / second start", over_second))
     return "\n".join(lines)
 
 
-def are_like(one: Figures, other: Figures) -> bool:
-    """Whether two trials were on like levels of their cores."""
-    return abs(one["disturbed"] - other["disturbed"]) <= LIKE_SHARES
+def _line(label: str, values: list[float]) -> str:
+    spread = f"({min(values):.3f}-{max(values):.3f})"
+    return f"  {label:<36}{statistics.median(values):8.3f} {spread}"
 
 
 def _parts(options: argparse.Namespace) -> Figures:
-    """Read, quantize and place everything, each by itself and in the loader's memory."""
+    """Read, quantize and place everything, one after the other."""
     precision = default_precision(options.bits[0])
     checkpoint = Checkpoint(options.folder / "model")
     seconds = dict.fromkeys(PARTS, 0.0)
     drop_caches(options.folder)
-    transfer = transfer_to("cpu", reused_bytes=budget_bytes(checkpoint.empty_layer(0)))
+    buffer = torch.empty(2 * 4 * options.hidden * options.hidden * 11 // 4, dtype=torch.uint8)
+
+    def reused(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return buffer[:nbytes].view(dtype).view(shape)
+
     for index in range(options.layers):
         sources = checkpoint.layer_sources(index)
         with _timed(seconds, "read"):
             for source in sources.values():
-                checkpoint.tensors.load(source, transfer.borrow, is_temporary=True)
+                checkpoint.tensors.load(source, reused)
     for index in range(options.layers):
         layer = checkpoint.empty_layer(index)
         matrices = matrices_of(layer) if precision.bits != 16 else []
         state = checkpoint.layer_state_dict(index)
         weights = [state.pop(matrix.key) for matrix in matrices]
         with _timed(seconds, "quantize"):
-            packed = [quantize(weight, precision, DTYPE, transfer.workspace) for weight in weights]
+            packed = [quantize(weight, precision, DTYPE) for weight in weights]
         assembly = LayerAssembly(layer, DTYPE, None)
         with _timed(seconds, "place"):
             assembly.fill(state)
@@ -219,11 +210,11 @@ class _timed:  # noqa: N801  reads as a word
 
 
 def _load(options: argparse.Namespace) -> Figures:
-    """Load without a store; the peak is what the process grew by, whatever it was."""
+    """Load without a cache; the peak is by how much the process grew."""
     bits = options.bits * options.layers
     layer_bytes = stored_bytes(_stage(options, [16]))
     drop_caches(options.folder)
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest mark so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status("VmRSS")
     start = time.perf_counter()
     stage = _stage(options, bits)
@@ -243,25 +234,25 @@ def _one_core(options: argparse.Namespace) -> Figures:
 
 
 def _store(options: argparse.Namespace) -> Figures:
-    """Load with an empty store: to fill it, from it, and from its pages in the system's memory."""
+    """Load with an empty cache, from the cache on disk, and from its pages in memory."""
     bits = options.bits * options.layers
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        store = Store.opened(Path(folder) / "store", 2**40)
+        cache = WeightCache.opened(Path(folder) / "store", 2**40)
         seconds = []
         for is_cold in (True, True, False):
             if is_cold:
                 drop_caches(options.folder)
             start = time.perf_counter()
-            _stage(options, bits, store)
+            _stage(options, bits, cache)
             seconds.append(time.perf_counter() - start)
     return dict(zip(("first_s", "second_s", "cached_s"), seconds, strict=True))
 
 
 def _stage(
-    options: argparse.Namespace, bits: list[int], store: Store | None = None
+    options: argparse.Namespace, bits: list[int], cache: WeightCache | None = None
 ) -> torch.nn.Module:
     model = options.folder / "model"
-    return load_stage(model, 0, len(bits), bits, dtype=DTYPE, device="cpu", store=store)
+    return load_stage(model, 0, len(bits), bits, dtype=DTYPE, device="cpu", weight_cache=cache)
 
 
 def _status(field: str) -> int:
@@ -270,7 +261,7 @@ def _status(field: str) -> int:
 
 
 def drop_caches(folder: Path) -> None:
-    """Write back and forget the pages of every weight file under ``folder``."""
+    """Drop every weight file under ``folder`` from the page cache."""
     for path in folder.rglob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -279,14 +270,13 @@ def drop_caches(folder: Path) -> None:
 
 
 def _warmed(trial: Callable[[argparse.Namespace], Figures]) -> Callable[..., Figures]:
-    """Run a trial as a worker loads, after one layer at its bits: first calls set kernels up."""
+    """Run a trial with a worker's memory settings, after loading one layer to warm up."""
 
     def run(options: argparse.Namespace) -> Figures:
         torch.set_num_threads(1)
         give_memory_back()
         _stage(options, options.bits)
-        begin_s = time.time()
-        return trial(options) | {"begin_s": begin_s, "end_s": time.time()}
+        return trial(options)
 
     return run
 

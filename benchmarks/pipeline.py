@@ -36,7 +36,7 @@ from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row
 from llmpq.models import kv_shapes, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.loading.store import Store
+from llmpq.quant.loading.weight_cache import WeightCache
 
 SHAPES = {
     "batch16": (12, 768, 2048, 12, 4),
@@ -210,9 +210,15 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
     """Decode greedily with one stage of ours: embedding, layers, head and choice of every step."""
     config = load_config(model_dir)
     layers, rows = config.num_hidden_layers, len(ids)
-    store = Store.opened(model_dir.parent / "store", 4 << 30)
+    cache = WeightCache.opened(model_dir.parent / "store", 4 << 30)
     stage = load_stage(
-        model_dir, 0, layers, [bits] * layers, dtype=torch.bfloat16, device="cpu", store=store
+        model_dir,
+        0,
+        layers,
+        [bits] * layers,
+        dtype=torch.bfloat16,
+        device="cpu",
+        weight_cache=cache,
     )
     master = load_master(model_dir, dtype=torch.bfloat16, device="cpu")
     cache = KVCache(kv_shapes(config, 0, layers), 0, num_slots=rows, max_tokens=MAX_POSITIONS,

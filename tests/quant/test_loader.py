@@ -1,4 +1,4 @@
-"""A stage loaded on the fly is the model quantized in one piece, in memory for two layers more."""
+"""A loaded stage equals the model quantized in one piece, in memory for two layers more."""
 
 import gc
 import itertools
@@ -21,11 +21,10 @@ from llmpq.quant import (
     quantize_layer_,
     stored_bytes,
 )
-from llmpq.quant.loading import entry_file, layer_source, loader
+from llmpq.quant.loading import loader, weight_cache
 from llmpq.quant.loading.assembly import matrices_of
-from llmpq.quant.loading.entries import entry_layout, tiled_names
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.loading.store import Store
+from llmpq.quant.loading.weight_cache import WeightCache, entry_layout
 from llmpq.quant.quantizers import rtn
 from llmpq.spec.precision import default_precision, linear_bytes
 
@@ -89,8 +88,8 @@ def test_stages_are_slices_of_the_whole(tiny_model):
         assert torch.equal(mine.fc1(x), theirs.fc1(x))
 
 
-def test_progress_is_told_after_every_layer(tiny_model):
-    told = []
+def test_progress_is_called_after_every_layer(tiny_model):
+    calls = []
     load_stage(
         tiny_model("opt", seed=1, shape=SHAPE),
         1,
@@ -98,9 +97,9 @@ def test_progress_is_told_after_every_layer(tiny_model):
         [16, 4],
         dtype=torch.float32,
         device="cpu",
-        progress=lambda *seen: told.append(seen),
+        progress=lambda *seen: calls.append(seen),
     )
-    assert told == [(1, 2, "layer 1 at w16"), (2, 2, "layer 2 at w4-rtn-g128-asym")]
+    assert calls == [(1, 2, "layer 1 at w16"), (2, 2, "layer 2 at w4-rtn-g128-asym")]
 
 
 @pytest.mark.parametrize(
@@ -113,13 +112,13 @@ def test_progress_is_told_after_every_layer(tiny_model):
         (0, 2, [16, 5], "found 5 bits"),
     ],
 )
-def test_impossible_stages_are_refused(tiny_model, first, end, bits, message):
+def test_impossible_stages_are_errors(tiny_model, first, end, bits, message):
     model_dir = tiny_model("opt", seed=1, shape=SHAPE)
     with pytest.raises(SpecError, match=message):
         load_stage(model_dir, first, end, bits, dtype=torch.float32, device="cpu")
 
 
-def test_weights_do_not_hang_on_the_file(tiny_model, tmp_path):
+def test_weights_do_not_depend_on_the_file_once_loaded(tiny_model, tmp_path):
     model_dir = tmp_path / "model"
     model_dir.mkdir()
     for file in tiny_model("llama", seed=1, shape=SHAPE).iterdir():
@@ -143,16 +142,16 @@ def own_model(tiny_model, tmp_path):
 
 
 @pytest.fixture
-def store(tmp_path):
-    return Store.opened(tmp_path / "store", 2**30)
+def cache(tmp_path):
+    return WeightCache.opened(tmp_path / "store", 2**30)
 
 
-def load_telling(model_dir, store, first=0, end=4, bits=BITS, dtype=torch.float32, backend=None):
-    """A stage, and which of its layers came from the store."""
-    told = []
+def load_cached(model_dir, cache, first=0, end=4, bits=BITS, dtype=torch.float32, backend=None):
+    """Return a stage, and which of its layers came from the cache."""
+    cached = []
 
-    def tell(done, total, text):
-        told.append("from the store" in text)
+    def report(done, total, text):
+        cached.append("from the store" in text)
 
     part = bits[first:end]
     stage = load_stage(
@@ -162,11 +161,11 @@ def load_telling(model_dir, store, first=0, end=4, bits=BITS, dtype=torch.float3
         part,
         dtype=dtype,
         device="cpu",
-        progress=tell,
-        store=store,
+        progress=report,
+        weight_cache=cache,
         backend=backend,
     )
-    return stage, told
+    return stage, cached
 
 
 def weights_of(stage):
@@ -188,69 +187,64 @@ def output_of(stage):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_the_second_start_quantizes_nothing(tiny_model, store, family):
+def test_the_second_start_quantizes_nothing(tiny_model, cache, family):
     model_dir = tiny_model(family, seed=1, shape=SHAPE)
-    first, told = load_telling(model_dir, store)
-    assert told == [False] * 4
-    second, told = load_telling(model_dir, store)
-    assert told == [True, False, True, True]  # the layer of 16 bits is read, not quantized
+    first, cached = load_cached(model_dir, cache)
+    assert cached == [False] * 4
+    second, cached = load_cached(model_dir, cache)
+    assert cached == [True, False, True, True]  # the layer of 16 bits is read, not quantized
     assert torch.equal(output_of(first), output_of(second))
     assert same_weights(first, second)
 
 
-@pytest.mark.parametrize(
-    "has_time", [lambda: True, lambda: False, itertools.cycle([0, 1]).__next__]
-)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_rows_make_the_matrix_of_one_piece(
-    tiny_model, store, monkeypatch, dtype, has_time
-):
-    """Whichever thread brings them into tiles, or both in turn."""
-    work = loader._LoadStages.work
-    monkeypatch.setattr(
-        loader._LoadStages, "work", lambda self, piece, _: work(self, piece, bool(has_time()))
-    )
+def test_a_matrix_quantized_in_blocks_equals_one_quantized_whole(tiny_model, monkeypatch, dtype):
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
-    whole, _ = load_telling(model_dir, store, dtype=dtype)
-    monkeypatch.setattr(layer_source, "_BLOCK_BYTES", 5000)
-    parts, _ = load_telling(model_dir, None, dtype=dtype)
-    assert same_weights(whole, parts)
+    whole, _ = load_cached(model_dir, None, dtype=dtype)
+    monkeypatch.setattr(loader, "_BLOCK_WEIGHTS", 2000)
+    blocks, _ = load_cached(model_dir, None, dtype=dtype)
+    assert same_weights(whole, blocks)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("reference", None), (None, "reference")])
-def test_kernels_of_tiles_and_of_rows_read_each_others_entries(own_model, store, writer, reader):
-    load_telling(own_model, store, backend=writer)
-    names = sorted(path.name for path in store.directory.iterdir())
-    found, told = load_telling(own_model, store, backend=reader)
-    assert told == [True, False, True, True]
-    expected, _ = load_telling(own_model, None, backend=reader)
+def test_kernels_of_tiles_and_of_rows_have_entries_of_their_own(own_model, cache, writer, reader):
+    load_cached(own_model, cache, backend=writer)
+    found, _ = load_cached(own_model, cache, backend=reader)
+    expected, _ = load_cached(own_model, None, backend=reader)
     assert same_weights(found, expected)
-    assert sorted(path.name for path in store.directory.iterdir()) == names
+    for backend in (writer, reader):
+        again, cached = load_cached(own_model, cache, backend=backend)
+        assert cached == [True, False, True, True]
+        if backend == reader:
+            assert same_weights(again, expected)
 
 
-def test_without_a_compiler_entries_of_tiles_are_read_as_well(own_model, store, monkeypatch):
-    first, _ = load_telling(own_model, store)
+def test_without_a_compiler_layers_are_cached_as_well(own_model, cache, monkeypatch):
+    first, _ = load_cached(own_model, cache)
     for module in (cpu_compiled, tiled, rtn):
         monkeypatch.setattr(module, "library", lambda: None)
-    second, told = load_telling(own_model, store)
-    assert told == [True, False, True, True]
-    kernels = {m.backend_name for m in second.modules() if isinstance(m, QuantLinear)}
+    second, _ = load_cached(own_model, cache)
+    third, cached = load_cached(own_model, cache)
+    assert cached == [True, False, True, True]
+    assert same_weights(second, third)
+    kernels = {m.backend_name for m in third.modules() if isinstance(m, QuantLinear)}
     assert not kernels & {"cpu_packed", "cpu_llm_int8"}
-    assert (output_of(first) - output_of(second)).abs().max() < 1e-4
+    assert (output_of(first) - output_of(third)).abs().max() < 1e-4
 
 
-def test_a_layer_damaged_in_one_matrix_is_whole_again_and_so_is_its_entry(own_model, store, caplog):
-    expected, _ = load_telling(own_model, store)
-    for path in store.directory.iterdir():
+@pytest.mark.parametrize("place", [0.5, 0.999])
+def test_a_damaged_entry_is_deleted_and_its_layer_quantized_again(own_model, cache, caplog, place):
+    expected, _ = load_cached(own_model, cache)
+    for path in cache.directory.iterdir():
         content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 4
+        content[int(len(content) * place)] ^= 4
         path.write_bytes(content)
-    found, told = load_telling(own_model, store)
-    assert not any(told)
+    found, cached = load_cached(own_model, cache)
+    assert not any(cached)
     assert same_weights(found, expected)
     assert caplog.text.count("will be quantized again") == 3
-    again, told = load_telling(own_model, store)
-    assert told == [True, False, True, True]
+    again, cached = load_cached(own_model, cache)
+    assert cached == [True, False, True, True]
     assert same_weights(again, expected)
 
 
@@ -259,29 +253,29 @@ def maps_of(directory):
     return {line.split(maxsplit=5)[5] for line in lines if str(directory) in line}
 
 
-def test_tiles_from_the_store_lie_in_its_files_for_as_long_as_they_live(own_model, store):
-    load_telling(own_model, store)
-    stage, _ = load_telling(own_model, store)
-    entries = {str(path) for path in store.directory.iterdir()}
-    assert maps_of(store.directory) == entries
+def test_cached_tiles_are_mapped_for_as_long_as_they_are_used(own_model, cache):
+    load_cached(own_model, cache)
+    stage, _ = load_cached(own_model, cache)
+    entries = {str(path) for path in cache.directory.iterdir()}
+    assert maps_of(cache.directory) == entries
     expected = output_of(stage)
-    for path in store.directory.iterdir():
+    for path in cache.directory.iterdir():
         path.unlink()
     assert torch.equal(output_of(stage), expected)
     del stage
     gc.collect()
-    assert not maps_of(store.directory)
+    assert not maps_of(cache.directory)
 
 
-def test_where_files_cannot_be_mapped_tiles_are_copied(own_model, store, monkeypatch):
-    def refused(*_):
+def test_where_files_cannot_be_mapped_layers_are_quantized(own_model, cache, monkeypatch, caplog):
+    def fail(*_, **__):
         raise OSError("no such device")
 
-    first, _ = load_telling(own_model, store)
-    monkeypatch.setattr(entry_file, "FileMap", refused)
-    second, told = load_telling(own_model, store)
-    assert told == [True, False, True, True]
-    assert not maps_of(store.directory)
+    first, _ = load_cached(own_model, cache)
+    monkeypatch.setattr(weight_cache.mmap, "mmap", fail)
+    second, cached = load_cached(own_model, cache)
+    assert not any(cached)
+    assert "cannot read" in caplog.text
     assert same_weights(first, second)
 
 
@@ -289,55 +283,42 @@ def test_tiles_of_a_layer_begin_at_cache_lines_and_nothing_lies_between(tiny_mod
     matrices = matrices_of(Checkpoint(tiny_model("llama", shape=SHAPE)).empty_layer(0))
     for bits in (3, 4, 8):
         precision = default_precision(bits)
-        tiled = tiled_names(matrices, precision)
-        layout = entry_layout(matrices, precision, torch.bfloat16, tiled)
+        names = frozenset(matrix.name for matrix in matrices)
+        layout = entry_layout(matrices, precision, torch.bfloat16, names)
         begins = [begin for name, (begin, _) in layout.places.items() if name.endswith(".tiles")]
-        assert len(begins) == len(tiled) == len(matrices)
+        assert len(begins) == len(matrices)
         assert {begin % 64 for begin in begins} == {0}
         held = sum(linear_bytes(m.out_features, m.in_features, precision, 2) for m in matrices)
-        assert layout.file_bytes - layout.checksums_end == held
+        assert layout.file_bytes - layout.checksums[1] == held
 
 
-def test_another_plan_finds_the_layers_it_shares(own_model, store):
-    load_telling(own_model, store)
-    _, told = load_telling(own_model, store, 2, 4, [0, 0, 4, 8])
-    assert told == [False, True]
-    _, told = load_telling(own_model, store, dtype=torch.bfloat16)
-    assert told == [False] * 4  # scales of another dtype are other scales
+def test_another_plan_finds_the_layers_it_shares(own_model, cache):
+    load_cached(own_model, cache)
+    _, cached = load_cached(own_model, cache, 2, 4, [0, 0, 4, 8])
+    assert cached == [False, True]
+    _, cached = load_cached(own_model, cache, dtype=torch.bfloat16)
+    assert cached == [False] * 4  # scales of another dtype are other scales
 
 
-def test_changed_weights_are_quantized_again(own_model, store):
-    before, _ = load_telling(own_model, store)
+def test_changed_weights_are_quantized_again(own_model, cache):
+    before, _ = load_cached(own_model, cache)
     path = own_model / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.2.mlp.up_proj.weight"].neg_()
     save_file(tensors, path, metadata={"format": "pt"})
-    after, told = load_telling(own_model, store)
-    assert not any(told)
+    after, cached = load_cached(own_model, cache)
+    assert not any(cached)
     assert not torch.equal(output_of(before), output_of(after))
 
 
-def test_a_damaged_entry_is_made_again(own_model, store, caplog):
-    expected, _ = load_telling(own_model, store)
-    for path in store.directory.iterdir():
-        with path.open("r+b") as stream:
-            stream.seek(-100, 2)
-            stream.write(b"damage")
-    found, told = load_telling(own_model, store)
-    assert not any(told)
-    assert torch.equal(output_of(found), output_of(expected))
-    assert caplog.text.count("will be quantized again") == 3
-    assert load_telling(own_model, store)[1] == [True, False, True, True]
-
-
-def test_weights_that_cannot_be_quantized_are_named_and_leave_no_entry(own_model, store):
+def test_weights_that_cannot_be_quantized_are_named_and_leave_no_entry(own_model, cache):
     path = own_model / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(SpecError, match=r"layers\.0\.mlp\.up_proj\.weight.*finite"):
-        load_telling(own_model, store)
-    assert list(store.directory.iterdir()) == []
+        load_cached(own_model, cache)
+    assert list(cache.directory.iterdir()) == []
     assert not [t for t in threading.enumerate() if t.name.startswith("load-")]
 
 

@@ -47,7 +47,7 @@ from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.loading.store import Store
+from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.plan import Plan, StageAssignment, plan_text
@@ -85,7 +85,7 @@ class RankContext:
     communicator: Communicator | None
     progress: Progress
     keeps_all_tokens: bool = False
-    store: Store | None = None
+    store: WeightCache | None = None
     kernel: str | None = None
     captures: bool = True
     recorder: Recorder | None = None
@@ -200,7 +200,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         device=device,
         progress=report,
         backend=context.kernel,
-        store=context.store,
+        weight_cache=context.store,
     )
     num_slots, max_tokens = plan.slots_of(stage)
     cache = KVCache(

@@ -57,7 +57,7 @@ from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.dist.transport.topology import topology_of
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
-from llmpq.quant.loading.store import Store
+from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, read_plan
@@ -219,7 +219,7 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         schedule=job.schedule,
         prediction=job.prediction,
         drift=job.drift,
-        store=None if job.store is None else Store.opened(job.store, job.store_limit_bytes),
+        store=None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes),
         kernel=job.kernel,
         captures=job.captures,
         leave=_leaving(job),

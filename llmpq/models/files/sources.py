@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.models.files.direct import MIN_BYTES, PAGE_BYTES, pages_around, read_pages
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -149,8 +148,6 @@ def read_source(
     source: TensorSource,
     stamps: dict[str, FileStamp],
     allocate: Allocate = on_host,
-    *,
-    is_temporary: bool = False,
 ) -> Tensor:
     """Read a tensor into memory of its own.
 
@@ -159,13 +156,11 @@ def read_source(
         source: what to read.
         stamps: of the files when their headers were checked.
         allocate: makes the memory.
-        is_temporary: the tensor is soon dropped, so that up to two pages of memory more are no
-            matter: it is read directly where it can be.
 
     Raises:
         SpecError: a file cannot be read, is shorter than it was, or was written to since.
     """
-    tensor, pages = _memory_for(source, allocate, is_temporary)
+    tensor = allocate(source.shape, source.dtype)
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     position = 0
     for part in source.ranges:
@@ -177,27 +172,11 @@ def read_source(
         try:
             if not stamps[part.file].is_same_content(FileStamp.of(descriptor)):
                 raise SpecError(f"{path}: was written to after its header had been checked")
-            rest = view[position : position + part.nbytes]
-            done = 0 if pages is None else read_pages(descriptor, part.begin, len(rest), pages)
-            read_into(descriptor, part.begin + done, rest[done:], str(path))
+            read_into(descriptor, part.begin, view[position : position + part.nbytes], str(path))
         finally:
             os.close(descriptor)
         position += part.nbytes
     return tensor
-
-
-def _memory_for(
-    source: TensorSource, allocate: Allocate, is_temporary: bool
-) -> tuple[Tensor, memoryview | None]:
-    """Return a tensor, and the pages around it where its file's pages may be read into them."""
-    begin, nbytes = source.ranges[0].begin, source.nbytes
-    is_one = len(source.ranges) == 1 and nbytes >= MIN_BYTES
-    lead = begin % PAGE_BYTES
-    if not (is_temporary and is_one and lead % source.dtype.itemsize == 0):
-        return allocate(source.shape, source.dtype), None
-    whole = allocate((pages_around(begin, nbytes),), torch.uint8)
-    tensor = whole[lead : lead + nbytes].view(source.dtype).view(source.shape)
-    return tensor, whole.numpy().data
 
 
 def will_need(descriptor: int, begin: int = 0, nbytes: int = 0) -> None:

@@ -98,19 +98,13 @@ class TensorFiles:
             ranges=(ByteRange(file=file, begin=begin, nbytes=entry.end - entry.begin),),
         )
 
-    def load(
-        self, source: TensorSource, allocate: Allocate = on_host, *, is_temporary: bool = False
-    ) -> Tensor:
-        """Read a tensor into memory of its own; several threads may do so at once.
-
-        One that is soon dropped (``is_temporary``) may come past the page cache.
+    def load(self, source: TensorSource, allocate: Allocate = on_host) -> Tensor:
+        """Read a tensor into memory made by ``allocate``; several threads may do so at once.
 
         Raises:
             SpecError: a file that cannot be read any more, or is not the one that was checked.
         """
-        return read_source(
-            self.directory, source, self._stamps, allocate, is_temporary=is_temporary
-        )
+        return read_source(self.directory, source, self._stamps, allocate)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors, each read when reached.

@@ -1,8 +1,7 @@
-"""A decoder layer put together from its parts, in whatever order and from wherever they come.
+"""LayerAssembly: fills a decoder layer one tensor at a time, in any order.
 
-``quantize_layer_`` needs the whole 16-bit layer in memory; the loader has one matrix of it at a
-time, and some of them packed already. Here is the list of a layer's matrices, under names that
-also GPTQ checkpoints and the store use, and the place where each goes.
+``quantize_layer_`` needs the whole 16-bit layer in memory; the loader has one matrix at a time.
+``matrices_of`` lists the matrices of a layer under the names that the cache uses, too.
 
 Shape legend: E experts, N output features, K input features, F features of an expert.
 """
@@ -35,7 +34,7 @@ class Matrix:
             ``mlp.experts.gate_up_proj.3`` for the fourth expert.
         module: of the module it belongs to.
         key: of the parameter that holds it, in the layer's ``state_dict``.
-        expert: its place along the parameter's first dimension, ``None`` when it is all of it.
+        expert: its index along the parameter's first dimension; ``None`` if the parameter is 2-D.
         out_features: N.
         in_features: K.
     """
@@ -52,7 +51,7 @@ def matrices_of(layer: nn.Module) -> list[Matrix]:
     """List the matrices of a layer, which may be on the meta device.
 
     Raises:
-        SpecError: the layer has none, or experts in a layout nobody taught ``quant.layer``.
+        SpecError: the layer has none, or experts in an unknown layout.
     """
     found = [
         matrix
@@ -90,12 +89,12 @@ def _of_module(name: str, module: nn.Module) -> Iterator[Matrix]:
 
 
 class LayerAssembly:
-    """A layer that is being filled.
+    """A decoder layer that is being filled.
 
     Args:
         layer: on the meta device.
         dtype: of the run.
-        backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
+        backend: kernel backend to prefer; ``None`` leaves it to the registry.
 
     Attributes:
         layer: itself.
@@ -109,18 +108,19 @@ class LayerAssembly:
         self._experts: dict[str, dict[str, list[QuantLinear]]] = {}
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
-        """Put in what stays as it is: norms, biases, routers, unquantized weights."""
+        """Put in tensors that are not quantized: norms, biases, routers, 16-bit weights."""
         unknown = self.layer.load_state_dict(dict(state), strict=False, assign=True).unexpected_keys
         if unknown:
             raise SpecError(f"{type(self.layer).__name__}: has no place for '{unknown[0]}'")
 
-    def install(self, matrix: Matrix, packed: PackedWeight | QuantLinear) -> None:
-        """Put in one quantized matrix, or what ``linear`` or ``adopt`` made of it.
+    def install(self, matrix: Matrix, weight: PackedWeight | TiledWeight) -> None:
+        """Put in one quantized matrix; tiles are used where they lie.
 
-        A bias of its operator must be there already. Experts are replaced when the last of their
-        matrices has come.
+        A bias of its operator must be there already. Experts are replaced once all of their
+        matrices are there.
         """
-        linear = packed if isinstance(packed, QuantLinear) else self.linear(packed)
+        precision, device_type = weight.precision, weight.scales.device.type
+        linear = QuantLinear(weight, None, self._kernel(matrix, precision, device_type))
         module = self.layer.get_submodule(matrix.module)
         if matrix.expert is None:
             assert isinstance(module, nn.Linear)
@@ -141,7 +141,7 @@ class LayerAssembly:
         """Return the layer.
 
         Raises:
-            SpecError: something of it was never put in.
+            SpecError: a tensor is missing.
         """
         tensors = (*self.layer.named_parameters(), *self.layer.named_buffers())
         missing = [name for name, tensor in tensors if tensor.is_meta]
@@ -150,34 +150,10 @@ class LayerAssembly:
             raise SpecError(f"{kind}: tensor '{missing[0]}' is neither stored nor known")
         return self.layer
 
-    def linear(self, packed: PackedWeight | TiledWeight) -> QuantLinear:
-        """Bring a matrix into its kernel's layout; it gets its bias when it is installed.
-
-        Tiles are copied as they are where ``keeps_tiles`` says so. Touches nothing of the layer:
-        any thread may do it.
-        """
-        kernel = self._kernel(
-            packed.scales.device.type, packed.precision, packed.out_features, packed.in_features
-        )
-        if isinstance(packed, TiledWeight):
-            packed = packed.clone() if isinstance(kernel, TileBackend) else packed.packed()
-        return QuantLinear(packed, None, kernel)
-
-    def adopt(self, tiled: TiledWeight) -> QuantLinear:
-        """Take tiles that may stay where they are, where ``keeps_tiles`` says so."""
-        shape = (tiled.out_features, tiled.in_features)
-        return QuantLinear(
-            tiled, None, self._kernel(tiled.tiles.device.type, tiled.precision, *shape)
-        )
-
-    def keeps_tiles(self, matrix: Matrix, precision: Precision, device_type: str) -> bool:
+    def reads_tiles(self, matrix: Matrix, precision: Precision, device_type: str) -> bool:
         """Return whether the kernel of a matrix reads tiles."""
-        shape = (matrix.out_features, matrix.in_features)
-        return isinstance(self._kernel(device_type, precision, *shape), TileBackend)
+        return isinstance(self._kernel(matrix, precision, device_type), TileBackend)
 
-    def _kernel(
-        self, device_type: str, precision: Precision, out_features: int, in_features: int
-    ) -> KernelBackend:
-        return choose_backend(
-            device_type, precision, self.dtype, out_features, in_features, prefer=self._backend
-        )
+    def _kernel(self, matrix: Matrix, precision: Precision, device_type: str) -> KernelBackend:
+        shape = (matrix.out_features, matrix.in_features)
+        return choose_backend(device_type, precision, self.dtype, *shape, prefer=self._backend)

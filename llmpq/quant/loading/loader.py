@@ -1,60 +1,45 @@
-"""On-the-fly loader: read, quantize and place a checkpoint one matrix at a time, all three at once.
+"""Loader: reads, quantizes and places a checkpoint one matrix at a time.
 
-While a matrix is quantized the next ones are read and the last ones get their kernels' layout
-(``quant.pipeline``), and what is under way is bounded by three 16-bit matrices: with a quantizer's
-temporaries, a stage loads in little more than the memory of its result. What was quantized before
-comes from the store. This module refuses to decide bitwidths: they come from a plan.
+One thread reads ahead (``quant.loading.prefetch``) while the calling thread quantizes and places.
+At most two 16-bit matrices are held in addition to the result. Layers quantized by earlier runs
+come from the cache (``quant.loading.weight_cache``).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu.tiled import TiledWeight
+from llmpq.kernels.cpu.tiled import TILE_ROWS, TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint, DecoderStage, Master
-from llmpq.quant.checkpoint.gptq_source import GptqSource
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
-from llmpq.quant.loading.assembly import Matrix, matrices_of
-from llmpq.quant.loading.cache_writer import CacheWriter
-from llmpq.quant.loading.layer_source import PlainSource, Reader
-from llmpq.quant.loading.pieces import (
-    LayerEnd,
-    LayerJob,
-    Mapped,
-    MissingEntry,
-    Piece,
-    Plain,
-    Raw,
-    Reading,
-    Ready,
-)
-from llmpq.quant.loading.pipeline import Budget, run_pipeline
-from llmpq.quant.loading.store import Store
-from llmpq.quant.loading.transfer import Transfer, transfer_to
+from llmpq.quant.loading.layer_reader import Item, LayerEnd, LayerReader, ReadMatrix, ReadTensor
+from llmpq.quant.loading.prefetch import Prefetcher
+from llmpq.quant.loading.weight_cache import BackgroundWriter, WeightCache
 from llmpq.quant.modules.layer import prepack_, quantize_layer_
-from llmpq.quant.modules.linear import QuantLinear
 from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.quant.quantizers.methods import quantize
-from llmpq.spec.precision import default_precision
+from llmpq.spec.precision import Precision, default_precision
 
-MATRICES_UNDER_WAY = 3
-"""16-bit matrices that are held at once, as large as the layer's largest: one being read, one being
-quantized, one getting its kernel's layout. ``costmodel.cpu_memory`` counts on it."""
+SLOTS = 2
+"""16-bit matrices held at once: one is being read, one quantized. ``costmodel.memory.cpu_memory``
+counts three: the third covers temporaries. Only one of a checkpoint of wider numbers."""
+
+_BLOCK_WEIGHTS = 1 << 21
+"""Weights quantized at once: their codes stay in a core's cache until they are in tiles."""
+
 Progress = Callable[[int, int, str], None]
-"""Called after each layer with the layers done, the layers in all, and what was done."""
+"""Called after each layer with the number of layers loaded, their total, and a description."""
 
 
-def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker has all of it apart
+def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all of it apart
     model_dir: Path | str,
     first_layer: int,
     end_layer: int,
@@ -64,7 +49,7 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
     device: torch.device | str,
     progress: Progress | None = None,
     backend: str | None = None,
-    store: Store | None = None,
+    weight_cache: WeightCache | None = None,
 ) -> DecoderStage:
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
@@ -75,45 +60,40 @@ def load_stage(  # noqa: PLR0913  what a stage is, and where it goes; a worker h
         bits: 3, 4, 8 or 16 for each of these layers, in order.
         dtype: dtype of the run; what is not quantized is cast to it.
         device: where the layers are quantized and stay.
-        progress: called after each layer, from a thread of the loader's own.
-        backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
-        store: layers quantized by earlier runs, and the place for these; ``None`` keeps none.
+        progress: called after each layer.
+        backend: kernel backend to prefer; ``None`` leaves it to the registry.
+        weight_cache: of quantized layers, read and written; ``None`` for none.
 
     Raises:
         SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
-            checkpoint holds, or what ``Checkpoint`` and the quantizers refuse.
+            checkpoint holds, or as ``Checkpoint`` and the quantizers.
     """
+    device = torch.device(device)
     gptq = GptqCheckpoint(model_dir) if is_gptq(model_dir) else None
     checkpoint = Checkpoint(model_dir) if gptq is None else gptq.checkpoint
     _check_range(checkpoint, first_layer, end_layer, bits)
-    source: PlainSource | GptqSource = PlainSource(checkpoint, store)
     if gptq is not None:
         gptq.check_bits(first_layer, bits)
-        source = GptqSource(gptq)
-    held_bytes = budget_bytes(checkpoint.empty_layer(first_layer))
-    transfer, budget = transfer_to(device, reused_bytes=held_bytes), Budget(held_bytes)
-    reader = Reader(
-        budget=budget,
-        transfer=transfer,
-        device=torch.device(device),
+    num_slots = SLOTS if checkpoint.dtype.itemsize <= 2 else 1
+    prefetcher: Prefetcher[Item] = Prefetcher(num_slots, is_pinned=device.type == "cuda")
+    reader = LayerReader(
+        checkpoint=checkpoint,
+        gptq=gptq,
+        cache=weight_cache,
+        prefetcher=prefetcher,
+        device=device,
         dtype=dtype,
         backend=backend,
     )
-
-    def pieces() -> Iterator[Reading]:
-        # A layer is made ready while the one before is read: the disk never waits for it.
-        layers = zip(range(first_layer, end_layer), map(default_precision, bits), strict=True)
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-prepare") as preparing:
-            ahead = deque([preparing.submit(source.prepare, *next(layers))])
-            while ahead:
-                layer = ahead.popleft().result()
-                ahead.extend(preparing.submit(source.prepare, *one) for one in islice(layers, 1))
-                yield from source.pieces(layer, reader)
-
-    bench = _LoadStages(reader=reader, total=len(bits), progress=progress)
-    with bench.keeper:
-        run_pipeline(pieces(), bench.work, bench.place, budget=budget, scope=transfer.scope)
-    stage = DecoderStage(checkpoint.config, bench.layers, first_layer, checkpoint.skeleton)
+    builder = _StageBuilder(
+        device=device, dtype=dtype, backend=backend, total=len(bits), progress=progress
+    )
+    items = reader.layers(first_layer, [default_precision(width) for width in bits])
+    with torch.no_grad(), _on(device), builder.writer, closing(prefetcher.iterate(items)) as ahead:
+        for item in ahead:
+            builder.add(item)
+            del item
+    stage = DecoderStage(checkpoint.config, builder.layers, first_layer, checkpoint.skeleton)
     return stage.to(device)
 
 
@@ -121,16 +101,14 @@ def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.devi
     """Load the embeddings, the final norm and the head, in ``dtype``; they are never quantized.
 
     Raises:
-        SpecError: what ``Checkpoint`` refuses.
+        SpecError: as ``Checkpoint``.
     """
     checkpoint = Checkpoint(model_dir)
-    transfer = transfer_to(device)
     master = Master(checkpoint.config)
-    state: dict[str, Tensor] = {}
-    with transfer.scope():
-        for key, source in checkpoint.master_sources().items():
-            sent = transfer.send(checkpoint.tensors.load(source, transfer.allocate))
-            state[key] = _cast(transfer.receive(sent), dtype)
+    state = {
+        key: _cast(checkpoint.tensors.load(source).to(device), dtype)
+        for key, source in checkpoint.master_sources().items()
+    }
     master.load_state_dict(state, assign=True)
     left = [name for name, buffer in master.named_buffers() if buffer.is_meta]
     if left:
@@ -141,208 +119,77 @@ def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.devi
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _LoadStages:
-    """The work of two threads: ``work`` runs in one, ``place`` and all it touches in the other.
+class _StageBuilder:
+    """Turns what was read into layers on the device, and writes new layers to the cache."""
 
-    Either may bring rows into the tiles of ``filling``, never the same.
-    """
-
-    reader: Reader
+    device: torch.device
+    dtype: torch.dtype
+    backend: str | None
     total: int
     progress: Progress | None
     layers: list[nn.Module] = field(default_factory=list)
-    keeper: CacheWriter = field(default_factory=CacheWriter)
-    filling: TiledWeight | None = None
-    stored: int = 0
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
 
-    def work(self, piece: Piece, has_time: bool) -> Piece | _Placeable | _Installable | _Rows:
-        """Cast what stays, quantize what does not; ``has_time`` when nothing else is waiting."""
-        if isinstance(piece, Mapped):
-            return replace(piece, matrices=[self._sound(one) for one in piece.matrices])
-        if isinstance(piece, Plain):
-            tensor = _cast(self._transfer.receive(piece.sent), self.reader.dtype)
-            return _Placeable(
-                job=piece.job, key=piece.key, tensor=tensor, held_bytes=piece.held_bytes
-            )
-        if isinstance(piece, MissingEntry):
-            piece = piece.read()
-        if isinstance(piece, Raw):
-            ready = self._quantized(piece)
-            if piece.first_row is None:
-                return ready
-            return self._rows(ready, piece.first_row, has_time)
-        if isinstance(piece, Ready) and not piece.is_lasting:
-            piece = replace(piece, packed=piece.packed.to(self.reader.device))
-            self.stored += 1
-            # Nothing to quantize: this thread takes half of what the other would have to do.
-            if self.stored % 2:
-                linear = piece.job.assembly.linear(piece.packed)
-                return _Installable(
-                    job=piece.job, matrix=piece.matrix, linear=linear, held_bytes=piece.held_bytes
-                )
-        return piece
-
-    def place(self, piece: Piece | _Placeable | _Installable | _Rows) -> None:
-        """Put a piece where it belongs, and its bytes back into the budget."""
-        if isinstance(piece, _Placeable):
-            piece.job.assembly.fill({piece.key: piece.tensor})
-        elif isinstance(piece, Ready):
-            self._install(piece)
-        elif isinstance(piece, _Rows):
-            self._bring(piece)
-            if piece.is_last:
-                self._install(piece.whole())
-        elif isinstance(piece, Mapped):
-            for one in piece.matrices:
-                assert isinstance(one, Ready)
-                self._install(one)
-                self.reader.budget.give(one.held_bytes)
-        elif isinstance(piece, _Installable):
-            self._put(piece, piece.linear)
-        elif isinstance(piece, LayerEnd):
-            self._end(piece)
-        self.reader.budget.give(piece.held_bytes)
-
-    @property
-    def _transfer(self) -> Transfer:
-        return self.reader.transfer
-
-    def _sound(self, piece: Ready | MissingEntry) -> Ready:
-        if isinstance(piece, Ready):
-            return piece
-        return self._quantized(piece.read())
-
-    def _quantized(self, piece: Raw) -> Ready:
-        weight = _cast(self._transfer.receive(piece.sent), self.reader.dtype)  # [N, K]
-        try:
-            packed = quantize(
-                weight, piece.job.precision, self.reader.dtype, self._transfer.workspace
-            )
-        except SpecError as error:
-            raise SpecError(f"{piece.where}: {error}") from error
-        del weight  # before its bytes are given back
-        self.reader.budget.give(piece.held_bytes - packed.nbytes)
-        return Ready(job=piece.job, matrix=piece.matrix, packed=packed, held_bytes=packed.nbytes)
-
-    def _rows(self, ready: Ready, first_row: int, has_time: bool) -> _Rows:
-        """Bring a block of rows into tiles, unless another one waits for this thread.
-
-        Whoever does it all has its codes in his core's cache, and a core that does nothing
-        meanwhile is one that the disk's answers need not wait for.
-        """
-        matrix, block = ready.matrix, ready.packed
-        assert isinstance(block, PackedWeight)
-        if first_row == 0:
-            shape = (matrix.out_features, matrix.in_features)
-            self.filling = TiledWeight.empty(*shape, block.precision, block.dtype)
-        assert self.filling is not None
-        rows = _Rows(
-            job=ready.job,
-            matrix=matrix,
-            tiled=self.filling,
-            first_row=first_row,
-            is_last=first_row + block.out_features == matrix.out_features,
-            block=block,
-            held_bytes=ready.held_bytes,
-        )
-        if has_time:
-            self._bring(rows)
-        return rows
-
-    def _bring(self, rows: _Rows) -> None:
-        """Bring rows into tiles, if nobody has done so."""
-        if rows.block is not None:
-            rows.tiled.put_rows(rows.first_row, rows.block)
-            rows.block = None
-            self.reader.budget.give(rows.held_bytes)
-            rows.held_bytes = 0
-
-    def _install(self, piece: Ready) -> None:
-        matrix, job, packed = piece.matrix, piece.job, piece.packed
-        if job.begin_entry is not None:  # the first matrix of a new entry
-            self.keeper.begin(job.begin_entry)
-            job.begin_entry = None
-        self.keeper.add(matrix.name, packed)
-        if isinstance(packed, TiledWeight) and piece.is_lasting:
-            self._put(piece, job.assembly.adopt(packed))
+    def add(self, item: Item) -> None:
+        """Place a tensor or a matrix, or finish a layer."""
+        if isinstance(item, LayerEnd):
+            self._finish(item)
+        elif isinstance(item, ReadMatrix):
+            self._place(item)
         else:
-            self._put(piece, job.assembly.linear(packed))
+            self._fill(item)
 
-    def _put(self, piece: Ready | _Installable, linear: QuantLinear) -> None:
-        piece.job.made[piece.matrix.name] = linear
-        piece.job.assembly.install(piece.matrix, linear)
+    def _fill(self, item: ReadTensor) -> None:
+        tensor = _cast(item.tensor.to(self.device), self.dtype)
+        item.layer.assembly.fill({item.key: tensor})
+        item.slot.release()
 
-    def _repair(self, job: LayerJob) -> None:
-        """Write an entry anew that was found damaged; rows are dropped already, tiles are here."""
-        tiled = {name: linear.tiled for name, linear in job.made.items()}
-        if job.repair is not None and all(tiled.values()):
-            self.keeper.begin(job.repair)
-            for name, weight in tiled.items():
-                assert weight is not None
-                self.keeper.add(name, weight)
+    def _place(self, item: ReadMatrix) -> None:
+        load, matrix, weight = item.layer, item.matrix, item.weight
+        if isinstance(weight, Tensor):
+            try:
+                weight = self._quantized(weight, load.precision, matrix.name in load.tiled)
+            except SpecError as error:
+                raise SpecError(f"{item.where}: {error}") from error
+        elif isinstance(weight, PackedWeight):
+            weight = weight.to(self.device)
+        if load.begin_entry is not None:  # the first matrix of a new entry
+            self.writer.begin(load.begin_entry())
+            load.begin_entry = None
+        self.writer.add(matrix.name, weight)
+        load.assembly.install(matrix, weight)
+        if item.slot is not None:
+            item.slot.release()
 
-    def _end(self, piece: LayerEnd) -> None:
-        job = piece.job
-        if job.repair is not None:
-            self._repair(job)
-        self.keeper.end(piece.keep)
-        layer = job.assembly.finish()
-        if job.precision.bits == 16:
-            quantize_layer_(layer, 16, self.reader.dtype, backend=self.reader.backend)
+    def _quantized(
+        self, weight: Tensor, precision: Precision, is_tiled: bool
+    ) -> PackedWeight | TiledWeight:
+        if not is_tiled:
+            return quantize(_cast(weight.to(self.device), self.dtype), precision, self.dtype)
+        rows, columns = weight.shape
+        tiled = TiledWeight.empty(rows, columns, precision, self.dtype)
+        step = max(1, _BLOCK_WEIGHTS // (columns * TILE_ROWS)) * TILE_ROWS
+        for first in range(0, rows, step):
+            block = _cast(weight[first : first + step], self.dtype)
+            tiled.put_rows(first, quantize(block, precision, self.dtype))
+        return tiled
+
+    def _finish(self, end: LayerEnd) -> None:
+        load = end.layer
+        self.writer.end(load.is_valid)
+        layer = load.assembly.finish()
+        if load.precision.bits == 16:
+            quantize_layer_(layer, 16, self.dtype, backend=self.backend)
         fuse_norms_(layer)
         self.layers.append(layer)
         if self.progress is not None:
-            origin = f", {job.origin}" if job.origin else ""
-            text = f"layer {job.index} at {job.precision}{origin}"
+            origin = f", {load.origin}" if load.origin else ""
+            text = f"layer {load.index} at {load.precision}{origin}"
             self.progress(len(self.layers), self.total, text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Placeable:
-    """A tensor as it stays."""
-
-    job: LayerJob
-    key: str
-    tensor: Tensor
-    held_bytes: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Rows:
-    """Rows of a matrix on their way into its tiles, or there already.
-
-    Attributes:
-        job: the layer.
-        matrix: whose rows they are.
-        tiled: all of it, for good.
-        first_row: of these.
-        is_last: whether the matrix is whole with them.
-        block: their codes; ``None`` once they are in tiles.
-        held_bytes: to be given back.
-    """
-
-    job: LayerJob
-    matrix: Matrix
-    tiled: TiledWeight
-    first_row: int
-    is_last: bool
-    block: PackedWeight | None
-    held_bytes: int
-
-    def whole(self) -> Ready:
-        return Ready(
-            job=self.job, matrix=self.matrix, packed=self.tiled, held_bytes=0, is_lasting=True
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Installable:
-    """A matrix in its kernel's layout."""
-
-    job: LayerJob
-    matrix: Matrix
-    linear: QuantLinear
-    held_bytes: int
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check_range(
@@ -360,17 +207,7 @@ def _check_range(
             f"expected {end_layer - first_layer}"
         )
     for width in bits:
-        default_precision(width)  # refuses an unknown one before any layer is read
-
-
-def budget_bytes(layer: nn.Module) -> int:
-    """Return what may be under way: enough for all three threads, however large the layer is.
-
-    A layer of many experts is mostly small matrices: a bound of one layer would only buy memory.
-    """
-    largest = max(matrix.out_features * matrix.in_features for matrix in matrices_of(layer))
-    layer_bytes = sum(2 * tensor.numel() for tensor in layer.parameters())
-    return min(layer_bytes, MATRICES_UNDER_WAY * 2 * largest)
+        default_precision(width)  # raises for an unknown one before any layer is read
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -72,14 +72,6 @@ class QuantLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().to(self._dtype))
 
     @property
-    def tiled(self) -> TiledWeight | None:
-        """The weight, where its backend keeps tiles; it shares every tensor."""
-        if not isinstance(self._backend, TileBackend):
-            return None
-        parts = dict(zip(("tiles", "scales", "zeros"), self._weight.tensors, strict=False))
-        return TiledWeight.of_parts(self.out_features, self.in_features, self.precision, parts)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the weight as its backend keeps it, without the bias."""
         return self._weight.nbytes

@@ -13,28 +13,22 @@ from torch import Tensor
 
 from llmpq.errors import SpecError
 from llmpq.kernels.packed import PackedWeight
-from llmpq.quant.quantizers.rtn import Allocate, round_to_nearest
+from llmpq.quant.quantizers.rtn import round_to_nearest
 from llmpq.spec.precision import Precision
 
-Quantizer = Callable[[Tensor, Precision, torch.dtype, Allocate | None], PackedWeight]
+Quantizer = Callable[[Tensor, Precision, torch.dtype], PackedWeight]
 
 METHODS: dict[str, Quantizer] = {"rtn": round_to_nearest}
 """Ways to choose the integers of a weight from the weight alone, by ``Precision.method``."""
 
 
-def quantize(
-    weight: Tensor,
-    precision: Precision,
-    scale_dtype: torch.dtype,
-    allocate: Allocate | None = None,
-) -> PackedWeight:
+def quantize(weight: Tensor, precision: Precision, scale_dtype: torch.dtype) -> PackedWeight:
     """Quantize one weight matrix ``[out_features, in_features]``.
 
     Args:
         weight: any floating dtype; read only.
         precision: 3, 4 or 8 bits, with a method of ``METHODS``.
         scale_dtype: dtype of the run, in which scales and zeros are stored.
-        allocate: makes the memory of the codes, where ``weight`` is; fresh memory by default.
 
     Raises:
         SpecError: the method is not one of these (16 bits has none), or the weight holds what
@@ -44,4 +38,4 @@ def quantize(
         raise SpecError(
             f"quantize: found precision {precision}, expected a method of {sorted(METHODS)}"
         )
-    return METHODS[precision.method](weight, precision, scale_dtype, allocate)
+    return METHODS[precision.method](weight, precision, scale_dtype)

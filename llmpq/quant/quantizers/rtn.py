@@ -10,7 +10,6 @@ Shape legend: N output features, K input features, G groups of a row, b bits, R 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import byref
 
 import torch
@@ -21,18 +20,12 @@ from llmpq.kernels.cpu.native import DONE, TYPES, Rounding, library
 from llmpq.kernels.packed import PackedWeight, pack_codes, packed_row_bytes, row_blocks
 from llmpq.spec.precision import Precision
 
-Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""That of ``models.sources``, which a quantizer has no other need of."""
-
 _LANES = 16
 _BITS_OF_DTYPE = {2: torch.int16, 4: torch.int32}
 
 
 def round_to_nearest(
-    weight: Tensor,
-    precision: Precision,
-    scale_dtype: torch.dtype,
-    allocate: Allocate | None = None,
+    weight: Tensor, precision: Precision, scale_dtype: torch.dtype
 ) -> PackedWeight:
     """Quantize ``weight`` ``[N, K]``, each group on its own.
 
@@ -43,7 +36,6 @@ def round_to_nearest(
         weight: any floating dtype; read only.
         precision: 3, 4 or 8 bits; symmetric or min-max.
         scale_dtype: the run's dtype, in which scales and zeros are stored.
-        allocate: makes the memory of the codes, where ``weight`` is; fresh memory by default.
 
     Raises:
         SpecError: the weight holds a NaN or an infinity, or its scales overflow ``scale_dtype``.
@@ -51,11 +43,8 @@ def round_to_nearest(
     rows, columns = weight.shape
     group = precision.effective_group(columns)
     shape, device = (rows, columns // group), weight.device
-    codes_shape = (rows, packed_row_bytes(columns, precision.bits))
-    if allocate is None:
-        codes = torch.empty(codes_shape, dtype=torch.uint8, device=device)
-    else:
-        codes = allocate(codes_shape, torch.uint8)
+    row_bytes = packed_row_bytes(columns, precision.bits)
+    codes = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
     scales = torch.empty(shape, dtype=scale_dtype, device=device)
     zeros = None if precision.symmetric else torch.empty_like(scales)
     packed = PackedWeight(

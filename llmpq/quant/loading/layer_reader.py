@@ -1,0 +1,229 @@
+"""LayerReader: the tensors of decoder layers, in the order in which the loader wants them.
+
+Reads from a plain checkpoint, a GPTQ checkpoint or the cache of quantized layers. Runs in the
+loader's reading thread and takes a slot before it reads a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.tiled import TiledWeight
+from llmpq.kernels.packed import PackedWeight
+from llmpq.models import Checkpoint
+from llmpq.models.files.sources import TensorSource
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
+from llmpq.quant.loading.assembly import LayerAssembly, Matrix, matrices_of
+from llmpq.quant.loading.prefetch import Prefetcher, Slot
+from llmpq.quant.loading.weight_cache import (
+    EntryWriter,
+    WeightCache,
+    entry_key,
+    entry_layout,
+    weight_of,
+)
+from llmpq.spec.precision import Precision
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LayerLoad:
+    """One layer that is being loaded.
+
+    Attributes:
+        index: its place in the model.
+        precision: of its matrices.
+        assembly: the layer that is being filled.
+        tiled: names of the matrices whose kernels read tiles.
+        origin: source of the weights for the progress line; empty if they are quantized here.
+        begin_entry: opens a new entry of the cache; ``None`` if nothing is to be written.
+        is_valid: whether the weights read are still those that the entry's key names.
+    """
+
+    index: int
+    precision: Precision
+    assembly: LayerAssembly
+    tiled: frozenset[str]
+    origin: str = ""
+    begin_entry: Callable[[], EntryWriter | None] | None = None
+    is_valid: Callable[[], bool] = bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadTensor:
+    """A tensor that is cast and placed; in memory of its own."""
+
+    layer: LayerLoad
+    key: str
+    tensor: Tensor
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadMatrix:
+    """A matrix to quantize, or one that is quantized already.
+
+    Attributes:
+        layer: that it belongs to.
+        matrix: its name and shape.
+        weight: 16 or 32-bit weights in the slot's memory, or quantized ones.
+        where: file and tensor, for messages.
+        slot: to release; ``None`` if the weight lies in a mapped file.
+    """
+
+    layer: LayerLoad
+    matrix: Matrix
+    weight: Tensor | PackedWeight | TiledWeight
+    where: str = ""
+    slot: Slot | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerEnd:
+    """Follows the last tensor of a layer."""
+
+    layer: LayerLoad
+
+
+Item = ReadTensor | ReadMatrix | LayerEnd
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerReader:
+    """Reads layers for one run.
+
+    Attributes:
+        checkpoint: the weights.
+        gptq: the same directory if it holds GPTQ codes, else ``None``.
+        cache: of quantized layers; ``None`` reads and writes none.
+        prefetcher: whose slots bound what is read ahead.
+        device: where layers go.
+        dtype: of the run.
+        backend: kernel backend to prefer; ``None`` leaves it to the registry.
+    """
+
+    checkpoint: Checkpoint
+    gptq: GptqCheckpoint | None
+    cache: WeightCache | None
+    prefetcher: Prefetcher[Item]
+    device: torch.device
+    dtype: torch.dtype
+    backend: str | None
+
+    def layers(self, first_layer: int, precisions: Sequence[Precision]) -> Iterator[Item]:
+        """Yield the tensors of consecutive layers, each read when it is asked for.
+
+        Raises:
+            SpecError: as ``Checkpoint`` and ``GptqCheckpoint``.
+        """
+        for index, precision in enumerate(precisions, start=first_layer):
+            yield from self._layer(index, precision)
+
+    def _layer(self, index: int, precision: Precision) -> Iterator[Item]:
+        layer = self.checkpoint.empty_layer(index)
+        matrices = self._matrices(index, precision)
+        keys = {matrix.key for matrix in matrices}
+        assembly = LayerAssembly(layer, self.dtype, self.backend)
+        tiled = frozenset(
+            matrix.name
+            for matrix in matrices
+            if assembly.reads_tiles(matrix, precision, self.device.type)
+        )
+        load = LayerLoad(index=index, precision=precision, assembly=assembly, tiled=tiled)
+        stored_as_codes = keys if self.gptq is not None else ()
+        sources = self.checkpoint.layer_sources(index, layer, without=stored_as_codes)
+        for key, source in sources.items():
+            if key not in keys:
+                slot = self.prefetcher.acquire()
+                tensor = self.checkpoint.tensors.load(source)
+                yield ReadTensor(layer=load, key=key, tensor=tensor, slot=slot)
+                del tensor
+        if self.gptq is not None:
+            yield from self._gptq_codes(self.gptq, load, matrices)
+        else:
+            yield from self._from_cache_or_weights(load, matrices, sources)
+        yield LayerEnd(layer=load)
+
+    def _matrices(self, index: int, precision: Precision) -> list[Matrix]:
+        """Return the matrices that are stored as codes or are to be quantized."""
+        if self.gptq is None and precision.bits == 16:
+            return []
+        matrices = matrices_of(self.checkpoint.empty_layer(index))
+        if self.gptq is None:
+            return matrices
+        keys = self.gptq.packed_keys(index)
+        return [matrix for matrix in matrices if matrix.key in keys]
+
+    def _gptq_codes(
+        self, gptq: GptqCheckpoint, load: LayerLoad, matrices: Sequence[Matrix]
+    ) -> Iterator[Item]:
+        load.origin = "as stored" if matrices else ""
+        for matrix in matrices:
+            slot = self.prefetcher.acquire()
+            packed = gptq.packed(load.index, matrix.name, self.dtype)
+            assert packed is not None
+            yield ReadMatrix(layer=load, matrix=matrix, weight=packed, slot=slot)
+            del packed
+
+    def _from_cache_or_weights(
+        self, load: LayerLoad, matrices: Sequence[Matrix], sources: Mapping[str, TensorSource]
+    ) -> Iterator[Item]:
+        weights = _weights(matrices, sources)
+        cached = self._cached(load, matrices, weights)
+        if cached is not None:
+            load.origin = "from the store"
+            for matrix in matrices:
+                weight = weight_of(matrix, load.precision, cached)
+                yield ReadMatrix(layer=load, matrix=matrix, weight=weight)
+            return
+        tensors = self.checkpoint.tensors
+        for matrix in matrices:
+            slot = self.prefetcher.acquire()
+            source = weights[matrix.name]
+            yield ReadMatrix(
+                layer=load,
+                matrix=matrix,
+                weight=tensors.load(source, slot.allocate),
+                where=tensors.where(source.name),
+                slot=slot,
+            )
+
+    def _cached(
+        self, load: LayerLoad, matrices: Sequence[Matrix], weights: Mapping[str, TensorSource]
+    ) -> dict[str, Tensor] | None:
+        """Return the entry of a layer; if there is none, note how to write it."""
+        if self.cache is None or not matrices:
+            return None
+        fingerprint = self.checkpoint.tensors.fingerprint(weights.values())
+        if fingerprint is None:
+            return None
+        forms = [f"{name} {name in load.tiled}" for name in weights]
+        key = entry_key(fingerprint, [str(load.precision), str(self.dtype), *forms])
+        layout = entry_layout(matrices, load.precision, self.dtype, load.tiled)
+        cached = self.cache.read(key, layout)
+        if cached is None:
+            load.begin_entry = partial(self.cache.write, key, layout)
+            load.is_valid = partial(self._is_unchanged, weights, fingerprint)
+        return cached
+
+    def _is_unchanged(self, weights: Mapping[str, TensorSource], fingerprint: str) -> bool:
+        return fingerprint == self.checkpoint.tensors.fingerprint(weights.values())
+
+
+def _weights(
+    matrices: Sequence[Matrix], sources: Mapping[str, TensorSource]
+) -> dict[str, TensorSource]:
+    """Return the source of every matrix by its name; experts are slices of one parameter."""
+    slices = {
+        matrix.key: list(sources[matrix.key].rows()) for matrix in matrices if matrix.expert == 0
+    }
+    return {
+        matrix.name: sources[matrix.key]
+        if matrix.expert is None
+        else slices[matrix.key][matrix.expert]
+        for matrix in matrices
+    }
