@@ -31,7 +31,7 @@ def test_plan_side_imports_without_torch(module):
 
 def test_importing_llmpq_loads_the_standard_library_only():
     third_party = {"numpy", "tqdm", "highspy", *HEAVY}
-    assert not third_party & modules_after("import llmpq, llmpq.spec.plan_io, llmpq.spec.catalog")
+    assert not third_party & modules_after("import llmpq, llmpq.spec.plan, llmpq.spec.catalog")
 
 
 def test_help_of_a_tensor_command_answers_without_torch():
