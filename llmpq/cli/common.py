@@ -1,17 +1,18 @@
-"""What all commands share: one way to fail, one way to print JSON, one way to name themselves.
+"""Shared parts of all commands: parsers, errors, exit statuses, JSON, progress.
 
-Standard output carries the result and nothing else; progress, logs and errors go to standard error.
+Standard output carries the result only; progress, logs and errors go to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
 
 INTERRUPTED = 130
+QUIET_S = 2.0
+"""Work shorter than this shows no progress."""
 LONGEST_START_S = 60.0
-"""A process that is older when its command begins was not started for that command alone."""
+"""A process older than this when a command begins was not started for that command alone."""
 
 EXTRAS = {
     "torch": "runtime",
@@ -33,15 +36,15 @@ EXTRAS = {
     "aiconfigurator_core": "profiles",
     "pyarrow": "profiles",
 }
-"""Packages that only some commands need, and the extra that brings each."""
+"""Packages that only some commands need, and the extra that installs each."""
 
 
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options every command has."""
     parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
-    parser.add_argument("--verbose", "-v", action="store_true", help="log what is being done")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--verbose", "-v", action="store_true", help="log the steps")
     return parser
 
 
@@ -50,9 +53,10 @@ def run_command(
     body: Callable[[argparse.Namespace], int],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse, run ``body`` and turn every error into one clear line and its exit status.
+    """Parse the options, run ``body``, and report an error as one line.
 
-    Exit status: 0 done, 1 our own bug, 2 bad input, 3 no plan exists, 4 a stage failed.
+    Returns:
+        The exit status: 0 done, 1 a bug of llmpq, 2 bad input, 3 no plan exists, 4 a stage failed.
     """
     try:
         options = parser.parse_args(argv)
@@ -69,13 +73,13 @@ def run_command(
         if missing not in EXTRAS:
             raise
         print(
-            f"{parser.prog}: error: found no package '{missing}', which this needs; "
+            f"{parser.prog}: error: found no package '{missing}', which this command needs; "
             f"install llmpq[{EXTRAS[missing]}]",
             file=sys.stderr,
         )
         return SpecError.exit_status
     except BrokenPipeError:
-        # The reader of our output left: nothing more can be said, and nothing is wrong here.
+        # The reader of standard output has closed it, which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -84,7 +88,7 @@ def run_command(
 
 
 def require(*packages: str) -> None:
-    """Make sure that packages are there before any process is started that needs them.
+    """Check that packages are installed, before a process is started that needs them.
 
     Raises:
         ModuleNotFoundError: names the first that is missing; ``run_command`` names its extra.
@@ -94,24 +98,49 @@ def require(*packages: str) -> None:
             raise ModuleNotFoundError(f"No module named '{package}'", name=package)
 
 
+@contextlib.contextmanager
+def progress_bar(name: str, *, delay_s: float = QUIET_S) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error, for work that takes longer than ``delay_s``.
+
+    Yields:
+        A function of the work done, all work, and a text.
+    """
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=name,
+        delay=delay_s,
+        file=sys.stderr,
+        leave=False,
+        # A log file gets a line now and then, a terminal a live bar.
+        mininterval=0.1 if sys.stderr.isatty() else 10.0,
+    ) as bar:
+
+        def show(done: int, total: int, text: str = "") -> None:
+            bar.total = total
+            bar.set_postfix_str(text, refresh=False)
+            bar.update(done - bar.n)
+
+        yield show
+
+
 def print_json(value: dict[str, Any]) -> None:
-    """Print exactly one JSON object on standard output."""
+    """Print one JSON object on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def command_start_s(argv: Sequence[str] | None) -> float:
-    """Return the moment a command began, by ``time.monotonic``.
+    """Return the start of a command, by ``time.monotonic``.
 
-    That is when its process was started: loading libraries is part of what a user waits for.
-    A command that is called with arguments of its own, or on a system that does not tell, begins
-    now.
+    That is the start of its process, because users wait for imports too. A command called with
+    ``argv``, or on a system without ``/proc``, starts now.
     """
     age_s = _process_age_s() if argv is None else 0.0
     return time.monotonic() - (age_s if 0 <= age_s <= LONGEST_START_S else 0.0)
 
 
 def _process_age_s() -> float:
-    """Return how long ago this process was started (``man 5 proc``, field 22), 0 if unknown."""
+    """Return the age of this process (``man 5 proc``, field 22), 0 if unknown."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,87 +1,103 @@
-"""The options that say what to plan and how, and the request they make."""
+"""Options that say what to plan and how, and the requests they make."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
+from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
+from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
-from llmpq.assigner.task import DEFAULT_GAP, omega_of
+from llmpq.assigner.schedules.plan import ScheduleRequest
+from llmpq.assigner.schedules.tensor_parallel import schedule_plan
+from llmpq.assigner.task import DEFAULT_GAP
 from llmpq.cli.fit_cache import fit_cache
-from llmpq.cli.override_options import overrides_of
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
+from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
+from llmpq.spec.schedule import default_schedule
 from llmpq.spec.sensitivity import SensitivityTable, check_measured_on, read_sensitivity
 from llmpq.spec.workload import Workload, load_workload
+from llmpq.units import GIB
 
 DEFAULT_METHOD = "llmpq"
+POLICIES = ("hybrid", "static", "iteration", "rra", "waa", "auto")
+SEARCHED = ("rra", "waa", "auto")
+CONFIDENCE = 0.95
+"""Default probability that a latency bound is kept: a margin of 1.6 standard deviations."""
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
     """Add model, cluster and workload."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="NAME_OR_DIR", help="catalogue name or local directory")
-    model.add_argument("--model-name", metavar="FAMILY", help="the paper's form: opt or bloom")
+    model.add_argument(
+        "--model-name", metavar="FAMILY", help="family as in the paper: opt or bloom"
+    )
     model.add_argument("--model_size", metavar="SIZE", help="with --model-name, such as 30b")
     model.add_argument(
         "--dtype",
         choices=("auto", *DTYPE_BYTES),
         default="auto",
-        help="number format of what is not quantized (auto: the checkpoint's own)",
+        help="number format of unquantized tensors (auto: that of the checkpoint)",
     )
     model.add_argument(
         "--kv_bits",
         type=int,
         choices=(8, 16),
         default=16,
-        help="bits of a cached key or value; 16 keeps them in the number format",
+        help="bits of a cached key or value (16: the number format of --dtype)",
     )
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--cluster", metavar="FILE.json")
-    cluster.add_argument("--device_names", nargs="+", metavar="TYPE", help="one node per type")
-    cluster.add_argument("--device_numbers", nargs="+", type=int, metavar="COUNT")
+    cluster.add_argument("--cluster", metavar="FILE.json", help="cluster file")
+    cluster.add_argument(
+        "--device_names", nargs="+", metavar="TYPE", help="device types, one node per type"
+    )
+    cluster.add_argument(
+        "--device_numbers", nargs="+", type=int, metavar="COUNT", help="devices of each type"
+    )
     cluster.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     latency = cluster.add_mutually_exclusive_group()
     latency.add_argument(
         "--use_profiler_prediction",
         action="store_true",
-        help="measured shapes answer for themselves, others are interpolated (the default)",
+        help="use measured latencies, and interpolate other shapes (the default)",
     )
     latency.add_argument(
-        "--fit", action="store_true", help="the regression fitted to a table answers everywhere"
+        "--fit", action="store_true", help="use the regression fitted to a table for all shapes"
     )
     work = parser.add_argument_group("workload")
-    work.add_argument("--workload", metavar="FILE.json")
+    work.add_argument("--workload", metavar="FILE.json", help="workload file")
     work.add_argument("--global_bz", type=int, metavar="B", help="sequences in the batch")
     work.add_argument("--s", type=int, metavar="TOKENS", help="prompt length")
     work.add_argument("--n", type=int, metavar="TOKENS", help="tokens to generate per sequence")
 
 
 def add_quality_options(parser: argparse.ArgumentParser) -> None:
-    """Add what trades quality against speed."""
+    """Add the options of the trade-off between quality and speed."""
     quality = parser.add_argument_group("quality")
     quality.add_argument(
         "--omega_file",
         metavar="FILE.json",
-        help="measured sensitivity (default: every layer alike, by the quantizer's step alone)",
+        help="measured sensitivity (default: the same for all layers, from the quantization step)",
     )
     quality.add_argument(
         "--theta",
         type=float,
         metavar="SECONDS",
-        help='price of "every layer at 4 bits" (default: a lower bound of the latency, to two '
-        "digits; 0 under a quality budget)",
+        help='cost of "every layer at 4 bits" in the objective (default: a lower bound of the '
+        "latency, to two digits; 0 with a quality budget)",
     )
     quality.add_argument(
         "--quality_budget",
@@ -93,72 +109,87 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "--average_bits",
         type=float,
         metavar="A",
-        help="give every layer the bits that lose least at A bits a weight; only where layers "
-        "run, and in what micro-batches, is then searched",
+        help="give every layer the bits that lose least quality at A bits per weight, and search "
+        "only the partition and the micro-batches",
     )
     quality.add_argument(
         "--pareto",
         type=int,
         metavar="K",
-        help="K plans from the best quality to the highest speed, with a table and a picture",
+        help="make K plans from the best quality to the highest speed, a table and a picture",
     )
     quality.add_argument(
-        "--bits", type=int, nargs="+", choices=sorted(BITS), default=list(BITS), metavar="BITS"
+        "--bits",
+        type=int,
+        nargs="+",
+        choices=sorted(BITS),
+        default=list(BITS),
+        metavar="BITS",
+        help="bitwidths to choose from (default: all)",
     )
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add how to search."""
+    """Add the options of the search."""
     search = parser.add_argument_group("search")
-    search.add_argument("--method", choices=(*METHODS, "all"), default=DEFAULT_METHOD)
+    search.add_argument(
+        "--method",
+        choices=(*METHODS, "all"),
+        default=DEFAULT_METHOD,
+        help="planner (default: llmpq); all compares every method",
+    )
     search.add_argument(
         "--shaq-efficient",
         dest="method",
         action="store_const",
         const="heuristic",
-        help="the paper's name for --method heuristic",
+        help="name of --method heuristic in the paper",
     )
     search.add_argument(
         "--solver",
         choices=("exact", *SOLVERS),
         default="exact",
-        help="exact (default): proven best, no solver; else integer programs",
+        help="exact (default): built-in search with a proof; others: integer programs",
     )
     search.add_argument(
         "--orders",
         choices=("types", "all"),
         default="types",
-        help="types: equal devices side by side; all: every distinct order",
+        help="device orders to search: types keeps equal devices adjacent, all is every order",
     )
     search.add_argument(
         "--formula",
         choices=("steady", "paper"),
         default="steady",
-        help="latency: decoding in steady state, or the published formula",
+        help="latency formula: decoding in steady state (default), or as published",
     )
     search.add_argument(
-        "--group", type=int, default=1, metavar="G", help="consecutive layers decided together"
+        "--group",
+        type=int,
+        default=1,
+        metavar="G",
+        help="consecutive layers that share device and bits",
     )
     search.add_argument(
         "--gap",
         type=float,
         metavar="GAP",
-        help="stop when proven this close to the optimum (default: 0, programs 0.001)",
+        help="relative optimality gap to stop at (default: 0; integer programs 0.001)",
     )
     search.add_argument(
         "--time_limit",
         type=float,
         metavar="SECONDS",
-        help="of the whole command: then the best plan so far is told, with its bound and gap; "
-        "--pareto: of each of its searches",
+        help="limit of the whole command, which then reports the best plan found with its bound "
+        "and gap; with --pareto: limit of each search",
     )
 
 
 def request_of(options: argparse.Namespace) -> PlanRequest:
-    """Return the request of parsed options.
+    """Return the planning request of the options.
 
     Raises:
-        SpecError: something is missing, contradicts itself or cannot be read.
+        SpecError: an option or a file is missing, contradictory or not readable.
     """
     model, source = _model(options)
     dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
@@ -187,63 +218,20 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )
-    request = _as_stored(options, request)
-    return request if options.average_bits is None else _with_average(options, request)
-
-
-def stored_text(model: ModelSpec) -> list[str]:
-    """Return a line about a model that is quantized already; none about any other."""
-    if not model.stored:
-        return []
-    counts = Counter(map(str, model.stored))
-    parts = ", ".join(f"{count} layers {name}" for name, count in counts.items())
-    return [f"stored         {parts}: each is served as it is, at no other bits"]
-
-
-def _as_stored(options: argparse.Namespace, request: PlanRequest) -> PlanRequest:
-    """Let layers that are quantized already keep their bits."""
-    widths = [precision.bits for precision in request.model.stored]
-    if not widths:
+    if model.stored:
+        for name in ("fix_bits", "average_bits"):
+            if getattr(options, name):
+                raise SpecError(
+                    f"--{name}: found with {source}, whose layers are quantized already, expected "
+                    "to leave them their bits, or the model it was made from"
+                )
+        return with_stored_bits(request)
+    if options.average_bits is None:
         return request
-    for other in (name for name in ("fix_bits", "average_bits") if getattr(options, name)):
-        raise SpecError(
-            f"--{other}: found with {request.model_source}, whose layers are quantized already, "
-            "expected to leave them their bits, or the model it was made from"
-        )
-    bits = tuple(sorted(set(widths), reverse=True))
-    if not set(bits) <= set(options.bits):
-        raise SpecError(
-            f"--bits: found {list(options.bits)}, expected {list(bits)} among them: layers of "
-            f"{request.model_source} are stored at these and can be served at no others"
-        )
-    request = replace(request, bits=bits)
-    if len(bits) == 1:
-        return request
-    decided = replace(request.overrides, layer_bits=tuple(_runs_of(widths)))
-    return replace(request, overrides=decided)
-
-
-def _with_average(options: argparse.Namespace, request: PlanRequest) -> PlanRequest:
-    """Decide the bits of every layer by their average alone."""
-    given = ("fix_bits", "quality_budget", "theta", "pareto")
-    for other in (name for name in given if getattr(options, name) is not None):
-        raise SpecError(f"--average_bits: found together with --{other}, expected one of them")
-    widths = bits_at_average(
-        omega_of(request), request.bits, quantizable_weights(request.model), options.average_bits
-    )
-    decided = replace(request.overrides, layer_bits=tuple(_runs_of(widths)))
-    return replace(request, overrides=decided)
-
-
-def _runs_of(widths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return equal neighbours as half-open ranges with their bits."""
-    runs: list[tuple[int, int, int]] = []
-    for layer, width in enumerate(widths):
-        if runs and runs[-1][2] == width:
-            runs[-1] = (runs[-1][0], layer + 1, width)
-        else:
-            runs.append((layer, layer + 1, width))
-    return runs
+    for name in ("fix_bits", "quality_budget", "theta", "pareto"):
+        if getattr(options, name) is not None:
+            raise SpecError(f"--average_bits: found together with --{name}, expected one of them")
+    return with_average_bits(request, options.average_bits)
 
 
 def _gap(options: argparse.Namespace) -> float:
@@ -301,3 +289,206 @@ def _sensitivity(
     except SpecError as error:
         raise SpecError(f"{path}: field 'omega': {error}") from None
     return table
+
+
+def add_override_options(parser: argparse.ArgumentParser) -> None:
+    """Add manual decisions."""
+    group = parser.add_argument_group(
+        "manual decisions",
+        "DEVICE is node/type#0, or node/type, node or type for all devices that match. The search "
+        "decides the rest.",
+    )
+    group.add_argument(
+        "--memory_gib", nargs="+", metavar="DEVICE=GIB", help="memory that a device may use"
+    )
+    group.add_argument("--exclude", nargs="+", metavar="DEVICE", help="devices to leave out")
+    group.add_argument("--use", nargs="+", metavar="DEVICE", help="devices that must hold layers")
+    group.add_argument(
+        "--fix_order",
+        nargs="+",
+        metavar="DEVICE",
+        help="the devices of the pipeline in order; others are left out",
+    )
+    group.add_argument(
+        "--fix_layers",
+        nargs="+",
+        metavar="DEVICE=FIRST:END",
+        help="layers of a device, END excluded",
+    )
+    group.add_argument(
+        "--fix_bits",
+        nargs="+",
+        metavar="LAYERS=BITS",
+        help="bits of layers FIRST:END, or of all layers of a DEVICE",
+    )
+    group.add_argument(
+        "--micro_batch", nargs=2, type=int, metavar=("PREFILL", "DECODE"), help="micro-batch sizes"
+    )
+
+
+def overrides_of(options: argparse.Namespace) -> Overrides:
+    """Return the manual decisions of the options.
+
+    Raises:
+        SpecError: an entry is malformed.
+    """
+    bits = [_pair("--fix_bits", text) for text in options.fix_bits or ()]
+    sizes = options.micro_batch
+    return Overrides(
+        memory=tuple(_memory(text) for text in options.memory_gib or ()),
+        exclude=tuple(options.exclude or ()),
+        use=tuple(options.use or ()),
+        order=tuple(options.fix_order or ()),
+        layers=tuple(
+            (name, *_range("--fix_layers", text, span))
+            for text in options.fix_layers or ()
+            for name, span in [_pair("--fix_layers", text)]
+        ),
+        layer_bits=tuple(
+            (*_range("--fix_bits", f"{name}={width}", name), _whole("--fix_bits", name, width))
+            for name, width in bits
+            if _is_range(name)
+        ),
+        device_bits=tuple(
+            (name, _whole("--fix_bits", name, width)) for name, width in bits if not _is_range(name)
+        ),
+        micro_batching=None if sizes is None else MicroBatching(prefill=sizes[0], decode=sizes[1]),
+    )
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, sign, value = text.rpartition("=")
+    if not (sign and name and value):
+        raise SpecError(f"{option}: found '{text}', expected two parts joined by '='")
+    return name, value
+
+
+def _memory(text: str) -> tuple[str, int]:
+    name, value = _pair("--memory_gib", text)
+    try:
+        size = float(value)
+    except ValueError:
+        size = -1.0
+    if not 0 < size < 1e6:
+        raise SpecError(f"--memory_gib: found '{text}', expected a number of GiB above 0")
+    return name, round(size * GIB)
+
+
+def _is_range(text: str) -> bool:
+    return all(part.isdecimal() for part in text.split(":")) and text.count(":") == 1
+
+
+def _range(option: str, text: str, span: str) -> tuple[int, int]:
+    if not _is_range(span):
+        raise SpecError(f"{option}: found '{text}', expected layers as FIRST:END")
+    first, end = span.split(":")
+    return int(first), int(end)
+
+
+def _whole(option: str, name: str, value: str) -> int:
+    if not value.isdecimal():
+        raise SpecError(f"{option}: found '{name}={value}', expected whole bits")
+    return int(value)
+
+
+def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    """Add policy, latency bound and length distributions."""
+    group = parser.add_argument_group("schedule (ExeGPT)")
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help="batching policy of the strategy (default: hybrid micro-batches); rra and waa are "
+        "searched, waa with separate stages for prefill and decode; auto is the policy with the "
+        "most requests per second in simulation",
+    )
+    group.add_argument(
+        "--latency_bound",
+        type=float,
+        metavar="SECONDS",
+        help="rra, waa, auto: largest latency of a request from the start of its prefill",
+    )
+    group.add_argument(
+        "--sla",
+        choices=("length", "queries"),
+        default="length",
+        help="the bound is for an answer of the 99th percentile's length (default), or for 99 %% "
+        "of all requests in simulation",
+    )
+    group.add_argument(
+        "--bound_confidence",
+        type=float,
+        default=CONFIDENCE,
+        metavar="SHARE",
+        help="probability that --latency_bound is kept, given the uncertainty of the measured "
+        f"tables (default {CONFIDENCE}; 0.5 ignores the uncertainty)",
+    )
+    group.add_argument("--lengths", metavar="FILE.json", help="distribution of answer lengths")
+    group.add_argument(
+        "--prompt_lengths",
+        metavar="FILE.json",
+        help="distribution of prompt lengths (default: all as long as --s)",
+    )
+    group.add_argument(
+        "--tensor_parallel",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="rra, waa, auto: let N equal devices share every layer, with the best of the given N "
+        "in simulation; needs tables measured with N devices; planned and simulated only",
+    )
+
+
+def scheduled(
+    options: argparse.Namespace,
+    request: PlanRequest,
+    plan: Plan,
+    planned: Callable[[PlanRequest], Plan],
+) -> tuple[PlanRequest, Plan]:
+    """Return the plan with the schedule of the options, and the request that it is a plan of.
+
+    Args:
+        options: parsed.
+        request: what was planned.
+        plan: its plan, without tensor parallelism.
+        planned: makes a plan of another request.
+
+    Raises:
+        SpecError: options that exclude each other.
+        InfeasibleError: no schedule meets the bound.
+    """
+    degrees = options.tensor_parallel or [1]
+    if options.policy in SEARCHED:
+        wanted = _schedule_request(options, request)
+        return schedule_plan(
+            request, plan, wanted, options.policy, degrees=degrees, planned=planned
+        )
+    if degrees != [1]:
+        raise SpecError("--tensor_parallel: expected together with --policy rra, waa or auto")
+    if options.latency_bound is not None or options.lengths or options.prompt_lengths:
+        raise SpecError(
+            "--latency_bound, --lengths, --prompt_lengths: expected together with --policy rra, "
+            "waa or auto"
+        )
+    if options.policy in (None, "hybrid"):
+        return request, plan
+    schedule = default_schedule(options.policy, plan.workload.batch)
+    return request, replace(plan, schedule=schedule)
+
+
+def _schedule_request(options: argparse.Namespace, request: PlanRequest) -> ScheduleRequest:
+    if options.lengths is None:
+        raise SpecError(
+            f"--policy {options.policy}: found no --lengths, expected a distribution of answer "
+            "lengths"
+        )
+    bound_s = math.inf if options.latency_bound is None else options.latency_bound
+    if not bound_s > 0:
+        raise SpecError(f"--latency_bound: found {bound_s:g}, expected more than 0 seconds")
+    file, prompt_tokens = options.prompt_lengths, request.workload.prompt_tokens
+    return ScheduleRequest(
+        prompt_tokens=load_lengths(file) if file else constant(prompt_tokens),
+        new_tokens=load_lengths(options.lengths),
+        latency_bound_s=bound_s,
+        sla=options.sla,
+        confidence=options.bound_confidence,
+    )

@@ -1,24 +1,26 @@
-"""A plan as a picture: layers by device and bits, memory by cause, and the pipeline's timeline.
+"""Pictures of plans, Pareto fronts and runs.
 
-Needs matplotlib (the extra ``plot``), which is imported when a picture is asked for.
+They need matplotlib (the extra ``plot``), which is imported only when a picture is drawn.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.timeline import Block, timeline
-from llmpq.cli.report import compact_bits, memory_pair, memory_unit
+from llmpq.cli.render import compact_bits, memory_pair, memory_unit, plans_text
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import MS
 
 BIT_COLOURS = {16: "#1f4e79", 8: "#2e9c8f", 4: "#f2a541", 3: "#d1495b"}
-"""Dark and cool for many bits, warm for few; told apart in greyscale too."""
+"""Dark and cool for many bits, warm for few; distinct in greyscale too."""
 
 MEMORY_COLOURS = {
     "weights": "#1f4e79",
@@ -39,6 +41,12 @@ BATCH_COLOURS = (
     "#b5651d",
 )
 INK = "#22303c"
+GREY = "#8a939c"
+CAPACITY_COLOUR = "#c1121f"
+MIN_BAR_SLOTS = 6
+"""Least width of the bar chart, in bars."""
+_PHASES = ("prefill", "decode")
+RUN_COLOURS = {"predicted": "#9ecae1", "measured": "#3182bd"}
 DECODE_ROUNDS = 3
 ROW_INCHES = 0.38
 LABEL_SHARE = 0.018
@@ -46,15 +54,14 @@ LABEL_SHARE = 0.018
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Write the picture of a plan.
+    """Draw a plan: layers by device and bits, memory by cause, and the pipeline's timeline.
 
     Raises:
         SpecError: matplotlib is not installed, or the file cannot be written.
     """
     rows = len(plan.stages)
-    everyone = rows + len(plan.dropped_devices)
-    heights = [everyone, rows, rows, rows]
-    figure = new_figure(12, 3.9 + ROW_INCHES * sum(heights))
+    heights = [rows + len(plan.dropped_devices), rows, rows, rows]
+    figure = _new_figure(12, 3.9 + ROW_INCHES * sum(heights))
     ratios = [1.6 + height for height in heights]
     axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
     figure.suptitle(_title(plan), color=INK, fontsize=11, x=0.01, ha="left", weight="bold")
@@ -63,38 +70,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     blocks = timeline(plan, DECODE_ROUNDS)
     _draw_phase(axes[2], plan, [item for item in blocks if item.phase is Phase.PREFILL])
     _draw_phase(axes[3], plan, [item for item in blocks if item.phase is Phase.DECODE])
-    save_figure(figure, path)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of so many inches, without any global state of matplotlib.
-
-    Raises:
-        SpecError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError:
-        raise SpecError("--plot: matplotlib is not installed; install llmpq[plot]") from None
-    figure = Figure(figsize=(width, height), dpi=130)
-    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08, hspace=0.03))
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure, and the folder it goes to.
-
-    Raises:
-        SpecError: the file cannot be written.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise SpecError(f"--plot: {path}: cannot be written: {error}") from None
+    _save_figure(figure, path)
 
 
 def _title(plan: Plan) -> str:
@@ -126,24 +102,6 @@ def _style(axis: Any, labels: Sequence[str], title: str) -> None:
         axis.spines[side].set_visible(False)
 
 
-def legend(axis: Any, entries: Sequence[tuple[str, str]]) -> None:
-    """Draw a legend of names and colours above an axis, at its right."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, label=name) for name, colour in entries]
-    axis.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(entries),
-        frameon=False,
-        fontsize=8.5,
-        borderaxespad=0.2,
-        handlelength=1.1,
-        columnspacing=1.2,
-    )
-
-
 def _draw_layers(axis: Any, plan: Plan) -> None:
     for row, stage in enumerate(plan.stages):
         layer = stage.first_layer
@@ -166,11 +124,11 @@ def _draw_layers(axis: Any, plan: Plan) -> None:
             color=INK,
         )
     for row in range(len(plan.stages), len(plan.stages) + len(plan.dropped_devices)):
-        axis.text(0, row, " left out", va="center", fontsize=8.5, color="#8a939c", style="italic")
+        axis.text(0, row, " left out", va="center", fontsize=8.5, color=GREY, style="italic")
     _style(axis, _labels(plan, dropped=True), "Layers and bits")
     axis.set_xlim(0, plan.model.num_layers)
     axis.set_xlabel("decoder layer")
-    legend(axis, [(f"{b} bits", BIT_COLOURS[b]) for b in BITS if b in plan.bits])
+    _legend(axis, [(f"{b} bits", BIT_COLOURS[b]) for b in BITS if b in plan.bits])
 
 
 def _draw_memory(axis: Any, plan: Plan) -> None:
@@ -183,7 +141,7 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
             axis.barh(row, size, left=left, height=0.62, color=colour, edgecolor="white", lw=0.4)
             left += size
         capacity = stage.capacity_bytes / unit_bytes
-        axis.plot([capacity, capacity], [row - 0.42, row + 0.42], color="#c1121f", lw=2)
+        axis.plot([capacity, capacity], [row - 0.42, row + 0.42], color=CAPACITY_COLOUR, lw=2)
         share = stage.memory.total / stage.capacity_bytes
         axis.text(
             max(capacity, left),
@@ -197,7 +155,7 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
     axis.set_xlim(0, 1.2 * largest / unit_bytes)
     axis.set_xlabel(unit)
     entries = [(MEMORY_NAMES.get(part, part), colour) for part, colour in MEMORY_COLOURS.items()]
-    legend(axis, [*entries, ("capacity", "#c1121f")])
+    _legend(axis, [*entries, ("capacity", CAPACITY_COLOUR)])
 
 
 def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
@@ -235,4 +193,185 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
     batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
     _style(axis, _labels(plan, dropped=False), f"{title}: {batches} of {size}")
     axis.set_xlim(0, span_s / unit_s)
-    axis.set_xlabel(f"{unit} since the phase began; colour and number tell the micro-batch")
+    axis.set_xlabel(f"{unit} since the phase began; colour and number are the micro-batch")
+
+
+def draw_front(plans: Sequence[Plan], path: str | Path) -> None:
+    """Draw throughput against quality and the bits of several plans, best quality first.
+
+    Raises:
+        SpecError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = _new_figure(9.5, 6.4)
+    axes = figure.subplots(2, 1, gridspec_kw={"height_ratios": [3.4, 1.6]})
+    first, work = plans[0], plans[0].workload
+    title = (
+        f"{first.model.name} on {first.cluster.name}\n{work.batch} x {work.prompt_tokens} prompt + "
+        f"{work.new_tokens} new tokens: {plans_text(len(plans))}, none dominated"
+    )
+    figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", weight="bold")
+    _draw_points(axes[0], plans)
+    _draw_bits(axes[1], plans)
+    _save_figure(figure, path)
+
+
+def _draw_points(axis: Any, plans: Sequence[Plan]) -> None:
+    lost = [plan.estimate.quality for plan in plans]
+    speed = [plan.throughput_tokens_per_s for plan in plans]
+    # No plan lies between two plans of the front, hence a staircase.
+    axis.step(lost, speed, where="post", color=GREY, lw=1.2, zorder=1)
+    axis.scatter(lost, speed, s=150, color=BIT_COLOURS[16], edgecolor="white", lw=1.0, zorder=2)
+    for number, point in enumerate(zip(lost, speed, strict=True), start=1):
+        axis.annotate(
+            str(number), point, color="white", fontsize=8, ha="center", va="center", zorder=3
+        )
+    _scale_by_root(axis, max(lost))
+    axis.set_xlabel("quality lost (0 = unquantized, 1 = every layer at 4 bits; square-root scale)")
+    axis.set_ylabel("tokens/s")
+    low, high = min(speed), max(speed)
+    margin = 0.12 * (high - low) or 0.1 * high
+    axis.set_ylim(max(0.0, low - margin), high + margin)
+    axis.set_title("Throughput against quality", loc="left", fontsize=10, color=INK, weight="bold")
+    axis.grid(color="#e6e9ec", lw=0.7)
+    axis.set_axisbelow(True)
+    _quiet(axis)
+
+
+def _scale_by_root(axis: Any, largest: float) -> None:
+    """Use a square-root scale: degradation grows with the square of the quantization step."""
+    axis.set_xscale("function", functions=(_root, _square))
+    top = largest if largest > 0 else 1.0
+    axis.set_xlim(-0.0015 * top, 1.12 * top)
+    ticks = [tick for tick in (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 3, 4, 5) if tick <= 1.12 * top]
+    if len(ticks) < 3:
+        power = 10 ** math.floor(math.log10(top))
+        ticks = [
+            0,
+            *(share * power for share in (0.1, 0.5, 1, 2, 5) if share * power <= 1.12 * top),
+        ]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def _root(values: Any) -> Any:
+    return abs(values) ** 0.5 * ((values > 0) * 2.0 - 1.0)
+
+
+def _square(values: Any) -> Any:
+    return values * abs(values)
+
+
+def _draw_bits(axis: Any, plans: Sequence[Plan]) -> None:
+    left = [0] * len(plans)
+    rows = list(range(1, len(plans) + 1))
+    used = [bits for bits in BITS if any(bits in plan.bits for plan in plans)]
+    for bits in used:
+        counts = [Counter(plan.bits)[bits] for plan in plans]
+        axis.bar(rows, counts, 0.72, bottom=left, color=BIT_COLOURS[bits], edgecolor="white")
+        left = [done + count for done, count in zip(left, counts, strict=True)]
+    axis.set_xticks(rows, [str(row) for row in rows])
+    axis.set_xlim(0.4, max(MIN_BAR_SLOTS, len(plans)) + 0.6)
+    axis.set_xlabel("plan")
+    axis.set_ylabel("layers")
+    axis.set_title("Layers by bits", loc="left", fontsize=10, color=INK, weight="bold")
+    _legend(axis, [(f"{bits} bits", BIT_COLOURS[bits]) for bits in used])
+    _quiet(axis)
+
+
+def _quiet(axis: Any) -> None:
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    axis.tick_params(labelsize=8.5, colors=INK)
+    for label in (axis.xaxis.label, axis.yaxis.label):
+        label.set_size(9)
+        label.set_color(INK)
+
+
+def draw_run(report: dict[str, Any], path: str | Path) -> None:
+    """Draw predicted beside measured seconds, of the whole run and of every stage, by phase.
+
+    Args:
+        report: of ``llmpq.dist.metrics.report.build_report``, with or without its phases.
+        path: file to write.
+
+    Raises:
+        SpecError: matplotlib is not installed, or the file cannot be written.
+    """
+    groups = run_groups(report)
+    figure = _new_figure(1.6 + 1.5 * len(groups), 3.8)
+    axes = figure.subplots()
+    for side, (name, colour) in enumerate(RUN_COLOURS.items()):
+        heights = [pair[name] for _, pair in groups]
+        places = [place + 0.4 * (side - 0.5) for place in range(len(groups))]
+        axes.bar(places, heights, width=0.38, color=colour, label=name)
+    for place, (_, pair) in enumerate(groups):
+        if pair["measured"] > 0:
+            error = f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
+            axes.text(place, max(pair.values()), error, ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(groups)), [name for name, _ in groups], fontsize=8)
+    axes.set_ylabel("seconds")
+    axes.set_title("Predicted against measured", fontsize=10)
+    axes.legend(fontsize=8)
+    axes.margins(y=0.12)
+    _save_figure(figure, path)
+
+
+def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+    """Return name and value of every pair of bars: the latency, its phases, every stage's work."""
+    groups = [("latency", report["latency_s"])]
+    groups += [(phase, report["phases"][phase]) for phase in _PHASES if "phases" in report]
+    for stage in report["stages"]:
+        groups += [
+            (f"stage {stage['rank']}\n{phase} work", stage[f"{phase}_busy_s"])
+            for phase in _PHASES
+            if f"{phase}_busy_s" in stage
+        ]
+    return groups
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """Return an empty figure, in inches, without global state of matplotlib.
+
+    Raises:
+        SpecError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError:
+        raise SpecError("--plot: matplotlib is not installed; install llmpq[plot]") from None
+    figure = Figure(figsize=(width, height), dpi=130)
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08, hspace=0.03))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure, making its folder.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--plot: {path}: cannot be written: {error}") from None
+
+
+def _legend(axis: Any, entries: Sequence[tuple[str, str]]) -> None:
+    """Draw a legend of names and colours above an axis, at its right."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=name) for name, colour in entries]
+    axis.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=8.5,
+        borderaxespad=0.2,
+        handlelength=1.1,
+        columnspacing=1.2,
+    )

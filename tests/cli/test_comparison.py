@@ -7,7 +7,7 @@ from helpers.builders import plan_request
 from llmpq.assigner import METHODS, make_plan
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.cli.commands.algo import main
-from llmpq.cli.comparison import comparison_table
+from llmpq.cli.render import comparison_table
 from llmpq.errors import InfeasibleError
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
+from llmpq.cli.run_options import add_fault_options, outcome, supervision_of
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError
 

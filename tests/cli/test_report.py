@@ -11,8 +11,8 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.assigner.task import costs_of
-from llmpq.cli.front_plot import draw_front
-from llmpq.cli.report import compact_bits, front_table, memory_pair, plan_record, plan_table
+from llmpq.cli.plots import draw_front
+from llmpq.cli.render import compact_bits, front_table, memory_pair, plan_record, plan_table
 from llmpq.spec.lengths import constant
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

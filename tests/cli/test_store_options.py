@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmpq.cli.store_options import store_directory, store_limit_bytes
+from llmpq.cli.run_options import store_directory, store_limit_bytes
 from llmpq.errors import SpecError
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
-from llmpq.cli.run_plot import draw_run, run_groups
+from llmpq.cli.plots import draw_run, run_groups
 from llmpq.dist.metrics.measurement import (
     Measurement,
     StageStats,

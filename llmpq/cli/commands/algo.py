@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
 from llmpq.assigner.constraints.deadline import Deadline
 from llmpq.assigner.explain.compare import compare_methods
+from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.task import Progress, costs_of
@@ -21,33 +21,37 @@ from llmpq.cli.common import (
     command_start_s,
     make_parser,
     print_json,
+    progress_bar,
     run_command,
 )
-from llmpq.cli.comparison import comparison_table
-from llmpq.cli.explanation import Explanation, explain_plan, explanation_record, explanation_text
-from llmpq.cli.override_options import add_override_options
 from llmpq.cli.plan_options import (
     add_input_options,
+    add_override_options,
     add_quality_options,
+    add_schedule_options,
     add_search_options,
     request_of,
+    scheduled,
+)
+from llmpq.cli.render import (
+    comparison_table,
+    explanation_record,
+    explanation_text,
+    front_record,
+    front_table,
+    plan_record,
+    plan_table,
+    plans_text,
+    schedule_text,
     stored_text,
 )
-from llmpq.cli.report import front_record, front_table, plan_record, plan_table, plans_text
-from llmpq.cli.schedule_options import add_schedule_options, schedule_text, scheduled
 from llmpq.cli.trust import hurried_text, plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan, write_plan
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 NAME = "llmpq-algo"
 V = TypeVar("V")
-
-QUIET_S = 2.0
-"""A search shorter than this shows no progress."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         NAME,
-        "Plan: which device runs which layers at how many bits, in micro-batches of what size.",
+        "Plan which device runs which layers at how many bits, and the micro-batch sizes.",
     )
     add_input_options(parser)
     add_quality_options(parser)
@@ -75,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         metavar="FILE",
         help="strategy file (default: strategies/<model>__<cluster>__<workload>__<method>.json); "
-        "several plans get a suffix each",
+        "several plans get one suffix each",
     )
     report.add_argument(
         "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
@@ -83,12 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--what_if",
         action="store_true",
-        help="plan again with one more device of each kind",
+        help="also plan with one more device of each kind",
     )
     report.add_argument(
         "--no_explain",
         action="store_true",
-        help="do not plan again to say what each device left out would cost",
+        help="do not plan again with each device left out, which shows its cost",
     )
     return parser
 
@@ -103,24 +107,30 @@ def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
         return _run_all(options, request, command)
     plan = _with_progress(
         "candidates",
-        lambda told: make_plan(request, options.method, command=command, progress=told),
+        lambda show: make_plan(request, options.method, command=command, progress=show),
     )
     request, plan = scheduled(
         options, request, plan, lambda own: make_plan(own, options.method, command=command)
     )
     path = _write(plan, _output(options, request, options.method))
-    found = _explained(options, request, plan)
+    found = _with_progress(
+        "explanation",
+        lambda show: explain_plan(
+            request, plan, resolve=not options.no_explain, more=options.what_if, progress=show
+        ),
+    )
     costs = costs_of(request, plan.cluster)
     trust = plan_trust(plan, costs)
     if options.json:
         record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
-        stored = [str(precision) for precision in request.model.stored]
-        more = {"trust": trust_record(trust), "hurried": list(costs.hurried)}
-        print_json({**record, "stored": stored, **more})
+        record["stored"] = [str(precision) for precision in request.model.stored]
+        print_json({**record, "trust": trust_record(trust), "hurried": list(costs.hurried)})
     else:
-        lines = [*stored_text(request.model), *schedule_text(plan), *trust_text(plan, trust)]
-        lines += [*hurried_text(costs), f"written        {path}"]
-        _print_plan(plan, found, lines)
+        print(plan_table(plan, found.dropped))
+        more = *explanation_text(plan, found), *stored_text(request.model), *schedule_text(plan)
+        for line in (*more, *trust_text(plan, trust), *hurried_text(costs)):
+            print(line)
+        print(f"written        {path}")
     if options.plot is not None:
         from llmpq.cli.plots import draw_plan
 
@@ -162,8 +172,8 @@ def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str)
         )
     plans = _with_progress(
         "plans",
-        lambda told: pareto_plans(
-            request, options.pareto, method=options.method, command=command, progress=told
+        lambda show: pareto_plans(
+            request, options.pareto, method=options.method, command=command, progress=show
         ),
     )
     paths = [
@@ -187,8 +197,8 @@ def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str)
 
 
 def _draw_front(plans: Sequence[Plan], path: Path, *, asked: bool) -> bool:
-    """Draw if it can be done; a picture nobody asked for is not worth an error."""
-    from llmpq.cli.front_plot import draw_front
+    """Draw the front; without ``asked``, a failure is only a warning."""
+    from llmpq.cli.plots import draw_front
 
     try:
         draw_front(plans, path)
@@ -203,7 +213,7 @@ def _draw_front(plans: Sequence[Plan], path: Path, *, asked: bool) -> bool:
 def _output(
     options: argparse.Namespace, request: PlanRequest, method: str, suffix: str = ""
 ) -> Path:
-    """Return where a plan goes; several plans of one ``--output`` differ by their suffix."""
+    """Return the file of a plan; several plans of one ``--output`` differ by their suffix."""
     if options.output is not None:
         path = Path(options.output)
         return path.with_name(f"{path.stem}{suffix}{path.suffix or '.json'}") if suffix else path
@@ -218,55 +228,10 @@ def _write(plan: Plan, path: Path) -> str:
     return str(path)
 
 
-def _explained(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Explanation:
-    return _with_progress(
-        "explanation",
-        lambda told: explain_plan(
-            request, plan, resolve=not options.no_explain, more=options.what_if, progress=told
-        ),
-    )
-
-
-def _print_plan(plan: Plan, found: Explanation, more: Sequence[str]) -> None:
-    print(plan_table(plan, found.dropped))
-    for line in (*explanation_text(plan, found), *more):
-        print(line)
-
-
 def _with_progress(name: str, work: Callable[[Progress], V]) -> V:
-    with _Bar(name) as bar:
-        return work(bar)
+    with progress_bar(name) as show:
 
+        def progress(done: int, total: int, best_s: float | None) -> None:
+            show(done, total, "" if best_s is None else f"best {best_s:.4g} s")
 
-class _Bar:
-    """A progress bar on standard error, for searches that take longer than ``QUIET_S``."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.started = time.monotonic()
-        self.bar: tqdm[Any] | None = None
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def __call__(self, done: int, total: int, best_s: float | None) -> None:
-        if self.bar is None:
-            if time.monotonic() - self.started < QUIET_S:
-                return
-            from tqdm import tqdm  # most plans are there before it would be shown
-
-            self.bar = tqdm(
-                total=total,
-                desc=self.name,
-                file=sys.stderr,
-                leave=False,
-                # A log file gets a line now and then, a terminal a live bar.
-                mininterval=0.1 if sys.stderr.isatty() else 10.0,
-            )
-        if best_s is not None:
-            self.bar.set_postfix_str(f"best {best_s:.4g} s", refresh=False)
-        self.bar.update(done - self.bar.n)
+        return work(progress)

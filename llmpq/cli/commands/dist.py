@@ -15,16 +15,23 @@ from pathlib import Path
 
 from llmpq.cli.commands import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.fault_options import add_fault_options, outcome, supervision_of
-from llmpq.cli.host_options import add_host_options, hosts_of, rendezvous_of
-from llmpq.cli.policy_options import (
+from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
     prediction_of,
     schedule_of,
 )
-from llmpq.cli.run_plot import draw_run
-from llmpq.cli.store_options import add_store_options, store_directory, store_limit_bytes
+from llmpq.cli.run_options import (
+    add_fault_options,
+    add_host_options,
+    add_store_options,
+    hosts_of,
+    outcome,
+    rendezvous_of,
+    store_directory,
+    store_limit_bytes,
+    supervision_of,
+)
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import DriftHandling, Job, SamplingParams
 from llmpq.dist.io.prompts import sort_prompts
@@ -237,6 +244,8 @@ def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Na
     if options.report is not None:
         write_text(options.report, dump_json(report))
     if options.plot is not None:
+        from llmpq.cli.plots import draw_run
+
         draw_run(report, options.plot)
     if options.json:
         print_json(report)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.host_options import add_host_options, hosts_of, rendezvous_of
+from llmpq.cli.run_options import add_host_options, hosts_of, rendezvous_of
 from llmpq.dist import model_dir_of, run_job
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, write_prompts

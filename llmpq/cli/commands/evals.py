@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.store_options import add_kernel_option
+from llmpq.cli.options import add_kernel_option
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError, bad_field

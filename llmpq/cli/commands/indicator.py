@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import command_line, make_parser, print_json, require, run_command
+from llmpq.cli.common import (
+    command_line,
+    make_parser,
+    print_json,
+    progress_bar,
+    require,
+    run_command,
+)
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
@@ -21,11 +27,8 @@ if TYPE_CHECKING:
     from llmpq.indicator import Indicator, Subject
 
 NAME = "llmpq-indicator"
-V = TypeVar("V")
 METHODS = ("divergence", "variance", "hessian", "random")
 NEED_TEXT = ("divergence", "hessian")
-QUIET_S = 2.0
-"""A run shorter than this shows no progress."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +104,8 @@ def _run(options: argparse.Namespace, command: str) -> int:
     torch.set_num_threads(threads)
     subject = _subject(options)
     started = time.monotonic()
-    scores = _with_progress(method, lambda told: _indicator(method, options).score(subject, told))
+    with progress_bar(method) as show:
+        scores = _indicator(method, options).score(subject, show)
     elapsed_s = time.monotonic() - started
     notes = {"command": command, "elapsed_s": f"{elapsed_s:.2f}"}
     table = sensitivity_table(subject, method, scores, notes)
@@ -165,26 +169,6 @@ def _indicator(method: str, options: argparse.Namespace) -> Indicator:
     return Random(seed=options.seed) if method == "random" else INDICATORS[method]
 
 
-def _with_progress(name: str, work: Callable[[Callable[[int, int, str], None]], V]) -> V:
-    from tqdm import tqdm
-
-    with tqdm(
-        total=1.0,
-        desc=name,
-        delay=QUIET_S,
-        file=sys.stderr,
-        leave=False,
-        mininterval=0.1 if sys.stderr.isatty() else 10.0,
-        bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}",
-    ) as bar:
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.set_postfix_str(what, refresh=False)
-            bar.update(done / total - bar.n)
-
-        return work(show)
-
-
 def _at_average(options: argparse.Namespace, table: SensitivityTable) -> tuple[int, ...]:
     import numpy as np
 
@@ -228,7 +212,3 @@ def _report(
         print(f"bits           {' '.join(map(str, bits))}")
     if options.output is not None:
         print(f"written        {options.output}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.common import make_parser, print_json, progress_bar, require, run_command
 from llmpq.errors import SpecError
 from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import Precision, default_precision, unquantized
@@ -69,7 +69,10 @@ def _run(options: argparse.Namespace) -> int:
     require("torch", "transformers", "safetensors")
     started = time.monotonic()
     job = _job(options)
-    report = _quantize(job, options)
+    from llmpq.calibration.quantize import quantize_checkpoint
+
+    with progress_bar("quantize", delay_s=0) as show:
+        report = quantize_checkpoint(job, options.output, show)
     elapsed_s = time.monotonic() - started
     if options.json:
         print_json(_record(job, report, options, elapsed_s))
@@ -151,20 +154,6 @@ def _precision(bits: int, options: argparse.Namespace) -> Precision:
         group_size=None if group == PER_CHANNEL else group,
         symmetric=default.symmetric or options.sym,
     )
-
-
-def _quantize(job: QuantizeJob, options: argparse.Namespace) -> QuantizeReport:
-    from tqdm import tqdm
-
-    from llmpq.calibration.quantize import quantize_checkpoint
-
-    with tqdm(total=len(job.precisions), unit="layer", file=sys.stderr) as bar:
-
-        def show(_done: int, _count: int, text: str) -> None:
-            bar.set_postfix_str(text, refresh=False)
-            bar.update()
-
-        return quantize_checkpoint(job, options.output, show)
 
 
 def _layers_text(precisions: Sequence[Precision]) -> str:

@@ -14,7 +14,7 @@ from llmpq.batching.length import make_predictor
 from llmpq.batching.workload_shift import Drift, DriftWatch, drift_of, drift_words, watch_of
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.fit_cache import fit_cache
-from llmpq.cli.policy_options import add_policy_options, prediction_of, schedule_of
+from llmpq.cli.options import add_policy_options, prediction_of, schedule_of
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate

@@ -1,4 +1,4 @@
-"""The options that choose a batching policy and what it knows of answer lengths."""
+"""Options that several commands share: batching policy and kernel."""
 
 from __future__ import annotations
 
@@ -25,49 +25,51 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         "--bins",
         type=int,
         metavar="K",
-        help="multibin: bins of equally many requests by predicted length (default 4)",
+        help="multibin: number of bins, each with the same share of requests (default 4)",
     )
     group.add_argument(
         "--predictor",
         choices=PREDICTOR_NAMES,
         default="oracle",
-        help="multibin: what is known of an answer's length (default oracle)",
+        help="multibin: predictor of answer lengths (default oracle)",
     )
     group.add_argument(
         "--predictor_error",
         type=float,
         default=0.3,
         metavar="SIGMA",
-        help="of --predictor noisy: standard deviation of the logarithm (default 0.3)",
+        help="--predictor noisy: standard deviation of the logarithm (default 0.3)",
     )
 
 
 def add_drift_options(parser: argparse.ArgumentParser) -> None:
-    """Add what a run does when answers leave the lengths that its schedule was made for."""
-    group = parser.add_argument_group("drift of answer lengths (schedules of rra and waa)")
+    """Add the handling of answer lengths that differ from those of the schedule."""
+    group = parser.add_argument_group(
+        "workload shift: answer lengths that differ from the schedule's (rra, waa)"
+    )
     group.add_argument(
         "--replan",
         action="store_true",
-        help="rra: encode as often as the answers' lengths ask for, without loading anew",
+        help="rra: adjust the encoding frequency to the answer lengths, without a restart",
     )
     group.add_argument(
         "--lengths_out",
         metavar="FILE.json",
-        help="write the lengths of all answers, for llmpq-algo --lengths (default: beside "
-        "--output, and only when they have drifted)",
+        help="write the lengths of all answers, for llmpq-algo --lengths (default: next to "
+        "--output, only after a workload shift)",
     )
 
 
 def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[int]) -> Schedule:
-    """Return the schedule to run: the one asked for, else the strategy's, else hybrid.
+    """Return the schedule to run: that of the options, else the strategy's, else hybrid.
 
     Args:
         options: parsed.
         plan: the strategy.
-        new_tokens: lengths that bins are made for.
+        new_tokens: answer lengths, from which multi-bin boundaries are computed.
 
     Raises:
-        SpecError: options that do not go together.
+        SpecError: options that exclude each other.
     """
     own = plan.schedule
     name = options.policy or (own.policy if own is not None else "hybrid")
@@ -86,5 +88,15 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
 
 
 def prediction_of(options: argparse.Namespace) -> Prediction:
-    """Return what a policy is told of answer lengths."""
+    """Return the predictor of answer lengths."""
     return Prediction(predictor=options.predictor, error=options.predictor_error)
+
+
+def add_kernel_option(group: argparse._ArgumentGroup) -> None:
+    """Add ``--kernel``."""
+    group.add_argument(
+        "--kernel",
+        metavar="NAME",
+        help="kernel to use wherever it can run, such as bnb_int8_cpu (default: the fastest; "
+        "docs/reference/support.md lists all)",
+    )

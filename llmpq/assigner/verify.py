@@ -1,0 +1,166 @@
+"""Verification of a plan: its figures against those of the cost models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmpq.assigner.decode import reprice
+from llmpq.assigner.problem import FloatArray
+from llmpq.assigner.task import DEFAULT_OMEGA, default_omega
+from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec import catalog
+from llmpq.spec.codec import to_json
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import Plan, PlanEstimate
+from llmpq.spec.precision import BITS
+from llmpq.spec.sensitivity import read_sensitivity
+
+TOLERANCE = 1e-6
+"""Relative difference up to which a stored figure counts as confirmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """Result of :func:`verify_plan`.
+
+    Attributes:
+        excess_bytes: memory that the plan needs and its devices do not have.
+        warnings: figures of the file that are not confirmed.
+        estimate: what the cost models predict, ``None`` when the model's directory is missing.
+        costs: the cost models, ``None`` likewise.
+    """
+
+    excess_bytes: int
+    warnings: tuple[str, ...]
+    estimate: PlanEstimate | None = None
+    costs: ClusterCosts | None = None
+
+
+def verify_plan(
+    plan: Plan,
+    where: str,
+    *,
+    profile_dir: Path | None,
+    cache_dir: Path | None,
+    omega_file: str | None = None,
+) -> Verification:
+    """Evaluate a plan again and compare the result with its stored figures.
+
+    Args:
+        plan: the plan.
+        where: its file, for messages.
+        profile_dir: folder of measured latency tables.
+        cache_dir: folder of fitted tables.
+        omega_file: sensitivity table that the plan was made with.
+
+    Raises:
+        SpecError: the plan does not match its model, or the sensitivity table does not.
+    """
+    stages = plan.estimate.stages
+    stored_excess = sum(max(0, one.memory.total - one.capacity_bytes) for one in stages)
+    model = _model(plan, where)
+    if model is None:
+        return Verification(
+            excess_bytes=stored_excess,
+            warnings=(f"model directory '{plan.model.source}' is not here: not evaluated again",),
+        )
+    is_fitted = any(source.startswith("fit of ") for _, source in plan.provenance.inputs)
+    costs = build_costs(
+        model,
+        plan.cluster,
+        dtype=plan.dtype,
+        kv_bits=plan.kv_bits,
+        profile_dir=profile_dir,
+        latency="fit" if is_fitted else "table",
+        cache_dir=cache_dir,
+    )
+    omega = _omega(plan, model, omega_file)
+    estimate, excess_bytes = reprice(
+        plan, costs, default_omega(model, BITS) if omega is None else omega
+    )
+    warnings = [
+        *_differences(plan, estimate, with_quality=omega is not None),
+        *_source_changes(plan, costs),
+    ]
+    if omega is None:
+        warnings.append(
+            "quality is not verified: it was measured; pass its table with --omega_file"
+        )
+    return Verification(
+        excess_bytes=max(excess_bytes, stored_excess),
+        warnings=tuple(warnings),
+        estimate=estimate,
+        costs=costs,
+    )
+
+
+def _model(plan: Plan, where: str) -> ModelSpec | None:
+    source = plan.model.source
+    if source is not None and not Path(source).is_dir():
+        return None
+    model, _ = catalog.resolve_model(plan.model.name if source is None else source)
+    if model.num_layers != plan.model.num_layers:
+        raise bad_field(
+            where,
+            "model.num_layers",
+            plan.model.num_layers,
+            f"{model.num_layers}, as {model.name} has",
+        )
+    return model
+
+
+def _omega(plan: Plan, model: ModelSpec, path: str | None) -> FloatArray | None:
+    """Return ``[L, B]`` over ``BITS``, ``None`` if the plan was made with a table not given."""
+    if path is None:
+        is_default = dict(plan.provenance.inputs).get("omega") == DEFAULT_OMEGA
+        return default_omega(model, BITS) if is_default else None
+    table = read_sensitivity(path)
+    if table.num_layers != model.num_layers:
+        raise bad_field(path, "omega", f"{table.num_layers} layers", f"{model.num_layers} layers")
+    measured = [width for width in BITS if width == 16 or width in dict(table.omega)]
+    missing = sorted(set(plan.bits) - set(measured))
+    if missing:
+        raise SpecError(f"{path}: field 'omega': no column for {missing} bits, which the plan uses")
+    found = np.zeros((model.num_layers, len(BITS)))
+    columns = [BITS.index(width) for width in measured]
+    found[:, columns] = np.array(table.normalised(measured))
+    return found
+
+
+def _differences(plan: Plan, now: PlanEstimate, *, with_quality: bool) -> Iterator[str]:
+    stored = plan.estimate
+    totals = ["latency_s", *(["quality", "objective_s"] if with_quality else [])]
+    for name in totals:
+        yield from _difference(f"estimate.{name}", getattr(stored, name), getattr(now, name))
+    for rank, (before, after) in enumerate(zip(stored.stages, now.stages, strict=True)):
+        where = f"estimate.stages[{rank}]"
+        for name in ("prefill_s", "decode_s", "send_prefill_s", "send_decode_s"):
+            yield from _difference(f"{where}.{name}", getattr(before, name), getattr(after, name))
+        parts = zip(to_json(before.memory).items(), to_json(after.memory).values(), strict=True)
+        for (name, old), new in parts:
+            yield from _difference(f"{where}.memory_bytes.{name}", old, new)
+        yield from _difference(
+            f"{where}.capacity_bytes", before.capacity_bytes, after.capacity_bytes
+        )
+
+
+def _difference(name: str, stored: float, now: float) -> Iterator[str]:
+    if abs(stored - now) > TOLERANCE * max(abs(stored), abs(now)):
+        yield f"field '{name}': the file says {stored:.6g}, the cost models now say {now:.6g}"
+
+
+def _source_changes(plan: Plan, costs: ClusterCosts) -> list[str]:
+    """Return a warning for every device whose latencies come from another source now."""
+    recorded = dict(plan.provenance.inputs)
+    changes = []
+    for device in plan.cluster.devices:
+        before = recorded.get(f"latency of {device.label}")
+        now = costs.latency_source(device)
+        if device.local_index == 0 and before is not None and before != now:
+            changes.append(f"{device.label}: planned with {before}, evaluated with {now}")
+    return changes

@@ -1,0 +1,410 @@
+"""Plans, comparisons and explanations as text and as the objects of ``--json``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llmpq.assigner.explain.binding import binding_text
+from llmpq.assigner.explain.compare import Outcome
+from llmpq.assigner.explain.explanation import Explanation
+from llmpq.assigner.explain.what_if import Alternative
+from llmpq.spec.codec import to_json
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
+from llmpq.spec.precision import Phase
+from llmpq.units import GIB, MIB, format_seconds
+
+BAR_WIDTH = 12
+FROM_GIB = 4 * GIB
+"""Sizes from here on are shown in GiB, smaller ones in MiB."""
+
+
+def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
+    """Return the JSON object of a plan, which is stored at ``path``."""
+    devices, search = plan.cluster.devices, plan.search
+    return {
+        "status": search.status,
+        "method": search.method,
+        "objective_s": plan.estimate.objective_s,
+        "latency_s": plan.estimate.latency_s,
+        "quality": plan.estimate.quality,
+        "throughput_tokens_per_s": plan.throughput_tokens_per_s,
+        "bound_s": search.bound_s,
+        "gap": search.gap,
+        "planning_s": search.planning_s,
+        "orders": search.orders,
+        "pairs_searched": search.pairs_searched,
+        "pairs_pruned": search.pairs_pruned,
+        "prefill_micro_batch": plan.micro_batching.prefill,
+        "decode_micro_batch": plan.micro_batching.decode,
+        "schedule": None if plan.schedule is None else to_json(plan.schedule),
+        "dropped_devices": [devices[index].label for index in plan.dropped_devices],
+        "stages": [
+            _stage_record(plan, stage, estimate)
+            for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True)
+        ],
+        "strategy": path,
+        "model": plan.model.name,
+        "cluster": plan.cluster.name,
+        "workload": plan.workload.name,
+        "dtype": plan.dtype,
+        "formula": search.formula,
+        "solver": search.solver,
+        "theta_s": search.theta_s,
+        "quality_budget": search.quality_budget,
+        "omega": dict(plan.provenance.inputs).get("omega"),
+    }
+
+
+def _stage_record(plan: Plan, stage: StageAssignment, estimate: StageEstimate) -> dict[str, Any]:
+    return {
+        "rank": stage.rank,
+        "device": plan.device_of(stage).label,
+        "device_index": stage.device,
+        "phase": None if stage.phase is None else stage.phase.value,
+        "first_layer": stage.first_layer,
+        "end_layer": stage.end_layer,
+        "bits": list(stage.bits),
+        "memory_bytes": estimate.memory.total,
+        "memory_parts_bytes": to_json(estimate.memory),
+        "capacity_bytes": estimate.capacity_bytes,
+        "prefill_s": estimate.prefill_s,
+        "decode_s": estimate.decode_s,
+        "send_prefill_s": estimate.send_prefill_s,
+        "send_decode_s": estimate.send_decode_s,
+    }
+
+
+def plan_table(plan: Plan, dropped: Mapping[int, str]) -> str:
+    """Return a plan as text: its stages, the totals, and why devices were left out.
+
+    Args:
+        plan: the plan.
+        dropped: the reason for every device left out, by its index.
+    """
+    lines = [
+        f"{_title(plan)}, {plan.dtype}",
+        "",
+        *_aligned(_stage_rows(plan)),
+        "",
+        *_totals(plan),
+    ]
+    by_reason: dict[str, list[int]] = {}
+    for device, reason in dropped.items():
+        by_reason.setdefault(reason, []).append(device)
+    for reason, members in by_reason.items():
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        lines.append(f"left out       {plan.cluster.devices[members[0]].label}{more}: {reason}")
+    return "\n".join(lines)
+
+
+def _title(plan: Plan) -> str:
+    work = plan.workload
+    return (
+        f"{plan.model.name} on {plan.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
+        f"tokens, {work.new_tokens} new tokens each"
+    )
+
+
+def memory_unit(largest_bytes: float) -> tuple[int, str, str]:
+    """Return the unit for sizes up to ``largest_bytes``: its bytes, name and number format."""
+    return (GIB, "GiB", ".1f") if largest_bytes >= FROM_GIB else (MIB, "MiB", ".0f")
+
+
+def memory_pair(used: int, capacity: int) -> str:
+    """Return ``used of capacity`` in one unit."""
+    size, name, digits = memory_unit(max(used, capacity))
+    return f"{used / size:{digits}} of {capacity / size:{digits}} {name}"
+
+
+def plans_text(number: int) -> str:
+    """Return a number of plans in words."""
+    return "1 plan" if number == 1 else f"{number} plans"
+
+
+def front_record(
+    plans: Sequence[Plan], paths: Sequence[str], picture: str | None
+) -> dict[str, Any]:
+    """Return the JSON object of a Pareto front: every plan, the best quality first."""
+    return {
+        "plans": [plan_record(plan, path) for plan, path in zip(plans, paths, strict=True)],
+        "picture": picture,
+    }
+
+
+def front_table(plans: Sequence[Plan], paths: Sequence[str]) -> str:
+    """Return the plans of a Pareto front as a table."""
+    rows: list[tuple[str, ...]] = [
+        ("plan", "quality lost", "latency", "tokens/s", "bits", "batches", "devices", "file")
+    ]
+    for number, (plan, path) in enumerate(zip(plans, paths, strict=True), start=1):
+        micro = plan.micro_batching
+        rows.append(
+            (
+                str(number),
+                f"{plan.estimate.quality:.4g}",
+                f"{plan.estimate.latency_s:.4g} s",
+                f"{plan.throughput_tokens_per_s:.4g}",
+                compact_bits(plan.bits),
+                f"{micro.prefill}, {micro.decode}",
+                f"{len(plan.stages)} of {len(plan.cluster.devices)}",
+                path,
+            )
+        )
+    title = f"{_title(plans[0])}; quality lost: 0 = unquantized, 1 = every layer at 4 bits"
+    return "\n".join([title, "", *_aligned(rows), ""])
+
+
+def compact_bits(bits: Sequence[int]) -> str:
+    """Return bitwidths as counts, widest first, such as ``12x16 4x8``."""
+    counts = Counter(bits)
+    return " ".join(f"{counts[width]}x{width}" for width in sorted(counts, reverse=True)) or "-"
+
+
+def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the table of stages, with the phase of each stage where a plan is split (WAA)."""
+    rows: list[tuple[str, ...]] = [
+        ("rank", "device", *_phase(plan, "phase"), "layers", "bits", "memory", "prefill", "decode")
+    ]
+    for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
+        layers = f"{stage.first_layer}-{stage.end_layer - 1}" if stage.num_layers else "none"
+        rows.append(
+            (
+                str(stage.rank),
+                plan.device_of(stage).label,
+                *_phase(plan, "both" if stage.phase is None else stage.phase.value),
+                layers,
+                compact_bits(stage.bits),
+                _memory_text(estimate.memory.total, estimate.capacity_bytes),
+                format_seconds(estimate.prefill_s),
+                format_seconds(estimate.decode_s),
+            )
+        )
+    return rows
+
+
+def _phase(plan: Plan, cell: str) -> tuple[str, ...]:
+    return (cell,) if plan.is_split else ()
+
+
+def _memory_text(used: int, capacity: int) -> str:
+    share = used / capacity if capacity else 1.0
+    filled = min(BAR_WIDTH, round(share * BAR_WIDTH))
+    bar = "#" * filled + "." * (BAR_WIDTH - filled)
+    return f"[{bar}] {memory_pair(used, capacity)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _totals(plan: Plan) -> list[str]:
+    estimate, search = plan.estimate, plan.search
+    micro = plan.micro_batching
+    lines = [
+        f"micro-batches  prefill {micro.prefill}, decode {micro.decode}",
+        f"latency        {estimate.latency_s:.4g} s for the whole batch, "
+        f"{plan.throughput_tokens_per_s:.4g} tokens/s ({search.formula} formula)",
+        f"quality        {estimate.quality:.4g} lost (0 = unquantized, 1 = every layer at 4 bits)",
+        f"objective      {estimate.objective_s:.4g} s = latency + {search.theta_s:g} s x quality",
+    ]
+    omega = dict(plan.provenance.inputs).get("omega")
+    if omega is not None:
+        lines.append(f"sensitivity    {omega}")
+    if search.bound_s is not None and search.gap is not None:
+        proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
+        lines.append(
+            f"bound          {search.bound_s:.4g} s, gap {max(0.0, search.gap):.2%} ({proof} over "
+            f"{search.orders} device orders: candidates solved {search.pairs_searched}, "
+            f"ruled out by their bound {search.pairs_pruned})"
+        )
+    lines.append(
+        f"planning       {format_seconds(search.planning_s)}, method {search.method}"
+        + (f", solver {search.solver}" if search.solver else "")
+    )
+    return lines
+
+
+_COMPARED = (
+    *("method", "objective", "latency", "tokens/s", "quality lost"),
+    *("bits", "stages", "micro-batches", "planned in"),
+)
+
+
+def comparison_table(outcomes: Sequence[Outcome]) -> str:
+    """Return one row per method, the lowest objective first, then the methods without a plan."""
+    plans = sorted(
+        ((outcome.method, outcome.plan) for outcome in outcomes if outcome.plan is not None),
+        key=lambda item: item[1].estimate.objective_s,
+    )
+    lines = []
+    if plans:
+        least_s = plans[0][1].estimate.objective_s
+        rows = [_row(method, plan, least_s) for method, plan in plans]
+        lines += [*_aligned([_COMPARED, *rows]), ""]
+    lines += [
+        f"{outcome.method}: no plan: {outcome.error}"
+        for outcome in outcomes
+        if outcome.plan is None
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def _row(method: str, plan: Plan, least_s: float) -> tuple[str, ...]:
+    estimate, micro = plan.estimate, plan.micro_batching
+    more = estimate.objective_s / least_s - 1 if least_s > 0 else 0.0
+    return (
+        method,
+        f"{estimate.objective_s:.4g} s (+{more:.1%})",
+        f"{estimate.latency_s:.4g} s",
+        f"{plan.throughput_tokens_per_s:.4g}",
+        f"{estimate.quality:.3g}",
+        compact_bits(plan.bits),
+        f"{sum(stage.num_layers > 0 for stage in plan.stages)} of {len(plan.cluster.devices)}",
+        f"{micro.prefill}, {micro.decode}",
+        format_seconds(plan.search.planning_s),
+    )
+
+
+def stored_text(model: ModelSpec) -> list[str]:
+    """Return a line about the stored bits of a quantized model, none for other models."""
+    if not model.stored:
+        return []
+    counts = Counter(map(str, model.stored))
+    parts = ", ".join(f"{count} layers {name}" for name, count in counts.items())
+    return [f"stored         {parts}: each layer keeps its stored bits"]
+
+
+def schedule_text(plan: Plan) -> list[str]:
+    """Return lines about the schedule of a plan."""
+    schedule = plan.schedule
+    if schedule is None:
+        return []
+    sizes = plan.micro_batching
+    lines = [f"policy         {schedule.policy}"]
+    degrees = {device.members for device in plan.cluster.devices} - {1}
+    lines += [f"sharing        {degree} devices share every layer" for degree in sorted(degrees)]
+    if schedule.policy == "rra":
+        lines[0] += (
+            f": encode {schedule.encode_batch} in micro-batches of {sizes.prefill}, then decode "
+            f"about {schedule.decode_batch} for {schedule.decode_iterations} iterations"
+        )
+    if schedule.policy == "waa":
+        encoders = len(plan.stages_of(Phase.PREFILL))
+        lines[0] += (
+            f": {encoders} of {len(plan.stages)} stages encode {schedule.encode_batch} at a time, "
+            f"the others decode {schedule.decode_batch} in micro-batches of {sizes.decode}"
+        )
+    found = schedule.estimate
+    if found is not None:
+        bound = "" if found.latency_bound_s is None else f" of {found.latency_bound_s:g} s allowed"
+        lines.append(
+            f"expected       {found.requests_per_s:.3g} requests/s; {found.new_tokens} tokens take "
+            f"{format_seconds(found.latency_s)}{bound}"
+        )
+    return lines
+
+
+def explanation_text(plan: Plan, found: Explanation) -> Iterator[str]:
+    """Yield the lines of an explanation."""
+    bound = found.binding
+    by = {True: "its slowest stage", False: "one pass through all stages"}
+    prefill, decode = by[bound.prefill_by_slowest], by[bound.decode_by_slowest]
+    yield f"set by         prefill by {prefill}, decode by {decode}"
+    for stage, item in zip(plan.stages, bound.stages, strict=True):
+        yield f"binds          {stage.rank} {plan.device_of(stage).label}: {binding_text(item)}"
+    for answer in found.forced:
+        yield f"if used        {_named(answer.devices)}: {_cost_text(plan, answer)}"
+    for answer in found.more:
+        yield f"one more       {answer.devices[0]}: {_gain_text(plan, answer)}"
+
+
+def explanation_record(plan: Plan, found: Explanation) -> dict[str, Any]:
+    """Return the JSON object of an explanation."""
+    devices = plan.cluster.devices
+    record: dict[str, Any] = {
+        "prefill_set_by": _set_by(found.binding.prefill_by_slowest),
+        "decode_set_by": _set_by(found.binding.decode_by_slowest),
+        "stages": [
+            {
+                "rank": item.rank,
+                "device": plan.device_of(stage).label,
+                "binding": list(item.constraints),
+                "free_bytes": item.slack_bytes,
+                "smallest_step_bytes": item.step_bytes,
+                "prefill_share_of_slowest": item.prefill_share,
+                "decode_share_of_slowest": item.decode_share,
+                "master_share_of_decode": item.master_share,
+                "text": binding_text(item),
+            }
+            for stage, item in zip(plan.stages, found.binding.stages, strict=True)
+        ],
+        "dropped": [
+            {"device": devices[index].label, "reason": reason, **_forced_record(plan, found, index)}
+            for index, reason in found.dropped.items()
+        ],
+    }
+    if found.more:
+        record["one_more"] = [
+            {"device": answer.devices[0], **_answer_record(plan, answer)} for answer in found.more
+        ]
+    return record
+
+
+def _set_by(slowest: bool) -> str:
+    return "slowest stage" if slowest else "one pass"
+
+
+def _named(devices: Sequence[str]) -> str:
+    return devices[0] + (f" (or {len(devices) - 1} alike)" if len(devices) > 1 else "")
+
+
+def _cost_text(plan: Plan, answer: Alternative) -> str:
+    if answer.plan is None:
+        return answer.reason
+    now, other = plan.estimate, answer.plan.estimate
+    best = "the best plan" if answer.proven else "the best plan found"
+    return (
+        f"{best} that uses it costs {other.objective_s - now.objective_s:+.3g} s "
+        f"({other.objective_s:.4g} s: latency {other.latency_s:.4g} s, quality lost "
+        f"{other.quality:.3g})"
+    )
+
+
+def _gain_text(plan: Plan, answer: Alternative) -> str:
+    if answer.plan is None:
+        return answer.reason
+    now, other = plan.throughput_tokens_per_s, answer.plan.throughput_tokens_per_s
+    return (
+        f"{other:.4g} tokens/s ({other / now - 1:+.1%}) at no more loss of quality"
+        f"{'' if answer.proven else ', by the best plan found'}"
+    )
+
+
+def _forced_record(plan: Plan, found: Explanation, index: int) -> dict[str, Any]:
+    label = plan.cluster.devices[index].label
+    for answer in found.forced:
+        if label in answer.devices:
+            return {"if_used": _answer_record(plan, answer)}
+    return {}
+
+
+def _answer_record(plan: Plan, answer: Alternative) -> dict[str, Any]:
+    if answer.plan is None:
+        return {"status": "none", "reason": answer.reason}
+    now, other = plan.estimate, answer.plan.estimate
+    return {
+        "status": "optimal" if answer.proven else "feasible",
+        "latency_s": other.latency_s,
+        "quality": other.quality,
+        "objective_s": other.objective_s,
+        "costs_s": other.objective_s - now.objective_s,
+        "throughput_tokens_per_s": answer.plan.throughput_tokens_per_s,
+        "throughput_gain": answer.plan.throughput_tokens_per_s / plan.throughput_tokens_per_s - 1,
+    }

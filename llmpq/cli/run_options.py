@@ -1,0 +1,186 @@
+"""Options of a run: faults, hosts and loading."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+from llmpq.cli.options import add_kernel_option
+from llmpq.dist import Hosts, Supervision
+from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES, Rendezvous, Transport
+from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.errors import SpecError, StoppedError
+from llmpq.units import GIB
+
+DEFAULT_MAX_RESTARTS = 3
+MAX_LISTED = 10
+"""Rejected prompts that are listed; --json lists all."""
+
+
+def add_fault_options(parser: argparse.ArgumentParser) -> None:
+    """Add the handling of faults and signals."""
+    faults = parser.add_argument_group("when something fails")
+    faults.add_argument(
+        "--max_restarts",
+        type=int,
+        default=DEFAULT_MAX_RESTARTS,
+        metavar="N",
+        help="restart all ranks up to N times after one of them died or hung; finished answers "
+        f"are kept (default {DEFAULT_MAX_RESTARTS})",
+    )
+    faults.add_argument(
+        "--drain_timeout",
+        type=float,
+        default=DRAIN_TIMEOUT_S,
+        metavar="SECONDS",
+        help="time for running requests to finish after SIGTERM or Ctrl-C; a second signal ends "
+        f"the run at once (default {DRAIN_TIMEOUT_S:g})",
+    )
+    faults.add_argument(
+        "--bad_prompts",
+        choices=("skip", "refuse"),
+        default="skip",
+        help="skip: answer the other prompts, then exit with status 2; refuse: answer none "
+        "(default skip)",
+    )
+    faults.add_argument(
+        "--health", metavar="FILE.json", help="file to update with the state of the run"
+    )
+
+
+def supervision_of(options: argparse.Namespace) -> Supervision:
+    """Return the supervision of the run.
+
+    Raises:
+        SpecError: a number is out of range.
+    """
+    return Supervision(
+        max_restarts=options.max_restarts,
+        drain_timeout_s=options.drain_timeout,
+        health=None if options.health is None else Path(options.health).resolve(),
+    )
+
+
+def outcome(measurement: Measurement) -> int:
+    """Report requests without an answer, and return the exit status."""
+    if measurement.not_served:
+        print(
+            f"llmpq-dist: stopped with {measurement.not_served} requests not started; "
+            "--resume serves them",
+            file=sys.stderr,
+        )
+        return StoppedError.exit_status
+    if not measurement.refused:
+        return 0
+    for text in measurement.refused[:MAX_LISTED]:
+        print(f"llmpq-dist: error: not served: {text}", file=sys.stderr)
+    if len(measurement.refused) > MAX_LISTED:
+        print(f"llmpq-dist: error: {len(measurement.refused)} in all", file=sys.stderr)
+    return SpecError.exit_status
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the hosts of a run and return their group."""
+    hosts = parser.add_argument_group("several hosts (each runs this command)")
+    hosts.add_argument("--nnodes", type=int, default=1, help="number of hosts")
+    hosts.add_argument(
+        "--node_rank", type=int, default=0, help="number of this host; 0 is the master"
+    )
+    hosts.add_argument("--master_addr", help="address of host 0 that rank 0 listens on")
+    hosts.add_argument("--master_port", type=int, default=29500, help="its port (default 29500)")
+    hosts.add_argument(
+        "--token_file",
+        metavar="FILE",
+        help="secret shared by all hosts (mode 600); required unless --master_addr is this host",
+    )
+    hosts.add_argument(
+        "--transport",
+        choices=get_args(Transport),
+        default="auto",
+        help="auto: unix sockets inside a host, TCP between hosts; gloo: torch.distributed, for "
+        "comparison, without authentication",
+    )
+    return hosts
+
+
+def hosts_of(options: argparse.Namespace) -> Hosts:
+    """Return the number of hosts and the rank of this one.
+
+    Raises:
+        SpecError: there are several hosts and no master address.
+    """
+    if options.nnodes == 1:
+        return Hosts()
+    if options.master_addr is None:
+        raise SpecError("--nnodes: found more than one host, expected --master_addr too")
+    return Hosts(
+        num_nodes=options.nnodes,
+        node_rank=options.node_rank,
+        address=(options.master_addr, options.master_port),
+    )
+
+
+def rendezvous_of(options: argparse.Namespace) -> Rendezvous:
+    """Return the rendezvous of the options; the launcher completes it."""
+    token_file = None if options.token_file is None else Path(options.token_file).resolve()
+    return Rendezvous(from_environment=True, token_file=token_file)
+
+
+_OFF = "off"
+_VARIABLE = "LLMPQ_STORE"
+
+
+def add_store_options(group: argparse._ArgumentGroup) -> None:
+    """Add ``--store``, ``--store_limit`` and ``--kernel``."""
+    group.add_argument(
+        "--store",
+        metavar="DIR|off",
+        help="cache of quantized layers, so that the next start quantizes nothing "
+        f"(default: ${_VARIABLE}, else llmpq/store in the user's cache)",
+    )
+    group.add_argument(
+        "--store_limit",
+        type=float,
+        default=DEFAULT_STORE_LIMIT_BYTES / GIB,
+        metavar="GIB",
+        help="size of the cache; least recently used entries are deleted (default %(default)g)",
+    )
+    add_kernel_option(group)
+
+
+def store_directory(option: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the cache of quantized layers, ``None`` without a cache.
+
+    Args:
+        option: value of ``--store``.
+        environ: environment of the process.
+    """
+    chosen = option or environ.get(_VARIABLE)
+    if chosen == _OFF:
+        return None
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    home, cache = environ.get("HOME"), environ.get("XDG_CACHE_HOME")
+    if not home and not cache:
+        return None
+    default = (Path(cache) if cache else Path(home or "") / ".cache").resolve() / "llmpq" / "store"
+    try:  # the default is optional: a home without write access is not an error
+        default.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return None
+    return default
+
+
+def store_limit_bytes(gibibytes: float) -> int:
+    """Return the size limit of the cache in bytes.
+
+    Raises:
+        SpecError: it is negative or not a number.
+    """
+    if not 0 <= gibibytes < 2**30:
+        raise SpecError(f"--store_limit: found {gibibytes}, expected gibibytes, at least 0")
+    return int(gibibytes * GIB)
