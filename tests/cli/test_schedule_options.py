@@ -140,8 +140,8 @@ def test_what_cannot_be_kept_is_infeasible(tmp_path, lengths, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "rra"], "expected --lengths"),
-        (["--policy", "waa"], "expected --lengths"),
+        (["--policy", "rra"], "found no --lengths"),
+        (["--policy", "waa"], "found no --lengths"),
         (["--latency_bound", "3"], "expected together with --policy rra, waa or auto"),
         (
             ["--policy", "rra", "--lengths", "LENGTHS", "--latency_bound", "0"],

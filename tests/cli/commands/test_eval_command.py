@@ -14,7 +14,7 @@ from llmpq.cli.commands.evals import main
 from llmpq.cli.commands.quantize import main as quantize
 from llmpq.spec.plan import write_plan
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
+DEMO = Path(__file__).parents[3] / "models" / "demo"
 TEXT = DEMO / "heldout.txt"
 FIELDS = {"perplexity", "tokens", "kl_to_16bit", "perplexity_16bit"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.builders import model_spec, sensitivity
 
+from llmpq.assigner import METHODS
 from llmpq.cli.commands.algo import main
 from llmpq.cli.commands.check import main as check
 from llmpq.spec import catalog
@@ -321,3 +322,18 @@ def test_fit_prices_measured_shapes_by_the_regression(capsys) -> None:
         assert "every stored figure is confirmed" in capsys.readouterr().out
     assert stages["fit"] < stages["table"]
     assert main([*argv, "--fit", "--use_profiler_prediction"]) == 2
+
+
+def test_method_all_prints_one_table_and_writes_one_file_per_method(
+    capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv = ["--model", "facebook/opt-1.3b", "--global_bz", "4", "--s", "64", "--n", "8"]
+    argv += ["--device_names", "T4-16G", "P100-12G", "--device_numbers", "1", "1"]
+    assert main([*argv, "--method", "all"]) == 0
+    printed = capsys.readouterr().out
+    table, _, files = printed.partition("written ")
+    rows = [line.split()[0] for line in table.splitlines() if line]
+    assert sorted(rows[1:]) == sorted(METHODS)
+    assert rows[1] == "llmpq"
+    assert files.count(".json") == len(list((tmp_path / "strategies").iterdir())) == len(METHODS)

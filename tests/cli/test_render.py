@@ -1,4 +1,4 @@
-"""Text and pictures of plans."""
+"""Plans as text, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ import pytest
 from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
+from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.assigner.task import costs_of
 from llmpq.cli.plots import draw_front
-from llmpq.cli.render import compact_bits, front_table, memory_pair, plan_record, plan_table
+from llmpq.cli.render import (
+    compact_bits,
+    comparison_table,
+    front_table,
+    memory_pair,
+    plan_record,
+    plan_table,
+)
+from llmpq.errors import InfeasibleError
 from llmpq.spec.lengths import constant
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
@@ -29,23 +38,23 @@ MIB, GIB = 2**20, 2**30
         (5 * GIB, 2 * GIB, "5.0 of 2.0 GiB"),
     ],
 )
-def test_memory_is_told_in_the_unit_of_the_larger_figure(used, capacity, text) -> None:
+def test_memory_pair_uses_the_unit_of_the_larger_size(used, capacity, text) -> None:
     assert memory_pair(used, capacity) == text
 
 
-def test_bits_are_counted_widest_first() -> None:
+def test_compact_bits_counts_widest_first() -> None:
     assert compact_bits((4, 16, 8, 4)) == "1x16 1x8 2x4"
     assert compact_bits(()) == "-"
 
 
-def test_a_small_devices_row_shows_its_megabytes() -> None:
+def test_plan_table_shows_small_memory_in_mib() -> None:
     plan = make_plan(plan_request())
     text = plan_table(plan, {})
     stage = plan.estimate.stages[0]
     assert f"{stage.memory.total / MIB:.0f} of {stage.capacity_bytes / MIB:.0f} MiB" in text
 
 
-def test_stages_of_either_phase_say_which_they_are() -> None:
+def test_plan_table_shows_the_phase_of_split_stages() -> None:
     request = plan_request(cluster=cluster_of(("V100-32G", 1, 900), ("T4-16G", 1, 900)))
     plan = make_plan(request)
     assert "phase" not in plan_table(plan, {}).splitlines()[2].split()
@@ -62,7 +71,7 @@ def test_stages_of_either_phase_say_which_they_are() -> None:
     assert [one["phase"] for one in plan_record(split, None)["stages"]] == found
 
 
-def test_a_front_is_one_row_a_plan() -> None:
+def test_front_table_has_one_row_per_plan() -> None:
     plans = pareto_plans(plan_request(), 3)
     paths = [f"p{number}.json" for number in range(len(plans))]
     lines = front_table(plans, paths).splitlines()
@@ -71,7 +80,7 @@ def test_a_front_is_one_row_a_plan() -> None:
 
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib")
-def test_fronts_of_any_size_are_drawn(tmp_path) -> None:
+def test_draw_front_draws_fronts_of_any_size(tmp_path) -> None:
     several = pareto_plans(plan_request(), 4)
     lossless = make_plan(plan_request(cluster=cluster_of(("V100-32G", 1, 4000)), theta_s=1e4))
     assert lossless.estimate.quality == 0
@@ -79,3 +88,30 @@ def test_fronts_of_any_size_are_drawn(tmp_path) -> None:
         path = tmp_path / "new" / f"{number}.png"
         draw_front(plans, path)
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison_table_is_sorted_by_objective() -> None:
+    request = plan_request()
+    best, even = make_plan(request), make_plan(request, "uniform")
+    assert best.estimate.objective_s < even.estimate.objective_s
+    text = comparison_table(
+        [
+            Outcome(method="fastest", plan=None, error=InfeasibleError("no device is large")),
+            Outcome(method="uniform", plan=even),
+            Outcome(method="llmpq", plan=best),
+        ]
+    )
+    head, first, second, gap, reason = text.split("\n")
+    assert head.split()[:2] == ["method", "objective"]
+    assert first.startswith("llmpq ")
+    assert f"{best.estimate.objective_s:.4g} s (+0.0%)" in first
+    more = even.estimate.objective_s / best.estimate.objective_s - 1
+    assert f"{even.estimate.objective_s:.4g} s (+{more:.1%})" in second
+    assert head.index("latency") == first.index(f"{best.estimate.latency_s:.4g} s  ")
+    assert gap == ""
+    assert reason == "fastest: no plan: no device is large"
+
+
+def test_comparison_table_without_plans_has_only_reasons() -> None:
+    outcome = Outcome(method="llmpq", plan=None, error=InfeasibleError("too large"))
+    assert comparison_table([outcome]) == "llmpq: no plan: too large"

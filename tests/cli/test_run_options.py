@@ -1,0 +1,85 @@
+"""Options of a run: faults, exit status, and the cache of quantized layers."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from llmpq.cli.run_options import (
+    add_fault_options,
+    outcome,
+    store_directory,
+    store_limit_bytes,
+    supervision_of,
+)
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.errors import SpecError
+
+DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
+
+
+def options(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_fault_options(parser)
+    return parser.parse_args(words)
+
+
+def test_defaults_are_three_restarts_and_thirty_seconds():
+    found = supervision_of(options())
+    assert (found.max_restarts, found.drain_timeout_s, found.health) == (3, 30.0, None)
+    assert options().bad_prompts == "skip"
+
+
+@pytest.mark.parametrize("words", [("--max_restarts", "-1"), ("--drain_timeout", "nan")])
+def test_numbers_out_of_range_raise_an_error(words):
+    with pytest.raises(SpecError):
+        supervision_of(options(*words))
+
+
+def test_outcome_of_a_complete_run_is_success(capsys):
+    assert outcome(DONE) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_outcome_counts_requests_not_started(capsys):
+    assert outcome(replace(DONE, not_served=7)) == 130
+    assert "7 requests" in capsys.readouterr().err
+
+
+def test_outcome_lists_the_first_rejected_prompts(capsys):
+    refused = tuple(f"prompts: line {number}" for number in range(25))
+    assert outcome(replace(DONE, refused=refused)) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 11
+    assert told[0].endswith("line 0")
+    assert "25 in all" in told[-1]
+
+
+def test_store_option_overrides_the_variable(tmp_path):
+    environ = {"LLMPQ_STORE": str(tmp_path / "b"), "XDG_CACHE_HOME": str(tmp_path)}
+    assert store_directory(str(tmp_path / "a"), environ) == tmp_path / "a"
+    assert store_directory(None, environ) == tmp_path / "b"
+    assert store_directory("off", environ) is None
+    assert store_directory(None, environ | {"LLMPQ_STORE": "off"}) is None
+
+
+def test_default_store_is_in_the_cache_of_the_user(tmp_path):
+    in_home = tmp_path / ".cache" / "llmpq" / "store"
+    assert store_directory(None, {"HOME": str(tmp_path)}) == in_home
+    assert in_home.stat().st_mode & 0o777 == 0o700
+    assert store_directory(None, {"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "llmpq" / "store"
+    assert store_directory(None, {}) is None
+
+
+def test_no_store_without_write_access(tmp_path):
+    (tmp_path / "file").touch()
+    assert store_directory(None, {"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
+
+
+def test_store_limit_is_in_gibibytes():
+    assert store_limit_bytes(1.5) == 3 * 2**29
+    for senseless in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(SpecError, match="--store_limit"):
+            store_limit_bytes(senseless)
