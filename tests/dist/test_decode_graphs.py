@@ -18,7 +18,7 @@ from llmpq.dist.engine import cuda_graphs as decode_graphs
 from llmpq.dist.engine.cuda_graphs import MOST_BLOCKS, DecodeGraphs, StepShape, graphs_of
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import Rows
+from llmpq.dist.kv.storage import SlotMapping
 from llmpq.errors import CapacityError, StageError
 from llmpq.models import MicroBatch, kv_shapes
 from llmpq.models.host_waits import waits_of
@@ -309,8 +309,8 @@ def test_nothing_a_graph_refuses_is_in_a_step(tiny_model, family, kv_bits):
         hidden = torch.empty(2, 1, stage.config.hidden_size, dtype=torch.bfloat16, device="meta")
         slots, positions = torch.zeros(2, 2, dtype=torch.int64, device="meta")
         for block in (None, slice(0, 2)):
-            view = cache.view_of_places(slots, positions, 64, block)
-            assert isinstance(view.rows, Rows)
+            view = cache.view_of_tensors(slots, positions, 64, block)
+            assert isinstance(view.mapping, SlotMapping)
 
             def step(view=view):
                 arguments = stage.decode_arguments(hidden, positions[:, None], view, 64)

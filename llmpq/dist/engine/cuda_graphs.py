@@ -218,7 +218,7 @@ class _Graph:
         self.hidden = like.new_zeros(shape.rows, 1, like.shape[2])
         self._places = torch.zeros(2, shape.rows, dtype=torch.int64, device=like.device)
         slots, positions = self._places
-        self._view = cache.view_of_places(slots, positions, shape.tokens, shape.block)
+        self._view = cache.view_of_tensors(slots, positions, shape.tokens, shape.block)
         self._arguments: list[LayerArguments] = []
         self._prepare: Work = self._make_arguments
         self._pieces: list[_Piece] = []

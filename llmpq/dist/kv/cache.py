@@ -1,8 +1,8 @@
 """KVCache: keys and values of a stage's layers, preallocated.
 
-All memory is taken when the stage starts, so a plan that fits goes on fitting. A slot holds one
-sequence; a micro-batch names its slots in any order and its rows may have any lengths. How values
-are stored, in the run's dtype or at 8 bits, is ``kv_store``'s business.
+All memory is allocated when the stage starts. A slot holds one sequence; a micro-batch may use any
+slots in any order, and its rows may have different lengths. ``kv.storage`` stores the values in the
+run's dtype or at 8 bits.
 
 Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_dim.
 """
@@ -15,7 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv.storage import Int8Store, Places, PlainStore, ReadBuffer, Rows, Store
+from llmpq.dist.kv.storage import (
+    DequantizeBuffer,
+    Int8KVStorage,
+    KVStorage,
+    PlainKVStorage,
+    SlotMapping,
+    TokenIndex,
+)
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.cpu.slot_attention import SlotCall, can_attend
 from llmpq.models import KVShape, MicroBatch
@@ -24,26 +31,27 @@ from llmpq.models import KVShape, MicroBatch
 class KVCache:
     """Preallocated keys and values of each layer, for ``num_slots`` sequences.
 
-    At 8 bits a layer reads into a buffer that all layers share, so only the layer whose turn it is
-    may use what :meth:`SlotView.update` gave it; transformers' layers run one after the other.
+    At 8 bits all layers read into one buffer, so the result of :meth:`KVCacheView.update` is valid
+    until the next layer's update. The layers of transformers run one after the other.
 
     Args:
         shapes: of each layer, in order, from ``kv_shapes``.
         first_layer: index of the first of them in the whole model.
         num_slots: sequences held at once.
         max_tokens: longest sequence, prompt and generated tokens together.
-        dtype: number format of the run, and of keys and values unless ``kv_bits`` says otherwise.
-        device: where they live.
-        kv_bits: 8 to quantize keys and values per token and head; ``None`` to keep them.
-        read_tokens: most tokens, of all rows together, that one micro-batch reads; at 8 bits their
-            memory is taken at once. By default, all there is room for.
+        dtype: of the run, and of keys and values unless ``kv_bits`` is 8.
+        device: where they lie.
+        kv_bits: 8 to quantize keys and values per token and head; ``None`` or the width of
+            ``dtype`` to keep them.
+        read_tokens: most tokens of all rows that a micro-batch reads; at 8 bits their memory is
+            allocated at once. By default all tokens of all slots.
 
     Raises:
-        CapacityError: no slots or no tokens.
+        CapacityError: there are no slots or no tokens.
         SpecError: ``kv_bits`` is neither 8 nor the dtype's own width.
     """
 
-    def __init__(  # noqa: PLR0913  what is held, and how
+    def __init__(  # noqa: PLR0913  sizes, dtypes and device
         self,
         shapes: Sequence[KVShape],
         first_layer: int,
@@ -66,69 +74,71 @@ class KVCache:
         self.device = torch.device(device)
         self._dtype = dtype
         size = (num_slots, max_tokens)
-        self._buffer: ReadBuffer | None = None
-        self._layers: list[Store]
+        self._buffer: DequantizeBuffer | None = None
+        self._layers: list[KVStorage]
         if kv_bits == 8:
             widest = max((2 * shape.heads * shape.head_dim for shape in shapes), default=0)
             tokens = num_slots * max_tokens if read_tokens is None else read_tokens
-            self._buffer = ReadBuffer(widest * tokens, dtype, self.device)
-            self._layers = [Int8Store(shape, size, self._buffer, self.device) for shape in shapes]
+            self._buffer = DequantizeBuffer(widest * tokens, dtype, self.device)
+            self._layers = [
+                Int8KVStorage(shape, size, self._buffer, self.device) for shape in shapes
+            ]
         else:
-            self._layers = [PlainStore(shape, size, dtype, self.device) for shape in shapes]
+            self._layers = [PlainKVStorage(shape, size, dtype, self.device) for shape in shapes]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots: of each layer ``2 * slots * h * max_tokens`` times a head's.
+        """Bytes of the slots: ``2 * slots * h * max_tokens`` heads in each layer.
 
-        A head takes ``d`` values; at 8 bits ``d`` bytes and a scale of two.
+        A head has ``d`` values; at 8 bits ``d`` bytes and a scale of two.
         """
         return sum(layer.nbytes for layer in self._layers)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that 8-bit keys and values are read into, once for all layers; 0 at full width."""
+        """Bytes of the buffer that 8-bit keys and values are read into; 0 at full width."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def view(self, batch: MicroBatch) -> SlotView:
+    def view(self, batch: MicroBatch) -> KVCacheView:
         """Open the slots of ``batch`` for one forward pass.
 
         Raises:
             CapacityError: a row is longer than ``max_tokens``.
-            StageError: a slot that does not exist or is named twice, for two rows would mix.
+            StageError: a slot does not exist or is used twice.
         """
         self.check(batch)
-        return SlotView(self, Rows.of(batch, self.device))
+        return KVCacheView(self, SlotMapping.of(batch, self.device))
 
-    def view_of_places(
+    def view_of_tensors(
         self, slots: Tensor, positions: Tensor, longest: int, block: slice | None
-    ) -> SlotView:
-        """Open slots that tensors on the device name: see ``Rows.of_places``.
+    ) -> KVCacheView:
+        """Open slots given by tensors on the device: see ``SlotMapping.of_tensors``.
 
-        Whoever fills those has had every batch :meth:`check`-ed.
+        The caller passes every batch to :meth:`check` before it fills the tensors.
         """
-        return SlotView(self, Rows.of_places(slots, positions, longest, block))
+        return KVCacheView(self, SlotMapping.of_tensors(slots, positions, longest, block))
 
-    def attending_view(self, batch: MicroBatch) -> SlotAttention | None:
-        """Open the slots of a decode micro-batch for attention where they lie.
+    def attending_view(self, batch: MicroBatch) -> DecodeAttentionView | None:
+        """Open the slots of a decode micro-batch for attention without a copy.
 
-        ``None`` where that has no kernel: not on a CPU, no compiler, heads of an odd size.
+        ``None`` if there is no kernel: not a CPU, no compiler, an unsupported head size.
 
         Raises:
             CapacityError: a row is longer than ``max_tokens``.
-            StageError: a slot that does not exist or is named twice.
+            StageError: a slot does not exist or is used twice.
         """
         stored, dtype = self._layers[0].slot_heads.keys, self._dtype
         if self.device.type != "cpu" or not can_attend(dtype, stored.dtype, stored.shape[-1]):
             return None
         self.check(batch)
-        return SlotAttention(self, SlotCall(batch.slots, batch.lengths))
+        return DecodeAttentionView(self, SlotCall(batch.slots, batch.lengths))
 
     def check(self, batch: MicroBatch) -> None:
-        """Make sure that the rows have slots of their own, and fit them.
+        """Check that the rows have different slots and fit them.
 
         Raises:
             CapacityError: a row is longer than ``max_tokens``.
-            StageError: a slot that does not exist or is named twice, for two rows would mix.
+            StageError: a slot does not exist or is used twice.
         """
         slots = batch.slots.tolist()
         if min(slots) < 0 or max(slots) >= self.num_slots or len(set(slots)) != len(slots):
@@ -140,34 +150,33 @@ class KVCache:
                 f"KV cache: a row has {batch.longest} tokens, a slot holds {self.max_tokens}"
             )
 
-    def pack(self, layer_idx: int, places: Places) -> Tensor:
-        """Return what a layer keeps of some tokens, as bytes: uint8 ``[N, B]``.
+    def pack(self, layer_idx: int, tokens: TokenIndex) -> Tensor:
+        """Return the stored bytes of some tokens of a layer: uint8 ``[N, B]``.
 
-        For the cache of the same layer on another rank (:meth:`unpack`), which then reads the very
-        values that this one does, 8-bit ones included.
+        :meth:`unpack` of another rank's cache of that layer stores the same values, also at 8 bits.
         """
-        return self._layers[layer_idx - self.first_layer].pack(places)
+        return self._layers[layer_idx - self.first_layer].pack(tokens)
 
-    def unpack(self, layer_idx: int, places: Places, data: Tensor) -> None:
-        """Keep what another cache has packed. Who reads those tokens must wait for it."""
-        self._layers[layer_idx - self.first_layer].unpack(places, data)
+    def unpack(self, layer_idx: int, tokens: TokenIndex, data: Tensor) -> None:
+        """Store what another cache has packed."""
+        self._layers[layer_idx - self.first_layer].unpack(tokens, data)
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the slots.
 
-        Stale values of an earlier owner are masked, yet zero weight times infinity is not zero:
-        whoever ends a request whose numbers overflowed clears its slot.
+        Stale values are masked, but zero times infinity is not zero: clear the slot of a request
+        whose numbers overflowed.
         """
         for layer in self._layers:
             layer.clear(list(slots))
 
-    def _update(
-        self, layer_idx: int, key: Tensor, value: Tensor, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
-        return self._layer(layer_idx, key, value).update(rows, key, value)
+    def storage_of(self, layer_idx: int, key: Tensor, value: Tensor) -> KVStorage:
+        """Return the storage of a layer whose new keys and values are ``[R, h, T, d]``.
 
-    def _layer(self, layer_idx: int, key: Tensor, value: Tensor) -> Store:
-        """Return the store of a layer that made ``[R, h, T, d]``."""
+        Raises:
+            StageError: the layer is not of this stage.
+            SpecError: the keys or values do not have the configured heads.
+        """
         layer = layer_idx - self.first_layer
         if not 0 <= layer < len(self._layers):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
@@ -183,47 +192,47 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SlotView:
-    """One micro-batch's window on a cache, in the form transformers' attention calls."""
+class KVCacheView:
+    """The slots of one micro-batch, as the attention of transformers calls a cache."""
 
     cache: KVCache
-    rows: Rows
+    mapping: SlotMapping
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store ``[R, h, T, d]`` of one layer and return its rows so far, ``[R, h, S, d]``."""
-        return self.cache._update(layer_idx, key, value, self.rows)
+        return self.cache.storage_of(layer_idx, key, value).update(self.mapping, key, value)
 
 
-class SlotAttention:
-    """One decode micro-batch's attention on a cache: what ``update`` is given waits for ``attend``.
+class DecodeAttentionView:
+    """Attention of one decode micro-batch on a cache: ``attend`` stores what ``update`` received.
 
     Args:
-        cache: holds the keys and values.
-        call: the rows.
+        cache: of the keys and values.
+        call: the kernel call for the rows.
     """
 
     def __init__(self, cache: KVCache, call: SlotCall) -> None:
         self._cache = cache
         self._call = call
-        self._pending: tuple[Store, Tensor, Tensor] | None = None
+        self._pending: tuple[KVStorage, Tensor, Tensor] | None = None
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Take ``[R, h, 1, d]`` of one layer, and give it back."""
-        self._pending = (self._cache._layer(layer_idx, key, value), key, value)
+        """Receive ``[R, h, 1, d]`` of one layer, and return it."""
+        self._pending = (self._cache.storage_of(layer_idx, key, value), key, value)
         return key, value
 
     def attend(
         self, query: Tensor, scaling: float, window: int | None, bias: Tensor | None = None
     ) -> Tensor:
-        """Keep what ``update`` was given last; return ``[R, 1, H, d]`` for its layer.
+        """Store what ``update`` received last; return ``[R, 1, H, d]`` for its layer.
 
         ``bias``, float32 ``[H, S]``, is added to the scaled scores.
         """
-        assert self._pending is not None, "a layer attends to what it has put into the cache"
+        assert self._pending is not None, "update comes before attend"
         layer, key, value = self._pending
         self._pending = None
         new, heads = (key, value), layer.slot_heads

@@ -1,21 +1,19 @@
-"""How the keys and values of one layer lie in memory: as they come, or at 8 bits.
+"""How the keys and values of one layer lie in memory: in the dtype of the run, or at 8 bits.
 
-The 8-bit store keeps, for every token and head, integers in [-127, 127] and one bfloat16 scale: the
-largest of the head's values is 127 steps, so an error is at most half a step. bfloat16 reaches as
-far as float32, which no key overflows; its rounding never pushes a value beyond the last code.
-A zero point besides would cost two bytes more and buy next to nothing (docs/how/quantization.md).
+8-bit storage has, for every token and head, integers in [-127, 127] and one bfloat16 scale. The
+largest value of the head is 127 steps, so an error is at most half a step. bfloat16 has the range
+of float32, and its rounding never moves a value beyond the last code. A zero point would take two
+more bytes and gain little (docs/evaluation.md).
 
-What a store refuses to know: which slots and tokens belong to whom. ``Rows`` says.
-
-Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_dim.
+Shapes: R rows, T new tokens per row, S cached tokens read, N tokens, h KV heads, d head_dim.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,22 +27,20 @@ SCALE_DTYPE = torch.bfloat16
 BLOCK_TOKENS = 128
 """Tokens whose keys and values are in float32 at a time, on a CPU."""
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""Divides what is all but zero: its codes are then zero or nearly."""
+"""Least divisor: a smaller scale is that of values that become zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """Where the rows of one micro-batch lie in every layer's tensors.
+class SlotMapping:
+    """Where the rows of one micro-batch lie in the tensors of every layer.
 
     Attributes:
         slots: of each row, ``[R]``, on the cache's device.
         longest: tokens read of each slot.
-        block: the slots as a slice when they lie side by side in order: reading copies nothing.
-        span: the new tokens' positions when they are the same in every row and none is padding.
-        row: row, and
-        column: column of each valid new token when there is no such span, ``[n]``.
-        slot: slot, and
-        position: position of each valid new token, ``[n]``.
+        block: the slots as a slice if they are consecutive: reading then copies nothing.
+        span: positions of the new tokens if they are the same in every row, without padding.
+        row, column: of each new token that is not padding, ``[n]``; used without a span.
+        slot, position: of each of these tokens, ``[n]``.
     """
 
     slots: Tensor
@@ -57,19 +53,19 @@ class Rows:
     position: Tensor
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> Rows:
-        """Work out where the rows of ``batch`` lie."""
+    def of(cls, batch: MicroBatch, device: torch.device) -> SlotMapping:
+        """Return the mapping of a micro-batch."""
         slots = batch.slots.tolist()
         first = int(batch.positions[0, 0])
         is_block = slots == list(range(slots[0], slots[0] + len(slots)))
-        is_flush = bool((batch.lengths == first + batch.width).all())
-        is_level = bool((batch.positions[:, 0] == first).all())
+        is_unpadded = bool((batch.lengths == first + batch.width).all())
+        is_aligned = bool((batch.positions[:, 0] == first).all())
         row, column = (batch.positions < batch.lengths[:, None]).nonzero(as_tuple=True)
         return cls(
             slots=batch.slots.to(device),
             longest=batch.longest,
             block=slice(slots[0], slots[0] + len(slots)) if is_block else None,
-            span=slice(first, first + batch.width) if is_flush and is_level else None,
+            span=slice(first, first + batch.width) if is_unpadded and is_aligned else None,
             row=row.to(device),
             column=column.to(device),
             slot=batch.slots[row].to(device),
@@ -77,14 +73,16 @@ class Rows:
         )
 
     @classmethod
-    def of_places(cls, slots: Tensor, positions: Tensor, longest: int, block: slice | None) -> Rows:
-        """Name one new token a row by tensors that may change under a captured graph.
+    def of_tensors(
+        cls, slots: Tensor, positions: Tensor, longest: int, block: slice | None
+    ) -> SlotMapping:
+        """Return the mapping of one new token a row, by tensors that a CUDA graph may reuse.
 
         Args:
-            slots: ``[R]`` int64 on the cache's device; equal ones must bring equal numbers.
+            slots: ``[R]`` int64 on the cache's device; rows of one slot must have equal values.
             positions: of the new tokens, likewise.
             longest: tokens to read of each slot.
-            block: the slots as a slice, where they lie side by side and always will.
+            block: the slots as a slice if they always are consecutive.
         """
         row = torch.arange(len(slots), device=slots.device)
         return cls(
@@ -98,35 +96,34 @@ class Rows:
             position=positions,
         )
 
-    def write(self, store: Tensor, new: Tensor) -> None:
-        """Put ``new [R, h, T, ...]`` into ``[slots, h, max_tokens, ...]``, padding left out."""
+    def write(self, stored: Tensor, new: Tensor) -> None:
+        """Put ``new [R, h, T, ...]`` into ``[slots, h, max_tokens, ...]``, without padding."""
         if self.block is not None and self.span is not None:
-            store[self.block, :, self.span] = new
+            stored[self.block, :, self.span] = new
         else:
-            store[self.slot, :, self.position] = new[self.row, :, self.column].to(store.dtype)
+            stored[self.slot, :, self.position] = new[self.row, :, self.column].to(stored.dtype)
 
-    def read(self, store: Tensor) -> Tensor:
-        """Give the rows' tokens so far, ``[R, h, S, ...]``: a view when slots lie side by side."""
+    def read(self, stored: Tensor) -> Tensor:
+        """Return the rows' tokens so far, ``[R, h, S, ...]``: a view of consecutive slots."""
         if self.block is not None:
-            return store[self.block, :, : self.longest]
-        return store[:, :, : self.longest].index_select(0, self.slots)
+            return stored[self.block, :, : self.longest]
+        return stored[:, :, : self.longest].index_select(0, self.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
-    """The tokens of whole prompts in every layer's tensors.
+class TokenIndex:
+    """The tokens of whole prompts in the tensors of every layer.
 
     Attributes:
-        slot: slot, and
-        position: position of each token, ``[N]``, row after row.
+        slot, position: of each token, ``[N]``, row after row.
     """
 
     slot: Tensor
     position: Tensor
 
     @classmethod
-    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Places:
-        """Name the first ``lengths[i]`` tokens of ``slots[i]``, for every i."""
+    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> TokenIndex:
+        """Return the first ``lengths[i]`` tokens of ``slots[i]``, for every i."""
         counts = torch.tensor(lengths)
         positions = [torch.arange(length) for length in lengths]
         return cls(
@@ -135,103 +132,90 @@ class Places:
         )
 
 
-class Store(Protocol):
-    """Keys and values of one layer and every slot."""
+class KVStorage(ABC):
+    """Keys and values of one layer and every slot.
 
-    shape: KVShape
+    Args:
+        shape: of one token's keys.
+        slot_heads: the layer's keys and values as the attention kernel reads them.
+        tensors: all that is held, each ``[slots, heads, max_tokens, ...]``.
+    """
+
+    def __init__(self, shape: KVShape, slot_heads: SlotHeads, tensors: Sequence[Tensor]) -> None:
+        self.shape = shape
+        self.slot_heads = slot_heads
+        self._tensors = tensors
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        ...
+        return sum(tensor.nbytes for tensor in self._tensors)
 
-    def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep ``[R, h, T, d]``; give the rows' tokens so far, ``[R, h, S, d]``.
+    @abstractmethod
+    def update(self, mapping: SlotMapping, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store ``[R, h, T, d]``; return the rows' tokens so far, ``[R, h, S, d]``.
 
-        In the dtype of what came, whatever the store's; valid until the next update.
+        The result has the dtype of ``key`` and is valid until the next update.
         """
-        ...
 
-    def pack(self, places: Places) -> Tensor:
-        """Return the bytes of the places' keys and values, as they are stored: uint8 ``[N, B]``."""
-        ...
+    def pack(self, tokens: TokenIndex) -> Tensor:
+        """Return the stored bytes of some tokens: uint8 ``[N, B]``."""
+        parts = [tensor[tokens.slot, :, tokens.position] for tensor in self._tensors]
+        return torch.cat([part.flatten(1).view(torch.uint8) for part in parts], dim=1)
 
-    def unpack(self, places: Places, data: Tensor) -> None:
-        """Put there what another store of this kind has packed."""
-        ...
-
-    @property
-    def slot_heads(self) -> SlotHeads:
-        """The layer's keys and values where they lie."""
-        ...
+    def unpack(self, tokens: TokenIndex, data: Tensor) -> None:
+        """Store what the storage of the same layer on another rank has packed."""
+        first = 0
+        for tensor in self._tensors:
+            shape = tensor[0, :, 0].shape
+            end = first + shape.numel() * tensor.itemsize
+            part = data[:, first:end].contiguous().view(tensor.dtype).reshape(-1, *shape)
+            tensor[tokens.slot, :, tokens.position] = part.to(tensor.device)
+            first = end
 
     def clear(self, slots: list[int]) -> None:
         """Zero the slots."""
-        ...
+        for tensor in self._tensors:
+            tensor[slots] = 0
 
 
-class PlainStore:
-    """Keys and values in the dtype of the run.
+class PlainKVStorage(KVStorage):
+    """Keys and values in the dtype of the run: ``2 * slots * h * max_tokens * d`` values.
 
     Args:
         shape: of one token's keys.
-        size: slots and tokens of each.
-        dtype: number format of what is kept.
-        device: where it lives.
+        size: slots, and tokens of each.
+        dtype: of what is stored.
+        device: where it lies.
     """
 
     def __init__(
         self, shape: KVShape, size: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.shape = shape
         slots, tokens = size
         whole = (slots, shape.heads, tokens, shape.head_dim)
         self._keys = torch.zeros(whole, dtype=dtype, device=device)
         self._values = torch.zeros(whole, dtype=dtype, device=device)
-        self.slot_heads = SlotHeads(keys=self._keys, values=self._values)
+        heads = SlotHeads(keys=self._keys, values=self._values)
+        super().__init__(shape, heads, (self._keys, self._values))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held: ``2 * slots * h * max_tokens * d`` values."""
-        return self._keys.nbytes + self._values.nbytes
-
-    def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep and give ``[R, h, *, d]``; the store itself when nothing must move."""
-        rows.write(self._keys, key)
-        rows.write(self._values, value)
-        return rows.read(self._keys).to(key.dtype), rows.read(self._values).to(value.dtype)
-
-    def pack(self, places: Places) -> Tensor:
-        """Return keys, then values, of each token: ``B = 2 h d`` values."""
-        parts = [
-            stored[places.slot, :, places.position] for stored in (self._keys, self._values)
-        ]  # [N, h, d]
-        return torch.cat(parts, dim=1).flatten(1).view(torch.uint8)
-
-    def unpack(self, places: Places, data: Tensor) -> None:
-        """Put keys and values there."""
-        heads = self.shape.heads
-        new = data.view(self._keys.dtype).reshape(len(data), 2 * heads, self.shape.head_dim)
-        new = new.to(self._keys.device)
-        self._keys[places.slot, :, places.position] = new[:, :heads]
-        self._values[places.slot, :, places.position] = new[:, heads:]
-
-    def clear(self, slots: list[int]) -> None:
-        """Zero the slots."""
-        self._keys[slots] = 0
-        self._values[slots] = 0
+    def update(self, mapping: SlotMapping, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store and return ``[R, h, *, d]``, as views of the storage where possible."""
+        mapping.write(self._keys, key)
+        mapping.write(self._values, value)
+        return mapping.read(self._keys).to(key.dtype), mapping.read(self._values).to(value.dtype)
 
 
-class ReadBuffer:
-    """Memory that a stage's layers, one after the other, read their 8-bit keys or values into.
+class DequantizeBuffer:
+    """Memory that the layers of a stage, one after the other, dequantize into.
 
-    Taken when the stage starts, for fresh memory is mapped and zeroed at every step; grows only
-    when more is read than was announced.
+    Allocated when the stage starts, since the system maps and zeroes fresh memory at every step;
+    it grows only if more is read than announced.
 
     Args:
         values: numbers it holds at first.
         dtype: of the run.
-        device: where it lives.
+        device: where it lies.
     """
 
     def __init__(self, values: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -250,84 +234,60 @@ class ReadBuffer:
         return self._values[:count].view(shape)
 
 
-class Int8Store:
+class Int8KVStorage(KVStorage):
     """8-bit integers and a scale for every token and head.
 
-    Values are heads like keys, after them: half as many operations, each of them small in decode.
+    Values are further heads after those of the keys: half as many operations, which are small in
+    decode. Holds ``2 * slots * h * max_tokens * (d + 2)`` bytes.
 
     Args:
         shape: of one token's keys.
-        size: slots and tokens of each.
-        buffer: what is read goes there; shared with other layers, whose turn it is not.
-        device: where it lives.
+        size: slots, and tokens of each.
+        buffer: receives what is read; shared by all layers.
+        device: where it lies.
     """
 
     def __init__(
-        self, shape: KVShape, size: tuple[int, int], buffer: ReadBuffer, device: torch.device
+        self, shape: KVShape, size: tuple[int, int], buffer: DequantizeBuffer, device: torch.device
     ) -> None:
-        self.shape = shape
         slots, tokens = size
-        whole = (slots, 2 * shape.heads, tokens)
-        self._codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
-        self._scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
-        self._buffer = buffer
-        codes, scales, heads = self._codes, self._scales, shape.heads
-        self.slot_heads = SlotHeads(
+        whole, heads = (slots, 2 * shape.heads, tokens), shape.heads
+        codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
+        scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
+        self._codes, self._scales, self._buffer = codes, scales, buffer
+        slot_heads = SlotHeads(
             keys=codes[:, :heads],
             values=codes[:, heads:],
             key_scales=scales[:, :heads],
             value_scales=scales[:, heads:],
         )
+        super().__init__(shape, slot_heads, (codes, scales))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held: ``2 * slots * h * max_tokens * (d + 2)``."""
-        return self._codes.nbytes + self._scales.nbytes
-
-    def update(self, rows: Rows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize and keep ``[R, h, T, d]``; give ``[R, h, S, d]`` in the shared buffer."""
-        codes, scales = quantize_both(key, value)
-        rows.write(self._codes, codes)
-        rows.write(self._scales, scales)
-        kept = rows.read(self._codes)  # [R, 2h, S, d]
-        read = self._buffer.take(kept.shape, key.dtype)
-        # Two passes in place: one product of mixed types would convert into fresh memory first.
-        read.copy_(kept).mul_(rows.read(self._scales).unsqueeze(-1))
+    def update(self, mapping: SlotMapping, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize and store ``[R, h, T, d]``; return ``[R, h, S, d]`` in the shared buffer."""
+        codes, scales = quantize_keys_values(key, value)
+        mapping.write(self._codes, codes)
+        mapping.write(self._scales, scales)
+        stored = mapping.read(self._codes)  # [R, 2h, S, d]
+        read = self._buffer.take(stored.shape, key.dtype)
+        # Two passes in place: a product of mixed dtypes would convert into fresh memory first.
+        read.copy_(stored).mul_(mapping.read(self._scales).unsqueeze(-1))
         return read[:, : self.shape.heads], read[:, self.shape.heads :]
-
-    def pack(self, places: Places) -> Tensor:
-        """Return codes, then scales, of each token: ``B = 2 h (d + 2)``."""
-        codes = self._codes[places.slot, :, places.position]  # [N, 2h, d]
-        scales = self._scales[places.slot, :, places.position]  # [N, 2h]
-        return torch.cat((codes.flatten(1).view(torch.uint8), scales.view(torch.uint8)), dim=1)
-
-    def unpack(self, places: Places, data: Tensor) -> None:
-        """Put codes and scales there."""
-        heads, width = 2 * self.shape.heads, self.shape.head_dim
-        codes = data[:, : heads * width].view(torch.int8).reshape(len(data), heads, width)
-        scales = data[:, heads * width :].contiguous().view(SCALE_DTYPE)
-        self._codes[places.slot, :, places.position] = codes.to(self._codes.device)
-        self._scales[places.slot, :, places.position] = scales.to(self._scales.device)
-
-    def clear(self, slots: list[int]) -> None:
-        """Zero the slots."""
-        self._codes[slots] = 0
-        self._scales[slots] = 0
 
 
 def token_bytes(shape: KVShape, dtype: torch.dtype, kv_bits: int | None) -> int:
-    """Return the bytes of one token's keys and values in a layer, as a store packs them."""
+    """Return the bytes of one token's keys and values in a layer, as stored."""
     heads = 2 * shape.heads
     if kv_bits == 8:
         return heads * (shape.head_dim + SCALE_DTYPE.itemsize)
     return heads * shape.head_dim * dtype.itemsize
 
 
-def quantize_both(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize new keys, and values as further heads: codes ``[R, 2h, T, d]``, scales without d.
 
-    On the way to 8 bits they are float32, twice. A prompt's are a block of tokens at a time, or
-    they would take more than the feed-forward does.
+    They are float32 on the way. On a CPU a prompt is quantized in blocks of tokens: whole, its
+    float32 copies would take more memory than the feed-forward.
 
     Args:
         key: ``[R, h, T, d]``.
@@ -338,9 +298,10 @@ def quantize_both(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_tokens(torch.cat((key, value), dim=1))
     codes = torch.empty((rows, 2 * heads, width, dim), dtype=torch.int8)
     scales = torch.empty((rows, 2 * heads, width), dtype=SCALE_DTYPE)
-    many = max(1, BLOCK_TOKENS // width)
-    for row, first in itertools.product(range(0, rows, many), range(0, width, BLOCK_TOKENS)):
-        block = slice(row, row + many), slice(None), slice(first, first + BLOCK_TOKENS)
+    block_rows = max(1, BLOCK_TOKENS // width)
+    starts = range(0, rows, block_rows), range(0, width, BLOCK_TOKENS)
+    for row, first in itertools.product(*starts):
+        block = slice(row, row + block_rows), slice(None), slice(first, first + BLOCK_TOKENS)
         codes[block], scales[block] = quantize_tokens(torch.cat((key[block], value[block]), dim=1))
     return codes, scales
 
@@ -353,8 +314,8 @@ def quantize_tokens(new: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         int8 codes ``[..., d]`` in [-127, 127] and bfloat16 scales ``[...]``; a value is
-        ``code * scale``, within half a scale of what it was. Where a value is infinite or not a
-        number, so is the scale: an overflow is read back as one, not as a plausible number.
+        ``code * scale``, within half a scale of the input. Where a value is infinite or not a
+        number, so is the scale: an overflow is read back as one.
     """
     values = new.to(torch.float32)
     peak = values.abs().amax(dim=-1)  # [...]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmpq.costmodel.memory.memory import layer_kv_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import quantize_both, quantize_tokens
+from llmpq.dist.kv.storage import quantize_keys_values, quantize_tokens
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, MicroBatch, kv_shapes
 from llmpq.spec.huggingface.families import load_model_dir
@@ -130,7 +130,7 @@ def test_what_was_announced_is_read_without_new_memory(slots):
 def test_blocks_of_tokens_have_the_codes_of_the_whole(shape):
     rows, width = shape
     key, value = torch.randn(2, rows, width, 2, 16).to(torch.bfloat16).transpose(2, 3)
-    found = quantize_both(key, value)
+    found = quantize_keys_values(key, value)
     for made, right in zip(found, quantize_tokens(torch.cat((key, value), dim=1)), strict=True):
         assert torch.equal(made, right)
 

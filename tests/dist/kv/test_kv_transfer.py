@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import Places, token_bytes
+from llmpq.dist.kv.storage import TokenIndex, token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVReceiver, KVSender, KVSendLink
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (
@@ -83,7 +83,7 @@ def fill(kept: KVCache, rows: list[Row], seed: int) -> None:
 
 def held(kept: KVCache, layer: int, rows: list[Row]) -> torch.Tensor:
     return kept.pack(
-        layer, Places.of([row.slot for row in rows], [row.length for row in rows], kept.device)
+        layer, TokenIndex.of([row.slot for row in rows], [row.length for row in rows], kept.device)
     )
 
 
