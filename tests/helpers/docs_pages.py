@@ -16,7 +16,8 @@ PAGES = sorted(
     ]
 )
 BLOCK = re.compile(
-    r"(?:^ *<!-- test: (?P<mode>\w+) -->\n)?^(?P<indent> *)```bash\n(?P<text>.*?)^ *```$",
+    r"(?:^ *<!-- test: (?P<mode>\w+) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>bash|python)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
 HEREDOC = re.compile(r"cat > (\S+) <<'EOF'\n(.*?)^EOF$", re.M | re.S)
@@ -24,15 +25,17 @@ HEREDOC = re.compile(r"cat > (\S+) <<'EOF'\n(.*?)^EOF$", re.M | re.S)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A fenced block of shell commands.
+    """A fenced block of shell commands or Python.
 
     Attributes:
         page: the page.
+        language: ``bash`` or ``python``.
         mode: ``run``, ``parse`` or ``none``; blocks without a mark are parsed.
         text: the commands.
     """
 
     page: Path
+    language: str
     mode: str
     text: str
 
@@ -41,19 +44,20 @@ class Block:
         return HEREDOC.findall(self.text)
 
     def commands(self) -> list[str]:
-        """Return the commands, continued lines joined, comments removed."""
+        """Return the shell commands, continued lines joined, comments removed."""
         text = HEREDOC.sub("", self.text).replace("\\\n", " ")
         lines = (line.partition(" #")[0].strip() for line in text.splitlines())
         return [line for line in lines if line and not line.startswith("#")]
 
 
 def blocks() -> Iterator[Block]:
-    """Yield every block of shell commands of every page."""
+    """Yield every block of every page."""
     for page in PAGES:
         for found in BLOCK.finditer(page.read_text(encoding="utf-8")):
             indent = len(found["indent"])
             text = "".join(line[indent:] for line in found["text"].splitlines(keepends=True))
-            yield Block(page=page, mode=found["mode"] or "parse", text=text)
+            mode = found["mode"] or "parse"
+            yield Block(page=page, language=found["language"], mode=mode, text=text)
 
 
 def name_of(page: Path) -> str:
