@@ -62,7 +62,7 @@ SEEDS = range(20)
 # The text is gone through in pieces of so many tokens: whole windows of 512, four at a time.
 PIECE_TOKENS, ROWS = 4096, 4
 KINDS = ("divergence", "variance", "hessian")
-# Bits by the measured losses themselves: nobody can know more without measuring whole plans.
+# Bits by the measured losses themselves: the best choice without measuring whole plans.
 TRUTH = "truth"
 # Layers of every kind of sensitivity, for the exhaustive search.
 FEW_LAYERS, FEW_AVERAGE, FEW_WIDTHS = (0, 1, 4, 8, 10), 5.2, (8, 4, 3)

@@ -1,6 +1,7 @@
 """The whole path on this machine: measure, plan, look, run, compare.
 
-Two workers on two cores become two unlike devices: one uses the whole processor, the other is held
+Two workers on two cores become two different devices: one uses the whole processor, the other
+is held
 to an older vector extension, and each gets a memory cap so small that neither holds the model and
 both together do not hold it unquantized. Everything below is the public commands; they are printed
 as they run, so that they can be typed again.
@@ -211,7 +212,7 @@ def cluster_json(caps: tuple[int, int] | None, older_isa: str | None) -> dict[st
             device["memory_bytes"] = caps[index]
         devices.append(device)
     nodes = [{"name": NODE, "devices": devices}]
-    return {"schema": SCHEMA, "name": "two-unlike-cpus", "nodes": nodes, "links": []}
+    return {"schema": SCHEMA, "name": "two-different-cpus", "nodes": nodes, "links": []}
 
 
 def memory_caps(costs: ClusterCosts, cluster: Cluster, workload: Workload) -> tuple[int, int]:

@@ -17,7 +17,7 @@ settings.load_profile("llmpq")
 
 @pytest.fixture(scope="session", autouse=True)
 def no_store_of_the_user() -> Iterator[None]:
-    """Commands under test neither read nor fill the store of whoever runs the tests."""
+    """Commands under test neither read nor fill the store of the user who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMPQ_STORE", "off")
         yield

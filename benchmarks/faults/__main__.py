@@ -1,6 +1,6 @@
-"""The fault matrix: do to runs what clusters do, and hold the outcome to the goals R1-R12, S1, S6.
+"""The fault matrix: faults of clusters, played on real runs, with the outcome that is required.
 
-    scripts/fault_matrix [--only R1 R2 ...] [--repeats 1] [--soak_s 1800] [--output FILE.jsonl]
+    scripts/fault_matrix [--only kill stop ...] [--repeats 1] [--soak_s 1800] [--output FILE.jsonl]
 
 Every case becomes one line of the output as soon as it is done; a second call goes on where the
 first one stopped. Progress goes to standard error, the table to standard output. Exit status 1 when
@@ -35,18 +35,18 @@ PLANNER_LIMITS_S = (0.02, 0.3)
 
 KINDS = ("plan", "cluster", "workload", "prompts", "table", "model")
 WHAT = {
-    "R1": "a rank is killed: typed error naming it",
-    "R2": f"a rank is stopped (timeout {deaths.STEP_TIMEOUT_S:g} s): typed error naming it",
-    "R4": "the launcher is killed: nothing stays",
-    "R5": "kills at random tokens: back serving, same tokens, once",
-    "R6": "SIGTERM: what has begun is finished; twice: it ends",
-    "R8": "bad prompts hurt only themselves",
-    "R9": "damaged files: typed errors only",
-    "R10": "damaged frame headers: none accepted",
-    "R11": "soak",
-    "R12": "the planner's time is up: a plan, flagged",
-    "S1": "listening sockets",
-    "S6": "prompt text in output, files open to others",
+    "kill": "a rank is killed: typed error naming it",
+    "stop": f"a rank is stopped (timeout {deaths.STEP_TIMEOUT_S:g} s): typed error naming it",
+    "launcher": "the launcher is killed: nothing stays",
+    "restart": "kills at random tokens: back serving, same tokens, once",
+    "drain": "SIGTERM: what has begun is finished; twice: it ends",
+    "prompts": "bad prompts hurt only themselves",
+    "files": "damaged files: typed errors only",
+    "frames": "damaged frame headers: none accepted",
+    "soak": "soak",
+    "time_limit": "the planner's time is up: a plan, flagged",
+    "sockets": "listening sockets",
+    "secrecy": "prompt text in output, files open to others",
 }
 
 
@@ -112,19 +112,19 @@ def cases_of(options: argparse.Namespace, folder: Path) -> dict[str, Case]:
         found |= deadly(folder, repeat)
     for first in range(0, options.kills, 10):
         count = min(10, options.kills - first)
-        found[f"R5 kills {first + 1} to {first + count}"] = partial(
+        found[f"restart kills {first + 1} to {first + count}"] = partial(
             lambda seed, number: deaths.recover(
                 folder, seed, number, expected(deaths.RECOVER_REQUESTS, deaths.RECOVER_TOKENS)
             ),
             first,
             count,
         )
-    found["R8"] = lambda: inputs.bad_requests(folder, expected(30, inputs.BAD_TOKENS))
+    found["prompts"] = lambda: inputs.bad_requests(folder, expected(30, inputs.BAD_TOKENS))
     found |= fuzzed(folder, options)
     for transport in ("auto", "gloo"):
-        found[f"S1 {transport}"] = partial(soak.sockets, folder, transport)
-    found["S6"] = partial(soak.traces, folder)
-    found[f"R11 {options.soak_s:g} s"] = partial(
+        found[f"sockets {transport}"] = partial(soak.sockets, folder, transport)
+    found["secrecy"] = partial(soak.traces, folder)
+    found[f"soak {options.soak_s:g} s"] = partial(
         soak.soak, folder, options.soak_s, options.soak_requests, options.kill_every_s
     )
     return {key: case for key, case in found.items() if key.split()[0] in options.only}
@@ -133,15 +133,15 @@ def cases_of(options: argparse.Namespace, folder: Path) -> dict[str, Case]:
 def deadly(folder: Path, repeat: int) -> dict[str, Case]:
     """Return one repeat of every kill, stop and drain."""
     found: dict[str, Case] = {}
-    for group, number in (("R1", signal.SIGKILL), ("R2", signal.SIGSTOP)):
+    for group, number in (("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)):
         for phase in deaths.PHASES:
             for stage in range(deaths.STAGES):
                 key = f"{group} {phase} stage {stage} #{repeat}"
                 found[key] = partial(deaths.strike, folder, number, stage, phase)
     for phase in ("loading", "decode"):
-        found[f"R4 {phase} #{repeat}"] = partial(deaths.orphan, folder, phase)
-    found[f"R6 once #{repeat}"] = partial(deaths.drain, folder, False)
-    found[f"R6 twice #{repeat}"] = partial(deaths.drain, folder, True)
+        found[f"launcher {phase} #{repeat}"] = partial(deaths.orphan, folder, phase)
+    found[f"drain once #{repeat}"] = partial(deaths.drain, folder, False)
+    found[f"drain twice #{repeat}"] = partial(deaths.drain, folder, True)
     return found
 
 
@@ -150,11 +150,11 @@ def fuzzed(folder: Path, options: argparse.Namespace) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for seed, kind in enumerate(KINDS):
         share = -(-options.files // len(KINDS))
-        found[f"R9 {kind} {share}"] = partial(inputs.files, folder, kind, share, seed)
-    found[f"R10 {options.frames}"] = partial(inputs.frames, options.frames, 0)
+        found[f"files {kind} {share}"] = partial(inputs.files, folder, kind, share, seed)
+    found[f"frames {options.frames}"] = partial(inputs.frames, options.frames, 0)
     for solver in ("exact", "highs", "cbc"):
         for limit_s in PLANNER_LIMITS_S:
-            key = f"R12 {solver} {limit_s:g} s"
+            key = f"time_limit {solver} {limit_s:g} s"
             found[key] = partial(inputs.planner, folder, solver, limit_s)
     return found
 
@@ -186,7 +186,8 @@ def table(done: list[dict[str, Any]]) -> str:
     health = sorted(one["health_s"] for one in done if one.get("health_s") is not None)
     if health:
         lines.append(
-            f"| R3 | the health file says so | {len(health)} | | {health[len(health) // 2]:.2f} "
+            f"| health | the health file says so | {len(health)} | "
+            f"| {health[len(health) // 2]:.2f} "
             f"| {health[-1]:.2f} | 2 after a kill, timeout + 2 after a stop |"
         )
     return "\n".join(lines)

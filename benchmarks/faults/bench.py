@@ -55,7 +55,7 @@ def model_for(stages: int, folder: Path) -> Path:
 
 
 def prompts_of(count: int, new_tokens: int, late_s: float = 0.0) -> list[Prompt]:
-    """Return prompts of unlike lengths; with ``late_s``, all but the first come so much later."""
+    """Return prompts of different lengths; all but the first arrive ``late_s`` later."""
     return [
         Prompt(
             id=number,
@@ -157,7 +157,7 @@ def execute(  # noqa: PLR0913  what a run is made of
             except LlmpqError as error:
                 outcome.error = error
             outcome.end_s = time.monotonic()
-            time.sleep(0.2)  # for whoever follows the health file
+            time.sleep(0.2)  # for a reader of the health file
         if job.output.exists():
             results = read_results(job.output)
             outcome.lines = len(results)

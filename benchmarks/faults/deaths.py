@@ -1,4 +1,4 @@
-"""Ranks and launchers that die, hang or are told to end: R1 to R6 of the goals."""
+"""Ranks and launchers that die, hang or receive a signal to end."""
 
 from __future__ import annotations
 

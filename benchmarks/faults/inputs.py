@@ -1,4 +1,4 @@
-"""Bad input: prompts, files and frames (R8 to R10), and a planner whose time is up (R12)."""
+"""Bad prompts, files and frames, and a planner whose time limit has passed."""
 
 from __future__ import annotations
 

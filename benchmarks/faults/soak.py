@@ -1,4 +1,4 @@
-"""Long runs with a kill now and then (R11), and what runs leave open to others (S1, S6).
+"""Long runs with occasional kills, and what runs leave open to other users.
 
 Shared machines pause processes: figures of time are of this machine at that moment.
 """

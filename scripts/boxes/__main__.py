@@ -1,4 +1,4 @@
-"""A cluster of unlike devices on this host, for real: see ``scripts/hetbox --help``."""
+"""A cluster of different devices on this host, for real: see ``scripts/hetbox --help``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hetbox",
-        description="Run a command on a cluster of unlike devices that is this host.",
+        description="Run a command on this host as a cluster of different devices.",
         epilog=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -119,7 +119,7 @@ def _boxes(
 
     def pids_of(group: Group) -> list[int]:
         # All or none: a child is called as its parent until it is a program of its own, and
-        # whoever was stopped must be continued.
+        # stopped processes must be continued.
         pids = group.pids()
         return pids if is_begun is None or any(map(is_begun, pids)) else []
 

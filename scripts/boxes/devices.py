@@ -98,7 +98,7 @@ class Box:
     def hold(self) -> None:
         """End a process whose resident memory has ever been more than the device's.
 
-        The kernel's own limit leaves out pages of libraries, which it counts to whoever read them
+        The kernel's own limit leaves out pages of libraries, counted for the process that read them
         first and would give back before it kills; a device has them resident like everything else.
         The kernel's mark of the peak misses nothing between two looks.
         """

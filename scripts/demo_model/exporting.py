@@ -55,7 +55,7 @@ def export(work: Path, run: str, out: Path) -> None:
     }
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.to(torch.bfloat16).save_pretrained(out)
-    for key in ("is_local", "local_files_only"):  # how this copy was loaded, nobody's concern
+    for key in ("is_local", "local_files_only"):  # how this copy was loaded: not part of the model
         tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)

@@ -26,16 +26,20 @@ Result = dict[str, Any]
 
 
 def load(topic: str) -> Result:
-    """Read the results of a topic.
+    """Read the results of a topic; a file of rows without tables becomes one table.
 
     Raises:
         ValueError: the file is no result file.
     """
     file = RESULTS / f"{topic}.json"
-    result = json.loads(file.read_text(encoding="utf-8"))
+    result = {"topic": topic} | json.loads(file.read_text(encoding="utf-8"))
+    if "tables" not in result and "rows" in result:
+        result["tables"] = [{"title": topic, "rows": result["rows"]}]
+    for run in result.get("runs", {}).values():  # of several runs, the first says how
+        result = run | result
     missing = [field for field in REQUIRED if field not in result]
     if missing or result["topic"] != topic:
-        raise ValueError(f"{file.name}: found topic {result.get('topic')!r}, missing {missing}")
+        raise ValueError(f"{file.name}: found topic {result['topic']!r}, missing {missing}")
     return dict(result)
 
 

@@ -56,7 +56,7 @@ TRANSFORMERS_WEIGHTS = 2.0**-7
 """Of the largest weight: that kernel rounds a group's zero and the product to bfloat16, each by at
 most 2^-8 of the number. What gptqmodel itself says the weights are is held to ``TOLERANCE``."""
 OF_MIXED_BITS = ("ours-mixed", "theirs-mixed")
-"""What transformers cannot load, whoever made it: optimum knows no ``dynamic``."""
+"""What transformers cannot load from any tool: optimum does not read ``dynamic``."""
 FIXTURES = ("theirs-mixed", "theirs-asymmetric")
 KEPT_WEIGHTS = ("k_proj", "down_proj")
 

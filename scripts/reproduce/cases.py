@@ -1,6 +1,6 @@
 """The paper's cases as planning requests, their plans, and where the plans are kept.
 
-A plan is made once a process, whoever asks for it. A kept file is touched only when its plan
+A plan is made once for each process. A kept file is touched only when its plan
 changes: a rerun that merely took another number of seconds leaves it alone.
 """
 

@@ -1,4 +1,4 @@
-"""What the package must never do, read off its syntax trees (docs/how/architecture.md, S3)."""
+"""What the package must never do, read off its syntax trees (docs/operations/hosts.md)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def pair_costs(
 def random_problem(
     seed: int, *, max_layers: int = 4, max_positions: int = 3, **overrides
 ) -> AssignmentProblem:
-    """Draw a tiny problem: arbitrary omega and costs, unlike links, several kinds, tight memory."""
+    """Draw a tiny problem: any omega, costs and links, several kinds, tight memory."""
     rng = np.random.default_rng(seed)
     layers = int(rng.integers(1, max_layers + 1))
     positions = int(rng.integers(1, max_positions + 1))

@@ -1,4 +1,4 @@
-"""Random small requests: unlike devices and links, from far too little memory to plenty."""
+"""Random small requests: different devices and links, from far too little memory to plenty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/gpu_check itself: what can be tried of it without a GPU, and that failures are told."""
+"""scripts/gpu_check itself: what runs without a GPU, and the report of failures."""
 
 import json
 import sys

@@ -1,6 +1,6 @@
 """Whatever is done to a file, its reader says what is wrong and never fails in another way.
 
-``scripts/fault_matrix --only R9`` does the same a hundred thousand times.
+``scripts/fault_matrix --only files`` does the same a hundred thousand times.
 """
 
 from __future__ import annotations
