@@ -1,8 +1,7 @@
-"""Calibration: tokens through a model, one decoder layer at a time, and what its operators see.
+"""Calibration: run tokens through a model layer by layer and collect statistics of inputs.
 
-``read_calibration`` makes token sequences of a text, ``LayerWalk`` runs them through a checkpoint
-in the memory of one layer and the activations between two, ``Moments`` and ``Hessian`` are what is
-kept of an operator's inputs.
+``read_calibration`` makes token sequences from a text, ``LayerWalk`` runs them through a checkpoint
+with one layer in memory, ``Moments`` and ``Hessian`` are statistics of an operator's inputs.
 """
 
 from llmpq.calibration.data import CalibrationSet, read_calibration, synthetic_calibration

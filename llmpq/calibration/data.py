@@ -1,8 +1,7 @@
 """Calibration data: token sequences of one length, from a text or from a seed.
 
-A text is one stream of tokens, cut into sequences that are spread evenly over it. Sequences are
-kept sorted, so that everything measured with them is the same, to the last bit, whatever order they
-came in. This module refuses to run a model.
+A text is one stream of tokens; the sequences are spread evenly over it. They are sorted, so results
+do not depend on the order of the input.
 
 Shape legend: N sequences, T tokens of each.
 """
@@ -34,7 +33,7 @@ class CalibrationSet:
 
     Attributes:
         token_ids: int64 ``[N, T]``; sorted when the set is built.
-        source: where they came from, for provenance.
+        source: description of their origin, for provenance.
 
     Raises:
         SpecError: there is no token.
@@ -56,13 +55,13 @@ class CalibrationSet:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the shape and the tokens, in hexadecimal; blind to the order of sequences."""
+        """SHA-256 of the shape and the tokens, in hexadecimal; independent of their order."""
         state = hashlib.sha256(repr(tuple(self.token_ids.shape)).encode())
         state.update(self.token_ids.numpy().astype("<i8").tobytes())
         return state.hexdigest()
 
     def check(self, vocab_size: int, max_positions: int | None) -> None:
-        """Refuse tokens and lengths that a model does not have.
+        """Check tokens and lengths against the limits of a model.
 
         Raises:
             SpecError: a token is outside the vocabulary, or the sequences are too long.
@@ -94,8 +93,8 @@ def read_calibration(
         path: ``.jsonl`` with a field ``text``, ``prompt`` or ``prompt_token_ids`` in every line;
             any other name is plain text.
         model_dir: directory with the tokenizer; code in it is never run.
-        num_sequences: how many at most; a short text gives fewer.
-        sequence_tokens: T; a text shorter than this is one sequence of its own length.
+        num_sequences: maximum number; a short text gives fewer.
+        sequence_tokens: T; a shorter text becomes one sequence of its own length.
 
     Raises:
         SpecError: the file or the tokenizer cannot be read, or the file holds no text.
@@ -111,7 +110,7 @@ def read_calibration(
 def synthetic_calibration(
     vocab_size: int, *, num_sequences: int = 16, sequence_tokens: int = 128, seed: int = 0
 ) -> CalibrationSet:
-    """Draw sequences of uniformly random tokens: a run without a text, not a substitute for one."""
+    """Return sequences of uniformly random tokens, for runs without a text."""
     generator = torch.Generator().manual_seed(seed)
     shape = (num_sequences, sequence_tokens)
     token_ids = torch.randint(0, vocab_size, shape, generator=generator)
@@ -120,7 +119,7 @@ def synthetic_calibration(
 
 
 def _cut(stream: list[int], count: int, length: int, path: Path) -> Tensor:
-    """Cut ``count`` sequences that do not overlap, spread evenly over the stream: ``[N, T]``."""
+    """Return ``count`` disjoint sequences, spread evenly over the stream: ``[N, T]``."""
     if count < 1 or length < 1:
         raise SpecError(f"calibration: found {count} sequences of {length} tokens, expected some")
     if not stream:
@@ -140,7 +139,7 @@ def _text_stream(path: Path, model_dir: Path | str) -> list[int]:
 
 
 def _jsonl_stream(path: Path, model_dir: Path) -> list[int]:
-    """All documents one after the other, with the end token between them where there is one."""
+    """Return the tokens of all documents, each followed by the end token if there is one."""
     stream: list[int] = []
     tokenizer: PreTrainedTokenizerBase | None = None
     for line in _json_lines(path):

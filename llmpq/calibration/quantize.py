@@ -1,9 +1,9 @@
-"""Quantize a whole checkpoint into another, one decoder layer at a time.
+"""Quantize a whole checkpoint into a GPTQ checkpoint, one decoder layer at a time.
 
-``rtn`` reads a layer, rounds it, writes it. ``gptq`` walks calibration tokens along: every layer is
-calibrated on what the quantized layers before it make, and inside a layer every step on what the
-quantized steps before it make (true-sequential). Memory holds two layers, the activations between
-two, and the matrices of one step.
+``rtn`` reads, rounds and writes each layer. ``gptq`` calibrates every layer on the outputs of the
+quantized layers before it, and inside a layer every step on those of the quantized steps before it
+(true-sequential). Memory holds two layers, the activations between two layers, and the Hessians of
+one step.
 
 Shape legend: N output features, K input features.
 """
@@ -25,8 +25,7 @@ from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_exper
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.models.experts import find_stored, part_spellings
-from llmpq.quant.checkpoint.config import make_config
-from llmpq.quant.checkpoint.format import from_integers
+from llmpq.quant.checkpoint.format import from_integers, make_config
 from llmpq.quant.checkpoint.reader import is_gptq
 from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from llmpq.quant.loading.assembly import Matrix, matrices_of
@@ -37,20 +36,20 @@ from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.gptq import FIELD, ZERO_OFFSETS
 from llmpq.spec.precision import Precision
 
-# Below this share of tokens to input features, what GPTQ learns of its inputs is mostly noise.
+# With fewer tokens per input feature, the Hessian is mostly noise.
 _MIN_TOKENS_PER_FEATURE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeJob:
-    """What to make of which checkpoint.
+    """What to quantize, and how.
 
     Attributes:
-        model_dir: the checkpoint; not quantized yet.
+        model_dir: the checkpoint, not quantized.
         precisions: of every layer, in order.
-        calibration: what GPTQ calibrates on; ``None`` rounds.
+        calibration: tokens for GPTQ; ``None`` rounds to nearest.
         options: of GPTQ.
-        shard_bytes: size at which a file of the result is closed.
+        shard_bytes: maximum size of a file of the result.
     """
 
     model_dir: Path
@@ -62,11 +61,11 @@ class QuantizeJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeReport:
-    """What came of it.
+    """Result of a quantization.
 
     Attributes:
         weights_bytes: of all tensors written.
-        rounded: operators that GPTQ left to rounding, for too few tokens came by.
+        rounded: operators that were rounded to nearest because too few tokens reached them.
     """
 
     weights_bytes: int
@@ -76,16 +75,16 @@ class QuantizeReport:
 def quantize_checkpoint(
     job: QuantizeJob, output: Path | str, progress: Progress | None = None
 ) -> QuantizeReport:
-    """Write a GPTQ-format checkpoint that gptqmodel, transformers and vLLM read too.
+    """Write a GPTQ-format checkpoint that gptqmodel, transformers and vLLM can read.
 
     Args:
-        job: what to make.
-        output: directory to make; it appears whole or not at all.
+        job: what to quantize.
+        output: directory to make; it appears when it is complete.
         progress: called after each layer.
 
     Raises:
         SpecError: ``output`` exists, the checkpoint is quantized already, precisions do not fit
-            its layers, or what ``Checkpoint`` and the quantizers refuse.
+            its layers, or as ``Checkpoint`` and the quantizers.
     """
     checkpoint = _source_of(job)
     quantization = make_config(
@@ -97,7 +96,7 @@ def quantize_checkpoint(
     rounded: list[str] = []
     count = len(job.precisions)
     with CheckpointWriter(output, job.shard_bytes) as writer:
-        _copy_ends(checkpoint, writer)
+        _copy_other_tensors(checkpoint, writer)
         for index, weights in _quantized_layers(job, checkpoint, rounded):
             _write_layer(checkpoint, index, weights, writer, quantization["checkpoint_format"])
             if progress is not None:
@@ -133,7 +132,7 @@ def _source_of(job: QuantizeJob) -> Checkpoint:
 def _quantized_layers(
     job: QuantizeJob, checkpoint: Checkpoint, rounded: list[str]
 ) -> Iterator[tuple[int, dict[str, IntegerWeight]]]:
-    """Yield every layer's index with its quantized operators by name, none at 16 bits."""
+    """Yield the index of every layer and its quantized operators by name, none at 16 bits."""
     if job.calibration is None:
         for index, precision in enumerate(job.precisions):
             yield index, {} if precision.bits == 16 else _rounded(checkpoint, index, precision)
@@ -159,32 +158,32 @@ def _rounded(checkpoint: Checkpoint, index: int, precision: Precision) -> dict[s
 def _calibrated(
     layer: WalkedLayer, precision: Precision, options: GptqOptions, rounded: list[str]
 ) -> dict[str, IntegerWeight]:
-    """Quantize a layer step by step; later steps see what the earlier ones have become."""
+    """Quantize a layer step by step; later steps get the outputs of the quantized earlier ones."""
     weights: dict[str, IntegerWeight] = {}
     for step in layer.steps:
-        for names in _affordable(layer, step):
+        for names in _batches(layer, step):
             hessians = layer.collect(Hessian, names)
             readers: dict[int, list[str]] = {}
             for name in names:
                 readers.setdefault(id(hessians[name]), []).append(name)
-            for together in readers.values():
-                seen = hessians[together[0]]
-                is_enough = seen.tokens >= _MIN_TOKENS_PER_FEATURE * len(seen.matrix)
+            for stacked in readers.values():
+                found = hessians[stacked[0]]
+                is_enough = found.tokens >= _MIN_TOKENS_PER_FEATURE * len(found.matrix)
                 if not is_enough:
-                    rounded += [f"layer {layer.index} {name}" for name in together]
-                hessian = seen if is_enough else None
-                weights |= _together(layer, together, hessian, precision, options)
+                    rounded += [f"layer {layer.index} {name}" for name in stacked]
+                hessian = found if is_enough else None
+                weights |= _quantize_stacked(layer, stacked, hessian, precision, options)
     return weights
 
 
-def _together(
+def _quantize_stacked(
     layer: WalkedLayer,
     names: Sequence[str],
     hessian: Hessian | None,
     precision: Precision,
     options: GptqOptions,
 ) -> dict[str, IntegerWeight]:
-    """Quantize operators of one input as one matrix, and put them into the layer."""
+    """Quantize operators of one input as one matrix; put the rounded weights into the layer."""
     operators = [layer.operators[name] for name in names]
     stacked = torch.cat([operator.weight for operator in operators])  # [N, K]
     if hessian is None:
@@ -201,10 +200,10 @@ def _together(
     return found
 
 
-def _affordable(layer: WalkedLayer, step: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Cut a step so that the matrices of its experts fit the memory of the layer itself.
+def _batches(layer: WalkedLayer, step: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield parts of a step whose Hessians fit the memory of the layer itself.
 
-    Operators outside of mixtures share one input, and so one matrix.
+    Operators with the same input share one Hessian; those of experts do not.
     """
     if len({layer.reader(name) for name in step}) == 1:
         yield step
@@ -216,8 +215,8 @@ def _affordable(layer: WalkedLayer, step: Sequence[str]) -> Iterator[Sequence[st
         yield step[start : start + size]
 
 
-def _copy_ends(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
-    """Copy everything outside the layers as it is, under the names of the whole model."""
+def _copy_other_tensors(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
+    """Copy the tensors outside the layers, under the names of the whole model."""
     count = checkpoint.config.num_hidden_layers
     layers = tuple(checkpoint.layer_prefix(index) for index in range(count))
     for name in checkpoint.tensors.names:
@@ -232,7 +231,7 @@ def _write_layer(
     writer: CheckpointWriter,
     version: str,
 ) -> None:
-    """Write a layer's codes in the place of its weights, and the rest as it is."""
+    """Write a layer's codes instead of its weights, and its other tensors unchanged."""
     prefix = checkpoint.layer_prefix(index)
     replaced: set[str] = set()
     for matrix in matrices_of(checkpoint.empty_layer(index)) if weights else ():
@@ -256,7 +255,7 @@ def _write_layer(
 def _modules_of(
     checkpoint: Checkpoint, prefix: str, matrix: Matrix
 ) -> tuple[tuple[str, ...], set[str]]:
-    """Modules that a matrix is stored as, stacked along N, and the tensors that they replace."""
+    """Return the modules that hold a matrix, stacked along N, and the tensors they replace."""
     if matrix.expert is None:
         stored = find_stored(checkpoint.tensors, prefix + matrix.key)
         assert stored is not None  # the walk has read it
@@ -269,12 +268,12 @@ def _modules_of(
         if f"{modules[0]}.weight" in checkpoint.tensors:
             return modules, {f"{module}.weight" for module in modules}
     fused = find_stored(checkpoint.tensors, prefix + matrix.key)
-    assert fused is not None  # one spelling or another was read
+    assert fused is not None  # one of the spellings was read
     return spellings[0], {fused}
 
 
 def _operator_of(matrix: Matrix) -> str:
-    """What a walked layer calls a matrix."""
+    """Return the name of a matrix in a ``WalkedLayer``."""
     if matrix.expert is None:
         return matrix.name
     return f"{matrix.key.removesuffix('_proj')}.{matrix.expert}"

@@ -1,7 +1,7 @@
-"""What is kept of an operator's inputs: their moments, or the second-moment matrix of GPTQ.
+"""Statistics of an operator's inputs: their moments, or GPTQ's Hessian.
 
-Both stream: they take inputs a batch at a time and keep no activation. Sums over tokens are of
-float64 where they are vectors; the matrix stays float32, for it is as large as a weight.
+Both are updated batch by batch and keep no activations. Vectors are summed in float64; the matrix
+stays float32, because it is as large as a weight.
 
 Shape legend: K input features, T tokens.
 """
@@ -15,22 +15,22 @@ from torch import Tensor
 
 
 class Collector(Protocol):
-    """Something that looks at the inputs of one operator."""
+    """Collects statistics of the inputs of one operator."""
 
     def add(self, inputs: Tensor) -> None:
-        """Take in ``[T, K]`` more inputs, read only."""
+        """Add inputs ``[T, K]``, read only."""
         ...
 
 
 class Moments:
-    """First and second moments of an operator's inputs, by channel and over all.
+    """First and second moments of an operator's inputs, by channel and overall.
 
     Args:
         in_features: K.
         device: of the inputs.
 
     Attributes:
-        tokens: inputs seen.
+        tokens: number of inputs.
     """
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
@@ -39,7 +39,7 @@ class Moments:
         self._squares = torch.zeros_like(self._sum)
 
     def add(self, inputs: Tensor) -> None:
-        """Take in ``[T, K]`` more inputs."""
+        """Add inputs ``[T, K]``."""
         self.tokens += inputs.shape[0]
         self._sum += inputs.sum(0, dtype=torch.float64)
         self._squares += inputs.float().square().sum(0, dtype=torch.float64)
@@ -78,15 +78,15 @@ class Moments:
 class Hessian:
     """The sum of ``x x^T`` over an operator's inputs: half the Hessian of its squared output error.
 
-    Source: Frantar et al., "GPTQ" (2023), Eq. 2, where it is ``2 X X^T``; the factor changes no
-    choice GPTQ makes, and whoever needs it multiplies.
+    Source: Frantar et al., "GPTQ" (2023), Eq. 2, where it is ``2 X X^T``; the factor does not
+    change GPTQ's result.
 
     Args:
         in_features: K.
         device: of the inputs.
 
     Attributes:
-        tokens: inputs seen.
+        tokens: number of inputs.
         matrix: float32 ``[K, K]``, symmetric.
     """
 
@@ -95,7 +95,7 @@ class Hessian:
         self.matrix = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
 
     def add(self, inputs: Tensor) -> None:
-        """Take in ``[T, K]`` more inputs."""
+        """Add inputs ``[T, K]``."""
         inputs = inputs.to(torch.float32)
         self.tokens += inputs.shape[0]
         self.matrix.addmm_(inputs.T, inputs)

@@ -1,9 +1,8 @@
-"""Walk a model layer by layer: calibration tokens in, what every linear operator sees out.
+"""LayerWalk: run calibration tokens through a model layer by layer and observe operator inputs.
 
-One decoder layer is in memory at a time, with the hidden states that enter it. Whoever walks may
-replace operators of a layer before the walk goes on: the layers behind it then see what the
-changed one makes. This module refuses to quantize, and to know model families: operators are found
-by looking, and those that read one input are found by running a few tokens.
+One decoder layer is in memory at a time, with the hidden states that enter it. The caller may
+replace operators of a layer before the next one is loaded; later layers then get the changed
+outputs. Operators that read the same input are found by running a few tokens.
 
 Shape legend: N sequences, T tokens of each, R sequences of a batch, H hidden size, K inputs.
 """
@@ -30,20 +29,20 @@ from llmpq.quant.modules.linear import QuantExperts
 
 C = TypeVar("C", bound=Collector)
 Progress = Callable[[int, int, str], None]
-"""Called after each layer with the layers done, the layers in all, and what was done."""
+"""Called after each layer with the number of layers done, their total, and a description."""
 
 BATCH_TOKENS = 4096
 _PROBE_TOKENS = 64
 
 
-class _Enough(Exception):  # noqa: N818  not an error: every operator of interest has been seen
+class _Stop(Exception):  # noqa: N818  not an error: every observed operator has run
     """Ends a forward pass early."""
 
 
 class WalkedLayer:
-    """One decoder layer of a walk, its weights loaded and its inputs at hand.
+    """One decoder layer of a walk, with its weights and its inputs.
 
-    The experts of mixtures are taken apart: expert 3 of ``mlp.experts`` is the two linear operators
+    Experts of mixtures become linear operators: expert 3 of ``mlp.experts`` is
     ``mlp.experts.gate_up.3`` and ``mlp.experts.down.3``.
 
     Attributes:
@@ -72,10 +71,10 @@ class WalkedLayer:
 
     @property
     def steps(self) -> Sequence[tuple[str, ...]]:
-        """The operators in the order in which they run, those of one input together.
+        """The operators in the order in which they run, grouped by input.
 
-        Such as ``q k v``, ``o``, ``gate up``, ``down``. All experts' first matrices are one step
-        and all their second ones the next, each on inputs of its own.
+        For example ``q k v``, ``o``, ``gate up``, ``down``. The first matrices of all experts are
+        one step and the second ones the next, although each has its own input.
         """
         if self._steps is None:
             self._probe()
@@ -94,16 +93,15 @@ class WalkedLayer:
         *,
         advance: bool = False,
     ) -> dict[str, C]:
-        """Run the calibration tokens through the layer and collect what its operators see.
+        """Run the calibration tokens through the layer and collect the inputs of operators.
 
         Operators that read the same input share one collector.
 
         Args:
             make: makes a collector for an input of K features.
-            names: operators of interest; all by default. The pass ends where the last of them
-                has run.
-            advance: keep the layer's output as the next layer's input, in the same pass; the
-                layer cannot be run again.
+            names: operators to observe; all by default. The pass ends after the last of them.
+            advance: also keep the layer's output as the next layer's input; the layer cannot be
+                run again.
         """
         names = list(self.operators) if names is None else list(names)
         collectors: dict[str, C] = {}
@@ -117,24 +115,24 @@ class WalkedLayer:
         return {name: collectors[self._readers[name]] for name in names}
 
     def advance(self) -> None:
-        """Run the layer as it now is and keep its output; does nothing when that was done."""
+        """Run the layer and keep its output; does nothing the second time."""
         if not self._is_passed:
             self._run({}, keep=True)
 
     def replace(self, name: str, operator: nn.Module) -> None:
-        """Put ``operator`` in the place of a linear operator, for every pass from now on."""
+        """Replace a linear operator in all later passes."""
         self.module.set_submodule(name, operator)
 
-    def may_put_away(self, names: Sequence[str]) -> bool:
-        """Return whether ``put_away`` takes these: all of one input, and no experts."""
+    def can_free(self, names: Sequence[str]) -> bool:
+        """Return whether ``freed`` accepts these operators: same input, and no experts."""
         return len({self.reader(name) for name in names}) == 1 and not any(map(_expert_of, names))
 
     @contextmanager
-    def put_away(self, names: Sequence[str]) -> Iterator[None]:
-        """Free the weights of ``names`` while their own inputs are collected.
+    def freed(self, names: Sequence[str]) -> Iterator[None]:
+        """Free the weights of ``names`` while their inputs are collected.
 
-        A pass that does not advance ends in front of them, so it can do without. They are read from
-        the checkpoint again afterwards.
+        A pass that does not advance ends before them. The weights are read from the checkpoint
+        again on exit.
         """
         weights = {name: self.operators[name].weight for name in names}
         for weight in weights.values():
@@ -146,7 +144,7 @@ class WalkedLayer:
 
     def _run(self, observers: Mapping[str, Callable[[Tensor], None]], *, keep: bool) -> None:
         assert not self._is_passed, "the inputs of this layer are gone"
-        # Which experts run is up to the router: only without them is it known what comes last.
+        # The router decides which experts run, so with experts the last operator is not known.
         stops = bool(observers) and not keep and not any(map(_expert_of, observers))
         for batch, hidden in enumerate(self._hidden):
             output = self._forward(hidden, observers, stops=stops)
@@ -169,7 +167,7 @@ class WalkedLayer:
             observers[name](x.reshape(-1, x.shape[-1]))
             left.discard(name)
             if stops and not left:
-                raise _Enough
+                raise _Stop
 
         handles: list[RemovableHandle] = []
         for name in observers:
@@ -179,7 +177,7 @@ class WalkedLayer:
         batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
         try:
             output: Tensor = self._stage(hidden, batch)
-        except _Enough:
+        except _Stop:
             return None
         finally:
             for handle in handles:
@@ -187,7 +185,7 @@ class WalkedLayer:
         return output
 
     def _probe(self) -> None:
-        """Find the order of the operators and which read the same input, with a few tokens."""
+        """Run a few tokens to find the order of the operators and which share an input."""
         seen: list[tuple[str, Tensor, Tensor]] = []
 
         def note(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -205,7 +203,7 @@ class WalkedLayer:
         self._sort(seen)
 
     def _sort(self, seen: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-        """Make steps of ``(operator, its input, a copy of its values)`` in the order of calls."""
+        """Set the steps from ``(operator, input, copy of the input)`` in the order of calls."""
         self._readers = {name: name for name in self.operators}
         steps: dict[str, list[str]] = {}
         inputs: list[tuple[str, Tensor, Tensor]] = []
@@ -214,7 +212,7 @@ class WalkedLayer:
             if experts is not None:
                 steps.setdefault(experts, [])
                 continue
-            # The same object may have been overwritten in between, hence the look at its values.
+            # The same tensor may have been overwritten in between: compare the values, too.
             same = (first for first, t, v in inputs if t is tensor and torch.equal(v, value))
             reader = next(same, name)
             if reader == name:
@@ -222,31 +220,31 @@ class WalkedLayer:
             self._readers[name] = reader
             steps.setdefault(reader, []).append(name)
         known = {name for names in steps.values() for name in names}
-        for name in self.operators:  # experts, of which the probe met only some
+        for name in self.operators:  # experts that no probe token was routed to
             if name not in known:
                 steps.setdefault(_expert_of(name) or name, []).append(name)
         self._steps = [tuple(names) for names in steps.values()]
 
 
 class LayerWalk:
-    """Iterate over the decoder layers of a checkpoint, calibration tokens in front of each.
+    """Iterates over the decoder layers of a checkpoint, with the calibration tokens' inputs.
 
     Args:
         model_dir: directory with ``config.json`` and safetensors weights.
         calibration: the tokens.
-        dtype: what everything is computed in.
-        device: where.
-        batch_tokens: tokens of one forward pass, at most; at least one sequence.
+        dtype: of weights and activations.
+        device: to compute on.
+        batch_tokens: maximum tokens of one forward pass; at least one sequence is run.
         progress: called after each layer.
-        finish: run the last layer too, for whoever wants ``hidden`` after it.
+        finish: also run the last layer, so that ``hidden`` is its output at the end.
 
     Attributes:
         checkpoint: the model's weights.
         config: its configuration.
-        hidden: what enters the layer the walk stands at, batches of ``[R, T, H]``.
+        hidden: inputs of the current layer, batches of ``[R, T, H]``.
 
     Raises:
-        SpecError: what ``Checkpoint`` refuses, or tokens that the model does not have.
+        SpecError: as ``Checkpoint``, or the tokens are outside the model's vocabulary.
     """
 
     def __init__(  # noqa: PLR0913  where, what with, and what it may take
@@ -273,7 +271,7 @@ class LayerWalk:
         calibration.check(self.config.vocab_size, positions)
 
     def __iter__(self) -> Iterator[WalkedLayer]:
-        """Yield every layer in order; the weights of the one before are gone by then."""
+        """Yield every layer in order; the previous layer's weights have been freed."""
         self.hidden = self._embed()
         count = self.config.num_hidden_layers
         for index in range(count):
@@ -287,7 +285,7 @@ class LayerWalk:
             del layer
 
     def _embed(self) -> list[Tensor]:
-        """Hidden states in front of the first layer, batches of ``[R, T, H]``."""
+        """Return the inputs of the first layer, batches of ``[R, T, H]``."""
         master = Master(self.config)
         _fill(master, self.checkpoint.master_state_dict(), self.dtype, self.device)
         length = self.calibration.token_ids.shape[1]
@@ -305,10 +303,10 @@ class LayerWalk:
 
 
 def split_experts_(layer: nn.Module) -> None:
-    """Take the stacked experts of a layer apart into linear operators that share their memory.
+    """Replace the stacked experts of a layer by linear operators that share their memory.
 
     Raises:
-        SpecError: experts in a layout that ``quantize_layer_`` does not know either.
+        SpecError: experts in an unknown layout.
     """
     for name in list(quantizable_names(layer)):
         experts = layer.get_submodule(name)
@@ -323,7 +321,7 @@ def split_experts_(layer: nn.Module) -> None:
 
 
 def _linear_view(weight: Tensor) -> nn.Linear:
-    """A linear operator over ``weight`` ``[N, K]`` itself, without a bias."""
+    """Return a linear operator over ``weight`` ``[N, K]``, without a copy or a bias."""
     rows, columns = weight.shape
     linear = nn.Linear(columns, rows, bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -331,7 +329,7 @@ def _linear_view(weight: Tensor) -> nn.Linear:
 
 
 def _expert_of(name: str) -> str | None:
-    """The list of equal experts' operators that ``name`` belongs to, or ``None``."""
+    """Return the list of experts' operators that ``name`` belongs to, or ``None``."""
     parts = name.split(".")
     if len(parts) > 2 and parts[-1].isdigit() and parts[-2] in {"gate_up", "down"}:
         return name.rpartition(".")[0]

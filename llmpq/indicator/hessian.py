@@ -61,14 +61,12 @@ class HessianEigenvalue:
         budget = int(self.memory_share * weights)
         groups = list(_groups(layer, budget))
         alone = [
-            names
-            for names in groups
-            if _bytes_of(layer, names) > budget and layer.may_put_away(names)
+            names for names in groups if _bytes_of(layer, names) > budget and layer.can_free(names)
         ]
         others = [names for names in groups if names not in alone]
         for names in alone:
             errors = _errors(layer, names, subject)
-            with layer.put_away(names):
+            with layer.freed(names):
                 eigenvalues = self._eigenvalues(layer, subject, names, advance=False)
             _add(row, eigenvalues, errors)
         for names in others:

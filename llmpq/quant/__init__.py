@@ -1,8 +1,7 @@
 """Quantization of weights, of modules and of whole decoder layers.
 
-``quantize`` turns one matrix into a ``PackedWeight``; ``quantize_layer_`` does it to a decoder
-layer in place; ``llmpq.quant.loading.loader`` reads a checkpoint layer by layer through both, and
-is imported by its own name because it brings transformers with it.
+``quantize`` turns one matrix into a ``PackedWeight``; ``quantize_layer_`` quantizes a decoder layer
+in place; ``llmpq.quant.loading.loader``, which imports transformers, loads a checkpoint.
 """
 
 from llmpq.quant.modules.layer import quantize_layer_, stored_bytes

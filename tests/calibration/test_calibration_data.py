@@ -1,4 +1,4 @@
-"""Calibration sequences: cut from texts with the model's tokenizer, sorted, checked, refused."""
+"""Calibration sequences: cut from texts with the model's tokenizer, sorted and checked."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints written by llmpq-quantize: read back, run, refused."""
+"""Checkpoints written by llmpq-quantize are read back and run."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def logits(model_dir, token_ids):
 
 
 def dequantized_copy(model_dir, output):
-    """The plain model with every quantized weight replaced by what it became."""
+    """Return the plain model with every quantized weight replaced by its dequantized value."""
     source = GptqCheckpoint(output)
     model = load_reference(model_dir)
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -73,7 +73,7 @@ TOKENS = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(0
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("order", ["none", "full"])
-def test_what_is_written_runs_as_the_dequantized_model(tiny_model, tmp_path, family, order):
+def test_a_written_checkpoint_runs_as_the_dequantized_model(tiny_model, tmp_path, family, order):
     model_dir, output = tiny_model(family, seed=1, shape=SHAPE), tmp_path / "out"
     told = []
     quantize_checkpoint(
@@ -136,7 +136,7 @@ def test_rarely_used_experts_are_rounded_and_named(tiny_model, tmp_path):
     assert logits(tmp_path / "out", TOKENS).isfinite().all()
 
 
-def test_the_configuration_says_how(tiny_model, tmp_path):
+def test_the_configuration_describes_the_quantization(tiny_model, tmp_path):
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     quantize_checkpoint(job(model_dir), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -152,7 +152,7 @@ def test_the_configuration_says_how(tiny_model, tmp_path):
     assert not is_gptq(model_dir)
 
 
-def test_symmetric_files_are_of_the_version_that_every_reader_knows(tiny_model, tmp_path):
+def test_symmetric_files_have_version_1(tiny_model, tmp_path):
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     quantize_checkpoint(job(model_dir, (unquantized(), *[MIXED[2]] * 2)), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -176,7 +176,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(tiny_model, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_what_cannot_be_made_is_refused(tiny_model, tmp_path):
+def test_unsupported_jobs_are_refused(tiny_model, tmp_path):
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     group = Precision(bits=4, method="gptq", group_size=48)
     with pytest.raises(SpecError, match="groups of 48 do not divide the 64 inputs"):
@@ -210,7 +210,7 @@ def test_a_plan_with_other_bits_is_refused(quantized):
         source.check_bits(0, (4, 16, 4))
 
 
-def test_layers_carry_what_is_stored(quantized):
+def test_layers_have_the_stored_weights(quantized):
     source = GptqCheckpoint(quantized)
     layer = gptq_layer(source, 2, dtype=torch.bfloat16)
     assert isinstance(layer.self_attn.q_proj, QuantLinear)
@@ -240,7 +240,7 @@ def test_configurations_that_do_not_fit_are_refused(quantized, fields, message):
         logits(quantized, TOKENS)
 
 
-def test_checkpoints_that_say_it_in_the_old_place_are_read(quantized, tmp_path):
+def test_checkpoints_with_quantize_config_json_are_read(quantized, tmp_path):
     expected = logits(quantized, TOKENS)
     old = shutil.copytree(quantized, tmp_path / "old")
     config = json.loads((old / "config.json").read_text())

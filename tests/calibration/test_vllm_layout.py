@@ -1,6 +1,6 @@
 """Symmetric files of 4 and 8 bits are what vLLM 0.33 reads: fields, names, shapes, rules.
 
-vLLM itself needs a GPU; what is asked here is what its ``auto_gptq`` and ``gptq_utils`` ask.
+vLLM itself needs a GPU; these tests check what its ``auto_gptq`` and ``gptq_utils`` check.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def overridden(config, prefix):
     return fields
 
 
-def test_every_operator_gets_a_type_that_vllm_has(stored):
+def test_every_operator_has_a_type_that_vllm_supports(stored):
     config, _ = stored
     assert (config["quant_method"], config["lm_head"]) == ("gptq", False)
     assert config["checkpoint_format"] == "gptq"
@@ -56,7 +56,7 @@ def test_every_operator_gets_a_type_that_vllm_has(stored):
                 assert (found["bits"], found["group_size"], found["sym"]) == (*expected, True)
 
 
-def test_tensors_have_the_shapes_that_vllm_makes_room_for(stored):
+def test_tensors_have_the_shapes_that_vllm_allocates(stored):
     _, tensors = stored
     for layer, (bits, groups) in enumerate([(4, 64 // 32), (8, 1)]):
         parts = {

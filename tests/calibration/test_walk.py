@@ -1,4 +1,4 @@
-"""The walk sees what a plain run of the whole model sees, whatever the family."""
+"""A walk collects the same inputs as a plain run of the whole model, for every family."""
 
 import weakref
 
@@ -44,7 +44,7 @@ def reference_inputs(model_dir, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_moments_and_hessian_are_those_of_a_plain_run(tiny_model, family):
+def test_moments_and_hessian_equal_those_of_a_plain_run(tiny_model, family):
     model_dir, data = tiny_model(family, seed=1), calibration()
     expected, hidden = reference_inputs(model_dir, data.token_ids)
     walk = LayerWalk(model_dir, data, batch_tokens=10, finish=True)
@@ -128,7 +128,7 @@ def test_results_do_not_depend_on_the_order_of_sequences(tiny_model):
         assert all(torch.equal(one[name].matrix, other[name].matrix) for name in one)
 
 
-def test_a_pass_ends_where_the_last_operator_of_interest_has_run(tiny_model):
+def test_a_pass_ends_after_the_last_observed_operator(tiny_model):
     layer = next(iter(LayerWalk(tiny_model("llama", seed=1), calibration())))
     ran = []
     layer.module.mlp.register_forward_pre_hook(lambda *_: ran.append(True))
@@ -141,13 +141,13 @@ def test_a_pass_ends_where_the_last_operator_of_interest_has_run(tiny_model):
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
-def test_weights_may_be_away_while_their_own_inputs_are_collected(tiny_model, family):
+def test_weights_can_be_freed_while_their_inputs_are_collected(tiny_model, family):
     layer = next(iter(LayerWalk(tiny_model(family, seed=1), calibration())))
     names = list(layer.steps[-1])
     before = [layer.operators[name].weight.clone() for name in names]
     seen = layer.collect(Hessian, names)[names[0]].matrix
-    assert layer.may_put_away(names)
-    with layer.put_away(names):
+    assert layer.can_free(names)
+    with layer.freed(names):
         assert [layer.operators[name].weight.numel() for name in names] == [0]
         assert torch.equal(layer.collect(Hessian, names)[names[0]].matrix, seen)
     after = [layer.operators[name].weight for name in names]
@@ -155,13 +155,13 @@ def test_weights_may_be_away_while_their_own_inputs_are_collected(tiny_model, fa
     layer.advance()
 
 
-def test_weights_of_several_inputs_and_of_experts_stay(tiny_model):
+def test_weights_of_several_inputs_and_of_experts_cannot_be_freed(tiny_model):
     layer = next(iter(LayerWalk(tiny_model("mixtral", seed=1), calibration())))
-    assert not layer.may_put_away([layer.steps[0][0], layer.steps[1][0]])
-    assert not layer.may_put_away(layer.steps[-1][:1])
+    assert not layer.can_free([layer.steps[0][0], layer.steps[1][0]])
+    assert not layer.can_free(layer.steps[-1][:1])
 
 
-def test_no_layer_outlives_its_turn(tiny_model):
+def test_a_layer_is_freed_before_the_next_one_is_loaded(tiny_model):
     passed = []
     for layer in LayerWalk(tiny_model("mixtral", seed=1), calibration()):
         assert not any(ref() for ref in passed)
@@ -170,7 +170,7 @@ def test_no_layer_outlives_its_turn(tiny_model):
     assert len(passed) == 3
 
 
-def test_progress_is_told_after_every_layer(tiny_model):
+def test_progress_is_called_after_every_walked_layer(tiny_model):
     told = []
     walk = LayerWalk(tiny_model("opt", seed=1), calibration(), progress=lambda *a: told.append(a))
     for layer in walk:

@@ -38,7 +38,7 @@ def stored(tmp_path):
     return path
 
 
-def test_header_tells_names_shapes_and_places(stored):
+def test_a_header_has_names_shapes_and_offsets(stored):
     header = read_header(stored)
     assert {name: entry.shape for name, entry in header.entries.items()} == {
         "a.weight": (2, 3),
@@ -141,7 +141,7 @@ def _mutate_fields(rng, data):
 
 
 @pytest.mark.parametrize("count", MUTATIONS)
-def test_mutated_files_are_refused_or_mean_what_the_library_reads(stored, count):
+def test_mutated_files_are_refused_or_read_as_the_library_reads_them(stored, count):
     rng = random.Random(count)
     original = stored.read_bytes()
     accepted = refused = 0

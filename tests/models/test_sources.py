@@ -1,4 +1,4 @@
-"""Sources name the bytes of a tensor; reading them notices whatever happened to the file."""
+"""Sources name the bytes of a tensor; reading notices changes of the file."""
 
 import os
 
@@ -42,7 +42,7 @@ def test_rows_are_slices(saved):
     assert torch.equal(torch.stack(rows), tensors["cube"])
 
 
-def test_memory_is_the_callers_choice(saved):
+def test_the_caller_chooses_the_memory(saved):
     folder, tensors = saved
     files = TensorFiles(folder)
     slab = torch.zeros(60)
@@ -71,7 +71,7 @@ def test_a_file_that_changed_since_it_was_checked_is_refused(saved, change):
 
 
 def fingerprint(folder, name="cube"):
-    """The key of a tensor, asked for until the file is old enough to have one."""
+    """Return the fingerprint of a tensor, once the file is old enough to have one."""
     for _ in range(10**6):
         files = TensorFiles(folder)
         found = files.fingerprint([files.source(name)])
@@ -80,7 +80,7 @@ def fingerprint(folder, name="cube"):
     raise AssertionError("a file never settles")
 
 
-def test_fingerprints_hold_while_nothing_changes(saved):
+def test_fingerprints_are_equal_while_nothing_changes(saved):
     folder, _ = saved
     assert fingerprint(folder) == fingerprint(folder)
     assert fingerprint(folder) != fingerprint(folder, "half")

@@ -135,7 +135,7 @@ def test_digest_follows_configuration_and_layout_only(copy_of):
     assert Checkpoint(model_dir).digest() != digest
 
 
-def test_tensor_without_a_place_is_remarked_on(copy_of, caplog):
+def test_a_tensor_that_the_layer_does_not_have_is_logged(copy_of, caplog):
     model_dir = copy_of()
     layer = "model.layers.0.self_attn."
     extra = {layer + "q_proj.bias": torch.zeros(32), layer + "rotary_emb.inv_freq": torch.zeros(4)}
@@ -145,7 +145,7 @@ def test_tensor_without_a_place_is_remarked_on(copy_of, caplog):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_neox", "opt", "bloom"])
-def test_nothing_is_remarked_on_when_all_have_a_place(tiny_model, family, caplog):
+def test_nothing_is_logged_when_the_layer_has_every_tensor(tiny_model, family, caplog):
     Checkpoint(tiny_model(family)).layer_state_dict(0)
     assert not caplog.records
 
@@ -212,7 +212,7 @@ def test_index_that_leaves_the_directory_is_refused(copy_of, file):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_index_that_is_not_one_is_refused(copy_of, text):
+def test_an_invalid_index_is_refused(copy_of, text):
     model_dir = copy_of("llama", max_shard_size="20KB")
     (model_dir / INDEX).write_text(text)
     with pytest.raises(SpecError, match=INDEX):

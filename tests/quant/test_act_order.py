@@ -45,7 +45,7 @@ def test_linear_reads_its_inputs_in_the_order(bits):
     torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_order_weighs_four_bytes_an_input():
+def test_an_order_takes_four_bytes_an_input():
     _, packed = ordered(4)
     assert packed.nbytes == linear_bytes(64, 256, packed.precision, 4) + 4 * 256
     assert packed.in_stored_order().nbytes == linear_bytes(64, 256, packed.precision, 4)

@@ -81,7 +81,7 @@ def test_round_trip(weight, zero_offset):
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_words_are_those_of_the_format(bits, shuffled):
+def test_packed_words_follow_the_format(bits, shuffled):
     precision = Precision(bits=bits, method="gptq", group_size=32)
     weight = integers(32, 64, precision, shuffled=shuffled)
     parts = from_integers(weight)
@@ -108,7 +108,7 @@ def test_symmetric_file_with_other_zero_points_is_read_as_it_is():
     torch.testing.assert_close(packed.dequantize(torch.float32), weight.dequantize())
 
 
-def test_symmetric_file_of_the_other_version_is_recognised():
+def test_a_symmetric_file_with_zero_points_of_version_2_is_recognised():
     weight = integers(32, 64, Precision(bits=4, method="gptq", group_size=32, symmetric=True))
     parts = from_integers(weight, zero_offset=0)
     packed = to_packed(parts, (32, 64), weight.precision, torch.float32, zero_offset=1)
@@ -117,8 +117,8 @@ def test_symmetric_file_of_the_other_version_is_recognised():
 
 
 @pytest.mark.parametrize(("bits", "ones"), [(4, 0x11111111), (8, 0x01010101)])
-def test_zero_points_that_borrowed_from_their_neighbours_are_found(bits, ones):
-    """gptqmodel takes ones off whole words, and zero points of zero then borrow."""
+def test_zero_points_that_borrowed_from_neighbours_are_restored(bits, ones):
+    """gptqmodel subtracts ones from whole words, and zero points of zero then borrow."""
     precision = Precision(bits=bits, method="gptq", group_size=32)
     weight = integers(32, 64, precision)
     weight.zero_points[:, 0] = torch.arange(32) % 3 - torch.arange(32) % 3 % 2
@@ -130,7 +130,7 @@ def test_zero_points_that_borrowed_from_their_neighbours_are_found(bits, ones):
 
 
 @pytest.mark.parametrize("shape", [(33, 64), (32, 65)])
-def test_shapes_that_fill_no_words_are_refused(shape):
+def test_shapes_that_do_not_fill_words_are_refused(shape):
     weight = integers(*shape, Precision(bits=3, method="gptq", group_size=None))
     with pytest.raises(SpecError, match="fill words of 32 bits"):
         from_integers(weight)
@@ -163,5 +163,5 @@ def test_operators_of_one_input_are_stacked():
     parts = [replace(w, order=order).packed(torch.float32) for w in weights]
     whole = concatenate_rows(parts).dequantize(torch.float32)
     assert torch.equal(whole, torch.cat([part.dequantize(torch.float32) for part in parts]))
-    with pytest.raises(SpecError, match="unlike orders"):
+    with pytest.raises(SpecError, match="different orders"):
         concatenate_rows([parts[0], weights[1].packed(torch.float32)])

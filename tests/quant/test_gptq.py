@@ -1,4 +1,4 @@
-"""GPTQ never loses to rounding on the calibrated outputs; it is rounding where they say nothing."""
+"""GPTQ is never worse than rounding on the calibration outputs."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ precisions = st.builds(
 
 
 def correlated(tokens, features, seed):
-    """Inputs that move together, as real ones do: what GPTQ lives on."""
+    """Correlated inputs, like real ones."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(features, features, generator=generator) * 0.3 + torch.eye(features)
     return torch.randn(tokens, features, generator=generator) @ mixing
@@ -74,7 +74,7 @@ def test_clearly_better_than_rounding_on_correlated_inputs(order, bits):
 
 @settings(max_examples=40)
 @given(shapes, precisions, st.sampled_from(["none", "static"]), st.booleans())
-def test_inputs_that_say_nothing_give_plain_rounding(shape, precision, order, search):
+def test_uninformative_inputs_give_plain_rounding(shape, precision, order, search):
     weight = gaussian(*shape)
     for matrix in (torch.eye(shape[1]) * 3, torch.zeros(shape[1], shape[1])):
         found = gptq(weight, matrix, precision, GptqOptions(order=order, search=search))
@@ -86,7 +86,7 @@ def test_inputs_that_say_nothing_give_plain_rounding(shape, precision, order, se
         assert torch.equal(found.scales, rounded.scales)
 
 
-def test_inputs_never_seen_are_rounded_and_change_nothing_else():
+def test_inputs_that_never_occur_are_rounded_and_change_nothing_else():
     weight, inputs = gaussian(16, 64), correlated(200, 64, 0)
     inputs[:, 5] = 0
     precision = Precision(bits=4, method="gptq", group_size=None, symmetric=True)
@@ -100,7 +100,7 @@ def test_inputs_never_seen_are_rounded_and_change_nothing_else():
     assert ((restored - weight)[:, 5].abs() <= found.scales[:, 0] / 2 + 1e-6).all()
 
 
-def test_fewer_tokens_than_inputs_are_no_obstacle():
+def test_fewer_tokens_than_inputs_are_enough():
     weight, inputs = gaussian(16, 64), correlated(3, 64, 0)
     precision = Precision(bits=3, method="gptq", group_size=32)
     found = gptq(weight, inputs.T @ inputs, precision)
@@ -108,7 +108,7 @@ def test_fewer_tokens_than_inputs_are_no_obstacle():
     assert output_error(weight, found, inputs) < output_error(weight, rounded, inputs)
 
 
-def test_rows_stacked_are_rows_alone():
+def test_stacked_rows_are_quantized_independently():
     weight, inputs = gaussian(24, 96), correlated(300, 96, 0)
     precision = Precision(bits=4, method="gptq", group_size=32)
     options = GptqOptions(order="full")
@@ -117,7 +117,7 @@ def test_rows_stacked_are_rows_alone():
     torch.testing.assert_close(whole.rows(slice(8, 16)).dequantize(), part.dequantize())
 
 
-def test_batches_change_nothing():
+def test_batches_do_not_change_the_result():
     """Groups of 24 end inside no batch of 128; the columns are more than three batches."""
     weight, inputs = gaussian(4, 408), correlated(500, 408, 0)
     matrix = inputs.T @ inputs
@@ -148,7 +148,7 @@ def column_by_column(weight, matrix, precision):
 
 @settings(max_examples=60)
 @given(shapes, precisions, st.floats(1e-6, 1e4))
-def test_grids_mean_the_same_in_every_dtype(shape, precision, size):
+def test_grids_are_exact_in_every_dtype(shape, precision, size):
     found = round_integers(gaussian(*shape) * size, precision)
     for dtype in (torch.float16, torch.bfloat16):
         assert torch.equal(found.scales.to(dtype).float(), found.scales)
@@ -181,7 +181,7 @@ def test_values_that_are_not_finite_are_refused(bad):
         gptq(gaussian(4, 8), matrix, precision)
 
 
-def test_a_matrix_of_another_size_and_a_senseless_damping_are_refused():
+def test_a_matrix_of_another_size_and_an_invalid_damping_are_refused():
     with pytest.raises(SpecError, match=r"found a matrix \[9, 9\] for a weight \[4, 8\]"):
         gptq(gaussian(4, 8), torch.eye(9), Precision(bits=4, method="gptq"))
     with pytest.raises(SpecError, match="damping 0"):

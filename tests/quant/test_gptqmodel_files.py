@@ -48,7 +48,7 @@ def test_logits_are_those_of_gptqmodel(name):
     assert (found - expected["logits"]).abs().max() <= 1e-2 * found.abs().max()
 
 
-def test_bits_are_those_of_the_rules():
+def test_bits_follow_the_dynamic_rules():
     source = GptqCheckpoint(FIXTURES / "gptqmodel-mixed")
     assert [source.bits(index) for index in range(4)] == [4, 8, 3, 16]
     packed = source.packed(0, "mlp.down_proj", torch.float32)

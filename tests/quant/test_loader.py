@@ -41,7 +41,7 @@ def decoder_layers(model):
 
 
 def run_in_stages(model_dir, token_ids, cuts, bits):
-    """Logits of the last token, from ``load_master`` and one stage between each two cuts."""
+    """Return the logits of the last token, from ``load_master`` and one stage between each two cuts."""
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     rows, width = token_ids.shape
     batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
@@ -133,7 +133,7 @@ def test_weights_do_not_depend_on_the_file_once_loaded(tiny_model, tmp_path):
 
 @pytest.fixture
 def own_model(tiny_model, tmp_path):
-    """A copy of a model that the test may damage."""
+    """Return a copy of a model that the test may damage."""
     copy = shutil.copytree(tiny_model("llama", seed=1, shape=SHAPE), tmp_path / "model")
     written_ns = (copy / "model.safetensors").stat().st_ctime_ns
     while time.time_ns() - written_ns < 30_000_000:  # a file younger than this is not stored
@@ -169,7 +169,7 @@ def load_cached(model_dir, cache, first=0, end=4, bits=BITS, dtype=torch.float32
 
 
 def weights_of(stage):
-    """Every quantized matrix as its kernel keeps it."""
+    """Return every quantized matrix in its kernel's layout."""
     modules = stage.named_modules()
     return {name: m._weight.tensors for name, m in modules if isinstance(m, QuantLinear)}
 
@@ -323,7 +323,7 @@ def test_weights_that_cannot_be_quantized_are_named_and_leave_no_entry(own_model
 
 
 class LiveTensors:
-    """The most bytes that tensors made inside the block held at once, by looking at them all."""
+    """Measures the peak bytes of the tensors that are made inside the block."""
 
     def __enter__(self):
         gc.collect()
@@ -352,7 +352,7 @@ class LiveTensors:
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_tensors_alive_at_once_are_the_result_and_two_layers(tiny_model, bits):
+def test_peak_of_live_tensors_is_the_result_and_two_layers(tiny_model, bits):
     shape = {"layers": 8, "hidden": 256, "intermediate": 704, "heads": 4, "kv_heads": 4}
     model_dir = tiny_model("llama", shape=shape, dtype=torch.bfloat16)
     with LiveTensors() as live:
@@ -362,8 +362,8 @@ def test_tensors_alive_at_once_are_the_result_and_two_layers(tiny_model, bits):
 
 
 @pytest.mark.slow
-def test_large_tensors_alive_at_once_are_the_result_and_two_layers(tiny_model):
-    # Counted, for what the process holds besides is the allocator's: the benchmark weighs that.
+def test_peak_of_large_live_tensors_is_the_result_and_two_layers(tiny_model):
+    # Tensors are counted here; the benchmark measures the memory of the process.
     shape = {"layers": 8, "hidden": 1024, "intermediate": 2816, "heads": 8, "kv_heads": 8}
     model_dir = tiny_model("llama", shape=shape, dtype=torch.bfloat16)
     settings = {"dtype": torch.bfloat16, "device": "cpu"}

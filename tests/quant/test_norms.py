@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not can_norm(torch.ones(16)), reason="no C compi
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, MistralRMSNorm])
-def test_norms_written_like_llamas_are_replaced_by_an_equal(kind):
+def test_norms_that_compute_what_llamas_does_are_replaced(kind):
     torch.manual_seed(0)
     module, x = nn.Sequential(kind(32)), torch.randn(3, 5, 32)
     right = module(x)
@@ -25,7 +25,7 @@ def test_norms_written_like_llamas_are_replaced_by_an_equal(kind):
     assert torch.allclose(module(x), right, rtol=1e-6, atol=1e-7)
 
 
-def test_others_stay():
+def test_other_norms_are_not_replaced():
     module = nn.Sequential(GemmaRMSNorm(32), nn.LayerNorm(32), LlamaRMSNorm(24))
     before = list(module)
 

@@ -50,7 +50,7 @@ def test_weight_bytes_are_those_that_plans_count(bits):
     assert module.weight_bytes == linear_bytes(64, 256, default_precision(bits), 4)
 
 
-def test_no_parameter_asks_for_a_gradient():
+def test_no_parameter_requires_a_gradient():
     module = quant_linear(gaussian(64, 128), 4, nn.Parameter(gaussian(64)))
     assert list(module.parameters()) == []
     assert not module.bias.requires_grad
@@ -116,14 +116,14 @@ def test_experts_skip_choices_marked_as_none():
     assert torch.equal(module(hidden, none, torch.ones(3, 2)), torch.zeros(3, 32))
 
 
-def test_experts_weigh_the_sum_of_their_matrices():
+def test_experts_take_the_bytes_of_their_matrices():
     precision = default_precision(4)
     expected = 4 * (linear_bytes(128, 32, precision, 4) + linear_bytes(32, 64, precision, 4))
     assert quantized(experts(), 4).weight_bytes == expected
 
 
 @pytest.mark.parametrize(("name", "bits"), [("cpu_int4", 4), ("cpu_int8", 8), ("cpu_packed", 3)])
-def test_only_the_prepared_copy_stays_alive(name, bits):
+def test_only_the_prepared_weight_is_kept(name, bits):
     backend, precision = BACKENDS[name], default_precision(bits)
     if not backend.supports("cpu", precision, torch.bfloat16, 64, 128):
         pytest.skip("this CPU has no u8 x s8 matmul")

@@ -28,7 +28,7 @@ def read_layer(model_dir, index=0):
 
 @pytest.mark.parametrize("family", FAMILIES + MIXTURES)
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])
-def test_layer_weighs_what_the_memory_model_predicts(tiny_model, family, bits):
+def test_a_layer_takes_the_bytes_that_the_memory_model_predicts(tiny_model, family, bits):
     model_dir = tiny_model(family, shape=SHAPE)
     layer = read_layer(model_dir)
     quantize_layer_(layer, bits, torch.float32)
@@ -56,7 +56,7 @@ def test_experts_are_quantized_and_the_router_is_not(tiny_model, family):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_at_16_bits_run_one_by_one_on_the_weights_that_were_there(tiny_model, family):
+def test_experts_at_16_bits_run_one_by_one_on_views_of_their_weights(tiny_model, family):
     layer = read_layer(tiny_model(family, shape=SHAPE))
     experts = layer.mlp.experts
     hidden = torch.randn(20, 64)
@@ -71,7 +71,7 @@ def test_experts_at_16_bits_run_one_by_one_on_the_weights_that_were_there(tiny_m
 
 
 @pytest.mark.parametrize("name", ["gate", "router", "shared_expert_gate"])
-def test_routers_that_are_linear_modules_are_left_alone(name):
+def test_routers_that_are_linear_modules_are_not_quantized(name):
     layer = nn.ModuleDict({name: nn.Linear(8, 4), "gate_proj": nn.Linear(8, 8)})
     quantize_layer_(layer, 4, torch.float32)
     assert type(layer[name]) is nn.Linear
@@ -79,7 +79,7 @@ def test_routers_that_are_linear_modules_are_left_alone(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sixteen_bits_only_cast(tiny_model, dtype):
+def test_sixteen_bits_only_cast_the_weights(tiny_model, dtype):
     layer = read_layer(tiny_model("llama", shape=SHAPE))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     quantize_layer_(layer, 16, dtype)
@@ -88,7 +88,7 @@ def test_sixteen_bits_only_cast(tiny_model, dtype):
     assert all(torch.equal(after[name], before[name].to(dtype)) for name in before)
 
 
-def test_sixteen_bits_in_bfloat16_are_put_in_order_for_the_cpu(tiny_model, monkeypatch):
+def test_bfloat16_weights_are_reordered_for_the_cpu(tiny_model, monkeypatch):
     model_dir = tiny_model("opt", shape=SHAPE)
     layer, plain = read_layer(model_dir), read_layer(model_dir)
     quantize_layer_(layer, 16, torch.bfloat16)
@@ -120,7 +120,7 @@ def test_a_layer_without_linear_operators_is_refused():
 
 
 class OddExperts(nn.Module):
-    """Experts as nobody taught the quantizer: a bias next to the weights, or another layout."""
+    """Experts in an unknown layout: with a bias, or transposed."""
 
     def __init__(self, *, bias=False, transposed=False):
         super().__init__()

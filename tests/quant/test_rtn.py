@@ -51,7 +51,7 @@ def test_error_is_at_most_half_a_step(weight, precision, dtype):
 
 @settings(deadline=None)  # the first call of a kernel loads it
 @given(weight=weights, precision=precisions, dtype=st.sampled_from(DTYPES))
-def test_result_is_finite_and_weighs_what_plans_count(weight, precision, dtype):
+def test_the_result_is_finite_and_takes_the_bytes_that_plans_count(weight, precision, dtype):
     packed = quantize(weight, precision, dtype)
     assert torch.isfinite(packed.scales).all()
     assert (packed.scales > 0).all()
@@ -130,7 +130,7 @@ def test_error_of_a_uniform_weight_is_that_of_its_step():
         assert got == pytest.approx(step**2 / 12, rel=0.03)
 
 
-def test_low_precision_weights_are_quantized_as_they_are():
+def test_bfloat16_weights_are_quantized_like_their_float32_values():
     weight = gaussian().to(torch.bfloat16)
     packed = quantize(weight, default_precision(4), torch.bfloat16)
     again = quantize(weight.float(), default_precision(4), torch.bfloat16)
@@ -139,7 +139,7 @@ def test_low_precision_weights_are_quantized_as_they_are():
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_undefined_weights_are_refused(poison, symmetric):
+def test_weights_that_are_not_finite_are_refused(poison, symmetric):
     weight = gaussian()
     weight[3, 5] = poison
     with pytest.raises(SpecError, match="expected finite"):

@@ -1,4 +1,4 @@
-"""Rounding in one compiled pass: torch's bits, and torch's words for what cannot be rounded."""
+"""Compiled rounding gives the bits and the errors of the torch version."""
 
 from dataclasses import replace
 from itertools import product
@@ -42,7 +42,7 @@ def assert_same(weight, precision, scale_dtype):
 @pytest.mark.parametrize("bits", PACKED_BITS)
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [16, 128, None])
-def test_codes_scales_and_zeros_are_those_of_torch(dtype, scale_dtype, bits, symmetric, group):
+def test_codes_scales_and_zeros_equal_torchs(dtype, scale_dtype, bits, symmetric, group):
     drawn = torch.Generator().manual_seed(bits)
     weight = (torch.randn(37, 384, generator=drawn) * 0.02 + 0.003).to(dtype)
     weight[3] = 0.25  # equal numbers, an outlier, numbers below float16's
@@ -65,7 +65,7 @@ def test_codes_scales_and_zeros_are_those_of_torch(dtype, scale_dtype, bits, sym
     symmetric=st.booleans(),
     scale_dtype=st.sampled_from(DTYPES),
 )
-def test_no_drawn_weight_gives_other_bits(weight, bits, symmetric, scale_dtype):
+def test_any_weight_gives_the_same_bits_as_torch(weight, bits, symmetric, scale_dtype):
     precision = Precision(bits=bits, group_size=16, symmetric=symmetric)
     assert_same(weight, precision, scale_dtype)
 
@@ -77,14 +77,14 @@ def test_no_drawn_weight_gives_other_bits(weight, bits, symmetric, scale_dtype):
         *product((torch.float16,), (-12, 0, 8)),
     ],
 )
-def test_weights_beside_halves_of_steps_are_rounded_as_by_division(scale_dtype, exponent):
+def test_weights_next_to_half_steps_are_rounded_as_by_division(scale_dtype, exponent):
     # Multiplying by a reciprocal alone takes some of these to the wrong side.
     drawn = torch.Generator().manual_seed(exponent)
     step = torch.rand(64, 1, generator=drawn) + 1  # [N, 1]
     halves = torch.randint(-7, 8, (64, 64), generator=drawn) + 0.5  # [N, K]
     units = torch.randint(-3, 4, (64, 64), generator=drawn, dtype=torch.int32)
-    beside = (step.to(torch.bfloat16).to(torch.float32) * halves).view(torch.int32) + units
-    weight = beside.view(torch.float32) * 2.0**exponent
+    near_half = (step.to(torch.bfloat16).to(torch.float32) * halves).view(torch.int32) + units
+    weight = near_half.view(torch.float32) * 2.0**exponent
     for bits, group, symmetric in product(PACKED_BITS, (16, 64), (True, False)):
         precision = Precision(bits=bits, group_size=group, symmetric=symmetric)
         assert_same(weight, precision, scale_dtype)
@@ -92,7 +92,7 @@ def test_weights_beside_halves_of_steps_are_rounded_as_by_division(scale_dtype, 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 3.0e38])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_cannot_be_rounded_is_refused_in_words(wrong, symmetric):
+def test_weights_that_cannot_be_rounded_raise_the_error_of_torch(wrong, symmetric):
     weight = torch.zeros(20, 64)
     weight[17, 40] = wrong
     with pytest.raises(SpecError, match=r"expected finite ones whose scales fit torch\.float16"):
@@ -100,7 +100,7 @@ def test_what_cannot_be_rounded_is_refused_in_words(wrong, symmetric):
 
 
 @pytest.mark.parametrize("name", list(native.FLAGS)[list(native.FLAGS).index(NEWEST) :])
-def test_every_instruction_set_rounds_alike(monkeypatch, name):
+def test_every_instruction_set_rounds_the_same(monkeypatch, name):
     loaded = native.load(name)
     monkeypatch.setattr(rtn, "library", lambda: loaded)
     weight = torch.randn(33, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)

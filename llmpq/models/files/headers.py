@@ -1,7 +1,7 @@
-"""Safetensors headers, checked before a byte of weight is read.
+"""Safetensors headers, checked before any weight is read.
 
-A weight file is untrusted input. Its header must be short, be JSON, and describe tensors that lie
-inside the file and beside each other; anything else is a SpecError that names file and tensor.
+A weight file is untrusted input. Its header must be short JSON and describe tensors that fill the
+file without gaps or overlaps; anything else is a SpecError that names file and tensor.
 Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
 """
 
@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from llmpq.errors import SpecError
 
-# A third of the format's own limit and room for 300,000 tensors: parsed, JSON takes up to ten times
-# its bytes, and a file must not decide how much memory its reader takes.
+# A third of the format's own limit, enough for 300,000 tensors: parsed JSON takes up to ten times
+# its size in memory.
 MAX_HEADER_BYTES = 32 * 1024 * 1024
 _LENGTH_BYTES = 8
 _MAX_DIMENSIONS = 64
@@ -61,7 +61,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says it holds, found consistent.
+    """A checked header.
 
     Attributes:
         raw: the header's bytes as stored, for digests.
@@ -137,7 +137,7 @@ def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Make an object of JSON; which of two equal keys counts must not depend on the reader.
+    """Return a JSON object; an ``object_pairs_hook`` that rejects duplicate keys.
 
     Raises:
         ValueError: a key occurs twice.
@@ -149,7 +149,7 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _short(text: str) -> str:
-    """Shorten and escape what a file says, for a line on a terminal."""
+    """Shorten and escape a string of a file, for a message."""
     plain = text[:120].encode("unicode_escape").decode("ascii")
     return plain if plain == text else plain[:117] + "..."
 
@@ -179,7 +179,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def _check_layout(entries: Mapping[str, TensorEntry], data_bytes: int, where: str) -> None:
-    """Tensors must tile the file: no overlap, no gap, nothing outside (the format's own rule)."""
+    """Check that tensors fill the file without overlaps or gaps (the format's own rule)."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         tensor = f"{where}: tensor '{_short(name)}'"

@@ -1,8 +1,7 @@
-"""TensorSource: where the bytes of one tensor are, before any of them is read.
+"""TensorSource: the files and byte ranges of one tensor, and reading them.
 
-A tensor is a row of byte ranges of checked files: one for a tensor stored whole, one a part for
-experts stored one by one. Readers decide when, and into which memory. This module refuses to use
-mapped files: one that shrinks ends the process with SIGBUS, one that is read gives an error.
+A tensor has one byte range, or several for experts that are stored one by one. Checkpoints are read
+and not mapped: a mapped file that shrinks ends the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
     "F64": torch.float64,
 }
-"""torch's name of each number format of safetensors that ``headers`` lets through."""
+"""torch's dtype of each dtype of safetensors that ``headers`` accepts."""
 
 _SETTLED_NS = 20_000_000  # twice the coarsest clock tick in use: a later write has another time
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Makes a tensor of some shape and dtype, whose content is undefined, in host memory."""
+"""Returns a tensor of some shape and dtype in host memory, with undefined content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStamp:
-    """What the system says about a file's identity and age; equal stamps mean equal content.
+    """Identity and times of a file; equal stamps mean equal content.
 
     Attributes:
         size: in bytes.
         inode: number of the file in its file system.
-        modified_ns: last change of its content, which anyone may set back.
-        changed_ns: last change of anything about it, which only the kernel sets.
-        settled: whether it was old enough when asked that any later write shows in the times.
+        modified_ns: last change of its content; users can set it.
+        changed_ns: last change of content or metadata; only the kernel sets it.
+        settled: whether the file was old enough that any later write changes the times.
     """
 
     size: int
@@ -74,19 +73,19 @@ class FileStamp:
         )
 
     def is_same_content(self, other: FileStamp) -> bool:
-        """Whether nothing was written in between; a new link or mode does not count."""
+        """Return whether the content is unchanged; a new link or mode does not matter."""
         mine = (self.size, self.inode, self.modified_ns)
         return mine == (other.size, other.inode, other.modified_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
-    """Some bytes of a file.
+    """A range of bytes of a file.
 
     Attributes:
         file: its name inside the model directory.
-        begin: first byte, counted from the file's own start.
-        nbytes: how many.
+        begin: first byte, from the start of the file.
+        nbytes: length.
     """
 
     file: str
@@ -99,7 +98,7 @@ class TensorSource:
     """A tensor that has not been read.
 
     Attributes:
-        name: under which it, or its first part, is stored; for messages.
+        name: of the stored tensor, or of its first part; for messages.
         dtype: as stored.
         shape: its dimensions.
         ranges: its bytes, in order.
@@ -121,7 +120,7 @@ class TensorSource:
             yield replace(self.block(row, row + 1), shape=self.shape[1:])
 
     def block(self, begin: int, end: int) -> TensorSource:
-        """Return ``[begin, end)`` along the first dimension as a source of its own."""
+        """Return rows ``[begin, end)`` of the first dimension."""
         each = self.nbytes // self.shape[0]
         ranges = tuple(_cut(self.ranges, begin * each, end * each))
         return replace(self, shape=(end - begin, *self.shape[1:]), ranges=ranges)
@@ -139,7 +138,7 @@ def _cut(ranges: tuple[ByteRange, ...], begin: int, end: int) -> Iterator[ByteRa
 
 
 def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return plain memory of the host; the usual :data:`Allocate`."""
+    """Return new memory of the host; the default :data:`Allocate`."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -149,7 +148,7 @@ def read_source(
     stamps: dict[str, FileStamp],
     allocate: Allocate = on_host,
 ) -> Tensor:
-    """Read a tensor into memory of its own.
+    """Read a tensor.
 
     Args:
         directory: of the files.
@@ -180,13 +179,13 @@ def read_source(
 
 
 def will_need(descriptor: int, begin: int = 0, nbytes: int = 0) -> None:
-    """Ask the system to read bytes of a file, by default all, before anybody waits for them."""
+    """Start reading bytes of a file into the page cache; by default all."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, begin, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def read_into(descriptor: int, begin: int, view: memoryview, where: str) -> None:
-    """Fill ``view`` from an open file; the reading itself runs without Python's lock.
+    """Fill ``view`` from an open file.
 
     Raises:
         SpecError: the file ends before, or the disk fails.

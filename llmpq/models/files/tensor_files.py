@@ -1,8 +1,7 @@
 """TensorFiles: the safetensors of one model directory, as one mapping from name to tensor.
 
-Safetensors only, single or sharded; a directory with only pickled weights is refused. Headers are
-checked when the directory is opened, tensors are read when asked for, one at a time. Nothing is
-read from a file that was written to in between.
+Single or sharded safetensors; pickled weights are never read. Headers are checked when the
+directory is opened, tensors are read on request. A file that changed in between is an error.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class TensorFiles:
         return f"{self.directory / self._file_of[name]}: tensor '{name}'"
 
     def source(self, name: str) -> TensorSource:
-        """Say where a tensor is, without reading it.
+        """Return the location of a tensor, without reading it.
 
         Raises:
             SpecError: a tensor that does not exist.
@@ -102,7 +101,7 @@ class TensorFiles:
         """Read a tensor into memory made by ``allocate``; several threads may do so at once.
 
         Raises:
-            SpecError: a file that cannot be read any more, or is not the one that was checked.
+            SpecError: a file cannot be read, or has changed since it was checked.
         """
         return read_source(self.directory, source, self._stamps, allocate)
 
@@ -110,22 +109,20 @@ class TensorFiles:
         """Yield the named tensors, each read when reached.
 
         Raises:
-            SpecError: a tensor that does not exist, or what :meth:`load` refuses.
+            SpecError: a tensor does not exist, or as :meth:`load`.
         """
         for name in names:
             yield name, self.load(self.source(name))
 
     def fingerprint(self, sources: Iterable[TensorSource]) -> str | None:
-        """Return a key that changes when the stored bytes of some tensors may have changed.
+        """Return a key that changes if the stored bytes of some tensors may have changed.
 
-        SHA-256 over what the headers say of them, over the stamps of their files (size, inode and
-        times, of which the change time cannot be set back) and over 4 KiB of up to sixteen of
-        them. A copy of a model, or one whose files were touched, gets another key: that costs
-        time and never a wrong answer. Reading every byte would cost what the key is to save.
+        SHA-256 over their headers, the stamps of their files (size, inode and times; users cannot
+        set the change time) and 4 KiB of up to sixteen of the tensors. A copied or touched model
+        gets another key.
 
         Returns:
-            ``None`` when a file is so young, or has so changed since it was opened, that its
-            stamp proves nothing.
+            ``None`` if a file is too young for its stamp, or has changed since it was opened.
         """
         sources = list(sources)
         files = sorted({part.file for source in sources for part in source.ranges})
@@ -149,7 +146,7 @@ class TensorFiles:
         return before.settled and before == self._open(file, FileStamp.of)
 
     def _read_parts(self, file: str, parts: Sequence[ByteRange]) -> bytes:
-        """Return some bytes of a file, all asked of the disk before the first is waited for."""
+        """Return some bytes of a file, requested from the disk at once."""
         found = bytearray(sum(part.nbytes for part in parts))
 
         def read(descriptor: int) -> None:
@@ -183,7 +180,7 @@ class TensorFiles:
         self._stamps[name], self.headers[name] = self._open(name, lambda fd: _checked(fd, path))
 
     def _may_read(self, path: Path) -> bool:
-        """Whether a link stays inside the directory, or in the blobs of a hub cache around it."""
+        """Return whether a link stays inside the directory, or in the blobs of its hub cache."""
         roots = [self.directory.resolve()]
         snapshots = roots[0].parent
         if snapshots.name == "snapshots":
@@ -221,7 +218,7 @@ def _sample(source: TensorSource) -> ByteRange:
 
 
 def _checked(descriptor: int, path: Path) -> tuple[FileStamp, Header]:
-    """Return stamp and header of one open file, so that they cannot be of two."""
+    """Return stamp and header of one open file."""
     stamp = FileStamp.of(descriptor)
     with os.fdopen(descriptor, "rb", closefd=False) as stream:
         return stamp, read_header_from(stream, file_bytes=stamp.size, where=str(path))

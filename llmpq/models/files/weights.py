@@ -1,8 +1,8 @@
-"""Checkpoint: which stored tensors make a decoder layer, and which the master.
+"""Checkpoint: the stored tensors of each decoder layer and of the master.
 
-It maps transformers' module names to the names in a checkpoint: with or without the prefix of the
+Maps transformers' module names to the names in a checkpoint: with or without the prefix of the
 head's model, experts fused or one by one, tied tensors once. Shapes and dtypes are checked before
-reading; what to read first, and into which memory, is the reader's choice.
+reading.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of most of the stored weights, by bytes; scales of codes do not count.
+        """Dtype of most of the stored weights, by bytes, without scales of codes.
 
         Raises:
             SpecError: no tensor holds floating-point numbers.
@@ -72,8 +72,7 @@ class Checkpoint:
     def digest(self) -> str:
         """SHA-256 over ``config.json`` and every file's name, size and header, in hexadecimal.
 
-        Cheap and stable: it tells layouts and configurations apart, not two sets of weights of
-        one layout. Weights are hashed by whoever publishes them.
+        Identifies layout and configuration, not the values of the weights.
         """
         state = hashlib.sha256((self.directory / "config.json").read_bytes())
         for name, header in sorted(self.tensors.headers.items()):
@@ -100,13 +99,13 @@ class Checkpoint:
         return self.skeleton.layers_name
 
     def layer_prefix(self, index: int) -> str:
-        """What the stored names of decoder layer ``index`` begin with."""
+        """Return the prefix of the stored names of decoder layer ``index``."""
         return f"{self._root}{self.skeleton.layers_name}.{index}."
 
     def module_name(self, stored: str) -> str:
-        """What the whole model of transformers calls a stored tensor; others keep their names.
+        """Return the name of a stored tensor in transformers' whole model.
 
-        The two differ where a checkpoint was saved without the head's model around the decoder.
+        It differs if the checkpoint was saved without the head's model around the decoder.
         """
         path = self.skeleton.decoder_path
         root = f"{path}." if path else ""
@@ -119,19 +118,19 @@ class Checkpoint:
     def layer_sources(
         self, index: int, layer: nn.Module | None = None, *, without: Collection[str] = ()
     ) -> dict[str, TensorSource]:
-        """Say where the tensors of decoder layer ``index`` are, keys relative to the layer.
+        """Return the sources of decoder layer ``index``, keys relative to the layer.
 
         Args:
             index: its place in the model.
-            layer: what :meth:`empty_layer` made, when the caller has it.
-            without: keys that are stored in another form, and read by another reader.
+            layer: result of :meth:`empty_layer`, if the caller has it.
+            without: keys to leave out, because they are stored as codes.
 
         Raises:
             SpecError: a tensor of the layer is missing, or has another shape or kind of dtype.
         """
         state = (layer or self.empty_layer(index)).state_dict()
         prefix = self.layer_prefix(index)
-        self._remark_on_others(prefix, state.keys(), without)
+        self._warn_of_others(prefix, state.keys(), without)
         return {
             key: self._source(prefix + key, value)
             for key, value in state.items()
@@ -139,7 +138,7 @@ class Checkpoint:
         }
 
     def master_sources(self) -> dict[str, TensorSource]:
-        """Say where what :class:`Master` holds is, under its names; a tied head is there once.
+        """Return the sources of :class:`Master`'s tensors; a tied head is there once.
 
         Raises:
             SpecError: as :meth:`layer_sources`.
@@ -157,7 +156,7 @@ class Checkpoint:
         return self._load(self.layer_sources(index))
 
     def master_state_dict(self) -> dict[str, Tensor]:
-        """Read what :class:`Master` holds; errors as :meth:`master_sources`."""
+        """Read the tensors of :class:`Master`; errors as :meth:`master_sources`."""
         return self._load(self.master_sources())
 
     def _load(self, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
@@ -173,8 +172,8 @@ class Checkpoint:
         self._check(source, wanted)
         return source
 
-    def _remark_on_others(self, prefix: str, keys: Iterable[str], without: Iterable[str]) -> None:
-        """Say which stored tensors the layer has no place for; old checkpoints keep constants."""
+    def _warn_of_others(self, prefix: str, keys: Iterable[str], without: Iterable[str]) -> None:
+        """Warn of stored tensors that the layer does not have, except known constants."""
         known = {prefix + key for key in keys}
         read_by_others = tuple(prefix + key.removesuffix("weight") for key in without)
         for name in self.tensors.names:
@@ -185,7 +184,7 @@ class Checkpoint:
                 _logger.warning("%s is not part of the layer, left out", self.tensors.where(name))
 
     def _check(self, source: TensorSource, wanted: Tensor) -> None:
-        """Refuse another shape, and numbers of another kind: codes need a reader of their own."""
+        """Check shape and kind of dtype; codes are read by ``GptqCheckpoint``."""
         if source.shape != tuple(wanted.shape):
             raise SpecError(
                 f"{self.tensors.where(source.name)}: found shape {list(source.shape)}, "
@@ -199,7 +198,7 @@ class Checkpoint:
             )
 
     def _find_root(self) -> str:
-        """Prefix of the decoder's tensors: checkpoints of base models lack some of the path."""
+        """Return the prefix of the decoder's tensors; base models lack parts of the path."""
         parts = [part for part in self.skeleton.decoder_path.split(".") if part]
         roots = ["".join(f"{part}." for part in parts[i:]) for i in range(len(parts) + 1)]
         roots += [f"model.{root}" for root in roots]
@@ -213,7 +212,7 @@ class Checkpoint:
         )
 
     def _find_head(self, suffix: str) -> str:
-        """Name of the head's tensor: the library's own, a family's other one, or a wrapped one."""
+        """Return the name of the head's tensor: the library's, a family's, or a wrapped one."""
         head = self.skeleton.head_path
         names = [f"{head}.{suffix}", f"model.{head}.{suffix}"]
         if self.skeleton.family.stored_head is not None:

@@ -1,17 +1,19 @@
-"""The four tensors of one operator in a GPTQ file, to and from our own forms.
+"""GPTQ files: the four tensors of an operator, and the ``quantization_config`` of a model.
 
 Format: ``qweight`` int32 ``[K b / 32, N]``, codes as one little-endian bit stream down every
-column; ``qzeros`` int32 ``[G, N b / 32]``, zero points as one along every row, less one in version
+column; ``qzeros`` int32 ``[G, N b / 32]``, zero points as one along every row, minus one in version
 1; ``scales`` ``[G, N]``; ``g_idx`` int32 ``[K]``, the group of every input. Read as bytes, a
-transposed ``qweight`` is exactly ``PackedWeight.codes``: nothing is unpacked on the way.
-This module refuses to open files.
+transposed ``qweight`` is exactly ``PackedWeight.codes``.
 
 Shape legend: N output features, K input features, G groups, b bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +41,13 @@ def to_packed(
     Args:
         parts: ``qweight``, ``qzeros``, ``scales`` and, where the file has it, ``g_idx``.
         shape: N and K.
-        precision: bits and groups of the file; a symmetric one whose zero points turn out not to
-            be central comes back as asymmetric.
+        precision: bits and groups of the file; if it is symmetric and the zero points are not
+            central, the result is asymmetric.
         scale_dtype: dtype of the run.
-        zero_offset: what the file stores zero points less: 1 in version 1, 0 in version 2.
+        zero_offset: subtracted from zero points in the file: 1 in version 1, 0 in version 2.
 
     Raises:
-        SpecError: a tensor has another shape or dtype than such an operator has, or groups are of
-            unlike size.
+        SpecError: a tensor has a wrong shape or dtype, or groups have different sizes.
     """
     rows, columns = shape
     group = precision.effective_group(columns)
@@ -78,7 +79,7 @@ def from_integers(weight: IntegerWeight, *, zero_offset: int = 1) -> dict[str, T
     """Turn a quantized matrix into the tensors of a file; the inverse of :func:`to_packed`.
 
     Raises:
-        SpecError: its shape does not fill whole words, or a scale does not fit float16.
+        SpecError: its shape does not fill whole words, or a scale overflows float16.
     """
     bits, (rows, columns) = weight.precision.bits, weight.shape
     if rows * bits % WORD_BITS or columns * bits % WORD_BITS:
@@ -104,7 +105,7 @@ def from_integers(weight: IntegerWeight, *, zero_offset: int = 1) -> dict[str, T
 
 
 def concatenate_rows(parts: list[PackedWeight]) -> PackedWeight:
-    """Stack weights that read the same inputs along their outputs, such as gate and up.
+    """Concatenate weights with the same inputs along their outputs, such as gate and up.
 
     Raises:
         SpecError: they differ in precision, or in the order of their columns.
@@ -119,8 +120,8 @@ def concatenate_rows(parts: list[PackedWeight]) -> PackedWeight:
             is_same_order = torch.equal(orders[0], orders[1])
         if part.precision != first.precision or not is_same_order:
             raise SpecError(
-                f"GPTQ file: found {first.precision} beside {part.precision}, or unlike orders of "
-                "columns, in operators that run as one; expected them alike"
+                f"GPTQ file: found {first.precision} and {part.precision}, or different orders of "
+                "columns, in operators that run as one; expected the same"
             )
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return PackedWeight(
@@ -132,6 +133,51 @@ def concatenate_rows(parts: list[PackedWeight]) -> PackedWeight:
         zeros=torch.cat(zeros) if zeros else None,
         order=first.order,
     )
+
+
+def make_config(
+    precisions: Sequence[Precision], layers_name: str, *, act_order: bool, meta: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a model whose layers have these precisions.
+
+    The most common quantized precision is the file's; the layers of every other one get a rule.
+    Files of symmetric layers have version 1, others version 2: gptqmodel reads version 1 only if it
+    is symmetric or made by gptqmodel.
+
+    Args:
+        precisions: of every layer; layers of 16 bits are not quantized.
+        layers_name: what the list of layers is called, such as ``layers``.
+        act_order: whether groups of inputs are looked up in ``g_idx``.
+        meta: provenance of the file.
+
+    Raises:
+        SpecError: no layer is quantized.
+    """
+    layers: dict[Precision, list[int]] = {}
+    for index, precision in enumerate(precisions):
+        layers.setdefault(precision, []).append(index)
+    counts = Counter(precision for precision in precisions if precision.bits != 16)
+    if not counts:
+        raise SpecError("GPTQ file: found only layers of 16 bits, expected some to be quantized")
+    common = counts.most_common(1)[0][0]
+    is_symmetric = all(precision.symmetric for precision in counts)
+    dynamic: dict[str, dict[str, Any]] = {}
+    for precision, indices in layers.items():
+        if precision == common:
+            continue
+        numbers = "|".join(map(str, indices))
+        sign = "-" if precision.bits == 16 else "+"
+        pattern = rf"{sign}:.*\.{re.escape(layers_name)}\.(?:{numbers})\..*"
+        dynamic[pattern] = {} if precision.bits == 16 else _fields_of(precision)
+    return _fields_of(common) | {
+        "desc_act": act_order,
+        "lm_head": False,
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq" if is_symmetric else "gptq_v2",
+        "pack_dtype": "int32",
+        "dynamic": dynamic,
+        "meta": dict(meta),
+    }
 
 
 def _check(parts: Mapping[str, Tensor], shape: tuple[int, int], precision: Precision) -> None:
@@ -156,7 +202,7 @@ def _check(parts: Mapping[str, Tensor], shape: tuple[int, int], precision: Preci
 
 
 def _order_of(groups: Tensor | None, columns: int, size: int) -> Tensor | None:
-    """Order that puts the inputs of each group side by side; ``None`` when they already are."""
+    """Return the order that makes groups contiguous; ``None`` if they are."""
     if groups is None:
         return None
     plain = torch.arange(columns, dtype=torch.int32) // size
@@ -169,11 +215,11 @@ def _order_of(groups: Tensor | None, columns: int, size: int) -> Tensor | None:
 
 
 def _zero_points(words: Tensor, count: int, precision: Precision, offset: int) -> Tensor:
-    """Zero points, int32 ``[G, N]``, of ``qzeros``."""
+    """Return the zero points of ``qzeros``, int32 ``[G, N]``."""
     bits = precision.bits
     if offset and bits in _ONES:
-        # gptqmodel takes the ones off whole words, where a zero borrows from its neighbour: only
-        # adding to whole words gives back what was there.
+        # gptqmodel subtracts the ones from whole words, where a zero borrows from its neighbour:
+        # adding to whole words restores the values.
         stored = _unpacked((words + _ONES[bits]).view(torch.uint8), bits, count)
         found = stored.to(torch.int32)
     else:
@@ -186,14 +232,19 @@ def _zero_points(words: Tensor, count: int, precision: Precision, offset: int) -
 
 
 def _unpacked(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Codes, uint8 ``[rows, count]``, of rows of bytes."""
+    """Return the codes of rows of bytes, uint8 ``[rows, count]``."""
     signed = unpack_signed(packed.contiguous(), bits, count).to(torch.int16)
     return signed.add_(1 << (bits - 1)).to(torch.uint8)
 
 
 def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[G, N]`` as ``[N, G]`` in the run's dtype."""
+    """Return ``[G, N]`` as ``[N, G]`` in the run's dtype; raise if it overflows."""
     result = values.T.to(dtype).contiguous()
     if not bool(torch.isfinite(result).all()):
         raise SpecError(f"scales: found values that are not finite in {dtype}")
     return result
+
+
+def _fields_of(precision: Precision) -> dict[str, Any]:
+    group = -1 if precision.group_size is None else precision.group_size
+    return {"bits": precision.bits, "group_size": group, "sym": precision.symmetric}

@@ -1,8 +1,7 @@
-"""GptqCheckpoint: models that were quantized before, by us or by gptqmodel, layer by layer.
+"""GptqCheckpoint: reads models in GPTQ's format, written by llmpq or gptqmodel, layer by layer.
 
-It reads what ``Checkpoint`` cannot: operators stored as codes, at a bitwidth that may differ from
-layer to layer. Codes go from the file to a kernel's layout as they are; nothing is ever expanded to
-16 bits. This module refuses checkpoints of other methods by name.
+Operators are stored as codes, at a bitwidth that may differ between layers. Codes are brought into
+a kernel's layout without expanding them to 16 bits.
 
 Shape legend: N output features, K input features, G groups, b bits.
 """
@@ -30,11 +29,10 @@ _LAYERS_KEPT = 4
 
 
 def is_gptq(model_dir: Path | str) -> bool:
-    """Whether a model directory says that GPTQ-format codes are in it.
+    """Return whether the ``config.json`` of a model directory names GPTQ codes.
 
     Raises:
-        SpecError: it has no readable ``config.json``, or was quantized by a method whose files
-            nothing here reads.
+        SpecError: it has no readable ``config.json``, or was quantized by another method.
     """
     found = find_config(model_dir)
     if found is None:
@@ -54,11 +52,11 @@ class GptqCheckpoint:
         model_dir: directory with ``config.json`` and safetensors weights.
 
     Attributes:
-        checkpoint: the directory as any other; what is not quantized is read through it.
-        quantization: what the directory says about itself.
+        checkpoint: reads the tensors that are not quantized.
+        quantization: from ``config.json``.
 
     Raises:
-        SpecError: as ``Checkpoint``, or it does not say how it was quantized.
+        SpecError: as ``Checkpoint``, or ``config.json`` has no valid quantization.
     """
 
     def __init__(self, model_dir: Path | str) -> None:
@@ -77,10 +75,10 @@ class GptqCheckpoint:
         return self.checkpoint.config
 
     def bits(self, index: int) -> int:
-        """Return the bitwidth of a layer; 16 when nothing of it is quantized.
+        """Return the bitwidth of a layer; 16 if nothing of it is quantized.
 
         Raises:
-            SpecError: operators of the layer differ in their bitwidths, which no plan can say.
+            SpecError: operators of the layer have different bitwidths.
         """
         found = {precision.bits for precision, _ in self._layer(index).values()}
         if len(found) > 1:
@@ -91,7 +89,7 @@ class GptqCheckpoint:
         return found.pop() if found else 16
 
     def check_bits(self, first_layer: int, bits: Sequence[int]) -> None:
-        """Refuse a plan that contradicts what is stored.
+        """Check that a plan has the stored bitwidths.
 
         Raises:
             SpecError: a layer of the plan has another bitwidth than the checkpoint's.
@@ -106,11 +104,11 @@ class GptqCheckpoint:
                 )
 
     def packed(self, index: int, name: str, scale_dtype: torch.dtype) -> PackedWeight | None:
-        """Read one quantized matrix; ``None`` when it is stored at 16 bits.
+        """Read one quantized matrix; ``None`` if it is stored at 16 bits.
 
         Args:
             index: of the layer.
-            name: of the matrix, as ``quant.assembly.Matrix`` has it: ``self_attn.q_proj``, or
+            name: ``Matrix.name``: ``self_attn.q_proj``, or
                 ``mlp.experts.gate_up_proj.3``.
             scale_dtype: dtype of the run.
 
@@ -129,7 +127,7 @@ class GptqCheckpoint:
             raise SpecError(f"{self.directory}: {modules[0]}: {error}") from error
 
     def layer_state_dict(self, index: int) -> dict[str, Tensor]:
-        """Read what of a layer is not quantized: norms, biases, routers, operators at 16 bits.
+        """Read the tensors of a layer that are not quantized: norms, biases, routers, 16 bits.
 
         Raises:
             SpecError: as ``Checkpoint.layer_sources``, or only some experts are quantized.
@@ -138,7 +136,7 @@ class GptqCheckpoint:
         return {key: self.checkpoint.tensors.load(source) for key, source in sources.items()}
 
     def packed_keys(self, index: int) -> frozenset[str]:
-        """Return the keys of a layer's ``state_dict`` that :meth:`packed` stands in for."""
+        """Return the keys of a layer's ``state_dict`` that are stored as codes."""
         found = self._layer(index)
         keys = frozenset(matrix.key for _, (matrix, _) in found.values())
         for matrix in matrices_of(self.checkpoint.empty_layer(index)):
@@ -150,7 +148,7 @@ class GptqCheckpoint:
         return keys
 
     def _find(self, index: int) -> dict[str, tuple[Precision, tuple[Matrix, tuple[str, ...]]]]:
-        """Every quantized matrix of a layer, with the stored modules that it is made of."""
+        """Return every quantized matrix of a layer with the names of its stored modules."""
         prefix = self.checkpoint.layer_prefix(index)
         tensors = self.checkpoint.tensors
         found = {}
@@ -167,7 +165,7 @@ class GptqCheckpoint:
         if found or precision is None:
             raise SpecError(
                 f"{self.quantization.where}: {modules[0]} is stored quantized, expected "
-                "'dynamic' to say so, and alike for operators that run as one"
+                "'dynamic' to say so, and the same for operators that run as one"
             )
         return precision
 
@@ -206,7 +204,7 @@ def gptq_layer(
         index: of the layer.
         dtype: dtype of the run.
         device: where the layer stays.
-        backend: kernel backend to use wherever it can run.
+        backend: kernel backend to prefer.
 
     Raises:
         SpecError: as :class:`GptqCheckpoint`'s readers.
@@ -224,7 +222,7 @@ def gptq_layer(
 
 
 def _stored_modules(prefix: str, matrix: Matrix) -> Iterator[tuple[str, ...]]:
-    """Full names, as stored, of the modules that may hold a matrix; several run as one."""
+    """Yield the stored names of the modules that may hold a matrix; several run as one."""
     if matrix.expert is None:
         for name in stored_spellings(prefix + matrix.name):
             yield (name,)

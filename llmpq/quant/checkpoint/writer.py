@@ -1,8 +1,7 @@
-"""Write a model directory a few tensors at a time: shards, their index, all or nothing.
+"""CheckpointWriter: writes a model directory of safetensors shards, tensor by tensor.
 
-Tensors are kept until a shard is full and then leave memory. The directory gets its name when the
-last byte is written; a run that fails leaves nothing behind. This module refuses to overwrite, and
-to know what the tensors mean.
+Tensors are held until a shard is full. The directory gets its name when everything is written; a
+run that fails leaves nothing behind. Existing directories are never overwritten.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from llmpq.spec.fields import dump_json
 
 SHARD_BYTES = 1 << 30
 
-# What a model directory holds besides weights and its configuration, and what readers look for.
-_COMPANIONS = (
+# Files of a model directory that are copied with it.
+_COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -44,11 +43,11 @@ _COMPANIONS = (
 
 
 class CheckpointWriter:
-    """A model directory being written; a context manager that commits when no error leaves it.
+    """Writes a model directory; a context manager that deletes unfinished files on an error.
 
     Args:
         output: the directory to make.
-        shard_bytes: size at which a shard is closed.
+        shard_bytes: maximum size of a shard.
 
     Raises:
         SpecError: ``output`` exists, or its parent cannot be written to.
@@ -90,7 +89,7 @@ class CheckpointWriter:
         return self._total_bytes
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor; the writer's reference to it lasts until its shard is full."""
+        """Add a tensor; it is held until its shard is full."""
         assert name not in self._known, name
         self._known.add(name)
         if self._held and self._held_bytes + tensor.nbytes > self._shard_bytes:
@@ -100,16 +99,16 @@ class CheckpointWriter:
         self._total_bytes += tensor.nbytes
 
     def commit(self, config: dict[str, Any], source: Path) -> None:
-        """Write the rest, the configuration and a copy of ``source``'s other files; then appear.
+        """Write the rest, the configuration and copies of ``source``'s other files; then rename.
 
         Raises:
-            SpecError: the directory came into being in the meantime, or cannot be written.
+            SpecError: the directory exists by now, or cannot be written.
         """
         try:
             self._flush()
             self._name_shards()
             (self._partial / "config.json").write_text(dump_json(config), encoding="utf-8")
-            for name in _COMPANIONS:
+            for name in _COPIED_FILES:
                 if (source / name).is_file():
                     shutil.copyfile(source / name, self._partial / name)
             self._open_to_readers()
@@ -119,7 +118,7 @@ class CheckpointWriter:
             raise SpecError(f"{self.output}: cannot be written: {error.strerror}") from None
 
     def _open_to_readers(self) -> None:
-        """Give directory and files the permissions that new ones have; theirs are private."""
+        """Set the default permissions of new files; temporary ones are private."""
         mask = _umask()
         self._partial.chmod(0o777 & ~mask)
         for path in self._partial.iterdir():
@@ -136,7 +135,7 @@ class CheckpointWriter:
         self._held_bytes = 0
 
     def _name_shards(self) -> None:
-        """Give the shards the names the library looks for, now that their number is known."""
+        """Give the shards their final names, which contain their number."""
         count = len(self._shards)
         if count == 1:
             (self._partial / _shard_name(0)).rename(self._partial / SINGLE_FILE)
@@ -156,7 +155,7 @@ def _shard_name(index: int) -> str:
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

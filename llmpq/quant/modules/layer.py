@@ -1,7 +1,7 @@
-"""Quantize a decoder layer in place: which of its operators, and what stands in for them.
+"""Quantize a decoder layer in place: which operators, and which modules replace them.
 
 Linear operators and the experts of mixtures are quantized; norms, biases and routers are not.
-This module refuses to know model families: it goes by the modules it finds.
+Operators are found by the type of module, not by the model family.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from llmpq.spec.precision import Precision, default_precision
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 EXPERT_ROWS = 16
-"""Rows of a 16-bit expert are filled up to a multiple of it: 3 % of 250 rows, and few kernels."""
+"""The rows of a 16-bit expert are padded to a multiple of it, so that few shapes occur."""
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
-# What transformers' decorator of expert modules notes when their layout is not the plain one.
+# Flags that transformers' decorator of expert modules sets, and their values for a plain layout.
 _PLAIN_EXPERTS = {
     "is_transposed": False,
     "is_concatenated": True,
@@ -40,19 +40,19 @@ def quantize_layer_(
     Args:
         layer: one decoder layer with its weights on the device they will run on.
         bits: 3, 4, 8 or 16, meaning ``spec.precision.default_precision``; 16 casts, and
-            on a CPU puts bf16 weights into its matmul's order.
+            on a CPU reorders bf16 weights for its matmul.
         dtype: dtype of the run: of what stays unquantized, and of the scales.
-        backend: kernel backend to use wherever it can run; ``None`` leaves it to the registry.
+        backend: kernel backend to prefer; ``None`` leaves it to the registry.
 
     Raises:
-        SpecError: the layer has no operator to quantize, or experts in a layout nobody taught
-            this module; leaving those alone would break the plan's memory without a word.
+        SpecError: the layer has no operator to quantize, or experts in an unknown layout, which
+            would take more memory than the plan counts.
     """
     precision = default_precision(bits)
     layer.to(dtype).requires_grad_(False).eval()
     if bits == 16:
         prepack_(layer)
-        _part_experts_(layer)
+        _unstack_experts_(layer)
         return
     names = list(quantizable_names(layer))
     if not names:
@@ -70,7 +70,7 @@ def stored_bytes(module: nn.Module) -> int:
 
 
 def prepack_(module: nn.Module) -> None:
-    """Put bf16 weights of plain linear operators into the order that this CPU's matmul reads."""
+    """Reorder bf16 weights of linear operators for this CPU's matmul."""
     names = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
     for name in names:  # by name, so that each weight is freed before the next is copied
         linear = module.get_submodule(name)
@@ -80,11 +80,10 @@ def prepack_(module: nn.Module) -> None:
             module.set_submodule(name, DenseLinear(weight, linear.bias))
 
 
-def _part_experts_(layer: nn.Module) -> None:
-    """Let a CPU run stacked experts one by one, on views of their weights, where they are plain.
+def _unstack_experts_(layer: nn.Module) -> None:
+    """Make a CPU run stacked experts one by one, on views of their weights.
 
-    transformers gathers all chosen rows of all experts at once, which takes several times the
-    memory; which experts are chosen would then decide what a worker's peak is.
+    transformers gathers the rows of all experts at once, which takes several times the memory.
     """
     stacks = [
         (name, module) for name, module in layer.named_modules() if _has_plain_experts(module)
@@ -101,7 +100,7 @@ def _part_experts_(layer: nn.Module) -> None:
 
 
 def _view(weight: Tensor) -> nn.Linear:
-    """Return an operator whose weight ``[N, K]`` is this very memory."""
+    """Return a linear operator over ``weight`` ``[N, K]``, without a copy."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -112,7 +111,7 @@ def quantizable_names(layer: nn.Module) -> Iterator[str]:
     """Yield the names of a layer's linear operators and stacked experts, in the layer's order.
 
     Raises:
-        SpecError: experts in a layout nobody taught this module.
+        SpecError: experts in an unknown layout.
     """
     for name, module in layer.named_modules():
         is_linear = isinstance(module, nn.Linear)
@@ -138,10 +137,10 @@ def _has_plain_experts(module: nn.Module) -> bool:
 
 
 def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
-    """Return the names of stacked experts' parameters, and what about them is not plain."""
+    """Return the names of stacked experts' parameters, and the flags that are not plain."""
     held = {key for key, _ in experts.named_parameters(recurse=False)}
     odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
-    # The decorator gives every class a gate function; one with its own does more than activate.
+    # The decorator gives every class a gate function; a class's own does more than activate.
     gate = getattr(type(experts), "_apply_gate", None)
     if gate is not None and not gate.__module__.startswith("transformers.integrations"):
         odd.append("_apply_gate")

@@ -1,7 +1,6 @@
-"""Modules that stand in for a layer's linear operators and experts, with weights made for kernels.
+"""Modules that replace a layer's linear operators and experts, with weights in a kernel's layout.
 
-All run inference only, and hold their weights in a backend's own layout: they cannot be moved to
-another device or cast once built. Everything about the layer around them stays transformers' own.
+They are for inference and cannot be moved to another device or cast once built.
 
 Shape legend: T tokens, K inputs, N outputs, H hidden, F features of an expert, k experts a token.
 """
@@ -22,14 +21,14 @@ from llmpq.kernels.packed import PackedWeight
 
 
 class QuantLinear(nn.Module):
-    """A linear operator whose weight is quantized; stands in for ``nn.Linear``.
+    """A linear operator with a quantized weight; replaces ``nn.Linear``.
 
     Attributes:
         in_features: K.
         out_features: N.
         precision: how the weight is stored.
         bias: ``[N]`` in the run's dtype, or ``None``.
-        order: int32 ``[K]``, the input feature of every stored column; ``None`` in their own order.
+        order: int32 ``[K]``, the input feature of every stored column; ``None`` if unchanged.
     """
 
     bias: Tensor | None
@@ -40,7 +39,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         """Prepare ``packed`` for ``backend``; only the prepared form is kept.
 
-        Tiles are taken as they are, by a backend that keeps tiles.
+        Tiles are used without a copy; the backend must read tiles.
 
         Raises:
             SpecError: the backend cannot run this weight, or the bias does not fit it.
@@ -60,10 +59,10 @@ class QuantLinear(nn.Module):
         self.set_bias(bias)
 
     def set_bias(self, bias: Tensor | None) -> None:
-        """Add ``bias`` ``[N]`` from now on.
+        """Set the bias ``[N]``; ``None`` removes it.
 
         Raises:
-            SpecError: it does not fit.
+            SpecError: it has another shape.
         """
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise SpecError(
@@ -73,7 +72,7 @@ class QuantLinear(nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight as its backend keeps it, without the bias."""
+        """Bytes of the weight in its backend's layout, without the bias."""
         return self._weight.nbytes
 
     @property
@@ -84,7 +83,7 @@ class QuantLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
         if self.order is not None:
-            # Once for the input instead of once for the weight: backends know no order.
+            # Backends read the columns in stored order.
             x = x.index_select(-1, self.order)
         return self._backend.linear(x, self._weight, self.bias)
 
@@ -98,9 +97,9 @@ class QuantLinear(nn.Module):
 
 
 class DenseLinear(nn.Module):
-    """A linear operator left at 16 bits, its weight in the order that the CPU's matmul reads.
+    """A 16-bit linear operator whose weight is reordered for the CPU's matmul.
 
-    Stands in for ``nn.Linear`` where ``llmpq.kernels.cpu.dense.can_prepack`` says so.
+    Replaces ``nn.Linear`` where ``llmpq.kernels.cpu.dense.can_prepack`` returns True.
 
     Attributes:
         in_features: K.
@@ -124,7 +123,7 @@ class DenseLinear(nn.Module):
 
     @property
     def backend_name(self) -> str:
-        """Name of the way it multiplies."""
+        """Name of the kernel that multiplies."""
         return self._weight.backend
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,9 +139,9 @@ class DenseLinear(nn.Module):
 
 
 class QuantExperts(nn.Module):
-    """The experts of a mixture, two quantized matrices each; stands in for ``MixtralExperts``.
+    """The experts of a mixture, two matrices each.
 
-    Takes the place of transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]`` and
+    Replaces transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]`` and
     ``down_proj`` ``[E, H, F]``. Experts run one after the other, each on the tokens routed to it.
     """
 
@@ -154,14 +153,14 @@ class QuantExperts(nn.Module):
         *,
         row_multiple: int = 1,
     ) -> None:
-        """Take the linear operators of every expert in order, quantized or not.
+        """Build from the linear operators of every expert in order, quantized or not.
 
         Args:
             gate_up: from H to 2F features each, the gate's first.
             down: from F to H features each.
             act_fn: applied to the gate.
-            row_multiple: more rows than that are filled up to a multiple of it. oneDNN compiles and
-                keeps a kernel of 0.3 MB for every number of rows it has not seen.
+            row_multiple: more rows than that are padded to a multiple of it. oneDNN compiles and
+                keeps a kernel of 0.3 MB for every new number of rows.
         """
         super().__init__()
         assert len(gate_up) == len(down)
@@ -189,16 +188,16 @@ class QuantExperts(nn.Module):
             if expert == self.num_experts:
                 continue
             token, choice = torch.where(top_k_index == expert)
-            rows = hidden_states[self._filled_up(token)]
+            rows = hidden_states[self._padded(token)]
             gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
-            y = self.down[expert](self.act_fn(gate) * up)  # [tokens of this expert and more, H]
+            y = self.down[expert](self.act_fn(gate) * up)  # [padded tokens of this expert, H]
             y = y[: len(token)]
             y = y * top_k_weights[token, choice, None]
             output.index_add_(0, token, y.to(output.dtype))
         return output
 
-    def _filled_up(self, token: Tensor) -> Tensor:
-        """Return ``token``, followed by the first one until there is a multiple of rows."""
+    def _padded(self, token: Tensor) -> Tensor:
+        """Return ``token``, padded with its first entry to a multiple of rows."""
         missing = -len(token) % self.row_multiple
         if len(token) <= self.row_multiple or missing == 0:
             return token

@@ -1,7 +1,7 @@
-"""Norms of a loaded module that a compiled kernel computes as they are written.
+"""Replace norms by a compiled kernel that computes the same.
 
-Only classes whose ``forward`` is Llama's own to the instruction are replaced: what other families
-do in the same place (Gemma adds one to the weight, Olmo rounds elsewhere) stays theirs.
+Only classes whose ``forward`` has the same bytecode as Llama's are replaced: Gemma, for example,
+adds one to the weight, and Olmo rounds at another place.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from llmpq.kernels.cpu.norm import can_norm, rms_norm
 
 
 class FusedNorm(nn.Module):
-    """Stands in for a root mean square norm written like Llama's.
+    """Replaces a root mean square norm that computes what Llama's does.
 
     Args:
-        norm: is dropped by the caller; its weight goes on.
+        norm: to replace; its weight is shared.
     """
 
     def __init__(self, norm: nn.Module) -> None:
@@ -35,18 +35,18 @@ class FusedNorm(nn.Module):
 
 
 def fuse_norms_(module: nn.Module) -> None:
-    """Replace the norms below ``module`` that the kernel computes alike."""
+    """Replace the norms below ``module`` that the kernel can compute."""
     for name, part in list(module.named_modules()):
-        if name and _is_llamas(part) and can_norm(part.get_parameter("weight")):
+        if name and _is_like_llama(part) and can_norm(part.get_parameter("weight")):
             module.set_submodule(name, FusedNorm(part))
 
 
-def _is_llamas(part: nn.Module) -> bool:
+def _is_like_llama(part: nn.Module) -> bool:
     found, expected = _code_of(type(part)), _code_of(LlamaRMSNorm)
     if found is None or expected is None or not hasattr(part, "variance_epsilon"):
         return False
-    same = (found.co_code, found.co_names) == (expected.co_code, expected.co_names)
-    return same and _numbers(found) == _numbers(expected)
+    is_same = (found.co_code, found.co_names) == (expected.co_code, expected.co_names)
+    return is_same and _numbers(found) == _numbers(expected)
 
 
 def _code_of(kind: type[nn.Module]) -> CodeType | None:

@@ -1,12 +1,11 @@
-"""GPTQ: round one column after the other and let the columns still to come make up for it.
+"""GPTQ: round one column after another and correct the later columns for each error.
 
 Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers" (2023), Algorithm 1, with damping, act-order and lazy batches. Deviations: the factor
 of the inverse comes from one Cholesky decomposition of the reversed matrix instead of an inverse
-and a second one; a row that plain rounding serves better keeps plain rounding; inputs that were
-never seen are rounded and nothing else. All arithmetic is float32.
-
-This module refuses to run models: whoever calls it brings the sum of ``x x^T``.
+and a second one; a row with a smaller error after plain rounding keeps plain rounding; inputs that
+never occurred are only rounded. All arithmetic is float32. The caller supplies the sum of
+``x x^T``.
 
 Shape legend: N output features, K input features, G groups of a row, B columns of a lazy batch.
 """
@@ -25,8 +24,8 @@ from llmpq.quant.quantizers.integer import IntegerWeight, fit_integer_grid, inte
 from llmpq.spec.precision import Precision
 
 Order = Literal["none", "static", "full"]
-"""The order of columns: their own; by importance in groups that stay where they are; or by
-importance in groups of equally important ones, which readers must then look up (``g_idx``)."""
+"""The order in which columns are rounded: as stored; by importance, with groups as stored; or by
+importance, with groups in that order, which readers must look up (``g_idx``)."""
 
 _BATCH = 128
 _MAX_DAMPING = 1.0
@@ -34,12 +33,12 @@ _MAX_DAMPING = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqOptions:
-    """How GPTQ goes about it.
+    """Options of GPTQ.
 
     Attributes:
-        damping: added to the diagonal, as a share of its mean.
+        damping: added to the diagonal, as a fraction of its mean.
         order: in which order columns are rounded.
-        search: whether grids may clip outliers where that lowers the weighted error.
+        search: whether grids may clip outliers if that lowers the weighted error.
     """
 
     damping: float = 0.01
@@ -56,7 +55,7 @@ def gptq(
 ) -> IntegerWeight:
     """Quantize ``weight`` so that the outputs on the calibration inputs change little.
 
-    Operators that read the same inputs may be stacked along N: rows do not touch each other.
+    Operators that read the same inputs may be stacked along N: rows are independent.
 
     Args:
         weight: ``[N, K]``, any floating dtype; read only.
@@ -65,7 +64,7 @@ def gptq(
         options: defaults when ``None``.
 
     Raises:
-        SpecError: weight or matrix hold values that are not finite, or do not fit each other.
+        SpecError: weight or matrix have values that are not finite, or their shapes differ.
     """
     options = options or GptqOptions()
     if tuple(matrix.shape) != (weight.shape[1],) * 2:
@@ -83,11 +82,11 @@ def gptq(
     importance = diagonal + options.damping * diagonal.mean() if options.search else None
     plain = _Rounding(columns, precision, importance)
     plain.fit_all()
-    passed = _pass_on_errors(columns, matrix, precision, importance, options)
-    # Greedy as it is, the algorithm can lose to rounding; a row where it does stays rounded.
-    is_worse = _output_error(passed, columns, matrix) > _output_error(plain, columns, matrix)
-    passed.take(plain, is_worse)
-    return passed.weight(order)
+    corrected = _round_with_correction(columns, matrix, precision, importance, options)
+    # The algorithm is greedy: plain rounding can be better for a row.
+    is_worse = _output_error(corrected, columns, matrix) > _output_error(plain, columns, matrix)
+    corrected.copy_rows(plain, is_worse)
+    return corrected.weight(order)
 
 
 def round_integers(
@@ -109,7 +108,7 @@ def round_integers(
 
 
 class _Rounding:
-    """Columns ``[K, N]`` being rounded: the grids of their groups and the codes so far.
+    """Columns ``[K, N]`` that are being rounded: the grids of their groups and their codes.
 
     Attributes:
         codes: whole float32 numbers ``[K, N]``.
@@ -128,7 +127,7 @@ class _Rounding:
         self._importance = importance
 
     def fit(self, group: int) -> None:
-        """Choose the grid of a group from what its columns hold now."""
+        """Choose the grid of a group for the current values of its columns."""
         part = slice(group * self.group_size, (group + 1) * self.group_size)
         importance = None if self._importance is None else self._importance[part]
         grid = fit_integer_grid(self._columns[part], self._precision, importance)
@@ -143,7 +142,7 @@ class _Rounding:
             self.codes[part] = integer_codes(self._columns[part], *grid, self._precision.bits)
 
     def round(self, column: int, values: Tensor) -> Tensor:
-        """Round ``values`` ``[N]`` to the grid of a column's group, and return what they became."""
+        """Round ``values`` ``[N]`` to the grid of a column's group; return the rounded values."""
         group = column // self.group_size
         scale, zero_point = self.scales[group], self.zero_points[group]
         codes = integer_codes(values, scale, zero_point, self._precision.bits)
@@ -155,8 +154,8 @@ class _Rounding:
         grouped = self.codes.view(len(self.scales), self.group_size, -1)
         return ((grouped - self.zero_points[:, None]) * self.scales[:, None]).flatten(0, 1)
 
-    def take(self, other: _Rounding, rows: Tensor) -> None:
-        """Take over the output features that a mask ``[N]`` names from ``other``."""
+    def copy_rows(self, other: _Rounding, rows: Tensor) -> None:
+        """Copy the output features selected by a mask ``[N]`` from ``other``."""
         for mine, theirs in (
             (self.codes, other.codes),
             (self.scales, other.scales),
@@ -175,19 +174,19 @@ class _Rounding:
         )
 
 
-def _pass_on_errors(
+def _round_with_correction(
     columns: Tensor,
     matrix: Tensor,
     precision: Precision,
     importance: Tensor | None,
     options: GptqOptions,
 ) -> _Rounding:
-    """Round ``columns`` ``[K, N]`` one after the other, each making up for those before it."""
+    """Round ``columns`` ``[K, N]`` one after another, correcting later ones for each error."""
     columns = columns.clone()
     rounding = _Rounding(columns, precision, importance)
     walk: list[int] | None = None
     if options.order == "static":
-        # Groups stay where they are, so their grids are those of the weights as they were.
+        # The groups are those of the stored order, so their grids are known in advance.
         rounding.fit_all()
         by_importance = _by_importance(matrix)
         columns, matrix = columns[by_importance], matrix[by_importance][:, by_importance]
@@ -209,12 +208,12 @@ def _pass_on_errors(
 
 
 def _by_importance(matrix: Tensor) -> Tensor:
-    """Input features, the one with the largest second moment first."""
+    """Return the input features by second moment, largest first."""
     return matrix.diagonal().argsort(descending=True, stable=True)
 
 
 def _batches(columns: int, group: int) -> Iterator[slice]:
-    """Cut the columns into batches; a group begins with a batch or lies inside one."""
+    """Yield batches of columns; a group begins with a batch or lies inside one."""
     step = columns if _BATCH % group == 0 else group
     for start in range(0, columns, step):
         for first in range(start, start + step, _BATCH):
@@ -225,7 +224,7 @@ def _inverse_factor(matrix: Tensor, damping: float) -> Tensor:
     """Return the upper triangular U with ``U^T U`` the inverse of the damped matrix: ``[K, K]``.
 
     With J the reversal of rows, ``J A J = L L^T`` gives ``U = J L^-1 J``. The damping grows until
-    the decomposition succeeds in float32. Features that were never seen stand alone.
+    the decomposition succeeds in float32.
     """
     identity = torch.eye(len(matrix), device=matrix.device)
     mean = matrix.diagonal().mean()
@@ -240,6 +239,6 @@ def _inverse_factor(matrix: Tensor, damping: float) -> Tensor:
 
 
 def _output_error(rounding: _Rounding, columns: Tensor, matrix: Tensor) -> Tensor:
-    """Squared error of every output summed over the calibration inputs, ``[N]``."""
+    """Return the squared error of every output, summed over calibration inputs: ``[N]``."""
     difference = rounding.dequantize().sub_(columns)  # [K, N]
     return difference.mul(matrix @ difference).sum(0)

@@ -1,8 +1,7 @@
-"""Integer weights: codes with integer zero points, the grid that GPTQ files can hold.
+"""Integer weights: codes with integer zero points, the grid of GPTQ files.
 
-``weight = (code - zero_point) * scale``. Zero is always a point of the grid, as the format wants
-it; scales are numbers that float16, bfloat16 and float32 all hold, so that a file means the same
-weights to every reader. This module refuses to look at activations beyond their importance.
+``weight = (code - zero_point) * scale``. Zero is always a point of the grid, as the format needs;
+scales are exact in float16, bfloat16 and float32, so every reader gets the same weights.
 
 Shape legend: N output features, K input features, G groups of a row, b bits, C columns of a group.
 """
@@ -18,7 +17,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels.packed import PackedWeight, pack_codes
 from llmpq.spec.precision import Precision
 
-# Shares of the full range that the search tries: outliers are clipped where the rest gains by it.
+# Fractions of the full range that the search tries; smaller ones clip outliers.
 _SHARES = tuple(1.0 - 0.025 * step for step in range(21))
 _SMALLEST_SCALE = 2.0**-17  # below, float16 keeps fewer of a number's bits than bfloat16
 
@@ -28,7 +27,7 @@ class IntegerWeight:
     """A weight matrix ``[N, K]`` as a GPTQ file stores it, before its bits are packed.
 
     Attributes:
-        precision: bits, groups, symmetry, and who chose the codes.
+        precision: bits, groups, symmetry and method.
         codes: uint8 ``[N, K]``, columns in stored order.
         scales: float32 ``[N, G]``, positive.
         zero_points: int32 ``[N, G]``: the code of zero; ``2^(b-1)`` everywhere when symmetric.
@@ -71,7 +70,7 @@ class IntegerWeight:
         return torch.empty_like(stored).index_copy_(1, self.order.long(), stored)
 
     def packed(self, scale_dtype: torch.dtype) -> PackedWeight:
-        """Return the form that kernels read.
+        """Return the packed form that kernels read.
 
         Raises:
             SpecError: a scale overflows ``scale_dtype``.
@@ -102,8 +101,8 @@ def fit_integer_grid(
     Args:
         columns: float32 ``[C, N]``: weights of one group, an input feature in every row.
         precision: bits and symmetry.
-        importance: ``[C]``, what a squared error of each column costs; the grid with the least
-            cost is taken among shares of the full range. ``None``: the full range.
+        importance: ``[C]``, the weight of each column's squared error; the grid with the smallest
+            weighted error is chosen among fractions of the full range. ``None``: the full range.
 
     Returns:
         Scale, float32 ``[N]``, and zero point, float32 ``[N]`` of whole numbers.
@@ -150,15 +149,15 @@ def _grid(low: Tensor, high: Tensor, precision: Precision) -> tuple[Tensor, Tens
     bits = precision.bits
     half, steps = 1 << (bits - 1), (1 << bits) - 1
     if precision.symmetric:
-        # 8 bits: codes that negate. Fewer: the one code without a negative is used too.
+        # 8 bits: symmetric codes. Fewer bits: also the one code without a negative.
         width = 127.0 if bits == 8 else steps / 2
         scale = _portable(torch.maximum(high, -low) / width)
         return scale, torch.full_like(scale, half)
     scale = _portable(high / steps - low / steps)
-    # Files store zero points less one in b bits, and not every reader wraps around: never 0.
+    # Files store zero points minus one in b bits, and not every reader wraps around: never 0.
     return scale, (-low / scale).round_().clamp_(1, steps)
 
 
 def _portable(scale: Tensor) -> Tensor:
-    """Round to the numbers that float16, bfloat16 and float32 hold alike; never to zero."""
+    """Round to numbers that are exact in float16, bfloat16 and float32; never to zero."""
     return scale.clamp(min=_SMALLEST_SCALE, max=65280.0).to(torch.bfloat16).to(torch.float32)

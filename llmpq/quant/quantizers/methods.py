@@ -1,7 +1,6 @@
-"""The quantizers by name, and the one function that calls them.
+"""The quantizers that need only the weight, by name, and the function that calls them.
 
-Only methods that need nothing but the weight are called from here: one that needs a Hessian or
-activations has its own entry point. This module refuses to replace modules (``quant.layer``).
+A quantizer that needs a Hessian or activations has its own entry point (``quantizers.gptq``).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def quantize(weight: Tensor, precision: Precision, scale_dtype: torch.dtype) -> 
         scale_dtype: dtype of the run, in which scales and zeros are stored.
 
     Raises:
-        SpecError: the method is not one of these (16 bits has none), or the weight holds what
-            cannot be represented.
+        SpecError: unknown method (16 bits has none), or a weight that cannot be represented.
     """
     if precision.method not in METHODS:
         raise SpecError(

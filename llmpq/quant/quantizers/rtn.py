@@ -1,9 +1,8 @@
-"""Round-to-nearest: the quantizer that needs no data, and the grid that every other one uses.
+"""Round-to-nearest: the quantizer that needs no calibration data.
 
-Scales and zeros are rounded to the dtype they are stored in before any code is chosen, and always
-so that the grid still covers the group. Codes are therefore nearest neighbours on the grid that
-will be read back: the error of a weight is at most half a step, at any storage dtype. This module
-refuses to look at activations.
+Scales and zeros are first rounded to the dtype they are stored in, so that the grid still covers
+the group. Codes are the nearest points of the stored grid: the error of a weight is at most half a
+step, at any storage dtype.
 
 Shape legend: N output features, K input features, G groups of a row, b bits, R rows of a block.
 """
@@ -29,8 +28,8 @@ def round_to_nearest(
 ) -> PackedWeight:
     """Quantize ``weight`` ``[N, K]``, each group on its own.
 
-    Compiled where it can be; else in torch, a block of rows at a time, so that no float32 copy
-    of the matrix exists.
+    Uses the compiled kernel if possible; otherwise torch, a block of rows at a time, so that no
+    float32 copy of the matrix is made.
 
     Args:
         weight: any floating dtype; read only.
@@ -66,9 +65,9 @@ def _can_compile(weight: Tensor, group: int) -> bool:
 
 
 def _rounded_compiled(weight: Tensor, packed: PackedWeight) -> bool:
-    """Fill ``packed`` in one pass; ``False`` when ``weight`` holds what torch has to explain.
+    """Fill ``packed`` in one pass; ``False`` for weights that the torch version rejects.
 
-    Ten times as fast as torch's operators and without their temporaries, to the same bits.
+    Gives the same bits as torch's operators, ten times as fast and without their temporaries.
     """
     loaded = library()
     assert loaded is not None
@@ -108,7 +107,7 @@ def fit_grid(
 
     Both are float32 numbers that ``scale_dtype`` represents exactly. Grid points are
     ``(code - 2^(b-1)) * scale + zero``; every weight lies on the grid or within half a step of it.
-    A group of equal weights that the zero represents has any grid: its scale is 1, never 0.
+    A group of equal weights that the zero represents gets the scale 1, never 0.
 
     Raises:
         SpecError: a weight is not finite, or the grid overflows ``scale_dtype``.
@@ -150,8 +149,8 @@ def nearest_codes(grouped: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Te
 def _symmetric_half_width(bits: int) -> float:
     """Return how many steps the largest weight lies from zero.
 
-    8 bits: 127, so that codes negate (LLM.int8()'s absmax). Fewer: half the number of steps, so
-    that the one code without a negative is used too, as GPTQ does. Either covers to half a step.
+    8 bits: 127, as LLM.int8()'s absmax. Fewer bits: half the number of steps, which also uses the
+    one code without a negative, as GPTQ does.
     """
     return 127.0 if bits == 8 else (2**bits - 1) / 2
 
@@ -159,7 +158,7 @@ def _symmetric_half_width(bits: int) -> float:
 def _round_up(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the smallest number of ``dtype`` not below each of ``values`` (>= 0), as float32."""
     rounded = values.to(dtype)
-    # Positive floats of one dtype are ordered as their bit patterns are, so the next is one more.
+    # Positive floats are ordered like their bit patterns: the next number is one more.
     as_integers = rounded.view(_BITS_OF_DTYPE[dtype.itemsize])
     too_low = rounded.to(torch.float32) < values
     return (as_integers + too_low.to(as_integers.dtype)).view(dtype).to(torch.float32)
