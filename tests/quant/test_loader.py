@@ -41,7 +41,7 @@ def decoder_layers(model):
 
 
 def run_in_stages(model_dir, token_ids, cuts, bits):
-    """Return the logits of the last token, from ``load_master`` and one stage between each two cuts."""
+    """Return the logits of the last token, from a master and the stages between the cuts."""
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     rows, width = token_ids.shape
     batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)

@@ -30,10 +30,10 @@ from llmpq.spec.precision import Precision, linear_bytes
 
 @runtime_checkable
 class TileBackend(KernelBackend, Protocol):
-    """A backend that keeps tiles: it can take a weight in them where it lies."""
+    """A backend whose kernels read tiles."""
 
-    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
-        """Return ``tiled`` without a copy; ``supports`` must have said yes to its shape."""
+    def wrap(self, tiled: TiledWeight) -> PreparedWeight:
+        """Return ``tiled`` without a copy; ``supports`` must be True for its shape."""
 
 
 class CpuPackedBackend:
@@ -80,8 +80,8 @@ class CpuPackedBackend:
         self._measure(packed.precision.bits, packed.dtype)
         return to_tiles(packed, self.name)
 
-    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
-        """Take tiles as they are; the first call measures the switch, too."""
+    def wrap(self, tiled: TiledWeight) -> PreparedWeight:
+        """Use tiles without a copy; the first call measures the switch, too."""
         self._measure(tiled.precision.bits, tiled.dtype)
         return prepared_tiles(tiled, self.name)
 
@@ -146,8 +146,8 @@ class CpuLlmInt8Backend:
         check_supported(self, packed)
         return to_tiles(packed, self.name)
 
-    def adopt(self, tiled: TiledWeight) -> PreparedWeight:
-        """Take tiles as they are."""
+    def wrap(self, tiled: TiledWeight) -> PreparedWeight:
+        """Use tiles without a copy."""
         return prepared_tiles(tiled, self.name)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:

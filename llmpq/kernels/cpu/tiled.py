@@ -1,8 +1,7 @@
-"""TiledWeight: a quantized matrix in tiles, filled a block of rows at a time, and read back.
+"""TiledWeight: a quantized matrix in tiles, filled a block of rows at a time.
 
-``csrc/kernels.h`` draws the tiles. They are the same on every machine, weigh what the codes weigh,
-and hold them all: what was stored in tiles can be multiplied where it is, or brought back into rows
-where another kernel wants those. This module refuses to multiply (``llmpq.kernels.cpu.tiles``).
+``csrc/kernels.h`` defines the tiles. They are the same on every machine, take as many bytes as the
+codes, and can be multiplied where they are stored.
 
 Shape legend: N output features, K input features, G groups of a row, b bits, R rows of a block.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.native import library
-from llmpq.kernels.packed import PackedWeight, pack_codes, row_blocks
+from llmpq.kernels.packed import PackedWeight
 from llmpq.spec.precision import Precision
 
 TILE_ROWS = 16
@@ -43,7 +42,7 @@ def tiled_shapes(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TiledWeight:
-    """A weight ``[N, K]`` in tiles; means what a ``PackedWeight`` of the same codes means.
+    """A weight ``[N, K]`` in tiles, with the codes of a ``PackedWeight``.
 
     Attributes:
         out_features: N.
@@ -105,11 +104,11 @@ class TiledWeight:
         return self.precision.effective_group(self.in_features)
 
     def put_rows(self, first_row: int, block: PackedWeight) -> None:
-        """Bring rows ``[first_row, first_row + R)`` into tiles; the compiled library must be there.
+        """Fill the tiles of rows ``[first_row, first_row + R)``; needs the compiled library.
 
         Args:
             first_row: a multiple of ``TILE_ROWS``, as R is.
-            block: those rows, as a weight of their own.
+            block: those rows.
         """
         rows = block.out_features
         assert first_row % TILE_ROWS == rows % TILE_ROWS == 0
@@ -130,66 +129,3 @@ class TiledWeight:
         if self.zeros is not None:
             assert block.zeros is not None
             self.zeros[:, first_row : first_row + rows] = block.zeros.t()
-
-    def clone(self) -> TiledWeight:
-        """Return a copy in memory of its own."""
-        parts = {name: tensor.clone() for name, tensor in self.parts.items()}
-        return self.of_parts(self.out_features, self.in_features, self.precision, parts)
-
-    def to(self, device: torch.device | str) -> TiledWeight:
-        """Return the weight on ``device``, to be brought into rows there."""
-        parts = {name: tensor.to(device) for name, tensor in self.parts.items()}
-        return self.of_parts(self.out_features, self.in_features, self.precision, parts)
-
-    def packed(self) -> PackedWeight:
-        """Return the same codes in rows, on the same device; needs no compiled library."""
-        rows, columns, bits = self.out_features, self.in_features, self.precision.bits
-        codes = torch.empty(
-            (rows, columns * bits // 8), dtype=torch.uint8, device=self.tiles.device
-        )
-        for block in row_blocks(rows, columns, multiple=TILE_ROWS):
-            tiles = self.tiles.view(rows // TILE_ROWS, -1)[
-                block.start // TILE_ROWS : block.stop // TILE_ROWS
-            ]
-            codes[block] = _in_rows(tiles, bits)
-        return PackedWeight(
-            out_features=rows,
-            in_features=columns,
-            precision=self.precision,
-            codes=codes,
-            scales=self.scales.t().contiguous(),
-            zeros=None if self.zeros is None else self.zeros.t().contiguous(),
-        )
-
-
-def _in_rows(tiles: Tensor, bits: int) -> Tensor:
-    """Return the packed rows ``[R, K b / 8]`` of tiles ``[R / 16, K b / 2 * 4]``, both of bytes."""
-    blocks = tiles.shape[0]
-    if bits == 3:
-        return _three_in_rows(tiles)
-    lanes = tiles.view(blocks, -1, TILE_ROWS, 4)  # [R/16, vectors, lane, byte]
-    if bits == 4:
-        low, high = lanes[..., :2], lanes[..., 2:]  # nibbles of even columns, of odd ones
-        pairs = torch.stack(
-            ((low & 0x0F) | (high << 4), (low >> 4) | (high & 0xF0)), dim=-1
-        )  # [R/16, vectors, lane, 2, 2]
-        lanes = pairs.view(lanes.shape)
-    return lanes.transpose(1, 2).reshape(blocks * TILE_ROWS, -1)
-
-
-def _three_in_rows(tiles: Tensor) -> Tensor:
-    blocks = tiles.shape[0]
-    vectors = tiles.clone().view(torch.int32).view(blocks, -1, 3, TILE_ROWS)  # [R/16, tiles, 3, 16]
-    codes = torch.empty(
-        (blocks, vectors.shape[1], TILE_ROWS, TILE_COLUMNS), dtype=torch.uint8, device=tiles.device
-    )
-    for column in range(TILE_COLUMNS):
-        pair, half = column // 2, column % 2 * 16
-        if pair < 15:
-            code = vectors[:, :, pair // 5] >> (half + 3 * (pair % 5)) & 7
-        else:  # the pair whose bits fill what the others leave over
-            bit = vectors >> (half + 15) & 1
-            code = bit[:, :, 0] | bit[:, :, 1] << 1 | bit[:, :, 2] << 2
-        codes[..., column] = code
-    rows = codes.transpose(1, 2).reshape(blocks * TILE_ROWS, -1)  # [R, K]
-    return pack_codes(rows, 3)

@@ -51,7 +51,7 @@ class QuantLinear(nn.Module):
         self._backend = backend
         if isinstance(packed, TiledWeight):
             assert isinstance(backend, TileBackend)
-            self._weight, order = backend.adopt(packed), None
+            self._weight, order = backend.wrap(packed), None
         else:
             self._weight, order = backend.prepare(packed.in_stored_order()), packed.order
         self._dtype = packed.dtype
