@@ -5,9 +5,8 @@
         --calibration models/demo/calibration.txt --text models/demo/heldout.txt --bits 4 3
 
 Each line is one model made by ``llmpq.calibration.quantize`` (or rounded by ``llmpq.quant``, as a
-plan's bare bitwidth is), dequantized and run by transformers in float32: what the weights have
-lost, without what any kernel adds. With ``--results FILE`` a run that was cut short goes on where
-it stopped.
+plan's bitwidth is), dequantized and run by transformers in float32, so that no kernel's error is
+included. With ``--results FILE`` an interrupted run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     windows = _windows(options)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     original = {name: value.clone() for name, value in model.state_dict().items()}
-    lines = _Lines(options)
-    base = lines.perplexity("16 bits", lambda: perplexity(model, windows))
-    lines.tell(precision="16 bits", perplexity=base, tokens=_scored(windows))
+    results = _Results(options)
+    base = results.perplexity("16 bits", lambda: perplexity(model, windows))
+    results.print(precision="16 bits", perplexity=base, tokens=_scored(windows))
 
     def measure(precision: Precision) -> float:
         weights = _weights(Path(options.model), precision, options)
@@ -55,17 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for bits in options.bits:
         lost: dict[str, float] = {}
         for precision in _precisions(bits, options):
-            found = lines.perplexity(str(precision), lambda: measure(precision))  # noqa: B023
+            found = results.perplexity(str(precision), lambda: measure(precision))  # noqa: B023
             lost[precision.method] = found / base - 1
             line = {"precision": str(precision), "perplexity": found, "lost": found / base - 1}
             if precision.method == "gptq":
                 line["of_rounding"] = lost["gptq"] / lost["rtn"]
-            lines.tell(**line)
+            results.print(**line)
     return 0
 
 
-class _Lines:
-    """What was printed, and what an earlier run with the same text and settings has found.
+class _Results:
+    """The results, and those of an earlier run with the same text and settings.
 
     Args:
         options: of the command; ``results`` names the file that keeps the figures between runs.
@@ -84,7 +83,7 @@ class _Lines:
             }
 
     def perplexity(self, precision: str, measure: Callable[[], float]) -> float:
-        """Return the perplexity at ``precision``, measured now if no earlier run did."""
+        """Return the perplexity at ``precision``; measure it unless an earlier run did."""
         if precision not in self._found:
             self._found[precision] = measure()
             if self._path is not None:
@@ -93,13 +92,13 @@ class _Lines:
                     stream.write(json.dumps(record | {"perplexity": self._found[precision]}) + "\n")
         return self._found[precision]
 
-    def tell(self, **line: object) -> None:
+    def print(self, **line: object) -> None:
         """Print one line."""
         print(json.dumps(line), flush=True)
 
 
 def perplexity(model: PreTrainedModel, windows: Sequence[Tensor]) -> float:
-    """Perplexity of every token but the first of each window."""
+    """Return the perplexity over every token but the first of each window."""
     total = 0.0
     with torch.inference_mode():
         for rows in windows:
@@ -147,7 +146,7 @@ def _precisions(bits: int, options: argparse.Namespace) -> Iterator[Precision]:
 def _weights(
     model_dir: Path, precision: Precision, options: argparse.Namespace
 ) -> dict[str, Tensor]:
-    """Every quantized weight, dequantized, by its name in the whole model."""
+    """Return every quantized weight, dequantized, by its name in the whole model."""
     if precision.method == "rtn":
         checkpoint = Checkpoint(model_dir)
         found = {}
