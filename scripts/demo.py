@@ -1,10 +1,9 @@
 """The whole path on this machine: measure, plan, look, run, compare.
 
-Two workers on two cores become two different devices: one uses the whole processor, the other
-is held
-to an older vector extension, and each gets a memory cap so small that neither holds the model and
-both together do not hold it unquantized. Everything below is the public commands; they are printed
-as they run, so that they can be typed again.
+Two workers on two cores become two different devices: one uses the whole processor, the other is
+held to an older vector extension, and each gets a memory cap so small that neither holds the model
+and both together do not hold it unquantized. Only public commands are used; they are printed as
+they run, so that they can be typed again.
 """
 
 from __future__ import annotations

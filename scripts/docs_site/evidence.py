@@ -26,21 +26,29 @@ Result = dict[str, Any]
 
 
 def load(topic: str) -> Result:
-    """Read the results of a topic; a file of rows without tables becomes one table.
+    """Read the results of a topic.
+
+    A file has ``tables``, or lists of objects that become one table each. Command, date, machine
+    and versions stand at the top, under ``run``, or in each entry of ``runs``.
 
     Raises:
         ValueError: the file is no result file.
     """
     file = RESULTS / f"{topic}.json"
-    result = {"topic": topic} | json.loads(file.read_text(encoding="utf-8"))
-    if "tables" not in result and "rows" in result:
-        result["tables"] = [{"title": topic, "rows": result["rows"]}]
-    for run in result.get("runs", {}).values():  # of several runs, the first says how
-        result = run | result
+    found = json.loads(file.read_text(encoding="utf-8"))
+    runs = [found.get("run", {}), *found.get("runs", {}).values()]
+    result = {"topic": topic} | {key: value for run in reversed(runs) for key, value in run.items()}
+    result |= found
+    if "tables" not in found or "run" in found:
+        result["tables"] = [
+            {"title": key.replace("_", " "), "rows": rows}
+            for key, rows in found.items()
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+        ]
     missing = [field for field in REQUIRED if field not in result]
     if missing or result["topic"] != topic:
         raise ValueError(f"{file.name}: found topic {result['topic']!r}, missing {missing}")
-    return dict(result)
+    return result
 
 
 def topics() -> list[str]:
@@ -60,7 +68,7 @@ def render(topic: str, title: str | None = None) -> str:
 
 def table(item: dict[str, Any], *, with_title: bool) -> str:
     """Return one Markdown table; rows are lists, or objects with the columns as keys."""
-    columns = item.get("columns") or list(item["rows"][0])
+    columns = columns_of(item)
     rows = [
         row if isinstance(row, list) else [row.get(key) for key in columns] for row in item["rows"]
     ]
@@ -71,10 +79,20 @@ def table(item: dict[str, Any], *, with_title: bool) -> str:
     return "\n".join([*head, *lines, *note])
 
 
+def columns_of(item: dict[str, Any]) -> list[str]:
+    """Return the columns of a table: stated, or the keys whose values can be shown."""
+    if "columns" in item:
+        return list(item["columns"])
+    first = item["rows"][0]
+    return [key for key, value in first.items() if not isinstance(value, dict) or "mean" in value]
+
+
 def cell(value: object) -> str:
-    """Return a value as text; numbers with four significant digits."""
+    """Return a value as text: four significant digits, or mean / 95th percentile in percent."""
     if value is None:
         return "-"
+    if isinstance(value, dict):
+        return f"{100 * value['mean']:.2f} / {100 * value['p95']:.1f} %"
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)

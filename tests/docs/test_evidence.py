@@ -14,8 +14,8 @@ from scripts.docs_site import catalogue, cli_reference, evidence
 def test_results_are_complete(topic):
     result = evidence.load(topic)
     for item in result["tables"]:
-        columns = item.get("columns") or list(item["rows"][0])
-        assert all(len(row) == len(columns) for row in item["rows"])
+        columns = evidence.columns_of(item)
+        assert all(len(row) >= len(columns) for row in item["rows"])
     assert re.match(r"20\d\d-\d\d-\d\d", result["date"])
 
 
