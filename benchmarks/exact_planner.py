@@ -2,9 +2,9 @@
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/exact_planner.py
 
-Costs are the cost model's rooflines; degradations are uneven and seeded, so that no two layers are
-alike. Every case is planned several times, from a fresh task each time, and the median is told:
-building the arrays, the search, and both (what a plan file calls planning_s).
+Costs are the cost model's rooflines; degradations are uneven and seeded, so that all layers differ.
+Every case is planned several times, each time from a new task. Reported are the medians of building
+the arrays, of the search, and of both (``planning_s`` of a plan file).
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import numpy as np
 
 from llmpq import __version__
 from llmpq.assigner.exact import Orders, SearchSpace, solve_exact
-from llmpq.assigner.exact.method import space_of
 from llmpq.assigner.problem import FloatArray, PairCosts
-from llmpq.assigner.task import PlanRequest, build_task
+from llmpq.assigner.request import PlanRequest, build_task
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, load_cluster
 from llmpq.spec.workload import Workload
@@ -41,7 +40,7 @@ PAPER_MODELS = {
 """The model of each cluster (LLM-PQ, Table 3)."""
 
 THETAS = (0.03, 0.3, 3.0)
-"""Price of degradation: low, middle, high, relative to the default one."""
+"""Low, middle and high prices of degradation, relative to the default."""
 
 SWEEP = tuple(np.geomspace(0.01, 10.0, 20).tolist())
 MIXED = ("T4-16G", "V100-32G", "A100-40G", "A800-80G")
@@ -49,7 +48,7 @@ MIXED = ("T4-16G", "V100-32G", "A100-40G", "A800-80G")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One thing to plan; ``thetas`` beyond one are planned one after another as a sweep."""
+    """One case; several ``thetas`` are planned one after another as a sweep."""
 
     name: str
     model: str
@@ -77,7 +76,7 @@ class Figure:
     decode: int
     devices: int
     pairs: int
-    polished: int
+    ascended: int
     searched: int
     columns: int
     labels: int
@@ -163,7 +162,7 @@ def _plan(case: Case, seed: int) -> Figure:
         gap=case.gap,
     )
     task = build_task(request)
-    space = space_of(task)
+    space = task.space
     if case.five_widths:
         space = _with_five_bits(space)
     space = replace(space, omega=uneven(space, np.random.default_rng(seed)))
@@ -187,7 +186,7 @@ def _plan(case: Case, seed: int) -> Figure:
         decode=sizes.decode,
         devices=len(result.problem.order),
         pairs=stats.pairs,
-        polished=stats.polished,
+        ascended=stats.ascended,
         searched=stats.searched,
         columns=stats.columns,
         labels=stats.labels,
@@ -242,7 +241,7 @@ def _median(runs: Sequence[Figure]) -> Figure:
 
 _HEAD = (
     f"{'case':<18}{'orders':<7}{'theta':>6}{'build s':>9}{'search s':>9}{'plan s':>8}"
-    f"{'objective s':>13}{'gap':>9}{'eta':>5}{'xi':>4}{'dev':>4}{'pairs':>6}{'polished':>9}"
+    f"{'objective s':>13}{'gap':>9}{'eta':>5}{'xi':>4}{'dev':>4}{'pairs':>6}{'ascended':>9}"
     f"{'searched':>9}{'columns':>9}{'labels':>9}\n"
 )
 
@@ -251,7 +250,7 @@ def _line(f: Figure) -> str:
     return (
         f"{f.name:<18}{f.orders:<7}{f.theta:>6.2f}{f.build_s:>9.3f}{f.search_s:>9.3f}"
         f"{f.planning_s:>8.3f}{f.objective_s:>13.4f}{f.gap:>9.1e}{f.prefill:>5}{f.decode:>4}"
-        f"{f.devices:>4}{f.pairs:>6}{f.polished:>9}{f.searched:>9}{f.columns:>9}{f.labels:>9}\n"
+        f"{f.devices:>4}{f.pairs:>6}{f.ascended:>9}{f.searched:>9}{f.columns:>9}{f.labels:>9}\n"
     )
 
 

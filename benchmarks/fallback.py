@@ -1,10 +1,10 @@
-"""Hold the integer programs of HiGHS, the planner's fallback, against the exact search.
+"""Compare the integer programs of HiGHS, the planner's fallback, with the exact search.
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/fallback.py
 
-The paper's clusters and models, twice: every layer degrades alike (what is assumed when nothing was
-measured), and no two layers do (seeded). Costs are the cost model's rooflines. Seconds are CPU
-seconds of this process from the built task to the plan.
+The paper's clusters and models, each with equal layers (the default degradation) and with different
+ones (seeded). Costs are the rooflines of the cost model. Seconds are CPU seconds of this process,
+from the built task to the plan.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from exact_planner import CLUSTERS, PAPER_MODELS, uneven
 
 from llmpq import __version__
 from llmpq.assigner.constraints.deadline import NEVER
-from llmpq.assigner.exact.method import find_exact, space_of
+from llmpq.assigner.exact.method import find_exact
 from llmpq.assigner.milp.search import find_plan
-from llmpq.assigner.planner import silent
-from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, PlanRequest, build_task
+from llmpq.assigner.request import DEFAULT_GAP, PlanningTask, PlanRequest, build_task, silent
 from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.workload import Workload
@@ -104,7 +103,7 @@ def _tasks(options: argparse.Namespace) -> Iterator[tuple[int, str, PlanningTask
         for name in options.degradations:
             if name == "uneven":
                 rng = np.random.default_rng(options.seed)
-                task = replace(task, omega=uneven(space_of(task), rng))
+                task = replace(task, omega=uneven(task.space, rng))
             yield number, name, task
 
 

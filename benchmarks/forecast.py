@@ -43,9 +43,9 @@ from leveled import (
 )
 from workbench import command, make_model, write_prompts
 
-from llmpq.assigner.decode import reprice
 from llmpq.assigner.forecast import forecast
-from llmpq.assigner.task import default_omega
+from llmpq.assigner.plan_estimate import evaluate_plan
+from llmpq.assigner.request import default_omega
 from llmpq.cli.commands.profile_layer import POINTS
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.costmodel.tables.lookup import MASTER_BITS
@@ -225,7 +225,7 @@ def random_plan(number: int, base: Plan, costs: ClusterCosts) -> Plan:
 
 def priced(plan: Plan, costs: ClusterCosts) -> Plan:
     """Return the plan with its estimate and its forecast by these costs."""
-    estimate, _ = reprice(plan, costs, default_omega(costs.model, BITS))
+    estimate, _ = evaluate_plan(plan, costs, default_omega(costs.model, BITS))
     return replace(plan, estimate=replace(estimate, forecast=forecast(plan, costs)))
 
 

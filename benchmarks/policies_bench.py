@@ -13,13 +13,13 @@ from cores import CoreWatch
 from leveled import State, at_share
 from workbench import command, write_prompts
 
-from llmpq.assigner.schedules.guard import guard_of
 from llmpq.assigner.schedules.plan import (
     ScheduleRequest,
     best_of_policies,
     simulated,
     with_schedule,
 )
+from llmpq.assigner.schedules.safety_margin import safety_factor
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
@@ -148,7 +148,7 @@ class Bench:
             plan, wanted = self.plan_of(f"static{batch}"), self._wanted()
             played = simulated(plan, self.costs, wanted)
             slow_s = percentile([record.service_s for record in played.requests], 99)
-            guard = guard_of(plan, self.costs, CONFIDENCE)
+            guard = safety_factor(plan, self.costs, CONFIDENCE)
             file.write_text(json.dumps({"bound_s": guard * slow_s, "guard": guard}))
         return float(json.loads(file.read_text())["bound_s"])
 

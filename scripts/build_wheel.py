@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.assigner.exact import build as core
+from llmpq.assigner.exact import native as core
 from llmpq.compiled import COMPILERS
 from llmpq.kernels.cpu import native
 

@@ -1,15 +1,15 @@
-"""The outer loop of LLM-PQ (Algorithm 1): device orders, micro-batch pairs, what fits at all."""
+"""The outer loop of LLM-PQ (Algorithm 1): device orders, micro-batch pairs, and their costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations, product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from llmpq.assigner.problem import IntArray, PairCosts
+from llmpq.assigner.problem import FloatArray, IntArray, PairCosts
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
@@ -27,8 +27,8 @@ MAX_SIZES = 32
 def micro_batch_sizes(batch: int) -> tuple[int, ...]:
     """Return the smallest size for every distinct number of micro-batches, at most ``MAX_SIZES``.
 
-    A larger size with as many micro-batches only makes each slower. Where there are more than
-    ``MAX_SIZES`` (a batch beyond 272), an even selection in the logarithm stands for them.
+    A larger size with as many micro-batches only makes each slower. Of more than ``MAX_SIZES`` (a
+    batch beyond 272), a selection even in the logarithm is returned.
     """
     sizes: list[int] = []
     size = 1
@@ -47,7 +47,7 @@ def micro_batch_sizes(batch: int) -> tuple[int, ...]:
 
 
 def micro_batch_pairs(batch: int) -> tuple[MicroBatching, ...]:
-    """Return every pair of sizes: prefill and decode are free of each other."""
+    """Return every pair of a prefill and a decode size."""
     sizes = micro_batch_sizes(batch)
     return tuple(MicroBatching(prefill=eta, decode=xi) for eta, xi in product(sizes, sizes))
 
@@ -62,10 +62,7 @@ def device_orders(counts: Sequence[int], mode: OrderMode) -> tuple[tuple[int, ..
     Raises:
         SpecError: more than ``MAX_ORDERS``.
     """
-    if mode == "types":
-        number = math.factorial(len(counts))
-    else:
-        number = math.factorial(sum(counts)) // math.prod(math.factorial(c) for c in counts)
+    number = num_orders(counts, mode)
     if number > MAX_ORDERS:
         hint = "use --orders types" if mode == "all" else "merge nodes of one device type"
         raise SpecError(
@@ -78,6 +75,13 @@ def device_orders(counts: Sequence[int], mode: OrderMode) -> tuple[tuple[int, ..
         tuple(group for group in blocks for _ in range(counts[group]))
         for blocks in permutations(range(len(counts)))
     )
+
+
+def num_orders(counts: Sequence[int], mode: OrderMode) -> int:
+    """Return the number of orders of all devices."""
+    if mode == "types":
+        return math.factorial(len(counts))
+    return math.factorial(sum(counts)) // math.prod(math.factorial(count) for count in counts)
 
 
 def _interleavings(left: list[int], prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -94,8 +98,8 @@ def _interleavings(left: list[int], prefix: tuple[int, ...]) -> Iterator[tuple[i
 def layers_that_fit(costs: PairCosts, counts: IntArray) -> IntArray:
     """Return ``[T]`` how many of the smallest layers the devices hold, by group of the master.
 
-    -1 where the master itself does not fit. Layers of one kind are interchangeable, so with one
-    kind this is exact for every order; with several it may promise too much, never too little.
+    -1 where the master itself does not fit. With one kind of layers this is exact for every order;
+    with several it is an upper bound.
     """
     smallest = np.maximum(1, costs.layer_bytes.min(axis=(1, 2)))
     each = np.maximum(0, costs.capacity_bytes) // smallest
@@ -118,7 +122,7 @@ def build_pairs(
     bits: Sequence[int],
     pairs: Sequence[MicroBatching],
 ) -> tuple[PairCosts, ...]:
-    """Ask the cost models for everything each pair needs, each figure once."""
+    """Return the costs of every pair of micro-batch sizes."""
     return _PairBuilder(costs, workload, bits).build(pairs)
 
 
@@ -135,7 +139,7 @@ class _PairBuilder:
         self.kinds = range(len(costs.model.layer_types))
 
     def build(self, pairs: Sequence[MicroBatching]) -> tuple[PairCosts, ...]:
-        workload, costs = self.workload, self.costs
+        workload, costs, devices = self.workload, self.costs, self.devices
         prefill = {
             size: self._phase(Phase.PREFILL, size, workload.prompt_tokens)
             for size in {pair.prefill for pair in pairs}
@@ -144,16 +148,17 @@ class _PairBuilder:
             size: self._phase(Phase.DECODE, size, workload.mean_context_tokens)
             for size in {pair.decode for pair in pairs}
         }
-        layer_bytes = self._layer_bytes()
-        kv_bytes = _integers(self._kv_bytes())
-        total = _integers(costs.capacity_bytes(item) for item in self.devices)
-        runtime = _integers(costs.runtime_bytes(item) for item in self.devices)
+        slots, tokens = workload.batch, workload.max_context_tokens
+        kv_bytes = _integers(lambda kind: costs.layer_kv_bytes(kind, slots, tokens), self.kinds)
+        weights = _integers(costs.layer_weight_bytes, devices, self.kinds, self.bits)
+        total = _integers(costs.capacity_bytes, devices)
+        runtime = _integers(costs.runtime_bytes, devices)
         found = []
         for pair in pairs:
             layer_p, master_p, send_p, return_p = prefill[pair.prefill]
             layer_d, master_d, send_d, return_d = decode[pair.decode]
             temporary = self._temporary(pair, is_master=False)
-            # Which place is last is not known yet, nor what bits it gets: enough for any.
+            # The last stage and its bits are not known yet: enough for any.
             on_master = np.maximum(temporary, self._temporary(pair, is_master=True))
             found.append(
                 PairCosts(
@@ -171,7 +176,7 @@ class _PairBuilder:
                     return_prefill_s=return_p,
                     return_decode_s=return_d,
                     new_tokens=workload.new_tokens,
-                    layer_bytes=layer_bytes,
+                    layer_bytes=weights + kv_bytes[:, None],
                     kv_bytes=kv_bytes,
                     total_bytes=total,
                     runtime_bytes=runtime,
@@ -179,69 +184,52 @@ class _PairBuilder:
             )
         return tuple(found)
 
-    def _phase(self, phase: Phase, size: int, tokens: float) -> tuple[np.ndarray, ...]:
+    def _phase(self, phase: Phase, size: int, tokens: float) -> tuple[FloatArray, ...]:
         """Return seconds of layers ``[T, K, B]``, master ``[T]``, sends and returns ``[T, T]``.
 
-        What a stage takes apart from its layers stands with the master's own work, and with the
-        link into every other stage. Workers that share cores are priced as if all computed at once.
+        A stage's seconds outside its layers are added to the master's own work, and to the link
+        into every other stage. Workers that share cores count as if all computed at once.
         """
-        costs = self.costs
+        costs, devices = self.costs, self.devices
         whole = round(tokens) if phase is Phase.PREFILL else 1
-        layers = [
-            [
-                [costs.layer_s(item, phase, width, size, tokens, kind) for width in self.bits]
-                for kind in self.kinds
-            ]
-            for item in self.devices
-        ]
-        crowding = np.array([costs.crowding(item) for item in self.devices])
-        apart = crowding * [costs.stage_s(item, phase) for item in self.devices]
-        masters = crowding * [costs.master_s(item, phase, size, whole) for item in self.devices]
+
+        def layer_s(device: Device, kind: int, bits: int) -> float:
+            return costs.layer_s(device, phase, bits, size, tokens, kind)
+
+        def links(sent: int) -> FloatArray:
+            def send_s(source: Device, target: Device) -> float:
+                return costs.send_s(source, target, phase, size, sent)
+
+            return _floats(send_s, devices, self.others)
+
+        crowding = _floats(costs.crowding, devices)
+        apart = crowding * _floats(lambda item: costs.stage_s(item, phase), devices)
+        masters = _floats(lambda item: costs.master_s(item, phase, size, whole), devices)
         return (
-            np.array(layers, dtype=np.float64) * crowding[:, None, None],
-            masters + apart,
-            self._links(phase, size, whole) + apart,
-            self._links(phase, size, 1),
-        )
-
-    def _links(self, phase: Phase, size: int, tokens: int) -> np.ndarray:
-        return np.array(
-            [
-                [self.costs.send_s(source, target, phase, size, tokens) for target in self.others]
-                for source in self.devices
-            ],
-            dtype=np.float64,
-        )
-
-    def _kv_bytes(self) -> list[int]:
-        slots, tokens = self.workload.batch, self.workload.max_context_tokens
-        return [self.costs.layer_kv_bytes(kind, slots, tokens) for kind in self.kinds]
-
-    def _layer_bytes(self) -> IntArray:
-        kv_bytes = self._kv_bytes()
-        return np.array(
-            [
-                [
-                    [
-                        self.costs.layer_weight_bytes(item, kind, width) + kv_bytes[kind]
-                        for width in self.bits
-                    ]
-                    for kind in self.kinds
-                ]
-                for item in self.devices
-            ],
-            dtype=np.int64,
+            _floats(layer_s, devices, self.kinds, self.bits) * crowding[:, None, None],
+            crowding * masters + apart,
+            links(whole) + apart,
+            links(1),
         )
 
     def _temporary(self, pair: MicroBatching, *, is_master: bool) -> IntArray:
-        def bytes_on(item: Device) -> int:
-            dense = None if 16 in self.bits else 0
+        dense = None if 16 in self.bits else 0
+
+        def temporary_bytes(item: Device) -> int:
             return self.costs.temporary_bytes(
                 item, self.workload, pair, is_master, dense_layers=dense
             )
 
-        return _integers(bytes_on(item) for item in self.devices)
+        return _integers(temporary_bytes, self.devices)
 
 
-def _integers(values: Iterable[int]) -> IntArray:
-    return np.array(list(values), dtype=np.int64)
+def _floats(function: Callable[..., float], *axes: Sequence[Any]) -> FloatArray:
+    """Return the table of a function over all combinations of its arguments."""
+    values = [function(*cell) for cell in product(*axes)]
+    return np.array(values, dtype=np.float64).reshape([len(axis) for axis in axes])
+
+
+def _integers(function: Callable[..., int], *axes: Sequence[Any]) -> IntArray:
+    """Return the table of a function over all combinations of its arguments."""
+    values = [function(*cell) for cell in product(*axes)]
+    return np.array(values, dtype=np.int64).reshape([len(axis) for axis in axes])

@@ -1,12 +1,11 @@
-"""Forecast: a plan played forward as the runtime executes it.
+"""Forecast: a plan's own workload in the simulator, with the runtime's scheduler and policy.
 
-The closed formula that the search minimises knows two micro-batch times and one mean context. The
-simulator sends off every micro-batch by the runtime's own policy and book of requests, so that
-ragged last micro-batches, regrouping between the phases, the overlap of a draining prefill with the
-first decode, the contexts that grow and the limit of micro-batches in flight are what they will be.
+The closed formula that the search minimises uses two micro-batch times and one mean context. The
+simulator also covers ragged last micro-batches, regrouping between the phases, the overlap of the
+last prefill with the first decode, growing contexts and the limit of micro-batches in flight.
 
-Here a plan's own workload is played: equal requests, all at once. Long answers are thinned out: a
-played decode round stands for several.
+All requests are equal and wait at the start. For long answers one simulated decode round stands for
+several.
 """
 
 from __future__ import annotations
@@ -24,35 +23,32 @@ from llmpq.spec.schedule import Schedule
 from llmpq.spec.trace import TraceRequest
 
 MAX_STEPS = 20_000
-"""Micro-batches times stages that are played; beyond, one decode round stands for several."""
+"""Micro-batches times stages to simulate; beyond, one decode round stands for several."""
 MIN_ROUNDS = 8
 
 
 def forecast(
     plan: Plan, costs: ClusterCosts, devices: Sequence[Device] | None = None
 ) -> PlanForecast:
-    """Play a plan forward.
+    """Simulate a plan's workload.
 
     Args:
-        plan: what runs; its workload gives the requests.
+        plan: the plan; its workload gives the requests.
         costs: the cost models.
-        devices: of every stage, as ``costs`` knows them; the plan's own by default.
+        devices: of every stage, in the cost models' cluster; the plan's own by default.
 
     Raises:
         ProfileMissError: a table has nothing for a phase and bitwidth of the plan.
     """
     work, sizes, stages = plan.workload, plan.micro_batching, len(plan.stages)
     rounds = work.new_tokens - 1
-    a_round = stages * (1 + -(-work.batch // sizes.decode))
-    played = min(rounds, max(MIN_ROUNDS, MAX_STEPS // a_round))
-    request = TraceRequest(arrival_s=0.0, prompt_tokens=work.prompt_tokens, new_tokens=played + 1)
-    thinned = _ThinnedCosts(plan, costs, devices, rounds / played if played else 1.0)
-    report = simulate(
-        thinned,
-        _policy(plan),
-        [request] * work.batch,
-        num_slots=work.batch,
+    steps_a_round = stages * (1 + -(-work.batch // sizes.decode))
+    simulated = min(rounds, max(MIN_ROUNDS, MAX_STEPS // steps_a_round))
+    request = TraceRequest(
+        arrival_s=0.0, prompt_tokens=work.prompt_tokens, new_tokens=simulated + 1
     )
+    thinned = _ThinnedCosts(plan, costs, devices, rounds / simulated if simulated else 1.0)
+    report = simulate(thinned, _policy(plan), [request] * work.batch, num_slots=work.batch)
     prefill_s = max(record.first_token_s for record in report.requests)
     return PlanForecast(
         latency_s=prefill_s + (report.makespan_s - prefill_s) * thinned.stretch,
@@ -64,7 +60,7 @@ def forecast(
 
 
 def _policy(plan: Plan) -> BatchingPolicy:
-    """Return hybrid micro-batches; where either phase has stages of its own, the plan's policy."""
+    """Return hybrid micro-batches; with separate stages per phase, the plan's policy."""
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
@@ -77,15 +73,15 @@ def _policy(plan: Plan) -> BatchingPolicy:
 def _stage(
     plan: Plan, costs: _ThinnedCosts, rank: int, work_s: dict[Phase, float]
 ) -> StageForecast:
-    """Return what a stage does, one full micro-batch and all of them."""
+    """Return a stage's seconds of one full micro-batch and of all of them."""
     seconds = {}
     for phase, rows, tokens in (
         (Phase.PREFILL, plan.micro_batching.prefill, float(plan.workload.prompt_tokens)),
         (Phase.DECODE, plan.micro_batching.decode, plan.workload.mean_context_tokens),
     ):
         shape = Shape(phase=phase, rows=rows, longest=round(tokens), total=round(rows * tokens))
-        does = costs.has_layers(rank, phase)
-        seconds[phase] = costs.layers_s(rank, phase, rows, tokens) if does else 0.0
+        has_layers = costs.has_layers(rank, phase)
+        seconds[phase] = costs.layers_s(rank, phase, rows, tokens) if has_layers else 0.0
         seconds[phase] += costs.project_s(shape) if rank == 0 else 0.0
     return StageForecast(
         prefill_s=seconds[Phase.PREFILL],
@@ -96,9 +92,9 @@ def _stage(
 
 
 class _ThinnedCosts(PlanCosts):
-    """A plan's costs when each played decode round stands for ``stretch`` rounds.
+    """A plan's costs when each simulated decode round stands for ``stretch`` rounds.
 
-    The k-th played round is the middle of the rounds that it stands for.
+    The k-th simulated round is the middle of the rounds that it stands for.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class _ThinnedCosts(PlanCosts):
         self._prompt_tokens = plan.workload.prompt_tokens
 
     def stage_s(self, rank: int, shape: Shape) -> float:
-        """Return the seconds of a stage's layers at the context a played round stands for."""
+        """Return the seconds of a stage's layers at the context that the round stands for."""
         if shape.phase is Phase.PREFILL or not self.has_layers(rank, shape.phase):
             return super().stage_s(rank, shape)
         made = shape.longest - self._prompt_tokens

@@ -1,15 +1,14 @@
-"""What an assignment costs: the one pricing function of every method and of ``llmpq-check``.
+"""The cost of an assignment: the one evaluation of every method and of ``llmpq-check``.
 
-LLM-PQ, Sec. 4.3. Two latency formulas, of which the first is ours (docs/how/equations.md says why):
+LLM-PQ, Sec. 4.3. Two latency formulas, of which the first is ours (docs/how/equations.md):
 
 - ``steady``: ``(mu_pre - 1) Tmax_pre + sum_j (T_pre[j] + c_pre[j]) + (n - 1) T_round`` with
   ``T_round = max(mu_dec max_j(T_dec[j], c_dec[j]), sum_j (T_dec[j] + c_dec[j]))``;
 - ``paper``: ``(mu_pre - 1) Tmax_pre + sum_j T_pre[j] + (n - 1) (mu_dec - 1) Tmax_dec +
   sum_j T_dec[j]``.
 
-``j`` runs over the stages that are used, ``c`` is the time to send one micro-batch on (the last
-stage sends back to the master), ``Tmax`` covers stages and links. With one stage nothing is sent.
-It refuses to judge: an assignment that does not fit has a price too, and an excess.
+``j`` runs over the used stages, ``c`` is the time to send one micro-batch on (the last stage sends
+back to the master), ``Tmax`` covers stages and links. With one stage nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from llmpq.assigner.problem import Assignment, AssignmentProblem, PairCosts
 from llmpq.spec.plan import Formula
 
 QUALITY_SLACK = 1e-9
-"""Relative slack of the quality budget: sums of floating-point shares, nothing more."""
+"""Relative slack of the quality budget, for sums of floating-point shares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEvaluation:
-    """What one used position takes.
+    """Seconds and bytes of one used position.
 
     Attributes:
         position: position in the order.
-        prefill_s, decode_s: one micro-batch, the master's own work included.
+        prefill_s, decode_s: one micro-batch, with the master's own work.
         send_prefill_s, send_decode_s: one micro-batch on its outgoing link.
         weight_bytes, kv_bytes: memory of its layers.
     """
@@ -46,7 +45,7 @@ class StageEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an assignment takes.
+    """Cost of an assignment.
 
     Attributes:
         stages: the used positions in order.
@@ -64,8 +63,9 @@ class Evaluation:
 
 
 def evaluate(problem: AssignmentProblem, assignment: Assignment) -> Evaluation:
-    """Price an assignment; contiguity is the caller's promise (positions never decrease)."""
-    stages = _stage_costs(problem, assignment)
+    """Evaluate a contiguous assignment (positions never decrease), whether it fits or not."""
+    used = assignment.used_positions()
+    stages = tuple(_stage(problem, assignment, used, rank) for rank in range(len(used)))
     latency_s = latency(problem.costs, stages, problem.formula)
     quality = sum(
         float(problem.omega[layer, width]) for layer, width in enumerate(assignment.widths)
@@ -83,13 +83,18 @@ def evaluate(problem: AssignmentProblem, assignment: Assignment) -> Evaluation:
     )
 
 
+def relative_gap(objective_s: float, bound_s: float) -> float:
+    """Return the optimality gap ``(objective - bound) / objective``."""
+    return (objective_s - bound_s) / objective_s if objective_s > 0 else 0.0
+
+
 def is_feasible(problem: AssignmentProblem, found: Evaluation) -> bool:
-    """Tell whether a priced assignment fits in memory and within the quality budget."""
+    """Whether an assignment fits in memory and within the quality budget."""
     return found.excess_bytes == 0 and within_budget(problem, found.quality)
 
 
 def within_budget(problem: AssignmentProblem, quality: float) -> bool:
-    """Tell whether a degradation is within the budget, if there is one."""
+    """Whether a degradation is within the budget, if there is one."""
     budget = problem.quality_budget
     return budget is None or quality <= budget * (1 + QUALITY_SLACK) + 1e-15
 
@@ -108,37 +113,33 @@ def latency(costs: PairCosts, stages: Sequence[StageEvaluation], formula: Formul
     return prefill_s + rounds * max(costs.decode_batches * decode_max, pass_s)
 
 
-def _stage_costs(problem: AssignmentProblem, assignment: Assignment) -> tuple[StageEvaluation, ...]:
-    costs, order = problem.costs, problem.order
-    used = assignment.used_positions()
+def _stage(
+    problem: AssignmentProblem, assignment: Assignment, used: Sequence[int], rank: int
+) -> StageEvaluation:
+    costs, position = problem.costs, used[rank]
+    group = problem.order[position]
     kinds = problem.kinds.tolist()
-    stages = []
-    for rank, position in enumerate(used):
-        group = order[position]
-        cells = [
-            (group, kinds[layer], assignment.widths[layer])
-            for layer, where in enumerate(assignment.positions)
-            if where == position
-        ]
-        prefill_s = sum(float(costs.prefill_s[cell]) for cell in cells)
-        decode_s = sum(float(costs.decode_s[cell]) for cell in cells)
-        if position == 0:
-            prefill_s += float(costs.master_prefill_s[group])
-            decode_s += float(costs.master_decode_s[group])
-        kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
-        send_prefill_s, send_decode_s = _sends(problem, used, rank)
-        stages.append(
-            StageEvaluation(
-                position=position,
-                prefill_s=prefill_s,
-                decode_s=decode_s,
-                send_prefill_s=send_prefill_s,
-                send_decode_s=send_decode_s,
-                weight_bytes=sum(int(costs.layer_bytes[cell]) for cell in cells) - kv_bytes,
-                kv_bytes=kv_bytes,
-            )
-        )
-    return tuple(stages)
+    cells = [
+        (group, kinds[layer], assignment.widths[layer])
+        for layer, where in enumerate(assignment.positions)
+        if where == position
+    ]
+    prefill_s = sum(float(costs.prefill_s[cell]) for cell in cells)
+    decode_s = sum(float(costs.decode_s[cell]) for cell in cells)
+    if position == 0:
+        prefill_s += float(costs.master_prefill_s[group])
+        decode_s += float(costs.master_decode_s[group])
+    kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
+    send_prefill_s, send_decode_s = _sends(problem, used, rank)
+    return StageEvaluation(
+        position=position,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        send_prefill_s=send_prefill_s,
+        send_decode_s=send_decode_s,
+        weight_bytes=sum(int(costs.layer_bytes[cell]) for cell in cells) - kv_bytes,
+        kv_bytes=kv_bytes,
+    )
 
 
 def _sends(problem: AssignmentProblem, used: Sequence[int], rank: int) -> tuple[float, float]:

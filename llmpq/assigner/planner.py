@@ -9,21 +9,31 @@ from dataclasses import replace
 from llmpq.assigner.constraints.overrides import NO_OVERRIDES
 from llmpq.assigner.decode import plan_of
 from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.explain.infeasible import explain_memory
 from llmpq.assigner.heuristics.adabits import find_adabits, find_adaptive_even
 from llmpq.assigner.heuristics.fastest import find_fastest
 from llmpq.assigner.heuristics.pipeedge import find_pipeedge
 from llmpq.assigner.heuristics.proportional import (
     find_memory_proportional,
     find_speed_proportional,
+    find_uniform,
 )
 from llmpq.assigner.heuristics.transfer import find_transfer
-from llmpq.assigner.heuristics.uniform import find_uniform
-from llmpq.assigner.milp.search import OutOfTimeError, find_plan
-from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, Solution, build_task
+from llmpq.assigner.milp.search import find_plan
+from llmpq.assigner.request import (
+    OutOfTimeError,
+    PlanningTask,
+    PlanRequest,
+    Progress,
+    Solution,
+    build_task,
+    silent,
+)
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
 Method = Callable[[PlanningTask, Progress], Solution]
+"""Finds a solution of a task that has at least one micro-batch pair."""
 
 
 def find_best(task: PlanningTask, progress: Progress) -> Solution:
@@ -45,11 +55,13 @@ METHODS: Mapping[str, Method] = {
 }
 """The planning methods by name."""
 
-ANY_PLAN_GAP = 0.99
-"""Gap at which a search stops with the first plan it meets."""
+FIRST_PLAN_GAP = 0.99
+"""Gap at which a search stops with the first plan that it finds."""
 
-BLAME_LIMIT_S = 20.0
+EXPLANATION_LIMIT_S = 20.0
 """Seconds of each search for the manual decision that leaves no plan."""
+
+_OVERRIDES_OF_ALL_METHODS = ("--memory_gib", "--exclude", "--micro_batch")
 
 
 def make_plan(
@@ -62,23 +74,23 @@ def make_plan(
     """Plan a request.
 
     Args:
-        request: what is asked.
+        request: what to plan.
         method: a name in ``METHODS``.
         command: the command line, for the plan's provenance.
-        progress: told how far the search is.
+        progress: called during the search.
 
     Raises:
-        SpecError: the request or the method cannot be accepted.
+        SpecError: the request or the method is invalid.
         InfeasibleError: no plan exists, or none was found in time; the message says why.
     """
     check_method(request, method)
     started = time.perf_counter()
-    request = request.begun()
+    request = request.with_deadline()
     task = build_task(request)
     try:
         return plan_task(task, method, command=command, progress=progress, started=started)
     except InfeasibleError as error:
-        raise blamed(request, method, error) from None
+        raise explain_infeasible_overrides(request, method, error) from None
 
 
 def plan_task(
@@ -89,31 +101,29 @@ def plan_task(
     progress: Progress | None = None,
     started: float | None = None,
 ) -> Plan:
-    """Plan a request whose arrays are built.
+    """Plan a request whose arrays are built; arguments and errors are those of ``make_plan``.
 
-    Args:
-        task: the arrays.
-        method: a name in ``METHODS``.
-        command: the command line, for the plan's provenance.
-        progress: told how far the search is.
-        started: since when the planning time counts, by ``time.perf_counter``; now by default.
+    The planning time counts from ``started``, by ``time.perf_counter``; from now by default.
+    """
+    begun = time.perf_counter() if started is None else started
+    solution = solve_task(task, method, progress or silent)
+    planning_s = time.perf_counter() - begun
+    return plan_of(task, solution, method=method, command=command, planning_s=planning_s)
+
+
+def solve_task(task: PlanningTask, method: str, progress: Progress = silent) -> Solution:
+    """Return a method's solution.
 
     Raises:
         InfeasibleError: no plan exists, or none was found in time.
     """
-    begun = time.perf_counter() if started is None else started
-    solution = METHODS[method](task, progress or silent)
-    return plan_of(
-        task,
-        solution,
-        method=method,
-        command=command,
-        planning_s=time.perf_counter() - begun,
-    )
+    if not task.pairs:
+        raise InfeasibleError(explain_memory(task.request))
+    return METHODS[method](task, progress)
 
 
 def check_method(request: PlanRequest, method: str) -> None:
-    """Refuse an unknown method, and decisions that a method cannot follow.
+    """Raise for an unknown method, and for overrides that a method does not support.
 
     Raises:
         SpecError: names what was found.
@@ -122,52 +132,51 @@ def check_method(request: PlanRequest, method: str) -> None:
         raise SpecError(f"method: found '{method}', expected one of {', '.join(METHODS)}")
     if method != "llmpq" and request.overrides.shapes_the_plan:
         found = next(
-            text for text in request.overrides.single() if text.split()[0] not in _ANY_METHOD
+            option
+            for option in request.overrides.options()
+            if option.split()[0] not in _OVERRIDES_OF_ALL_METHODS
         )
         raise SpecError(
-            f"{found}: found method '{method}', expected llmpq: the other methods only follow "
-            f"{', '.join(_ANY_METHOD)}"
+            f"{found}: found method '{method}', expected llmpq: the other methods only support "
+            f"{', '.join(_OVERRIDES_OF_ALL_METHODS)}"
         )
 
 
-_ANY_METHOD = ("--memory_gib", "--exclude", "--micro_batch")
+def explain_infeasible_overrides(
+    request: PlanRequest, method: str, error: InfeasibleError
+) -> InfeasibleError:
+    """Return the error with the overrides that leave no plan, found by planning without them.
 
-
-def silent(done: int, total: int, best_s: float | None) -> None:
-    """Report to nobody."""
-    del done, total, best_s
-
-
-def blamed(request: PlanRequest, method: str, error: InfeasibleError) -> InfeasibleError:
-    """Return the error with the manual decisions that leave no plan, found by planning without."""
+    Each takes a search of at most ``EXPLANATION_LIMIT_S``, which stops at its first plan.
+    """
     overrides = request.overrides
     if not overrides or isinstance(error, OutOfTimeError) or request.deadline.has_passed:
         return error
-    guilty = [
-        text
-        for text, others in overrides.without_each()
+    causes = [
+        option
+        for option, others in overrides.without_each()
         if _has_plan(replace(request, overrides=others), method)
     ]
-    # What the search said is about memory, and wrong where something else is in the way.
+    # The search's own message is about memory, which other overrides make irrelevant.
     others = overrides.shapes_the_plan or overrides.micro_batching is not None
     detail = "" if others else f": {error}"
-    if guilty:
-        without = "it" if len(guilty) == 1 else "any one of them"
+    if causes:
+        without = "it" if len(causes) == 1 else "any one of them"
         return InfeasibleError(
-            f"no plan exists with {' and '.join(guilty)}; without {without} there is one{detail}"
+            f"no plan exists with {' and '.join(causes)}; without {without} there is one{detail}"
         )
     if _has_plan(replace(request, overrides=NO_OVERRIDES), method):
         return InfeasibleError(
-            f"no plan exists with {' and '.join(overrides.single())} together; without any of "
+            f"no plan exists with {' and '.join(overrides.options())} together; without any of "
             f"them there is one{detail}"
         )
     return error
 
 
 def _has_plan(request: PlanRequest, method: str) -> bool:
-    easier = replace(request, gap=ANY_PLAN_GAP, deadline=request.deadline.within(BLAME_LIMIT_S))
+    deadline = request.deadline.within(EXPLANATION_LIMIT_S)
     try:
-        METHODS[method](build_task(easier), silent)
+        solve_task(build_task(replace(request, gap=FIRST_PLAN_GAP, deadline=deadline)), method)
     except (InfeasibleError, SpecError):
         return False
     return True

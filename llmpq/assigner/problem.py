@@ -1,16 +1,15 @@
 """The problem of one device order and one micro-batch pair, as small arrays.
 
 Devices of one group (equal devices of one node) are interchangeable, and decoder layers of one
-kind cost the same, so every figure is held once a group and a kind. Array legend: ``T`` groups,
+kind cost the same, so every figure is stored once per group and kind. Array legend: ``T`` groups,
 ``K`` layer kinds, ``B`` bitwidths, ``L`` layers, ``N`` positions of a device order.
-
-It refuses to decide anything: pricing is ``objective``, choosing is ``search`` and ``baselines``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ Number = TypeVar("Number", np.float64, np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PairCosts:
-    """All that depends on one pair of micro-batch sizes; seconds and exact bytes.
+    """The costs of one pair of micro-batch sizes, in seconds and exact bytes.
 
     Attributes:
         micro_batching: the pair ``(eta, xi)``.
@@ -36,14 +35,14 @@ class PairCosts:
         prefill_s, decode_s: ``[T, K, B]`` seconds of one layer and one micro-batch.
         layer_bytes: ``[T, K, B]`` weights of one layer and its KV cache for the whole batch.
         kv_bytes: ``[K]`` the KV part of it.
-        total_bytes, runtime_bytes: ``[T]`` a device's memory, and what its process holds.
-        temporary_bytes: ``[T]`` worst operator and message buffers.
-        master_bytes: ``[T]`` embeddings, final norm, head and logits, were it the master.
+        total_bytes, runtime_bytes: ``[T]`` a device's memory, and the part its process takes.
+        temporary_bytes: ``[T]`` largest operator and message buffers.
+        master_bytes: ``[T]`` embeddings, final norm, head and logits, if it is the master.
         master_prefill_s, master_decode_s: ``[T]`` the master's own work on one micro-batch.
         send_prefill_s, send_decode_s: ``[T, T]`` hidden states of one micro-batch, from row to
             column.
-        return_prefill_s, return_decode_s: ``[T, T]`` what the last stage sends to the master: the
-            hidden states of the last position only, which is all the head reads.
+        return_prefill_s, return_decode_s: ``[T, T]`` hidden states of the last position, from the
+            last stage to the master.
     """
 
     micro_batching: MicroBatching
@@ -67,7 +66,7 @@ class PairCosts:
 
     @property
     def capacity_bytes(self) -> IntArray:
-        """``[T]`` bytes left for decoder layers on a device; negative when it cannot even start."""
+        """``[T]`` bytes left for decoder layers; negative when the process itself does not fit."""
         return self.total_bytes - self.runtime_bytes - self.temporary_bytes
 
     @property
@@ -79,7 +78,7 @@ class PairCosts:
         """Return the costs of runs of layers that are decided together.
 
         Args:
-            compositions: for each new kind, the old kinds of the layers it is made of.
+            compositions: for each new kind, the old kinds of its layers.
         """
         picks = [list(kinds) for kinds in compositions]
 
@@ -98,20 +97,20 @@ class PairCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AssignmentProblem:
-    """Which device and bitwidth for each layer, for one order of devices and one pair.
+    """Assign a device and a bitwidth to each layer, for one order of devices and one pair.
 
     Attributes:
-        costs: the figures of the pair.
+        costs: the costs of the pair.
         kinds: ``[L]`` kind of each layer.
         bits: the ``B`` bitwidths, widest first.
         omega: ``[L, B]`` normalised degradation; "every layer at 4 bits" sums to 1.
-        theta_s: price of one unit of degradation.
+        theta_s: seconds that one unit of degradation costs.
         quality_budget: largest allowed degradation, ``None`` for no limit.
         formula: the latency formula.
         order: group of every position of the pipeline, each group at most as often as it has
-            devices. Position 0 is the master and always runs; any other may stay empty, which
-            takes it out of the pipeline.
-        limits: what a person decided, ``None`` for nothing.
+            devices. Position 0 is the master and always runs; any other may stay empty and is
+            then no part of the pipeline.
+        limits: manual limits, ``None`` for none.
     """
 
     costs: PairCosts
@@ -135,13 +134,13 @@ class AssignmentProblem:
         return len(self.order)
 
     def capacity_bytes(self, position: int) -> int:
-        """Bytes that decoder layers may take at ``position``."""
+        """Return the bytes that decoder layers may take at ``position``."""
         costs, group = self.costs, self.order[position]
         held = costs.first_capacity_bytes if position == 0 else costs.capacity_bytes
         return int(held[group])
 
     def allowed(self, position: int) -> BoolArray:
-        """``[L, B]`` which widths a layer may have at ``position``."""
+        """Return ``[L, B]`` which widths a layer may have at ``position``."""
         if self.limits is None:
             return np.ones(self.omega.shape, dtype=np.bool_)
         group = self.order[position]
@@ -149,9 +148,71 @@ class AssignmentProblem:
         return both
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SearchSpace:
+    """All micro-batch pairs and device groups of one request.
+
+    Attributes:
+        pairs: costs of every micro-batch pair.
+        group_counts: ``[T]`` devices of every group.
+        kinds, bits, omega, theta_s, quality_budget, formula, limits: as in ``AssignmentProblem``.
+    """
+
+    pairs: tuple[PairCosts, ...]
+    group_counts: tuple[int, ...]
+    kinds: IntArray
+    bits: tuple[int, ...]
+    omega: FloatArray
+    theta_s: float
+    quality_budget: float | None
+    formula: Formula
+    limits: Limits | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers ``L``."""
+        return len(self.kinds)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups ``T``."""
+        return len(self.group_counts)
+
+    @cached_property
+    def allowed(self) -> BoolArray:
+        """``[T, L, B]`` which widths a layer may have on a group.
+
+        A range fixed to a group's one device forbids its layers on all other groups, and all other
+        layers on that device, so that only plans with the whole range there are left.
+        """
+        limits = self.limits
+        if limits is None:
+            return np.ones((self.num_groups, *self.omega.shape), dtype=np.bool_)
+        found: BoolArray = limits.layer_widths[None] & limits.group_widths[:, None]
+        for group, first, end in limits.ranges:
+            inside = (np.arange(self.num_layers) >= first) & (np.arange(self.num_layers) < end)
+            found[:, inside] &= (np.arange(self.num_groups) == group)[:, None, None]
+            found[group, ~inside] = False
+        return found
+
+    def problem(self, pair: PairCosts, order: tuple[int, ...]) -> AssignmentProblem:
+        """Return the problem of one pair and one order of groups."""
+        return AssignmentProblem(
+            costs=pair,
+            kinds=self.kinds,
+            bits=self.bits,
+            omega=self.omega,
+            theta_s=self.theta_s,
+            quality_budget=self.quality_budget,
+            formula=self.formula,
+            order=order,
+            limits=self.limits,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A decision: for every layer its position in the order and its index into ``bits``.
+    """For every layer its position in the order and its index into ``bits``.
 
     Attributes:
         positions: ``L`` positions, never decreasing.
@@ -162,5 +223,5 @@ class Assignment:
     widths: tuple[int, ...]
 
     def used_positions(self) -> tuple[int, ...]:
-        """Return the positions that run: the master's, and every one that holds a layer."""
+        """Return the positions that run: the master's, and all that hold a layer."""
         return tuple(sorted({0, *self.positions}))

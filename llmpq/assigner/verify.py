@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmpq.assigner.decode import reprice
+from llmpq.assigner.plan_estimate import evaluate_plan
 from llmpq.assigner.problem import FloatArray
-from llmpq.assigner.task import DEFAULT_OMEGA, default_omega
+from llmpq.assigner.request import DEFAULT_OMEGA, default_omega
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec import catalog
@@ -80,7 +80,7 @@ def verify_plan(
         cache_dir=cache_dir,
     )
     omega = _omega(plan, model, omega_file)
-    estimate, excess_bytes = reprice(
+    estimate, excess_bytes = evaluate_plan(
         plan, costs, default_omega(model, BITS) if omega is None else omega
     )
     warnings = [

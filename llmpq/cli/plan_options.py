@@ -15,9 +15,9 @@ from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
+from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest
 from llmpq.assigner.schedules.tensor_parallel import schedule_plan
-from llmpq.assigner.task import DEFAULT_GAP
 from llmpq.cli.fit_cache import fit_cache
 from llmpq.errors import SpecError
 from llmpq.spec import catalog

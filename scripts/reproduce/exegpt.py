@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from statistics import geometric_mean
 
-from llmpq.assigner.schedules.monotone import non_monotone
 from llmpq.assigner.schedules.plan import PERCENT
 from llmpq.assigner.schedules.rra import RraSpace, ScheduleTask
 from llmpq.assigner.schedules.waa import WaaSpace
@@ -21,6 +20,7 @@ from llmpq.batching import percentile
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.plan import Plan
 from scripts.reproduce.cases import IMAGES
+from scripts.reproduce.exegpt_formulas import non_monotone_shares
 from scripts.reproduce.exegpt_published import TABLE_5, TABLE_6, TASKS
 from scripts.reproduce.exegpt_served import (
     VARIANTS,
@@ -135,7 +135,7 @@ def monotone(task: str) -> list[Record]:
     for tolerance in TABLE_5[task]:
         ours = {}
         for names, space in spaces.items():
-            falls = non_monotone(space.evaluate, space.shape, tolerance / 100)
+            falls = non_monotone_shares(space.evaluate, space.shape, tolerance / 100)
             ours |= {
                 name: [100 * share for share in shares]
                 for name, shares in zip(names, falls, strict=True)

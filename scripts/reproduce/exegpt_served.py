@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import PERCENT, ScheduleRequest, Searched, with_schedule
-from llmpq.assigner.schedules.split import Sharing
-from llmpq.assigner.task import costs_of
+from llmpq.assigner.schedules.waa_split import Balance
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
@@ -49,20 +49,20 @@ class Variant:
     Attributes:
         name: as in the paper.
         policy: whose variables are searched.
-        sharings: by what WAA shares the layers out.
+        balances: by what WAA shares the layers out.
     """
 
     name: str
     policy: Searched
-    sharings: tuple[Sharing, ...] = ("time",)
+    balances: tuple[Balance, ...] = ("time",)
 
 
 VARIANTS = (
     Variant(name="RRA", policy="rra"),
     Variant(name="WAA-C", policy="waa"),
-    Variant(name="WAA-M", policy="waa", sharings=("memory",)),
+    Variant(name="WAA-M", policy="waa", balances=("memory",)),
 )
-WAA = Variant(name="WAA", policy="waa", sharings=("time", "memory"))
+WAA = Variant(name="WAA", policy="waa", balances=("time", "memory"))
 
 
 class Served:
@@ -122,7 +122,7 @@ class Served:
             prompt_tokens=self.prompts,
             new_tokens=self.answers,
             latency_bound_s=bound_s,
-            sharings=variant.sharings,
+            balances=variant.balances,
         )
         for share in EIGHTHS if variant.policy == "waa" else EIGHTHS[:1]:
             plan = with_slots(self.plan, self.slots * share // 8)

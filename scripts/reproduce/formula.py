@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.decode import reprice
-from llmpq.assigner.task import default_omega
+from llmpq.assigner.plan_estimate import evaluate_plan
+from llmpq.assigner.request import default_omega
 from llmpq.costmodel import build_costs
 from llmpq.spec.plan import Formula, Plan
 from llmpq.spec.precision import BITS
@@ -94,9 +94,9 @@ def _prices(plan: Plan) -> Record:
     omega = default_omega(costs.model, BITS)
     formulas: tuple[Formula, ...] = ("paper", "steady")
     estimates = {
-        formula: reprice(replace(plan, search=replace(plan.search, formula=formula)), costs, omega)[
-            0
-        ]
+        formula: evaluate_plan(
+            replace(plan, search=replace(plan.search, formula=formula)), costs, omega
+        )[0]
         for formula in formulas
     }
     return {

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.task import DEFAULT_GAP
+from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.errors import InfeasibleError
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan

@@ -52,7 +52,7 @@ def test_all_orders_are_the_distinct_interleavings() -> None:
     assert (0, 1, 0, 1) in orders
 
 
-def test_too_many_orders_name_the_way_out() -> None:
+def test_too_many_orders_name_the_alternative() -> None:
     with pytest.raises(SpecError, match="--orders types"):
         device_orders([8, 8], "all")
 
@@ -69,7 +69,7 @@ def test_layers_that_fit_counts_whole_layers_by_device_and_first_group() -> None
     assert layers_that_fit(costs, np.array([2, 1])).tolist() == [3 + 2 + 2, -1]
 
 
-def test_build_pairs_asks_the_cost_models() -> None:
+def test_build_pairs_returns_the_figures_of_the_cost_models() -> None:
     model = model_spec(layers=4, kinds=2)
     cluster = cluster_of(("V100-32G", 2, 500), ("T4-16G", 1, 300))
     costs = build_costs(model, cluster, dtype="float16", kv_bits=16)

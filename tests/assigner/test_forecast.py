@@ -1,4 +1,4 @@
-"""A plan played forward: the formula where that is exact, and what only playing can tell."""
+"""Forecasts: equal to the formula where that is exact, and the effects only simulation covers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmpq.assigner import forecast as forecast_module
 from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast
-from llmpq.assigner.task import costs_of
+from llmpq.assigner.request import costs_of
 from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.codec import from_json, to_json
@@ -87,7 +87,7 @@ def test_two_micro_batches_overlap():
     assert busy < together.decode_s < 2 * apart.decode_s
 
 
-def test_workers_that_share_one_core_take_turns():
+def test_workers_on_one_core_share_it():
     plan = plan_with((2, 4, LAYERS), 4, 4)
     own = forecast(plan, COSTS)
     nodes = tuple(
@@ -105,7 +105,7 @@ def test_workers_that_share_one_core_take_turns():
     assert found.latency_s > own.latency_s
 
 
-def test_what_a_stage_takes_apart_from_its_layers_counts_once_a_stage_and_step():
+def test_stage_overhead_counts_once_a_stage_and_step():
     extra = StageOverhead(prefill=0.0, decode=1e-3)
     costs = replace(COSTS, stage=(extra,) * len(COSTS.specs))
     plan = plan_with((2, 4, LAYERS), 8, 8)
@@ -113,7 +113,7 @@ def test_what_a_stage_takes_apart_from_its_layers_counts_once_a_stage_and_step()
     assert more == pytest.approx(29 * 3 * 1e-3)
 
 
-def test_rounds_that_stand_for_several_change_next_to_nothing(monkeypatch):
+def test_thinned_rounds_hardly_change_the_forecast(monkeypatch):
     work = replace(WORK, new_tokens=200)
     plan = plan_with((3, LAYERS), 4, 4, workload=work)
     exact = forecast(plan, COSTS)

@@ -1,4 +1,4 @@
-"""Prices worked out by hand."""
+"""Evaluations calculated by hand."""
 
 from __future__ import annotations
 

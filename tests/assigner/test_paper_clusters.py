@@ -1,4 +1,4 @@
-"""The paper's clusters, as shipped: each is readable and has a plan that passes the certificate."""
+"""The paper's clusters: each file is readable and has a plan that passes the certificate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from helpers.certificate import certify
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.task import omega_of
+from llmpq.assigner.request import omega_of
 from llmpq.costmodel import build_costs
 from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster

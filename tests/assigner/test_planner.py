@@ -1,16 +1,16 @@
-"""Whole plans: against brute force over everything, and through the certificate."""
+"""Whole plans, compared with brute force, and checked by the certificate."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.brute_force import brute_force
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 from helpers.certificate import certify
 
 from llmpq.assigner import METHODS, make_plan
-from llmpq.assigner.bruteforce import brute_force
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.task import PlanRequest, build_task, omega_of
+from llmpq.assigner.request import PlanRequest, build_task, omega_of
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import LinkSpec
@@ -113,7 +113,7 @@ def test_a_useless_device_is_left_out() -> None:
     assert [stage.device for stage in plan.stages] == [0]
 
 
-def test_plans_are_deterministic_but_for_the_clock() -> None:
+def test_plans_are_deterministic_except_for_planning_seconds() -> None:
     first, second = (make_plan(random_request(1)) for _ in range(2))
     assert first.stages == second.stages
     assert first.estimate == second.estimate
@@ -166,12 +166,12 @@ def plan_request_like(request: PlanRequest, **overrides) -> PlanRequest:
         ({"sensitivity": sensitivity(model_spec(layers=3))}, "found 3 layers"),
     ],
 )
-def test_bad_requests_are_refused(overrides: dict, message: str) -> None:
+def test_invalid_requests_raise(overrides: dict, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make_plan(plan_request(**overrides))
 
 
-def test_unknown_method_is_refused() -> None:
+def test_unknown_method_raises() -> None:
     with pytest.raises(SpecError, match="expected one of llmpq, uniform"):
         make_plan(plan_request(), "magic")
 

@@ -1,14 +1,14 @@
-"""What must hold of any optimum, checked on the oracle and on the solver."""
+"""Properties of any optimum, checked with the oracle and with the solver."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from helpers.brute_force import brute_force
 from helpers.strategies import tiny_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.bruteforce import brute_force
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)

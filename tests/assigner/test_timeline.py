@@ -21,7 +21,7 @@ def plan():
     )
 
 
-def test_the_pipeline_played_forward_takes_what_the_steady_formula_says(plan) -> None:
+def test_the_timeline_takes_as_long_as_the_steady_formula(plan) -> None:
     stages, rounds = plan.estimate.stages, plan.workload.new_tokens - 1
     assert len(stages) > 1
     assert max(stage.send_decode_s for stage in stages) < min(stage.decode_s for stage in stages)

@@ -9,7 +9,7 @@ import pytest
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast
-from llmpq.assigner.task import PlanRequest, costs_of
+from llmpq.assigner.request import PlanRequest, costs_of
 from llmpq.cli.commands.profile import main
 from llmpq.costmodel.tables.profiles import SchedulerOverhead, drift_of
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node

@@ -1,7 +1,7 @@
 """An independent certificate of a plan: its own arithmetic, none of the planner's.
 
-It asks the cost models layer by layer, adds up by itself, and never touches ``objective`` or the
-planner's arrays. Every method's every plan has to pass.
+It sums the cost models' figures layer by layer, without ``objective`` and the planner's arrays.
+Every plan of every method must pass.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from helpers.brute_force import brute_force
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
-from llmpq.assigner.bruteforce import brute_force
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.task import PlanningTask, PlanRequest
+from llmpq.assigner.request import PlanningTask, PlanRequest
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.workload import Workload
 

@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.forecast import forecast
-from llmpq.assigner.task import costs_of
+from llmpq.assigner.request import costs_of
 from llmpq.costmodel.tables.profiles import SchedulerOverhead
 from llmpq.sim import Shape
 from llmpq.sim.plan_costs import PlanCosts

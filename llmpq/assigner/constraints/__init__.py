@@ -1,1 +1,1 @@
-"""What a user fixes: overrides, limits, deadlines, average bits."""
+"""Constraints of a request: manual decisions, limits, deadline, average bits."""

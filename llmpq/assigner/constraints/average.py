@@ -1,8 +1,8 @@
-"""Bits of every layer for a given average: least degradation under a budget on bits.
+"""Bits of every layer for a given average: least degradation under a budget of bits.
 
-No device and no time come into it: what remains of the plan's program is a knapsack, solved
-exactly. The average is over the weights that are quantized, so a layer of twice the size counts
-twice, and 16-bit norms and embeddings do not count.
+Without devices and time the plan's program is a knapsack, solved exactly. The average is over the
+quantized weights, so a layer of twice the size counts twice, and 16-bit norms and embeddings do not
+count.
 
 Shape legend: L layers, B bitwidths.
 """
@@ -21,7 +21,7 @@ from llmpq.spec.model import ModelSpec
 
 
 def quantizable_weights(model: ModelSpec) -> tuple[int, ...]:
-    """Return ``[L]`` weights of every layer that a bitwidth applies to."""
+    """Return ``[L]`` the number of quantizable weights of every layer."""
     return tuple(
         sum(op.weight_parameters for op in layer.linears if op.quantizable)
         for layer in model.layers
@@ -29,14 +29,14 @@ def quantizable_weights(model: ModelSpec) -> tuple[int, ...]:
 
 
 def average_of(bits: Sequence[int], weights: Sequence[int]) -> float:
-    """Return the mean bits of a weight, layers of ``weights`` weights at ``bits``."""
+    """Return the mean bits of a weight, for layers of ``weights`` weights at ``bits``."""
     return sum(map(math.prod, zip(bits, weights, strict=True))) / sum(weights)
 
 
 def bits_at_average(
     omega: FloatArray, bits: Sequence[int], weights: Sequence[int], average: float
 ) -> tuple[int, ...]:
-    """Return the bits of every layer that lose least at no more than ``average`` bits a weight.
+    """Return the bits of least degradation with at most ``average`` bits a weight.
 
     Args:
         omega: ``[L, B]`` degradation.
@@ -52,7 +52,7 @@ def bits_at_average(
         raise SpecError(f"average bits: found {average}, expected a number above 0")
     unit = math.gcd(*weights)
     sizes = np.array([[size // unit * width for width in bits] for size in weights])  # [L, B]
-    # A hair of room: 4.1 is not a binary fraction, and ten layers of it are 41 bits.
+    # A little slack: 4.1 is not a binary fraction, and ten layers of it are 41 bits.
     capacity = math.floor(sum(weights) // unit * average * (1 + 1e-12))
     problem = AdditiveProblem(
         costs=np.asarray(omega, dtype=np.float64)[None],

@@ -1,7 +1,7 @@
-"""Deadline: the moment by which a plan is wanted, handed down to whatever may take long.
+"""Deadline: the moment by which a plan is needed.
 
-It is a moment and not a span, so that everything on the way to a plan counts: start of the command,
-fits, arrays, search. Whoever sees that it has passed goes on with the best there is.
+A moment and not a duration, so that the start of the command, fits, arrays and search all count.
+After it every part continues with the best result so far.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on a clock; without one, never.
+    """A moment on a clock; never by default.
 
     Attributes:
         at_s: the moment, in the clock's seconds.
-        clock: seconds from some moment on.
+        clock: returns the current time in seconds.
     """
 
     at_s: float = math.inf
@@ -26,16 +26,16 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; not positive once it has passed."""
+        """Seconds until the deadline; not positive once it has passed."""
         return self.at_s - self.clock() if math.isfinite(self.at_s) else math.inf
 
     @property
     def has_passed(self) -> bool:
-        """Whether it is over."""
+        """Whether the deadline is over."""
         return self.left_s <= 0
 
     def within(self, seconds: float | None) -> Deadline:
-        """Return the earlier of this and so many seconds from now; ``None`` adds no limit."""
+        """Return the earlier of this and ``seconds`` from now; ``None`` adds no limit."""
         if seconds is None:
             return self
         return Deadline(min(self.at_s, self.clock() + seconds), self.clock)

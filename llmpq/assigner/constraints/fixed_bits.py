@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
-from llmpq.assigner.task import PlanRequest, omega_of
+from llmpq.assigner.request import PlanRequest, omega_of
 from llmpq.errors import SpecError
 
 

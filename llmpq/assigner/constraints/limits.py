@@ -1,6 +1,6 @@
-"""Limits: what manual decisions mean for one assignment problem, in groups, layers and widths.
+"""Limits: manual decisions as constraints of an assignment problem, in groups, layers and widths.
 
-Every device that a limit names is a group of its own, so a group tells the position in any order.
+Every device that a limit names is a group of its own, so its group determines its position.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Limits:
-    """Rows that a problem must keep besides memory and quality.
+    """Constraints of a problem in addition to memory and quality.
 
     Array legend: ``L`` layers, ``B`` bitwidths, ``T`` groups.
 
     Attributes:
         layer_widths: ``[L, B]`` whether a layer may have a width.
         group_widths: ``[T, B]`` whether layers on a group may have a width.
-        ranges: group, first and end layer: exactly these layers are on its one device.
-        used: groups whose one device holds a layer at least.
+        ranges: group, first and end layer: its one device holds exactly these layers.
+        used: groups whose one device holds at least one layer.
     """
 
     layer_widths: BoolArray
@@ -33,8 +33,8 @@ class Limits:
     used: tuple[int, ...] = ()
 
     @property
-    def layers_alike(self) -> bool:
-        """Whether every layer has the same choice of widths."""
+    def layers_equal(self) -> bool:
+        """Whether all layers have the same choice of widths."""
         return bool((self.layer_widths == self.layer_widths[0]).all())
 
 
@@ -44,7 +44,7 @@ def obeys(
     positions: Sequence[int],
     widths: Sequence[int],
 ) -> bool:
-    """Tell whether an assignment keeps the limits.
+    """Return whether an assignment keeps the limits.
 
     Args:
         limits: ``None`` allows all.

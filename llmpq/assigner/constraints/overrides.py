@@ -1,7 +1,7 @@
-"""What a person decides instead of the planner: devices, order, layers, bits, memory, batches.
+"""Overrides: manual decisions of devices, order, layers, bits, memory and micro-batches.
 
-Only values here, in the words of the command line; ``resolve`` holds them against a cluster. Each
-single decision can be told and taken away again, so that an impossible one can be named.
+The values are those of the command line; ``resolve`` applies them to a cluster. Each decision can
+be listed and removed, so that an error message can name one that leaves no plan.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from llmpq.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Manual decisions; empty leaves everything to the planner.
+    """Manual decisions; the default leaves everything to the planner.
 
-    A device is named by its label ``node/type#0``. Where several may be meant, ``node/type``,
+    A device is named by its label ``node/type#0``. Where several are allowed, ``node/type``,
     ``node`` or ``type`` name all that match.
 
     Attributes:
-        memory: bytes a device may use, by device or devices.
+        memory: memory limit in bytes, by device or devices.
         exclude: devices to leave out.
         use: devices that hold at least one layer each.
-        order: devices in the order of the pipeline; the others are left out.
-        layers: a device and the half-open range ``first, end`` of layers it holds.
+        order: devices in pipeline order; the others are left out.
+        layers: a device and the half-open range ``first, end`` of its layers.
         layer_bits: half-open range ``first, end`` and the bits of its layers.
-        device_bits: the bits of whatever layers a device holds, by device or devices.
+        device_bits: the bits of all layers of a device, by device or devices.
         micro_batching: the two micro-batch sizes.
     """
 
@@ -45,15 +45,15 @@ class Overrides:
 
     @property
     def shapes_the_plan(self) -> bool:
-        """Whether it constrains the search itself, not only the devices and pairs it sees."""
+        """Whether they constrain the search itself, not only its devices and micro-batches."""
         return bool(self.use or self.order or self.layers or self.layer_bits or self.device_bits)
 
-    def single(self) -> tuple[str, ...]:
-        """Return every single decision as its option."""
+    def options(self) -> tuple[str, ...]:
+        """Return every decision as its command-line option."""
         return tuple(text for text, _ in self.without_each())
 
     def without_each(self) -> Iterator[tuple[str, Overrides]]:
-        """Yield every single decision as its option, and the overrides without it."""
+        """Yield every decision as its option, and the overrides without it."""
         for field, texts in self._texts():
             entries = getattr(self, field)
             for index, text in enumerate(texts):
@@ -75,4 +75,3 @@ class Overrides:
 
 
 NO_OVERRIDES = Overrides()
-"""Everything is left to the planner."""

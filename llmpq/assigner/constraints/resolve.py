@@ -1,8 +1,8 @@
-"""Overrides held against a cluster: which devices are planned for, and with what limits.
+"""Overrides applied to a cluster: the devices to plan for, and the limits of the search.
 
-The planner sees a cluster of its own: devices left out are gone, capped ones have less memory, and
-every device that a decision names stands in a group of its own. ``Resolved.indices`` leads back.
-Whatever contradicts itself is refused here; whether a plan exists is for the search to find out.
+The planner gets a cluster without the excluded devices, with less memory where it is limited, and
+with every device that a decision names in a group of its own. ``Resolved.indices`` maps its devices
+back. Contradictory decisions are errors here; whether a plan exists is decided by the search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Resolved:
     """A cluster to plan for.
 
     Attributes:
-        whole: the user's cluster with memory caps, groups split where their devices differ.
+        whole: the user's cluster with memory limits, groups split where their devices differ.
         cluster: the part of it that may be used.
         indices: for every device of ``cluster`` its index in ``whole``.
         limits: limits of the search, ``None`` without any.
@@ -41,24 +41,24 @@ class Resolved:
 def resolve(
     overrides: Overrides, cluster: Cluster, starts: Sequence[int], bits: Sequence[int]
 ) -> Resolved:
-    """Hold overrides against a cluster and the layers.
+    """Apply overrides to a cluster and the layers.
 
     Args:
         overrides: the decisions.
         cluster: the user's cluster.
-        starts: first layer of every run of layers that is decided together, then the layers in all.
+        starts: first layer of every run of layers decided together, then the number of layers.
         bits: the bitwidths allowed, widest first.
 
     Raises:
-        SpecError: a decision names nothing there is, or contradicts another one.
+        SpecError: a decision names an unknown device or layer, or contradicts another one.
     """
-    everyone = tuple(range(len(cluster.devices)))
+    all_devices = tuple(range(len(cluster.devices)))
     if not overrides:
-        return Resolved(whole=cluster, cluster=cluster, indices=everyone)
+        return Resolved(whole=cluster, cluster=cluster, indices=all_devices)
     names = _Names(cluster)
     keeping = _kept(overrides, names)
     whole = _split(cluster, overrides, names)
-    kept = [index for index in everyone if index in keeping]
+    kept = [index for index in all_devices if index in keeping]
     part = _part(whole, kept)
     groups = {index: part.devices[number].group for number, index in enumerate(kept)}
     order = tuple(groups[names.one(name, "--fix_order")] for name in overrides.order) or None
@@ -72,14 +72,14 @@ def resolve(
 
 
 class _Names:
-    """The devices of a cluster by what a person may call them."""
+    """The devices of a cluster by their names."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.devices = cluster.devices
 
     def all(self, name: str, option: str) -> list[int]:
-        """Return the indices of all devices called ``name``."""
-        found = [index for index, item in enumerate(self.devices) if name in _called(item)]
+        """Return the indices of all devices that ``name`` matches."""
+        found = [index for index, item in enumerate(self.devices) if name in device_names(item)]
         if not found:
             labels = [item.label for item in self.devices]
             shown = ", ".join(labels[:8]) + (", ..." if len(labels) > 8 else "")
@@ -87,7 +87,7 @@ class _Names:
         return found
 
     def one(self, name: str, option: str) -> int:
-        """Return the index of the only device called ``name``."""
+        """Return the index of the only device that ``name`` matches."""
         found = self.all(name, option)
         if len(found) > 1:
             labels = ", ".join(self.devices[index].label for index in found[:8])
@@ -95,7 +95,8 @@ class _Names:
         return found[0]
 
 
-def _called(device: Device) -> tuple[str, ...]:
+def device_names(device: Device) -> tuple[str, ...]:
+    """Return all names that match a device: its label, and those it shares with others."""
     return device.label, f"{device.node}/{device.type}", device.node, device.type
 
 
@@ -125,7 +126,7 @@ def _kept(overrides: Overrides, names: _Names) -> set[int]:
 
 
 def _split(cluster: Cluster, overrides: Overrides, names: _Names) -> Cluster:
-    """Cap memory, and part the groups whose devices differ; devices keep their numbers."""
+    """Limit memory, and split the groups whose devices differ; devices keep their indices."""
     caps: dict[int, int] = {}
     for name, size in overrides.memory:
         for index in names.all(name, "--memory_gib"):
@@ -228,7 +229,7 @@ def _limits(
 
 
 def _runs(first: int, end: int, starts: Sequence[int], option: str) -> tuple[int, int]:
-    """Return the range of runs that a range of layers is."""
+    """Convert a range of layers to a range of runs."""
     if not 0 <= first < end <= starts[-1]:
         raise SpecError(
             f"{option}: found layers [{first}, {end}), expected a range within [0, {starts[-1]})"
@@ -247,7 +248,7 @@ def _only(width: int, bits: Sequence[int], option: str) -> BoolArray:
 
 
 def _check_ranges(overrides: Overrides, names: _Names, ranges: dict[int, tuple[int, int]]) -> None:
-    """Refuse ranges that overlap, or that stand against the order."""
+    """Raise for ranges that overlap or contradict the order."""
     found = sorted((first, end, index) for index, (first, end) in ranges.items())
     for (_, before, one), (after, _, other) in pairwise(found):
         labels = f"{names.devices[one].label} and {names.devices[other].label}"

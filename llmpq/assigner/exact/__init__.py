@@ -1,13 +1,12 @@
-"""The exact search: the best plan over all pairs and orders, with a proof that it is.
+"""The exact search: the best plan over all pairs and orders, with a proof.
 
-``solve_exact`` is the one way in; ``search`` says how it goes about it.
+``search.solve_exact`` is the entry point, ``method.find_exact`` the planning method.
 """
 
-from llmpq.assigner.exact.coverage import NotCoveredError
 from llmpq.assigner.exact.lattice import Orders
-from llmpq.assigner.exact.result import ExactResult, PairProof, SearchStats
-from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.exact.space import SearchSpace
+from llmpq.assigner.exact.native import NotCoveredError
+from llmpq.assigner.exact.search import ExactResult, PairProof, SearchStats, solve_exact
+from llmpq.assigner.problem import SearchSpace
 
 __all__ = [
     "ExactResult",

@@ -1,16 +1,16 @@
 """All device orders at once: an acyclic graph whose paths are the orders.
 
-A node stands for one *used* device, told by what decides the rest of a plan: how far the groups
-are used up, the group of this device, because links are unlike, and what the way back to the
-master costs. A device that stays empty is simply not on the path. Two reductions keep the graph
-small, and both are exact:
+A node stands for one *used* device. It is identified by all that determines the rest of a plan: how
+many devices of each group are used, the group of this device (links differ), and the cost of the
+return link to the master. A device that stays empty is not on the path. Two exact reductions keep
+the graph small:
 
-- masters that every last device sends back to equally are not told apart;
-- of interchangeable groups (equal devices and links, such as two like nodes), a later one is only
+- masters with equal return links from every last device share their nodes;
+- of interchangeable groups (equal devices and links, such as two equal nodes), a later one is only
   entered after the earlier ones: any other order is a relabelling.
 
-Three kinds of progress exist, one class each: blocks of groups, every interleaving, and the
-sub-orders of one fixed order.
+There are three order spaces: blocks of groups, every interleaving, and the sub-orders of one fixed
+order.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from llmpq.assigner.exact import native
-from llmpq.assigner.exact.coverage import NotCoveredError
-from llmpq.assigner.exact.space import SearchSpace
-from llmpq.assigner.exact.symmetry import Symmetry, find_symmetry
+from llmpq.assigner.exact.native import NotCoveredError
+from llmpq.assigner.problem import FloatArray, SearchSpace
 
 Orders = Literal["types", "all"] | tuple[int, ...]
 """Blocks of groups, every interleaving, or one fixed order (its first device is the master)."""
 
-MAX_PLACES = 4_000_000
+MAX_CELLS = 4_000_000
 """Largest number of nodes times layers: some 0.5 GB of tables."""
 
 
 class State(NamedTuple):
-    """What decides the rest of a plan, after one used device.
+    """A node: all that determines the rest of a plan after one used device.
 
     Attributes:
-        progress: how far the groups are used up; its meaning is the walk's.
+        progress: how far the groups are used; its meaning is the order space's.
         group: group of the device.
-        master: class of masters the first device belongs to.
+        master: class of masters of the first device.
     """
 
     progress: tuple[int, ...]
@@ -45,17 +46,17 @@ class State(NamedTuple):
     master: int
 
 
-class Walk(Protocol):
-    """How orders unfold."""
+class OrderSpace(Protocol):
+    """The device orders to search; ``None`` is the state before the first device."""
 
-    def follow(self, state: State | None) -> Iterator[State]:
-        """Yield the states after one more used device; ``None`` is the start."""
+    def successors(self, state: State | None) -> Iterator[State]:
+        """Yield the states after one more used device."""
 
     def rank(self, state: State) -> tuple[int, ...]:
         """Return a key that grows along every order."""
 
     def is_first(self, state: State) -> bool:
-        """Whether only the master is used so far."""
+        """Whether only the master is used."""
 
     def is_final(self, state: State) -> bool:
         """Whether every group that must be used is used."""
@@ -77,7 +78,7 @@ class OrderLattice:
     Attributes:
         graph: the core's structure.
         node_group: group of every node's device; -1 for the start.
-        held: arrays the structure points into.
+        held: arrays that the structure points into.
     """
 
     graph: native.Lattice
@@ -91,25 +92,25 @@ def build_lattice(space: SearchSpace, orders: Orders) -> OrderLattice:
     Raises:
         NotCoveredError: it would be too large.
     """
-    symmetry = find_symmetry(space)
+    tables = _GroupTables(space)
     needed = () if space.limits is None else space.limits.used
-    walk: Walk
+    found: OrderSpace
     if orders == "types":
-        walk = BlockWalk(space.group_counts, symmetry, needed)
+        found = _BlockOrders(space.group_counts, tables, needed)
     elif orders == "all":
-        walk = FreeWalk(space.group_counts, symmetry, needed)
+        found = _InterleavedOrders(space.group_counts, tables, needed)
     else:
-        walk = FixedWalk(space.num_groups, tuple(int(group) for group in orders), needed)
-    states = _explore(walk, MAX_PLACES // (space.num_layers + 1))
-    return _pack(space, walk, states, price_inner=symmetry.inner_links_matter)
+        found = _FixedOrder(space.num_groups, tuple(int(group) for group in orders), needed)
+    states = _explore(found, MAX_CELLS // (space.num_layers + 1))
+    return _pack(space, found, states, price_inner=tables.inner_links_matter())
 
 
-def _explore(walk: Walk, limit: int) -> list[State | None]:
-    """Return every state, the start first, in an order no edge goes against."""
+def _explore(orders: OrderSpace, limit: int) -> list[State | None]:
+    """Return every state in topological order, the start first."""
     found: set[State] = set()
     waiting: list[State | None] = [None]
     while waiting:
-        fresh = [state for state in walk.follow(waiting.pop()) if state not in found]
+        fresh = [state for state in orders.successors(waiting.pop()) if state not in found]
         found.update(fresh)
         waiting += dict.fromkeys(fresh)
         if len(found) > limit:
@@ -117,31 +118,31 @@ def _explore(walk: Walk, limit: int) -> list[State | None]:
                 f"device orders: found more than {limit} states of the pipeline, expected at "
                 "most that; take orders by types, or merge nodes of one device type"
             )
-    return [None, *sorted(found, key=lambda state: (walk.rank(state), state))]
+    return [None, *sorted(found, key=lambda state: (orders.rank(state), state))]
 
 
 def _pack(
-    space: SearchSpace, walk: Walk, states: list[State | None], *, price_inner: bool
+    space: SearchSpace, orders: OrderSpace, states: list[State | None], *, price_inner: bool
 ) -> OrderLattice:
     size = space.num_groups
     number = {state: node for node, state in enumerate(states)}
     starts, targets, links = [0], [], []
     for state in states:
-        for later in walk.follow(state):
+        for later in orders.successors(state):
             targets.append(number[later])
             links.append(-1 if state is None else state.group * size + later.group)
         starts.append(len(targets))
     classes, returns, finals = [0], [-1], [False]
     for state in states:
         if state is not None:
-            finals.append(walk.is_final(state))
-            first = walk.is_first(state)
-            back = size * size + state.group * size + walk.master_of(state)
+            finals.append(orders.is_final(state))
+            first = orders.is_first(state)
+            back = size * size + state.group * size + orders.master_of(state)
             classes.append(state.group + size * first)
             returns.append(-1 if first else back)
     needed = () if space.limits is None else space.limits.used
     masters = [int(group in needed) for group in range(size)]
-    arrivals = walk.devices_left if price_inner else walk.arrivals_left
+    arrivals = orders.devices_left if price_inner else orders.arrivals_left
     graph = native.Lattice()
     held = native.fill(
         graph,
@@ -154,8 +155,8 @@ def _pack(
         edge_start=starts,
         edge_target=targets,
         edge_link=links,
-        remaining=[[*walk.devices_left(state), *arrivals(state)] for state in states],
-        count=walk.devices_left(None),
+        remaining=[[*orders.devices_left(state), *arrivals(state)] for state in states],
+        count=orders.devices_left(None),
         arrivals=arrivals(None),
         price_inner_links=int(price_inner),
     )
@@ -163,119 +164,106 @@ def _pack(
     return OrderLattice(graph=graph, node_group=groups, held=held)
 
 
-class BlockWalk:
+class _BlockOrders:
     """The devices of a group stand together.
 
     Progress: the groups entered, as a bit set, and the devices used of the last one.
     """
 
     def __init__(
-        self, counts: tuple[int, ...], symmetry: Symmetry, needed: tuple[int, ...]
+        self, counts: tuple[int, ...], tables: _GroupTables, needed: tuple[int, ...]
     ) -> None:
         self.counts = counts
-        self.symmetry = symmetry
+        self.earlier = tables.earlier_interchangeable()
+        self.masters = tables.master_classes(skip_own=True)
         self.needed = needed
 
-    def follow(self, state: State | None) -> Iterator[State]:
-        """Yield one more device of the block, and the first of every block not yet entered."""
+    def successors(self, state: State | None) -> Iterator[State]:
         entered, used = (0, 0) if state is None else state.progress
         if state is not None and used < self.counts[state.group]:
             yield state._replace(progress=(entered, used + 1))
         for group, count in enumerate(self.counts):
-            twins = self.symmetry.earlier_twins[group]
             if not count or entered >> group & 1:
                 continue
-            if all(entered >> twin & 1 for twin in twins):
-                master = self.symmetry.block_master[group] if state is None else state.master
+            if all(entered >> other & 1 for other in self.earlier[group]):
+                master = self.masters[group] if state is None else state.master
                 yield State((entered | 1 << group, 1), group, master)
 
     def rank(self, state: State) -> tuple[int, ...]:
-        """Return the blocks entered and the devices used of the last."""
         entered, used = state.progress
         return entered.bit_count(), used
 
     def is_first(self, state: State) -> bool:
-        """Whether one device of one block is used."""
         return self.rank(state) == (1, 1)
 
     def is_final(self, state: State) -> bool:
-        """Whether every needed block is entered."""
         return all(state.progress[0] >> group & 1 for group in self.needed)
 
     def master_of(self, state: State) -> int:
-        """Return this group if it is the only one, else an entered member of the class."""
         entered, _ = state.progress
         if entered.bit_count() == 1:
             return state.group
         return next(
             group
-            for group, master in enumerate(self.symmetry.block_master)
+            for group, master in enumerate(self.masters)
             if master == state.master and group != state.group and entered >> group & 1
         )
 
     def devices_left(self, state: State | None) -> list[int]:
-        """Return what is left of the last block, and the blocks not entered."""
         if state is None:
             return list(self.counts)
         entered, used = state.progress
-        left = [0 if entered >> group & 1 else n for group, n in enumerate(self.counts)]
+        left = [0 if entered >> g & 1 else count for g, count in enumerate(self.counts)]
         left[state.group] = self.counts[state.group] - used
         return left
 
     def arrivals_left(self, state: State | None) -> list[int]:
-        """Return one for every block not entered."""
         entered = 0 if state is None else state.progress[0]
         return [1 - (entered >> group & 1) for group in range(len(self.counts))]
 
 
-class FreeWalk:
+class _InterleavedOrders:
     """Any interleaving. Progress: devices used of every group."""
 
     def __init__(
-        self, counts: tuple[int, ...], symmetry: Symmetry, needed: tuple[int, ...]
+        self, counts: tuple[int, ...], tables: _GroupTables, needed: tuple[int, ...]
     ) -> None:
         self.counts = counts
-        self.symmetry = symmetry
+        self.earlier = tables.earlier_interchangeable()
+        self.masters = tables.master_classes(skip_own=False)
         self.needed = needed
 
-    def follow(self, state: State | None) -> Iterator[State]:
-        """Yield one more device of every group that has one."""
+    def successors(self, state: State | None) -> Iterator[State]:
         used = (0,) * len(self.counts) if state is None else state.progress
         for group, count in enumerate(self.counts):
-            twins = self.symmetry.earlier_twins[group]
-            if used[group] == count or (not used[group] and not all(used[t] for t in twins)):
+            if used[group] == count:
                 continue
-            master = self.symmetry.free_master[group] if state is None else state.master
+            if not used[group] and not all(used[other] for other in self.earlier[group]):
+                continue
+            master = self.masters[group] if state is None else state.master
             grown = tuple(n + (index == group) for index, n in enumerate(used))
             yield State(grown, group, master)
 
     def rank(self, state: State) -> tuple[int, ...]:
-        """Return the number of devices used."""
         return (sum(state.progress),)
 
     def is_first(self, state: State) -> bool:
-        """Whether one device is used."""
         return sum(state.progress) == 1
 
     def is_final(self, state: State) -> bool:
-        """Whether every needed group has a used device."""
         return all(state.progress[group] for group in self.needed)
 
     def master_of(self, state: State) -> int:
-        """Return the class itself: it is named after a member, and all cost the same."""
         return state.master
 
     def devices_left(self, state: State | None) -> list[int]:
-        """Return the devices not used."""
         used = (0,) * len(self.counts) if state is None else state.progress
         return [count - n for count, n in zip(self.counts, used, strict=True)]
 
-    def arrivals_left(self, state: State | None) -> list[int]:
-        """Return the devices not used: each may be entered from another group."""
-        return self.devices_left(state)
+    arrivals_left = devices_left
 
 
-class FixedWalk:
+class _FixedOrder:
     """One order, from which devices may be dropped. Progress: position in it."""
 
     def __init__(self, num_groups: int, order: tuple[int, ...], needed: tuple[int, ...]) -> None:
@@ -283,8 +271,7 @@ class FixedWalk:
         self.order = order
         self.needed = needed
 
-    def follow(self, state: State | None) -> Iterator[State]:
-        """Yield the master, then every later position up to one that is needed."""
+    def successors(self, state: State | None) -> Iterator[State]:
         if state is None:
             yield State((0,), self.order[0], self.order[0])
             return
@@ -294,26 +281,110 @@ class FixedWalk:
                 return
 
     def rank(self, state: State) -> tuple[int, ...]:
-        """Return the position."""
         return state.progress
 
     def is_first(self, state: State) -> bool:
-        """Whether this is the first position."""
         return state.progress == (0,)
 
     def is_final(self, state: State) -> bool:
-        """Whether no later position is needed."""
         return not set(self.order[state.progress[0] + 1 :]) & set(self.needed)
 
     def master_of(self, state: State) -> int:
-        """Return the group of the first position."""
         return state.master
 
     def devices_left(self, state: State | None) -> list[int]:
-        """Return the groups of the later positions."""
         later = self.order if state is None else self.order[state.progress[0] + 1 :]
         return [later.count(group) for group in range(self.num_groups)]
 
-    def arrivals_left(self, state: State | None) -> list[int]:
-        """Return the same: each of them may be entered."""
-        return self.devices_left(state)
+    arrivals_left = devices_left
+
+
+_VECTORS = (
+    "prefill_s",
+    "decode_s",
+    "layer_bytes",
+    "capacity_bytes",
+    "first_capacity_bytes",
+    "master_prefill_s",
+    "master_decode_s",
+)
+_MATRICES = ("send_prefill_s", "send_decode_s", "return_prefill_s", "return_decode_s")
+
+
+class _GroupTables:
+    """All costs of groups over all pairs: ``own`` is ``[T, F]``, those of links ``[T, T, F]``."""
+
+    def __init__(self, space: SearchSpace) -> None:
+        self.counts = space.group_counts
+        size = space.num_groups
+
+        def stacked(names: tuple[str, ...], shape: tuple[int, ...]) -> FloatArray:
+            tables = [
+                np.asarray(getattr(pair, name), dtype=np.float64).reshape(*shape, -1)
+                for name in names
+                for pair in space.pairs
+            ]
+            return np.concatenate(tables, axis=-1)
+
+        used = set() if space.limits is None else set(space.limits.used)
+        self.own = np.concatenate(
+            [
+                stacked(_VECTORS, (size,)),
+                space.allowed.reshape(size, -1),
+                np.array([[group in used] for group in range(size)]),
+            ],
+            axis=-1,
+        )
+        self.links = stacked(_MATRICES, (size, size))
+        self.sends = stacked(_MATRICES[:2], (size, size))
+        self.returns = stacked(_MATRICES[2:], (size, size))
+
+    def earlier_interchangeable(self) -> tuple[tuple[int, ...], ...]:
+        """Return for every group the earlier groups that it is interchangeable with."""
+        return tuple(
+            tuple(other for other in range(group) if self._are_interchangeable(other, group))
+            for group in range(len(self.counts))
+        )
+
+    def _are_interchangeable(self, one: int, other: int) -> bool:
+        """Whether exchanging two groups changes no cost."""
+        if self.counts[one] != self.counts[other]:
+            return False
+        if not (self.own[one] == self.own[other]).all():
+            return False
+        swapped = list(range(len(self.counts)))
+        swapped[one], swapped[other] = other, one
+        return bool((self.links[np.ix_(swapped, swapped)] == self.links).all())
+
+    def master_classes(self, *, skip_own: bool) -> tuple[int, ...]:
+        """Return for every group the first group of its class of equal return links.
+
+        Members of a class have equal return links from every last group. ``skip_own`` ignores those
+        from the members themselves, as where groups stand together.
+        """
+        returns, size = self.returns, len(self.counts)
+        members: dict[int, list[int]] = {}
+
+        def is_member(group: int, others: list[int]) -> bool:
+            return all(
+                (returns[last, group] == returns[last, other]).all()
+                for last in range(size)
+                for other in others
+                if not (skip_own and last in (group, other))
+            )
+
+        names = []
+        for group in range(size):
+            name = next((key for key, others in members.items() if is_member(group, others)), group)
+            members.setdefault(name, []).append(group)
+            names.append(name)
+        return tuple(names)
+
+    def inner_links_matter(self) -> bool:
+        """Whether a link inside a group of several devices is slower than all other links."""
+        several = [group for group, count in enumerate(self.counts) if count > 1]
+        inner = self.sends[several, several]
+        outer = self.sends[~np.eye(len(self.counts), dtype=bool)]
+        if not several:
+            return False
+        return not outer.size or bool((inner.max(axis=0) > outer.max(axis=0)).any())

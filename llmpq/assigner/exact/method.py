@@ -2,110 +2,78 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from llmpq.assigner.exact.coverage import NotCoveredError
-from llmpq.assigner.exact.lattice import Orders
-from llmpq.assigner.exact.result import ExactResult
+from llmpq.assigner.enumeration import num_orders
+from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.exact.space import SearchSpace
-from llmpq.assigner.explain.explain import explain_budget, explain_memory
-from llmpq.assigner.heuristics.quick import find_quick
-from llmpq.assigner.milp.search import GAP_SLACK, OutOfTimeError, find_plan
-from llmpq.assigner.task import DEFAULT_GAP, PlanningTask, Progress, Solution
+from llmpq.assigner.explain.infeasible import explain_budget, explain_memory
+from llmpq.assigner.heuristics.proportional import find_proportional
+from llmpq.assigner.milp.search import find_plan
+from llmpq.assigner.request import (
+    DEFAULT_GAP,
+    GAP_ROUNDING,
+    OutOfTimeError,
+    PlanningTask,
+    Progress,
+    Solution,
+)
 from llmpq.errors import InfeasibleError
 
 
 def find_exact(task: PlanningTask, progress: Progress) -> Solution:
-    """Find the best plan of a task; by integer programs where the exact search does not cover it.
+    """Find the best plan; by integer programs where the exact search does not support a task.
 
     Raises:
         InfeasibleError: memory, the quality budget or the time limit leaves no plan; says which.
     """
-    request = task.request
-    if not task.pairs:
-        raise InfeasibleError(explain_memory(request))
+    request, counts = task.request, task.group_counts.tolist()
     try:
         result = solve_exact(
-            space_of(task),
-            orders=orders_of(task),
+            task.space,
+            orders=task.fixed_order or request.orders,
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
-        programs = replace(task.request, gap=max(task.request.gap, DEFAULT_GAP))
+        programs = replace(request, gap=max(request.gap, DEFAULT_GAP))
         return find_plan(replace(task, request=programs), progress)
     except OutOfTimeError:
-        if (hasty := find_quick(task)) is None:
+        fallback = find_proportional(task)
+        if fallback is None:
             raise
-        return hasty
+        return fallback
     except InfeasibleError as error:
         if request.quality_budget is None:
             raise InfeasibleError(explain_memory(request)) from error
         raise InfeasibleError(explain_budget(task, task.orders())) from error
-    return never_worse(_solution(task, result), task)
-
-
-def space_of(task: PlanningTask) -> SearchSpace:
-    """Return what there is to choose from."""
-    return SearchSpace(
-        pairs=task.pairs,
-        group_counts=tuple(task.group_counts.tolist()),
-        kinds=task.kinds,
-        bits=task.request.bits,
-        omega=task.omega,
-        theta_s=task.theta_s,
-        quality_budget=task.request.quality_budget,
-        formula=task.request.formula,
-        limits=task.limits,
-    )
-
-
-def orders_of(task: PlanningTask) -> Orders:
-    """Return the orders to search."""
-    return task.request.orders if task.fixed_order is None else task.fixed_order
-
-
-def num_orders(task: PlanningTask) -> int:
-    """Return how many orders of all devices there are."""
-    counts = task.group_counts.tolist()
-    if task.fixed_order is not None:
-        return 1
-    if task.request.orders == "types":
-        return math.factorial(len(counts))
-    return math.factorial(sum(counts)) // math.prod(math.factorial(count) for count in counts)
-
-
-def never_worse(found: Solution, task: PlanningTask) -> Solution:
-    """Return what the search found, or out of time the proportional split that is better."""
-    if found.status == "optimal" or not task.request.deadline.has_passed:
-        return found
-    hasty = find_quick(task)
-    if hasty is None or hasty.evaluation.objective_s >= found.evaluation.objective_s:
-        return found
-    assert found.bound_s is not None
-    return replace(
-        found,
-        problem=hasty.problem,
-        assignment=hasty.assignment,
-        evaluation=hasty.evaluation,
-        bound_s=min(found.bound_s, hasty.evaluation.objective_s),
-    )
-
-
-def _solution(task: PlanningTask, result: ExactResult) -> Solution:
     searched = result.stats.searched
-    return Solution(
+    solution = Solution(
         problem=result.problem,
         assignment=result.assignment,
         evaluation=result.evaluation,
         solver="exact",
-        status="optimal" if result.gap <= task.request.gap + GAP_SLACK else "feasible",
+        status="optimal" if result.gap <= request.gap + GAP_ROUNDING else "feasible",
         bound_s=result.bound_s,
-        orders=num_orders(task),
+        orders=1 if task.fixed_order else num_orders(counts, request.orders),
         pairs_searched=searched,
         pairs_pruned=task.num_pairs - searched,
+    )
+    late = solution.status != "optimal" and request.deadline.has_passed
+    return _with_fallback(solution, find_proportional(task)) if late else solution
+
+
+def _with_fallback(found: Solution, fallback: Solution | None) -> Solution:
+    """Return the search's solution, with the fallback's plan where that is cheaper."""
+    if fallback is None or fallback.evaluation.objective_s >= found.evaluation.objective_s:
+        return found
+    assert found.bound_s is not None
+    return replace(
+        found,
+        problem=fallback.problem,
+        assignment=fallback.assignment,
+        evaluation=fallback.evaluation,
+        bound_s=min(found.bound_s, fallback.evaluation.objective_s),
     )

@@ -1,24 +1,30 @@
-"""The compiled core called through ctypes: arrays in, arrays out.
+"""The compiled core, called through ctypes: arrays in, arrays out.
 
-The structures mirror ``csrc/exact.h``, which says what every field means. This module refuses to
-know what is being planned, and to hold anything between two calls.
+The structures mirror ``csrc/exact.h``, which documents every field. A wheel may include the core
+compiled (``_core*.so`` next to this module); otherwise the first use compiles ``csrc/``, about two
+seconds (``llmpq.compiled``). Without a compiler the exact search is not available.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_uint64
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.assigner.exact.build import core_path
-from llmpq.assigner.exact.coverage import NotCoveredError
+from llmpq.compiled import NotCompiledError, library_path
+from llmpq.errors import SolverError
 
-ABI = 1
+FLAGS = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
+"""Without contraction, so that a plan does not depend on a machine's fused operations."""
+
+ABI = 2
 DONE, OVERFLOW, DEADLINE, NO_MEMORY = range(4)
 
 _Doubles = POINTER(c_double)
@@ -26,6 +32,30 @@ _Ints = POINTER(c_int32)
 _Longs = POINTER(c_int64)
 _TYPES = {_Doubles: np.float64, _Ints: np.int32, _Longs: np.int64}
 AnyArray = npt.NDArray[np.generic]
+
+
+class NotCoveredError(SolverError):
+    """The exact search does not support a problem; the integer program does.
+
+    Raised before any search: no compiled core and no compiler, too many kinds of layers and
+    bitwidths, or too many device orders.
+    """
+
+
+def core_path(here: Path | None = None, limit_s: float = math.inf) -> Path:
+    """Return the compiled core; compile it unless it exists.
+
+    Args:
+        here: the package's folder.
+        limit_s: seconds that compiling may take.
+
+    Raises:
+        NotCoveredError: there is none, and it cannot be compiled or stored.
+    """
+    try:
+        return library_path(here or Path(__file__).parent, "exact", FLAGS, "_core*.so", limit_s)
+    except NotCompiledError as error:
+        raise NotCoveredError(f"the core of the exact search: {error}") from error
 
 
 class Problem(Structure):
@@ -47,7 +77,7 @@ class Problem(Structure):
 
 
 class Lattice(Structure):
-    """The orders of devices as paths (``exact.h``)."""
+    """The device orders as paths (``exact.h``)."""
 
     _fields_ = (
         *((name, c_int32) for name in ("nodes", "edges")),
@@ -68,7 +98,7 @@ class Ascent(Structure):
 
 
 class Search(Structure):
-    """Limits and answers of one label search (``exact.h``)."""
+    """Limits and results of one label search (``exact.h``)."""
 
     _fields_ = (
         *((name, c_double) for name in ("limit", "seconds", "beam_limit")),
@@ -83,7 +113,7 @@ def fill(target: Structure, **values: object) -> list[AnyArray]:
     """Set fields of a structure; arrays become pointers.
 
     Returns:
-        The arrays pointed to, which must outlive the structure.
+        The arrays, which must outlive the structure.
     """
     kinds: dict[str, Any] = {name: kind for name, kind, *_ in target._fields_}
     held: list[AnyArray] = []
@@ -111,7 +141,16 @@ def lattice_bound(
     target: float,
     seconds: float,
 ) -> float:
-    """Return the bound that ``multipliers``, improved in place, prove; infinite: nothing fits."""
+    """Improve ``multipliers`` in place; return the bound they prove, infinite when no plan fits.
+
+    Args:
+        problem: the pair.
+        lattice: the device orders.
+        multipliers: in the core's layout.
+        schedules: steps of the ascent; without any the multipliers are only evaluated.
+        target: a bound at which to stop.
+        seconds: time limit.
+    """
     steps = (Ascent * max(1, len(schedules)))(*schedules)
     return float(
         library().exact_lattice_bound(
@@ -126,7 +165,7 @@ def lattice_bound(
     )
 
 
-def pool_bound(
+def noncontiguous_bound(
     problem: Problem,
     lattice: Lattice,
     floor: tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], int],
@@ -138,14 +177,14 @@ def pool_bound(
     Args:
         problem: the pair.
         lattice: for the numbers of devices.
-        floor: ``[T]`` whether a group can hold a layer; ``[2]`` a prefill and a decode send that
-            no link undercuts; devices that every plan uses at least.
+        floor: ``[T]`` whether a group can hold a layer; ``[2]`` the least prefill and decode
+            seconds of any link; the least number of devices of any plan.
         multipliers: improved in place.
         schedule: steps of the ascent.
     """
     usable, link, fewest = floor
     return float(
-        library().exact_pool_bound(
+        library().exact_noncontiguous_bound(
             byref(problem),
             byref(lattice),
             usable.ctypes.data_as(_Ints),
@@ -176,7 +215,7 @@ def relaxed_plan(
 def search(
     problem: Problem, lattice: Lattice, multipliers: npt.NDArray[np.float64], limits: Search
 ) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-    """Run the label search; ``limits`` also takes its answers.
+    """Run the label search; its results are stored in ``limits``.
 
     Returns:
         Status; stages ``[n, 3]`` (node, first, end) and counts ``[n]``, first stage first.
@@ -197,10 +236,10 @@ def search(
 
 
 def prepare(left_s: float) -> None:
-    """Have the compiled core at hand, compiling it within the time that is left.
+    """Load the compiled core, compiling it within the time that is left.
 
     Raises:
-        NotCoveredError: as ``library``, and when it is not there and time is up first.
+        NotCoveredError: as ``library``, and when the time is too short to compile it.
     """
     core_path(limit_s=left_s)
     library()
@@ -208,7 +247,7 @@ def prepare(left_s: float) -> None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the compiled core, building it when needed.
+    """Load the compiled core, compiling it when needed.
 
     Raises:
         NotCoveredError: there is none, and no compiler to build it.
@@ -216,24 +255,12 @@ def library() -> ctypes.CDLL:
     path = core_path()
     loaded = ctypes.CDLL(str(path))
     if loaded.exact_abi() != ABI:
-        raise NotCoveredError(f"{path}: found another version of the core, expected {ABI}")
+        found = loaded.exact_abi()
+        raise NotCoveredError(f"{path}: found version {found} of the core, expected {ABI}")
     both = POINTER(Problem), POINTER(Lattice)
-    loaded.exact_lattice_bound.restype = c_double
-    loaded.exact_lattice_bound.argtypes = (
-        *both,
-        _Doubles,
-        POINTER(Ascent),
-        c_int32,
-        c_double,
-        c_double,
-    )
-    loaded.exact_pool_bound.restype = c_double
-    loaded.exact_pool_bound.argtypes = (
-        *both,
-        _Ints,
-        _Doubles,
-        c_double,
-        _Doubles,
-        POINTER(Ascent),
-    )
+    ascent = POINTER(Ascent)
+    bound, relaxed = loaded.exact_lattice_bound, loaded.exact_noncontiguous_bound
+    bound.restype = relaxed.restype = c_double
+    bound.argtypes = (*both, _Doubles, ascent, c_int32, c_double, c_double)
+    relaxed.argtypes = (*both, _Ints, _Doubles, c_double, _Doubles, ascent)
     return loaded

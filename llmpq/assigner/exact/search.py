@@ -1,15 +1,15 @@
 """The exact search: best-first over micro-batch pairs, all device orders of a pair at once.
 
-Every pair has a proven bound, and the pair of least bound is taken one step further:
+Every pair has a proven bound, and the pair of least bound takes one more step:
 
-1. from its pool bound to the lattice's, by a short ascent and then a long one;
-2. to a level a little above it, by enumerating every plan below that level as labels over stage
+1. from its bound without contiguity to the lattice's, by a short ascent and then a long one;
+2. to a level slightly above it, by enumerating every plan below that level as labels over stage
    columns (``csrc/labels.c``), and so on upwards, at most to the incumbent.
 
-Once the least bound passes the incumbent, the incumbent is the best plan there is.
+When the least bound passes the incumbent, the incumbent is the best plan.
 
-Every plan that is told was priced by ``objective``. At the time limit, or when columns or labels
-pass their cap, the incumbent is told with the bound that is proven so far.
+Every plan is evaluated by ``objective``. At the time limit, or when columns or labels exceed their
+limit, the incumbent is returned with the bound proven so far.
 """
 
 from __future__ import annotations
@@ -17,49 +17,46 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
+from llmpq.assigner.bit_assignment import assignment_of_counts
 from llmpq.assigner.constraints.deadline import NEVER, Deadline
 from llmpq.assigner.constraints.limits import obeys
 from llmpq.assigner.exact import native
-from llmpq.assigner.exact.bounds import (
-    HASTY,
+from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
+from llmpq.assigner.exact.relaxation import (
     LONG,
-    POOL,
+    NONCONTIGUOUS,
+    NONCONTIGUOUS_OUT_OF_TIME,
     SHORT,
-    lattice_bound,
-    lattice_start,
-    pool_bound,
+    Incumbent,
+    lattice_multipliers,
+    noncontiguous_bound,
+    repaired_plan,
     start_multipliers,
 )
-from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
-from llmpq.assigner.exact.repair import Plan, repaired_plan
-from llmpq.assigner.exact.result import ExactResult, PairProof, Reason, SearchStats
-from llmpq.assigner.exact.space import NativePair, SearchSpace
-from llmpq.assigner.milp.search import OutOfTimeError
-from llmpq.assigner.objective import evaluate, is_feasible
-from llmpq.assigner.problem import FloatArray
-from llmpq.assigner.spread import assignment_of_counts
+from llmpq.assigner.exact.space import NativePair, counts_of_key, key_radices
+from llmpq.assigner.objective import Evaluation, evaluate, is_feasible, relative_gap
+from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, SearchSpace
+from llmpq.assigner.request import OutOfTimeError, Progress, silent
 from llmpq.errors import InfeasibleError, SolverError
-
-Progress = Callable[[int, int, float | None], None]
-"""Called with pairs settled, pairs in all, and the best objective so far."""
+from llmpq.spec.plan import MicroBatching
 
 MAX_COLUMNS = 2_000_000
 MAX_LABELS = 4_000_000
-"""Caps of one label search, 100 and 250 MB; beyond them the pair stays open with its bound."""
+"""Limits of one label search, 100 and 250 MB; beyond them the pair stays open with its bound."""
 
 PASS_LABELS = 1_500_000
-"""Labels at which a search is split by the largest prefill time, which tightens its bounds."""
+"""Labels at which a search branches on the largest prefill time, which tightens its bounds."""
 
 VALUE_TOLERANCE = 1e-9
-"""Largest relative difference between the core's value and the price of its plan."""
+"""Largest relative difference between the core's value and ``objective``'s."""
 
 ROUNDING = 1e-10
-"""Relative slack below which two values are equal."""
+"""Relative difference below which two values are equal."""
 
-STEPS = (0.003, 0.02, 0.1, 1.0, 10.0, math.inf)
+LEVELS = (0.003, 0.02, 0.1, 1.0, 10.0, math.inf)
 """How far above a pair's lattice bound to enumerate, visit by visit, relative to it."""
 
 BEAM = 24
@@ -67,20 +64,105 @@ BEAM = 24
 
 _ASCENTS = (SHORT, LONG)
 
+Reason = Literal["memory", "noncontiguous", "lattice", "search", "open"]
+"""Why a pair needs no further search: no plan of it fits; its bound without contiguity, or over all
+orders, is no lower than the best plan; every plan below that was enumerated; or it is open (a limit
+of time or memory was reached), with a proven bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairProof:
+    """The certificate of one micro-batch pair.
+
+    Attributes:
+        micro_batching: the pair.
+        bound_s: no plan of the pair is cheaper; infinite when none fits.
+        reason: how that is known.
+        multipliers: Lagrange multipliers that attain a ``noncontiguous`` or ``lattice`` bound, in
+            the core's layout; empty for the other reasons.
+    """
+
+    micro_batching: MicroBatching
+    bound_s: float
+    reason: Reason
+    multipliers: tuple[float, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchStats:
+    """Work of a search.
+
+    Attributes:
+        pairs: micro-batch pairs.
+        ascended, searched: pairs whose lattice bound was computed, and whose plans were enumerated.
+        nodes: nodes of the order lattice.
+        columns, labels: largest number of stage columns and partial plans in memory at once.
+        total_s: seconds.
+    """
+
+    pairs: int
+    nodes: int
+    ascended: int = 0
+    searched: int = 0
+    columns: int = 0
+    labels: int = 0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExactResult:
+    """A plan and its certificate.
+
+    Attributes:
+        problem: pair and order of the plan; the order names the used devices only.
+        assignment: position and width of every layer.
+        evaluation: its cost by ``objective``.
+        bound_s: no plan of the whole space is cheaper.
+        proofs: one entry a pair, in the order of the space.
+        stats: work of the search.
+    """
+
+    problem: AssignmentProblem
+    assignment: Assignment
+    evaluation: Evaluation
+    bound_s: float
+    proofs: tuple[PairProof, ...]
+    stats: SearchStats
+
+    @property
+    def value_s(self) -> float:
+        """The plan's objective."""
+        return self.evaluation.objective_s
+
+    @property
+    def gap(self) -> float:
+        """The optimality gap."""
+        return relative_gap(self.value_s, self.bound_s)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """``[first, end)`` of every position of the order; only the first may be empty."""
+        found, start = [], 0
+        for position in range(self.problem.num_positions):
+            end = start + self.assignment.positions.count(position)
+            found.append((start, end))
+            start = end
+        return tuple(found)
+
 
 @dataclass(slots=True)
 class _Candidate:
-    """One pair on its way to being closed.
+    """One pair until it is closed.
 
     Attributes:
-        index: its place in the space.
+        index: its index in the space.
         pair: its costs.
         bound_s: proven so far.
-        multipliers: that prove it, or the lattice's.
+        multipliers: of that bound, or the lattice's.
         reason: why it is closed, ``open`` until then.
-        visits: steps taken: short ascent, long ascent, then enumeration further and further up.
+        visits: steps so far: short ascent, long ascent, then enumeration of rising levels.
         base_s: lattice bound; the levels of enumeration are relative to it.
-        failed_s: lowest limit at which enumeration passed a cap.
+        failed_s: lowest level at which enumeration exceeded a limit.
     """
 
     index: int
@@ -93,50 +175,34 @@ class _Candidate:
     failed_s: float = math.inf
 
 
-@dataclass(slots=True)
-class _Work:
-    polished: int = 0
-    searched: int = 0
-    columns: int = 0
-    labels: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: {"pool": 0.0, "lattice": 0.0, "search": 0.0}
-    )
-
-
 def solve_exact(
     space: SearchSpace,
     *,
     orders: Orders,
     gap: float = 0.0,
     deadline: Deadline = NEVER,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over all pairs, orders, placements and bitwidths.
 
     Args:
-        space: what to choose from.
+        space: the search space.
         orders: blocks of groups, every interleaving, or one fixed order.
-        gap: relative gap to the proven bound at which to stop.
-        deadline: when the best plan so far is told with its bound. Past it the core is not
-            compiled, pairs are bounded in fewer steps, and the first plan is taken.
-        progress: told how far the search is.
+        gap: relative optimality gap at which to stop.
+        deadline: when to return the best plan so far with its bound. After it the core is not
+            compiled, pairs are bounded in fewer steps, and the first plan is returned.
+        progress: called during the search.
 
     Raises:
-        NotCoveredError: the integer program is needed.
+        NotCoveredError: the exact search does not support the problem.
         InfeasibleError: no plan exists; an ``OutOfTimeError`` when that is not known.
-        SolverError: the core's value is not the price of its plan.
+        SolverError: the core's value differs from ``objective``'s.
     """
     native.prepare(deadline.left_s)
-    _ = space.radices
+    key_radices(space)
     search = _Search(space, build_lattice(space, orders), gap, deadline)
-    search.run(progress or _silent)
+    search.run(progress)
     return search.result()
-
-
-def _silent(done: int, total: int, best_s: float | None) -> None:
-    """Report to nobody."""
-    del done, total, best_s
 
 
 class _Search:
@@ -148,14 +214,14 @@ class _Search:
         self.keep = 1 - max(gap, ROUNDING)
         self.started = time.monotonic()
         self.deadline = deadline
-        self.best: Plan | None = None
+        self.best: Incumbent | None = None
         self.best_s = math.inf
-        self.work = _Work()
+        self.stats = SearchStats(pairs=len(space.pairs), nodes=int(lattice.graph.nodes))
         self.candidates: list[_Candidate] = []
 
     @property
     def cutoff_s(self) -> float:
-        """Only plans below this are of interest."""
+        """Only plans below this improve on the incumbent."""
         return self.best_s * self.keep
 
     @property
@@ -164,8 +230,8 @@ class _Search:
         return self.deadline.left_s
 
     def run(self, progress: Progress) -> None:
-        """Take the pair of least bound one step further, until that bound cannot win."""
-        self._bound_pool()
+        """Visit the pair of least bound until that bound cannot win."""
+        self._bound_without_contiguity()
         heap = [(c.bound_s, c.index, c) for c in self.candidates if c.reason == "open"]
         heapq.heapify(heap)
         total, parked = len(heap), []
@@ -173,7 +239,7 @@ class _Search:
             candidate = heapq.heappop(heap)[2]
             progress(total - len(heap) - 1, total, self.best_s if self.best else None)
             if candidate.bound_s >= self.cutoff_s:
-                self._close(candidate)
+                _close(candidate)
             elif self._visit(candidate):
                 heapq.heappush(heap, (candidate.bound_s, candidate.index, candidate))
             elif candidate.reason == "open":
@@ -193,44 +259,19 @@ class _Search:
                     "raise the time limit"
                 )
             raise InfeasibleError("no plan fits in memory and within the quality budget")
-        problem, assignment, priced = self.best
-        proofs = tuple(
-            PairProof(
-                micro_batching=item.pair.costs.micro_batching,
-                bound_s=item.bound_s,
-                reason=item.reason,
-                multipliers=tuple(item.multipliers.tolist())
-                if item.reason in ("pool", "lattice")
-                else (),
-            )
-            for item in self.candidates
-        )
+        proofs = tuple(_proof(item) for item in self.candidates)
+        self.stats.total_s = time.monotonic() - self.started
         return ExactResult(
-            problem=problem,
-            assignment=assignment,
-            evaluation=priced,
+            problem=self.best.problem,
+            assignment=self.best.assignment,
+            evaluation=self.best.evaluation,
             bound_s=min(self.best_s, *(proof.bound_s for proof in proofs)),
             proofs=proofs,
-            stats=self._stats(),
+            stats=self.stats,
         )
 
-    def _stats(self) -> SearchStats:
-        return SearchStats(
-            pairs=len(self.candidates),
-            polished=self.work.polished,
-            searched=self.work.searched,
-            nodes=int(self.lattice.graph.nodes),
-            columns=self.work.columns,
-            labels=self.work.labels,
-            pool_s=self.work.seconds["pool"],
-            lattice_s=self.work.seconds["lattice"],
-            search_s=self.work.seconds["search"],
-            total_s=time.monotonic() - self.started,
-        )
-
-    def _bound_pool(self) -> None:
-        """Bound every pair with contiguity dropped, each started from the one before."""
-        started = time.monotonic()
+    def _bound_without_contiguity(self) -> None:
+        """Bound every pair, each ascent started from the multipliers of the last pair."""
         warm: tuple[NativePair, FloatArray] | None = None
         for index, costs in enumerate(self.space.pairs):
             pair = NativePair(self.space, costs)
@@ -239,40 +280,27 @@ class _Search:
                 self.candidates.append(_Candidate(index, pair, math.inf, nothing, "memory"))
                 continue
             warm = warm or (pair, start_multipliers(self.space, pair))
-            steps = POOL if self.left_s > 0 else HASTY
-            bound_s, multipliers = pool_bound(self.space, pair, self.lattice, warm, steps)
+            steps = NONCONTIGUOUS if self.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
+            bound_s, multipliers = noncontiguous_bound(self.space, pair, self.lattice, warm, steps)
             self.candidates.append(_Candidate(index, pair, bound_s, multipliers))
             if math.isfinite(bound_s):
                 warm = pair, multipliers
-        self.work.seconds["pool"] += time.monotonic() - started
-
-    def _close(self, candidate: _Candidate) -> None:
-        """Note which step raised the bound past the cutoff."""
-        if candidate.visits == 0:
-            candidate.reason = "pool"
-        else:
-            candidate.reason = "lattice" if candidate.visits <= len(_ASCENTS) else "search"
 
     def _visit(self, candidate: _Candidate) -> bool:
-        """Take one step; tell whether there is a further one."""
-        started = time.monotonic()
+        """Take one step; return whether there is a further one."""
         step, candidate.visits = candidate.visits, candidate.visits + 1
         if step < len(_ASCENTS):
-            self.work.polished += step == 0
-            more = self._ascend(candidate, _ASCENTS[step])
-            self.work.seconds["lattice"] += time.monotonic() - started
-        else:
-            self.work.searched += step == len(_ASCENTS)
-            more = self._enumerate(candidate, STEPS[min(step - len(_ASCENTS), len(STEPS) - 1)])
-            self.work.seconds["search"] += time.monotonic() - started
-        return more
+            self.stats.ascended += step == 0
+            return self._ascend(candidate, _ASCENTS[step])
+        self.stats.searched += step == len(_ASCENTS)
+        return self._enumerate(candidate, LEVELS[min(step - len(_ASCENTS), len(LEVELS) - 1)])
 
     def _ascend(self, candidate: _Candidate, schedules: tuple[native.Ascent, ...]) -> bool:
         if candidate.visits == 1:
-            candidate.multipliers = lattice_start(self.space, candidate.multipliers)
-        bound_s = lattice_bound(
-            candidate.pair,
-            self.lattice,
+            candidate.multipliers = lattice_multipliers(self.space, candidate.multipliers)
+        bound_s = native.lattice_bound(
+            candidate.pair.problem,
+            self.lattice.graph,
             candidate.multipliers,
             schedules,
             target=self.cutoff_s,
@@ -282,28 +310,27 @@ class _Search:
         if math.isinf(bound_s):
             candidate.reason = "memory"
             return False
-        plan = repaired_plan(self.space, candidate.pair, self.lattice, candidate.multipliers)
-        self._offer(plan)
+        self._offer(repaired_plan(self.space, candidate.pair, self.lattice, candidate.multipliers))
         return True
 
     def _enumerate(self, candidate: _Candidate, above: float) -> bool:
         """Enumerate the plans up to a level above the lattice bound, or up to the cutoff."""
         level_s = candidate.base_s * (1 + above) if math.isfinite(above) else math.inf
         level_s = min(level_s, self.cutoff_s, 0.5 * (candidate.bound_s + candidate.failed_s))
-        if not self._labels(candidate, level_s):
-            candidate.failed_s = min(level_s, STEPS[-2] * candidate.bound_s)
+        if not self._search_labels(candidate, level_s):
+            candidate.failed_s = min(level_s, LEVELS[-2] * candidate.bound_s)
             candidate.visits -= 1
-        return candidate.failed_s > candidate.bound_s * (1 + STEPS[0])
+        return candidate.failed_s > candidate.bound_s * (1 + LEVELS[0])
 
     def _retry(self, candidate: _Candidate) -> None:
-        """Try once more where a better plan has come down below the limit that failed."""
+        """Search again where the incumbent is now below the level that failed."""
         if candidate.bound_s < self.cutoff_s < candidate.failed_s and self.left_s > 0:
-            self._labels(candidate, self.cutoff_s)
+            self._search_labels(candidate, self.cutoff_s)
         if candidate.bound_s >= self.cutoff_s:
             candidate.reason = "search"
 
-    def _labels(self, candidate: _Candidate, limit_s: float) -> bool:
-        """Enumerate below a limit; keep what is found and proven; tell whether it was complete."""
+    def _search_labels(self, candidate: _Candidate, limit_s: float) -> bool:
+        """Enumerate below a limit; keep the plan and the bound; return whether it was complete."""
         limits = native.Search(
             limit=limit_s,
             seconds=min(1e9, max(0.0, self.left_s)),
@@ -316,8 +343,8 @@ class _Search:
         status, stages, keys = native.search(
             candidate.pair.problem, self.lattice.graph, candidate.multipliers, limits
         )
-        self.work.columns = max(self.work.columns, limits.columns)
-        self.work.labels = max(self.work.labels, limits.labels)
+        self.stats.columns = max(self.stats.columns, limits.columns)
+        self.stats.labels = max(self.stats.labels, limits.labels)
         if len(stages):
             self._offer(self._decoded(candidate.pair, stages.tolist(), keys.tolist(), limits.value))
         proven_s = min(limit_s, self.best_s) if status == native.DONE else limits.bound
@@ -326,25 +353,44 @@ class _Search:
 
     def _decoded(
         self, pair: NativePair, stages: list[list[int]], keys: list[int], value_s: float
-    ) -> Plan:
+    ) -> Incumbent:
         order = tuple(self.lattice.node_group[node] for node, _, _ in stages)
         problem = self.space.problem(pair.costs, order)
         counts = [
-            self.space.counts_of(key, first, end)
+            counts_of_key(self.space, key, first, end)
             for (_, first, end), key in zip(stages, keys, strict=True)
         ]
         assignment = assignment_of_counts(problem, counts)
-        priced = evaluate(problem, assignment)
-        if abs(priced.objective_s - value_s) > VALUE_TOLERANCE * abs(value_s):
+        evaluation = evaluate(problem, assignment)
+        if abs(evaluation.objective_s - value_s) > VALUE_TOLERANCE * abs(value_s):
             raise SolverError(
-                f"the exact search claims {value_s!r} s, but its plan costs {priced.objective_s!r}"
+                f"the exact search claims {value_s!r} s, but its plan costs "
+                f"{evaluation.objective_s!r} s"
             )
-        if not is_feasible(problem, priced):
-            raise SolverError("the exact search overdraws memory or the quality budget")
+        if not is_feasible(problem, evaluation):
+            raise SolverError("the exact search exceeds memory or the quality budget")
         if not obeys(problem.limits, order, assignment.positions, assignment.widths):
-            raise SolverError("the exact search breaks a manual decision")
-        return problem, assignment, priced
+            raise SolverError("the exact search violates a manual decision")
+        return Incumbent(problem, assignment, evaluation)
 
-    def _offer(self, plan: Plan | None) -> None:
-        if plan is not None and plan[2].objective_s < self.best_s:
-            self.best, self.best_s = plan, plan[2].objective_s
+    def _offer(self, found: Incumbent | None) -> None:
+        if found is not None and found.evaluation.objective_s < self.best_s:
+            self.best, self.best_s = found, found.evaluation.objective_s
+
+
+def _close(candidate: _Candidate) -> None:
+    """Set the reason to the step that raised the bound above the cutoff."""
+    if candidate.visits == 0:
+        candidate.reason = "noncontiguous"
+    else:
+        candidate.reason = "lattice" if candidate.visits <= len(_ASCENTS) else "search"
+
+
+def _proof(candidate: _Candidate) -> PairProof:
+    by_multipliers = candidate.reason in ("noncontiguous", "lattice")
+    return PairProof(
+        micro_batching=candidate.pair.costs.micro_batching,
+        bound_s=candidate.bound_s,
+        reason=candidate.reason,
+        multipliers=tuple(candidate.multipliers.tolist()) if by_multipliers else (),
+    )

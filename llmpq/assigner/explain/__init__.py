@@ -1,1 +1,1 @@
-"""Explanations of a plan: binding constraints, infeasibility, comparisons."""
+"""Why a plan is as it is, or why there is none; what would change it; several plans at once."""

@@ -1,12 +1,7 @@
-"""What binds: which constraint keeps each device of a plan from doing more, or the plan from speed.
-
-It reads a plan and its cost models and refuses to plan anything: what another plan would cost is
-``what_if``.
-"""
+"""Binding constraints: what limits each device of a plan, and the plan's speed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,21 +13,21 @@ from llmpq.units import format_bytes
 Constraint = Literal["memory", "prefill", "decode", "prefill_link", "decode_link"]
 
 NEARLY = 5e-3
-"""Relative difference within which a stage is as slow as the slowest."""
+"""Relative difference within which a stage counts as slow as the slowest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """What holds one stage.
+    """The binding constraints of one stage.
 
     Attributes:
         rank: the stage.
-        constraints: what binds: no room for the smallest step more, or among the slowest of a
-            phase whose latency goes with its slowest stage.
+        constraints: ``memory`` without room for the smallest step; a phase or its link when among
+            the slowest, where the phase's latency follows its slowest stage.
         slack_bytes: memory left.
         step_bytes: the smallest step that would need more: one of its layers at the next wider
-            bits, or one layer more; ``None`` when there is no such step.
-        prefill_share, decode_share: its time as a share of the slowest stage's or link's.
+            bits, or one more layer; ``None`` when there is no such step.
+        prefill_share, decode_share: its time relative to the slowest stage's or link's.
         master_share: the master's own work as a share of this stage's decode step, 0 elsewhere.
     """
 
@@ -47,11 +42,11 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBinding:
-    """What holds a plan.
+    """The binding constraints of a plan.
 
     Attributes:
-        prefill_by_slowest: more than one micro-batch follows another, so prefill goes with the
-            slowest stage; else with the sum of all stages.
+        prefill_by_slowest: with several micro-batches prefill follows the slowest stage, else the
+            sum of all stages.
         decode_by_slowest: the same of a decode round.
         stages: one entry a stage.
     """
@@ -62,7 +57,7 @@ class PlanBinding:
 
 
 def plan_binding(plan: Plan, costs: ClusterCosts) -> PlanBinding:
-    """Return what binds on every stage of a plan.
+    """Return the binding constraints of every stage of a plan.
 
     Args:
         plan: the plan.
@@ -71,41 +66,45 @@ def plan_binding(plan: Plan, costs: ClusterCosts) -> PlanBinding:
     stages = plan.estimate.stages
     prefill_s = max(max(stage.prefill_s, stage.send_prefill_s) for stage in stages)
     decode_s = max(max(stage.decode_s, stage.send_decode_s) for stage in stages)
-    by_slowest = (
-        plan.workload.batch > plan.micro_batching.prefill,
-        _decodes_by_slowest(plan, decode_s),
-    )
+    prefill_by_slowest = plan.workload.batch > plan.micro_batching.prefill
+    decode_by_slowest = _decodes_by_slowest(plan, decode_s)
     found = []
     for stage, estimate in zip(plan.stages, stages, strict=True):
-        names: list[Constraint] = []
         slack = estimate.capacity_bytes - estimate.memory.total
         step = _smallest_step(plan, stage, costs)
-        if step is not None and slack < step:
-            names.append("memory")
-        if by_slowest[0]:
-            names += _slow(estimate.prefill_s, estimate.send_prefill_s, prefill_s, "prefill")
-        if by_slowest[1]:
-            names += _slow(estimate.decode_s, estimate.send_decode_s, decode_s, "decode")
+        times: list[tuple[Constraint, float, float]] = []
+        if prefill_by_slowest:
+            times += [
+                ("prefill", estimate.prefill_s, prefill_s),
+                ("prefill_link", estimate.send_prefill_s, prefill_s),
+            ]
+        if decode_by_slowest:
+            times += [
+                ("decode", estimate.decode_s, decode_s),
+                ("decode_link", estimate.send_decode_s, decode_s),
+            ]
+        names: list[Constraint] = ["memory"] if step is not None and slack < step else []
+        names += [name for name, own_s, slowest_s in times if own_s >= slowest_s * (1 - NEARLY)]
         found.append(
             Binding(
                 rank=stage.rank,
                 constraints=tuple(names),
                 slack_bytes=slack,
                 step_bytes=step,
-                prefill_share=_share(estimate.prefill_s, prefill_s),
-                decode_share=_share(estimate.decode_s, decode_s),
+                prefill_share=estimate.prefill_s / prefill_s if prefill_s > 0 else 1.0,
+                decode_share=estimate.decode_s / decode_s if decode_s > 0 else 1.0,
                 master_share=_master_share(plan, stage, estimate, costs),
             )
         )
     return PlanBinding(
-        prefill_by_slowest=by_slowest[0],
-        decode_by_slowest=by_slowest[1],
+        prefill_by_slowest=prefill_by_slowest,
+        decode_by_slowest=decode_by_slowest,
         stages=tuple(found),
     )
 
 
 def _decodes_by_slowest(plan: Plan, slowest_s: float) -> bool:
-    """Tell which side of ``T_round`` is the larger (``objective``)."""
+    """Return which side of ``T_round`` is the larger (``objective``)."""
     work, batches = plan.workload, -(-plan.workload.batch // plan.micro_batching.decode)
     if work.new_tokens == 1:
         return False
@@ -115,7 +114,7 @@ def _decodes_by_slowest(plan: Plan, slowest_s: float) -> bool:
 
 
 def binding_text(found: Binding) -> str:
-    """Return what binds on a stage, in words."""
+    """Return the binding constraints of a stage in words."""
     parts = []
     if "memory" in found.constraints:
         assert found.step_bytes is not None
@@ -139,45 +138,29 @@ def binding_text(found: Binding) -> str:
 
 
 def allowed_bits(plan: Plan) -> tuple[int, ...]:
-    """Return the bitwidths that the search might choose, by the plan's provenance, widest first."""
+    """Return the bitwidths allowed in the search, by the plan's provenance, widest first."""
     text = dict(plan.provenance.inputs).get("bits", "")
     widths = {int(word) for word in text.split() if word.isdecimal()}
     return tuple(width for width in BITS if width in widths | set(plan.bits))
 
 
-def _slow(
-    stage_s: float, send_s: float, slowest_s: float, phase: Literal["prefill", "decode"]
-) -> Sequence[Constraint]:
-    found: list[Constraint] = []
-    if stage_s >= slowest_s * (1 - NEARLY):
-        found.append(phase)
-    if send_s >= slowest_s * (1 - NEARLY):
-        found.append("prefill_link" if phase == "prefill" else "decode_link")
-    return found
-
-
-def _share(value_s: float, slowest_s: float) -> float:
-    return value_s / slowest_s if slowest_s > 0 else 1.0
-
-
 def _smallest_step(plan: Plan, stage: StageAssignment, costs: ClusterCosts) -> int | None:
-    """Return the fewest bytes that a better plan would need here at least."""
+    """Return the fewest bytes that a better plan would need here."""
     device, work = plan.device_of(stage), plan.workload
     kinds, widths = costs.model.layer_kinds, sorted(allowed_bits(plan))
     steps = []
     for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):
-        now = costs.layer_weight_bytes(device, kinds[layer], bits)
-        for wider in widths:
-            if wider > bits:
-                steps.append(costs.layer_weight_bytes(device, kinds[layer], wider) - now)
-                break
+        wider = next((width for width in widths if width > bits), None)
+        if wider is not None:
+            now = costs.layer_weight_bytes(device, kinds[layer], bits)
+            steps.append(costs.layer_weight_bytes(device, kinds[layer], wider) - now)
     if stage.num_layers < plan.model.num_layers:
         steps += [
             costs.layer_weight_bytes(device, kind, widths[0])
             + costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens)
             for kind in set(kinds)
         ]
-    return min(steps) if steps else None
+    return min(steps, default=None)
 
 
 def _master_share(

@@ -1,8 +1,8 @@
-"""All methods on one request, side by side.
+"""All methods on one request.
 
-The methods share one task, so they are priced by the same numbers. The search stops within its
-gap, and a rival may happen to lie inside it: then the search takes the rival's plan as its own,
-with the bound it has proven, so it is never worse than any of them.
+The methods share one task, so they are evaluated with the same costs. The search stops within its
+gap, and a baseline's plan may lie inside it: then the search returns that plan with its own bound,
+so it is never worse than a baseline.
 """
 
 from __future__ import annotations
@@ -11,8 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.planner import METHODS, blamed, check_method, plan_task, silent
-from llmpq.assigner.task import PlanRequest, Progress, build_task
+from llmpq.assigner.objective import relative_gap
+from llmpq.assigner.planner import (
+    METHODS,
+    check_method,
+    explain_infeasible_overrides,
+    plan_task,
+)
+from llmpq.assigner.request import PlanRequest, Progress, build_task, silent
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
@@ -21,7 +27,7 @@ SEARCH = "llmpq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one method made of the request.
+    """The outcome of one method.
 
     Attributes:
         method: its name in ``METHODS``.
@@ -35,11 +41,10 @@ class Outcome:
 
 
 Runner = Callable[[str, Callable[[Progress], Plan]], Plan]
-"""Does a method's work, which is told by name, and gives it whom to tell how far it is."""
+"""Calls a method's work, given its name, with a ``Progress``."""
 
 
-def _silently(name: str, work: Callable[[Progress], Plan]) -> Plan:
-    del name
+def _silently(_: str, work: Callable[[Progress], Plan]) -> Plan:
     return work(silent)
 
 
@@ -49,16 +54,16 @@ def compare_methods(
     """Return the outcome of every method, the search first.
 
     Args:
-        request: what is asked. A method that cannot follow its manual decisions says so.
+        request: what to plan. A method that does not support its overrides has an error.
         command: the command line, for provenance.
-        run: does the work of every method, for instance with a progress bar.
+        run: calls the work of every method, for instance with a progress bar.
 
     Raises:
-        SpecError: the request cannot be accepted by any method.
+        SpecError: the request is invalid for every method.
     """
     check_method(request, SEARCH)
     started = time.perf_counter()
-    request = request.begun()
+    request = request.with_deadline()
     task = build_task(request)
     build_s = time.perf_counter() - started
 
@@ -71,34 +76,33 @@ def compare_methods(
             check_method(request, method)
             return Outcome(method=method, plan=run(method, work))
         except InfeasibleError as error:
-            return Outcome(method=method, plan=None, error=blamed(request, method, error))
+            explained = explain_infeasible_overrides(request, method, error)
+            return Outcome(method=method, plan=None, error=explained)
         except SpecError as error:
             return Outcome(method=method, plan=None, error=error)
 
-    rivals = [outcome(method) for method in METHODS if method != SEARCH]
-    return never_worse(outcome(SEARCH), rivals, request.gap), *rivals
+    baselines = [outcome(method) for method in METHODS if method != SEARCH]
+    return best_with_bound(outcome(SEARCH), baselines, request.gap), *baselines
 
 
-def never_worse(search: Outcome, rivals: list[Outcome], gap: float) -> Outcome:
-    """Return the outcome of the search, with the cheapest rival's plan where that is cheaper."""
-    plans = [rival.plan for rival in rivals if rival.plan is not None]
+def best_with_bound(search: Outcome, baselines: list[Outcome], gap: float) -> Outcome:
+    """Return the search's outcome, with the cheapest baseline's plan where that is cheaper."""
+    plans = [baseline.plan for baseline in baselines if baseline.plan is not None]
     if not plans:
         return search
     best = min(plans, key=lambda plan: plan.estimate.objective_s)
-    if search.plan is None:
-        # Out of time without a plan of its own; what the rivals found is not thrown away.
+    if search.plan is None:  # out of time
         own = replace(best.search, method=search.method)
         return Outcome(method=search.method, plan=replace(best, search=own))
     objective_s = best.estimate.objective_s
     if search.plan.estimate.objective_s <= objective_s:
         return search
-    bound_s, found = search.plan.search.bound_s, search.plan.search
-    if bound_s is not None:
-        bound_s = min(bound_s, objective_s)
-        left = (objective_s - bound_s) / objective_s if objective_s > 0 else 0.0
-        found = replace(
-            found, bound_s=bound_s, gap=left, status="optimal" if left <= gap else found.status
-        )
+    found = search.plan.search
+    if found.bound_s is not None:
+        bound_s = min(found.bound_s, objective_s)
+        left = relative_gap(objective_s, bound_s)
+        status = "optimal" if left <= gap else found.status
+        found = replace(found, bound_s=bound_s, gap=left, status=status)
     return Outcome(
         method=search.method,
         plan=replace(

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.binding import PlanBinding, plan_binding
-from llmpq.assigner.explain.explain import dropped_reasons
+from llmpq.assigner.explain.infeasible import dropped_reasons
 from llmpq.assigner.explain.what_if import Alternative, forced_use, one_more
-from llmpq.assigner.planner import silent
-from llmpq.assigner.task import Progress, costs_of
+from llmpq.assigner.request import Progress, costs_of, silent
 from llmpq.costmodel import ClusterCosts
 from llmpq.spec.plan import Plan
 

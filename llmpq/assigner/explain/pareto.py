@@ -1,9 +1,8 @@
 """Several plans between the best quality and the highest speed, none of them dominated.
 
-The fastest plan and the fastest one of the least degradation are the ends. In between the widest
-gap is halved again and again: the fastest plan within a quality budget. A budget finds plans that
-no price of degradation would, those in a dent of the front; the small price that is kept makes sure
-that nothing is degraded in vain.
+The ends are the fastest plan and the fastest plan of least degradation. In between the widest gap
+is halved repeatedly: the fastest plan within a quality budget. Budgets also find the non-convex
+parts of the front; a small price of degradation avoids degradation without gain.
 """
 
 from __future__ import annotations
@@ -12,26 +11,31 @@ import math
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.constraints.deadline import NEVER
-from llmpq.assigner.milp.search import OutOfTimeError
-from llmpq.assigner.planner import blamed, check_method, plan_task
-from llmpq.assigner.task import PlanningTask, PlanRequest, Progress, build_task
+from llmpq.assigner.planner import check_method, explain_infeasible_overrides, plan_task
+from llmpq.assigner.request import (
+    OutOfTimeError,
+    PlanningTask,
+    PlanRequest,
+    Progress,
+    build_task,
+)
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
 LOW_PRICE = 5e-3
-"""Price of one unit of degradation in latencies, where speed is what counts."""
+"""Price of one unit of degradation in latencies, where speed counts."""
 
 HIGH_PRICE = 1e4
 """The same where only quality counts."""
 
 SEARCHES_A_POINT = 4
-"""Searches for each plan asked for, after which fewer are told."""
+"""Most searches for each requested plan."""
 
 NARROWEST = 0.01
-"""Share of the whole range of quality below which a gap is not looked into."""
+"""Share of the whole range of quality below which a gap is not halved."""
 
 SEARCH_LIMIT_S = 20.0
-"""Seconds of each search when no limit is given: a front is an overview, its gaps are told."""
+"""Seconds of each search without a time limit."""
 
 SAME = 1e-6
 """Relative difference of latency below which a plan is no faster."""
@@ -48,16 +52,16 @@ def pareto_plans(
     """Return up to ``count`` plans, the best quality first and each next one faster.
 
     Args:
-        request: what is asked; its quality budget holds for every plan, its time limit for every
+        request: what to plan; its quality budget holds for every plan, its time limit for every
             single search (``SEARCH_LIMIT_S`` without one).
-        count: plans at most; there may be fewer that differ.
+        count: most plans; there may be fewer that differ.
         method: a name in ``METHODS``.
         command: the command line, for provenance.
-        progress: told how many plans there are.
+        progress: called with the number of plans found.
 
     Raises:
         SpecError: as ``make_plan``, and for fewer than two plans or a price of degradation.
-        InfeasibleError: no plan exists at all.
+        InfeasibleError: no plan exists.
     """
     if count < 2:
         raise SpecError(f"--pareto: found {count}, expected at least 2 plans")
@@ -68,7 +72,7 @@ def pareto_plans(
     try:
         front.find_ends()
     except InfeasibleError as error:
-        raise blamed(request, method, error) from None
+        raise explain_infeasible_overrides(request, method, error) from None
     for _ in range(SEARCHES_A_POINT * count):
         if progress is not None:
             progress(min(len(front.plans), count), count, None)
@@ -77,21 +81,26 @@ def pareto_plans(
     return front.plans
 
 
+def _root(plan: Plan) -> float:
+    """Return the root of a plan's degradation, which is about linear in bits."""
+    return math.sqrt(plan.estimate.quality)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gap:
-    """Two neighbours; within ``searched`` no plan is faster than ``better``."""
+    """Two neighbours; no plan with a root of degradation up to ``low`` beats ``better``."""
 
     better: Plan
     faster: Plan
-    searched: float
+    low: float
 
     @property
-    def span(self) -> tuple[float, float]:
-        """Square roots of the degradations between which nothing is known.
+    def width(self) -> float:
+        return _root(self.faster) - self.low
 
-        Degradation goes with the square of the quantizer's step, so the root is even in bits.
-        """
-        return math.sqrt(self.searched), math.sqrt(self.faster.estimate.quality)
+    @property
+    def gain_s(self) -> float:
+        return self.better.estimate.latency_s - self.faster.estimate.latency_s
 
 
 class _Front:
@@ -105,16 +114,16 @@ class _Front:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """What is not dominated, best quality first."""
+        """The plans that are not dominated, best quality first."""
         ranked = sorted(self.found, key=lambda p: (p.estimate.quality, p.estimate.latency_s))
         kept: list[Plan] = []
         for plan in ranked:
-            if not kept or plan.estimate.latency_s < kept[-1].estimate.latency_s * (1 - SAME):
+            if not kept or _is_faster(plan, kept[-1]):
                 kept.append(plan)
         return tuple(kept)
 
     def find_ends(self) -> None:
-        """Find the fastest plan, and the fastest among those of the best quality."""
+        """Find the fastest plan, and the fastest of those of the best quality."""
         fastest = self._plan(LOW_PRICE, self.task.request.quality_budget)
         least = self._plan(HIGH_PRICE, self.task.request.quality_budget)
         best = least
@@ -123,58 +132,53 @@ class _Front:
         except InfeasibleError:  # the last bit of a rounded sum
             self.found.append(least)
         self.found += [best, fastest]
-        self._open(best, fastest, best.estimate.quality)
+        self._open(best, fastest, _root(best))
 
     def halve_widest(self) -> bool:
-        """Look into the widest gap; tell whether there was one."""
+        """Search in the widest gap; return whether there was one."""
         if not self.gaps:
             return False
-        gap = max(self.gaps, key=self._width)
+        gap = max(self.gaps, key=self._size)
         self.gaps.remove(gap)
-        low, high = gap.span
-        budget = (0.5 * (low + high)) ** 2
+        middle = 0.5 * (gap.low + _root(gap.faster))
         try:
-            plan = self._plan(LOW_PRICE, budget)
-        except OutOfTimeError:  # there is one, the better neighbour at least: try a larger budget
-            self._open(gap.better, gap.faster, budget)
+            plan = self._plan(LOW_PRICE, middle**2)
+        except OutOfTimeError:  # the better neighbour is one: try a larger budget
+            self._open(gap.better, gap.faster, middle)
             return True
-        if plan.estimate.latency_s < gap.better.estimate.latency_s * (1 - SAME):
+        if _is_faster(plan, gap.better):
             self.found.append(plan)
-            self._open(gap.better, plan, gap.searched)
-            self._open(plan, gap.faster, budget)
+            self._open(gap.better, plan, gap.low)
+            self._open(plan, gap.faster, middle)
         else:
-            self._open(gap.better, gap.faster, budget)
+            self._open(gap.better, gap.faster, middle)
         return True
 
-    def _open(self, better: Plan, faster: Plan, searched: float) -> None:
-        gap = _Gap(better=better, faster=faster, searched=searched)
-        low, high = gap.span
-        gains = faster.estimate.latency_s < better.estimate.latency_s * (1 - SAME)
-        if gains and high - low > NARROWEST * max(
-            math.sqrt(p.estimate.quality) for p in self.found
-        ):
+    def _open(self, better: Plan, faster: Plan, low: float) -> None:
+        gap = _Gap(better=better, faster=faster, low=low)
+        widest = max(_root(plan) for plan in self.found)
+        if _is_faster(faster, better) and gap.width > NARROWEST * widest:
             self.gaps.append(gap)
 
-    def _width(self, gap: _Gap) -> float:
-        """Return how far apart two neighbours are, as shares of both ranges."""
-        plans = self.plans
-        latency_s = plans[0].estimate.latency_s - plans[-1].estimate.latency_s
-        quality = math.sqrt(plans[-1].estimate.quality) - math.sqrt(plans[0].estimate.quality)
-        low, high = gap.span
-        apart_s = gap.better.estimate.latency_s - gap.faster.estimate.latency_s
+    def _size(self, gap: _Gap) -> float:
+        """Return the distance of two neighbours, relative to the ranges of quality and latency."""
+        whole = _Gap(better=self.plans[0], faster=self.plans[-1], low=_root(self.plans[0]))
         return math.hypot(
-            (high - low) / quality if quality > 0 else 0.0,
-            apart_s / latency_s if latency_s > 0 else 0.0,
+            gap.width / whole.width if whole.width > 0 else 0.0,
+            gap.gain_s / whole.gain_s if whole.gain_s > 0 else 0.0,
         )
 
     def _plan(self, price: float, budget: float | None) -> Plan:
         given = self.task.request
+        limit_s = SEARCH_LIMIT_S if given.time_limit_s is None else given.time_limit_s
         request = replace(
             given,
             theta_s=price * self.unit_s,
             quality_budget=budget,
-            deadline=NEVER.within(
-                SEARCH_LIMIT_S if given.time_limit_s is None else given.time_limit_s
-            ),
+            deadline=NEVER.within(limit_s),
         )
         return plan_task(replace(self.task, request=request), self.method, command=self.command)
+
+
+def _is_faster(plan: Plan, than: Plan) -> bool:
+    return plan.estimate.latency_s < than.estimate.latency_s * (1 - SAME)

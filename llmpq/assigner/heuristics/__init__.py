@@ -1,1 +1,1 @@
-"""Fast approximate planners and the baselines of the paper."""
+"""Fast approximate planners, and the baselines of the paper."""

@@ -1,16 +1,14 @@
-"""Adabits: adaptive bits without a thought for time.
+"""Adabits: bits of least degradation, without regard to latency (LLM-PQ, Sec. 4.3 and 6.9).
 
-LLM-PQ, Sec. 4.3 and 6.9: the plan's program with the latency taken out. Of all contiguous
-placements that fit, take one of least degradation; time only decides between equals (by the
-seconds of work in all layers together, not by who is slowest). The micro-batch pair is chosen by
-the objective, as for every method. ``find_adaptive_even`` keeps the even split instead.
+Of all contiguous placements that fit, the one of least degradation; of equal ones, the one with
+least work in all layers. The micro-batch pair is chosen by the objective, as for every method.
+``find_adaptive_even`` keeps an even split instead.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmpq.assigner.explain.explain import explain_memory
 from llmpq.assigner.heuristics.additive import AdditiveProblem, additive_problem, least_cost
 from llmpq.assigner.heuristics.pair_table import (
     Choice,
@@ -21,24 +19,22 @@ from llmpq.assigner.heuristics.pair_table import (
     leading_orders,
     solution_of,
 )
-from llmpq.assigner.heuristics.uniform import even_split
+from llmpq.assigner.heuristics.proportional import proportional_split
 from llmpq.assigner.objective import evaluate
 from llmpq.assigner.problem import Assignment, AssignmentProblem
-from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
 TIE = 1e-9
-"""Weight of the work, as a share of all of it, beside degradation: below any that matters."""
+"""Weight of all work relative to degradation: it only decides between equals."""
 
 
 def find_adabits(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the least degradation that memory allows; each group leads once, rest in file order.
+    """Return the least degradation that memory allows; each group leads once, others in file order.
 
     Raises:
         InfeasibleError: even the least degradation is over the quality budget, or nothing fits.
     """
-    if not task.pairs:
-        raise InfeasibleError(explain_memory(task.request))
     best = best_adabits(PairTable(task), progress)
     if best is None:
         raise InfeasibleError(_reason(task, "the placement of least degradation"))
@@ -72,10 +68,8 @@ def find_adaptive_even(task: PlanningTask, progress: Progress) -> Solution:
     Raises:
         InfeasibleError: an even split does not fit, or not within the quality budget.
     """
-    if not task.pairs:
-        raise InfeasibleError(explain_memory(task.request))
     table, order = PairTable(task), file_order(task)
-    positions = even_split(len(task.kinds), len(order))
+    positions = proportional_split(len(task.kinds), [1.0] * len(order))
     classes = _classes(table, order)
     best: Choice | None = None
     for number, pairs in enumerate(classes):
@@ -94,7 +88,7 @@ def find_adaptive_even(task: PlanningTask, progress: Progress) -> Solution:
 def least_degradation(problem: AssignmentProblem) -> Assignment | None:
     """Return a placement of least degradation, ``None`` when nothing fits in memory.
 
-    Between placements of equal degradation the one with less work wins (``TIE``).
+    Of placements of equal degradation it has the least work (``TIE``).
     """
     costs, groups = problem.costs, list(problem.order)
     prefill, decode = (
@@ -131,7 +125,7 @@ def least_degradation_of_split(
 
 
 def _classes(table: PairTable, order: tuple[int, ...]) -> list[np.ndarray]:
-    """Return masks ``[P]`` of the pairs that leave equal memory for layers, most room first."""
+    """Return masks ``[P]`` of the pairs that leave equal memory for layers, largest first."""
     groups = sorted(set(order))
     room = np.concatenate(
         [table.capacity_bytes[:, groups], table.first_capacity_bytes[:, order[:1]]], axis=1
@@ -142,7 +136,7 @@ def _classes(table: PairTable, order: tuple[int, ...]) -> list[np.ndarray]:
 
 
 def _still_best(old: AssignmentProblem, best: Assignment, new: AssignmentProblem) -> bool:
-    """Tell whether the best of one problem is that of another with no more room anywhere."""
+    """Whether the best of one problem also is that of another with no more room anywhere."""
     if old.order != new.order or evaluate(new, best).excess_bytes:
         return False
     positions = range(new.num_positions)

@@ -1,13 +1,12 @@
 """Least additive cost under memory: exact placement when the objective is a sum over layers.
 
-Without the slowest stage in the objective every layer has a price of its own at every position and
-bitwidth, and only memory ties layers together. That is adabits (degradation alone), a single
-device (its latency is linear) and the bits of a stage whose layers are given. It refuses
-objectives that look at more than one layer at a time.
+Without the slowest stage in the objective every layer has a cost of its own at every position and
+bitwidth, and only memory couples the layers. That is adabits (degradation alone), a single device
+(its latency is linear) and the bits of a stage whose layers are given.
 
-Prices of memory give a lower bound (Lagrange); then the layers are placed one after the other,
-keeping every partial plan that neither a cheaper one of at most its memory nor the bound rules
-out. Array legend: ``N`` positions, ``L`` layers, ``B`` bitwidths.
+Lagrange multipliers of memory give a lower bound; then the layers are placed one by one, keeping
+every partial plan that is neither dominated by a cheaper one of at most its memory nor ruled out by
+the bound. Array legend: ``N`` positions, ``L`` layers, ``B`` bitwidths.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import numpy as np
 
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, IntArray
 
-PRICE_STEPS = 60
+MULTIPLIER_STEPS = 60
 FIRST_WINDOW = 1e-3
-"""Share of the range of costs above the bound that the first sweep looks at."""
+"""Share of the range of costs above the bound that the first sweep covers."""
 
 WIDENING = 6.0
-"""By how much the window grows until it holds a placement."""
+"""Factor by which the window grows until it holds a placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,8 +33,7 @@ class AdditiveProblem:
     Attributes:
         costs: ``[N, L, B]`` cost of a layer at a position and a bitwidth, finite.
         sizes: ``[N, L, B]`` bytes of it, positive.
-        capacities: ``[N]`` bytes of every position. A negative one cannot run at all, which for
-            the first, the master, leaves no placement.
+        capacities: ``[N]`` bytes of every position; a position of negative capacity cannot run.
     """
 
     costs: FloatArray
@@ -56,7 +54,7 @@ def additive_problem(problem: AssignmentProblem, layer_costs: FloatArray) -> Add
 def least_cost(problem: AdditiveProblem) -> Assignment | None:
     """Return a contiguous placement of least total cost that fits, ``None`` when nothing fits.
 
-    Among placements of equal cost the choice is arbitrary but always the same.
+    Of placements of equal cost the choice is arbitrary but deterministic.
     """
     if problem.capacities[0] < 0 or not _fits(problem):
         return None
@@ -72,7 +70,7 @@ def least_cost(problem: AdditiveProblem) -> Assignment | None:
 
 
 def _fits(problem: AdditiveProblem) -> bool:
-    """Let each position in turn take all it can at the least size: no placement holds more."""
+    """Whether all layers fit at their least size, each position in turn taking all it can."""
     smallest = problem.sizes.min(axis=2)
     layer = 0
     for position, capacity in enumerate(problem.capacities.tolist()):
@@ -84,40 +82,40 @@ def _fits(problem: AdditiveProblem) -> bool:
 def _solve(problem: AdditiveProblem) -> tuple[list[int], list[int]]:
     """Return position and width of every layer; something fits."""
     scale = _range(problem)
-    relaxed = _Relaxed(problem, _prices(problem))
+    relaxed = _Relaxed(problem, _multipliers(problem))
     window = FIRST_WINDOW * scale
     while True:
-        # Beyond the whole range of costs nothing is ruled out any more, so this ends.
+        # Beyond the whole range of costs nothing is ruled out, so this ends.
         ceiling = relaxed.bound + window if window < 4 * scale else math.inf
         sweep = _Sweep(problem, relaxed, ceiling)
         cost = sweep.run()
         if cost <= sweep.ceiling:
             return sweep.choices()
-        # A placement above the ceiling is not proven best, but it says how far to look.
+        # A placement above the ceiling is not proven best, but bounds the window.
         window = min(WIDENING * window, cost - relaxed.bound)
 
 
 def _range(problem: AdditiveProblem) -> float:
-    """Return how far the costs of two placements can be apart, at most."""
+    """Return an upper bound of the difference between the costs of two placements."""
     return float(np.ptp(problem.costs, axis=(0, 2)).sum()) or 1.0
 
 
 class _Relaxed:
-    """The problem with memory priced instead of limited.
+    """The Lagrangian relaxation of memory.
 
     Attributes:
         bound: no placement that fits costs less.
-        rest: ``[N, L + 1]`` the least that is still to come when layers ``[0, i)`` are placed and
-            the position is the current one, with credit for all of its memory.
-        used_bytes: ``[N]`` what the cheapest relaxed placement takes.
+        rest: ``[N, L + 1]`` the least cost of the other layers when layers ``[0, i)`` are placed
+            up to this position, with credit for all of its memory.
+        used_bytes: ``[N]`` bytes of the cheapest relaxed placement.
     """
 
-    def __init__(self, problem: AdditiveProblem, prices: FloatArray) -> None:
+    def __init__(self, problem: AdditiveProblem, multipliers: FloatArray) -> None:
         positions, layers, _ = problem.costs.shape
-        self.prices = prices
-        priced = problem.costs + prices[:, None, None] * problem.sizes
-        width = priced.argmin(axis=2)[:, :, None]
-        least = np.take_along_axis(priced, width, axis=2)[:, :, 0]
+        self.multipliers = multipliers
+        costs = problem.costs + multipliers[:, None, None] * problem.sizes
+        width = costs.argmin(axis=2)[:, :, None]
+        least = np.take_along_axis(costs, width, axis=2)[:, :, 0]
         done = np.concatenate([np.zeros((positions, 1)), least.cumsum(axis=1)], axis=1)
         sizes = np.take_along_axis(problem.sizes, width, axis=2)[:, :, 0]
         self.rest = np.empty((positions, layers + 1))
@@ -127,7 +125,7 @@ class _Relaxed:
         for position in range(positions - 1, -1, -1):
             whole = done[position] + after
             lowest = np.minimum.accumulate(whole[::-1])[::-1]
-            after = lowest - done[position] - prices[position] * problem.capacities[position]
+            after = lowest - done[position] - multipliers[position] * problem.capacities[position]
             self.rest[position] = after
             ends.append((whole, lowest))
         self.bound = float(self.rest[0, 0])
@@ -139,35 +137,35 @@ class _Relaxed:
             layer = end
 
 
-def _prices(problem: AdditiveProblem) -> FloatArray:
-    """Return ``[N]`` prices of a byte of each position: projected subgradient steps (Polyak)."""
+def _multipliers(problem: AdditiveProblem) -> FloatArray:
+    """Return ``[N]`` multipliers of each position's bytes: projected subgradient steps (Polyak)."""
     capacities = problem.capacities.astype(np.float64)
-    best = prices = np.zeros(len(capacities))
-    highest, hope = -math.inf, 0.25 * _range(problem)
+    best = multipliers = np.zeros(len(capacities))
+    highest, target = -math.inf, 0.25 * _range(problem)
     stalled = 0
-    for _ in range(PRICE_STEPS):
-        relaxed = _Relaxed(problem, prices)
+    for _ in range(MULTIPLIER_STEPS):
+        relaxed = _Relaxed(problem, multipliers)
         stalled += 1
         if relaxed.bound > highest:
-            stalled = 0 if relaxed.bound > highest + 0.1 * hope else stalled
-            best, highest = prices, relaxed.bound
+            stalled = 0 if relaxed.bound > highest + 0.1 * target else stalled
+            best, highest = multipliers, relaxed.bound
         if stalled >= 3:
-            hope, stalled = 0.5 * hope, 0
+            target, stalled = 0.5 * target, 0
         slope = relaxed.used_bytes / capacities - 1.0
-        slope[(prices == 0) & (slope < 0)] = 0.0
+        slope[(multipliers == 0) & (slope < 0)] = 0.0
         length = float(slope @ slope)
         if length < 1e-24:
             break
-        step = (highest - relaxed.bound + hope) / length
-        prices = np.maximum(0.0, prices + step * slope / capacities)
+        step = (highest - relaxed.bound + target) / length
+        multipliers = np.maximum(0.0, multipliers + step * slope / capacities)
     return best
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Front:
-    """Partial plans of one position and number of layers placed: more memory, less cost.
+    """Undominated partial plans of one position and number of placed layers.
 
-    ``parents`` are rows of the front before; ``widths`` -1 says that the position was entered.
+    ``parents`` are rows of the previous front; a width of -1 marks the start of a position.
     """
 
     memory: IntArray
@@ -177,7 +175,7 @@ class _Front:
 
 
 class _Sweep:
-    """Places layer after layer, position after position."""
+    """Places the layers one by one, position after position."""
 
     def __init__(self, problem: AdditiveProblem, relaxed: _Relaxed, ceiling: float) -> None:
         self.problem = problem
@@ -186,9 +184,9 @@ class _Sweep:
         self.fronts: list[list[_Front]] = []
 
     def run(self) -> float:
-        """Return the cost of the best placement met, infinite without one.
+        """Return the cost of the best placement found, infinite without one.
 
-        It is the least of all when it is not above the ceiling.
+        It is optimal when it is not above the ceiling.
         """
         positions, layers, _ = self.problem.costs.shape
         for position in range(positions):
@@ -203,7 +201,7 @@ class _Sweep:
         return float(complete[-1]) if len(complete) else math.inf
 
     def _entry(self, position: int, layer: int) -> _Front:
-        """Start on a position with nothing on it, after the cheapest way to get there."""
+        """Start a position without layers, after the cheapest plan of the previous ones."""
         if position == 0:
             size, cost, parent = int(layer == 0), 0.0, 0
         else:
@@ -233,7 +231,9 @@ class _Sweep:
         """Drop what does not fit, what the bound rules out, and what another dominates."""
         memory = np.concatenate([part.memory for part in parts])
         cost = np.concatenate([part.cost for part in parts])
-        least = cost + self.relaxed.prices[position] * memory + self.relaxed.rest[position, layer]
+        least = (
+            cost + self.relaxed.multipliers[position] * memory + self.relaxed.rest[position, layer]
+        )
         inside = (memory <= self.problem.capacities[position]) & (least <= self.ceiling)
         rows = np.flatnonzero(inside)
         rows = rows[np.lexsort((cost[rows], memory[rows]))]

@@ -1,12 +1,12 @@
 """Exchanges of layers and bitwidths between stages: the steps of the bitwidth transfer.
 
-A plan is seen as a table of counts: how many layers of each bitwidth every position holds. Within
-a stage the most sensitive layers have the widest bits, so the counts say all. An exchange lets
-one set of positions give layers to another while layers of both change their bitwidth; positions
-in between keep their counts and shift along. All ways to do so are priced in one sweep.
+A plan is a table of counts: how many layers of each bitwidth every position holds. Within a stage
+the most sensitive layers have the widest bits, so the counts determine the plan. In an exchange one
+set of positions gives layers to another while layers of both change their bitwidth; positions in
+between keep their counts and shift. All options are evaluated in one sweep.
 
 Array legend: ``N`` positions, ``B`` bitwidths, ``M`` layers of a stage, ``A`` and ``C`` options of
-the two sides, and ``4`` figures: prefill seconds, decode seconds, bytes, degradation.
+the two sides, and ``4`` totals: prefill seconds, decode seconds, bytes, degradation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Exchange:
     Attributes:
         givers, takers: two disjoint sets of positions. The members of a side do the same, so that
             equal devices that are equally slow can be relieved together. Without takers the
-            givers change bitwidths by themselves.
+            givers only change bitwidths.
         given, taken: layers each; ``len(givers) * given == len(takers) * taken``.
     """
 
@@ -45,7 +45,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """All options of one side: changes ``[A, B]``, summed figures ``[A, 4]``, maxima ``[A, 2]``."""
+    """All options of one side: changes ``[A, B]``, summed totals ``[A, 4]``, maxima ``[A, 2]``."""
 
     changes: IntArray
     total: FloatArray
@@ -56,10 +56,10 @@ class _Side:
 def changes(num_widths: int, net: int, *, alone: bool = False) -> IntArray:
     """Return ``[A, B]`` changes of a stage's counts that add up to ``net`` layers.
 
-    All of ``net`` layers have one bitwidth; besides, up to ``MAX_CHANGES`` layers change from one
+    The ``net`` layers have one bitwidth; in addition, up to ``MAX_CHANGES`` layers change from one
     bitwidth to another. The rules ``(b_straggler, b_other, count)`` of LLM-PQ are among them:
     giving ``count`` for one is a net loss of ``count - 1`` and one change. A stage that changes
-    ``alone`` may make two such changes, to pay for one with the other.
+    ``alone`` may make two such changes.
     """
     unit = np.eye(num_widths, dtype=np.int64)
     changed = [
@@ -74,18 +74,18 @@ def changes(num_widths: int, net: int, *, alone: bool = False) -> IntArray:
 
 
 class Stages:
-    """Figures of any stage of a problem by its position, range and counts."""
+    """Totals of any stage of a problem by its position, range and counts."""
 
     def __init__(self, problem: AssignmentProblem) -> None:
         self.problem = problem
         positions = range(problem.num_positions)
-        # An empty position takes no memory, whatever it has.
+        # An empty position takes no memory, even with a negative capacity.
         self.rooms = [max(0, problem.capacity_bytes(position)) for position in positions]
         self.sensitivity = problem.omega[:, -1] - problem.omega[:, 0]
         self.tables: dict[tuple[int, int, int], FloatArray] = {}
 
-    def figures(self, position: int, start: int, counts: IntArray) -> FloatArray:
-        """Return ``[A, 4]`` figures for ``[A, B]`` counts of equal sum, from layer ``start`` on."""
+    def totals(self, position: int, start: int, counts: IntArray) -> FloatArray:
+        """Return ``[A, 4]`` totals for ``[A, B]`` counts of equal sum, from layer ``start`` on."""
         problem = self.problem
         group = problem.order[position]
         table = self._table(group, start, start + int(counts[0].sum()))
@@ -146,11 +146,11 @@ class Stages:
 
 
 class Layout:
-    """The counts of every position, and what exchanges would make of them.
+    """The counts of every position, and the results of exchanges.
 
     Attributes:
         counts: ``[N, B]`` layers of each bitwidth.
-        figures: ``[N, 4]`` figures of every position.
+        totals: ``[N, 4]`` totals of every position.
         objective_s: the objective.
     """
 
@@ -159,15 +159,15 @@ class Layout:
         self.counts = counts
         self.starts = _starts(counts.sum(axis=1))
         rows = zip(self.starts, counts, strict=True)
-        self.figures = np.concatenate(
-            [stages.figures(j, start, row[None]) for j, (start, row) in enumerate(rows)]
+        self.totals = np.concatenate(
+            [stages.totals(j, start, row[None]) for j, (start, row) in enumerate(rows)]
         )
-        slowest = self.figures[:, :BYTES].max(axis=0)
+        slowest = self.totals[:, :BYTES].max(axis=0)
         sends = stages.sends(counts.sum(axis=1).tolist())
-        self.objective_s = float(_objective(stages, slowest, self.figures.sum(axis=0), sends))
+        self.objective_s = float(_objective(stages, slowest, self.totals.sum(axis=0), sends))
 
     def best_of(self, exchange: Exchange) -> tuple[float, IntArray] | None:
-        """Return the best way to make an exchange: its objective and counts; ``None`` without."""
+        """Return objective and counts of an exchange's best option; ``None`` without."""
         sizes = self.counts.sum(axis=1)
         sizes[list(exchange.givers)] -= exchange.given
         sizes[list(exchange.takers)] += exchange.taken
@@ -195,17 +195,17 @@ class Layout:
         return float(values[giver, taker]), counts
 
     def _rest(self, exchange: Exchange, starts: Sequence[int]) -> FloatArray | None:
-        """Return the figures of positions that only shift, ``None`` when one no longer fits."""
+        """Return the totals of positions that only shift, ``None`` when one no longer fits."""
         others = [
             position
             for position in range(len(starts))
             if position not in exchange.givers and position not in exchange.takers
         ]
-        found = self.figures[others]
+        found = self.totals[others]
         for row, position in enumerate(others):
             if starts[position] != self.starts[position] and self.counts[position].any():
                 counts = self.counts[position][None]
-                found[row] = self.stages.figures(position, starts[position], counts)[0]
+                found[row] = self.stages.totals(position, starts[position], counts)[0]
                 if found[row, BYTES] > self.stages.rooms[position]:
                     return None
         return found
@@ -213,7 +213,7 @@ class Layout:
     def _side(
         self, members: Sequence[int], options: IntArray, starts: Sequence[int]
     ) -> _Side | None:
-        """Return every option ``[A, B]`` that all members of a side can take and hold."""
+        """Return the options ``[A, B]`` that all members of a side can hold."""
         if not members:
             return _Side(
                 np.zeros((1, self.counts.shape[1]), dtype=np.int64),
@@ -224,13 +224,13 @@ class Layout:
         if not len(options):
             return None
         found = [
-            self.stages.figures(position, starts[position], self.counts[position] + options)
+            self.stages.totals(position, starts[position], self.counts[position] + options)
             for position in members
         ]
         fits = np.all(
             [
-                figures[:, BYTES] <= self.stages.rooms[position]
-                for figures, position in zip(found, members, strict=True)
+                totals[:, BYTES] <= self.stages.rooms[position]
+                for totals, position in zip(found, members, strict=True)
             ],
             axis=0,
         )

@@ -1,18 +1,22 @@
-"""Fastest: the best single device alone, with the best bitwidths it has room for.
+"""Fastest: the best single device, with the best bitwidths for its memory.
 
 On one device nothing is sent and nothing waits, so the latency is a sum over layers and the
-choice of bitwidths is exact. It is what "is two slower than one?" compares with.
+choice of bitwidths is exact.
 """
 
 from __future__ import annotations
 
-from llmpq.assigner.explain.explain import explain_memory
 from llmpq.assigner.heuristics.additive import additive_problem, least_cost
-from llmpq.assigner.heuristics.pair_table import Choice, better, budget_text, solution_of
+from llmpq.assigner.heuristics.pair_table import (
+    Choice,
+    better,
+    budget_text,
+    choice_of,
+    solution_of,
+)
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
-from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
 
@@ -22,8 +26,6 @@ def find_fastest(task: PlanningTask, progress: Progress) -> Solution:
     Raises:
         InfeasibleError: no device holds the whole model alone (within the quality budget).
     """
-    if not task.pairs:
-        raise InfeasibleError(explain_memory(task.request))
     found = [
         (float(costs.min(axis=1).sum()) + constant_s, pair, group, costs)
         for pair in range(len(task.pairs))
@@ -36,8 +38,8 @@ def find_fastest(task: PlanningTask, progress: Progress) -> Solution:
         progress(number, len(found), best.objective_s if best else None)
         if best is not None and bound_s >= best.objective_s:
             break
-        problem = task.problem(task.pairs[pair], (group,))
-        best = better(best, _choice(task, problem, pair, costs))
+        assignment = _widths(task, task.problem(task.pairs[pair], (group,)), costs)
+        best = better(best, choice_of(task, pair, (group,), assignment))
     if best is not None:
         return solution_of(task, best, orders=len(task.groups))
     raise InfeasibleError(
@@ -49,10 +51,7 @@ def find_fastest(task: PlanningTask, progress: Progress) -> Solution:
 
 
 def layer_costs(problem: AssignmentProblem) -> tuple[FloatArray, float]:
-    """Return ``[L, B]`` seconds of a layer's share in the objective on a single device.
-
-    Also the seconds of what is there whatever the bitwidths are: the master's own work.
-    """
+    """Return ``[L, B]`` each layer's part of the objective, and the master's own seconds."""
     costs, (group,) = problem.costs, problem.order
     rounds = costs.new_tokens - 1
     if problem.formula == "paper":
@@ -66,22 +65,8 @@ def layer_costs(problem: AssignmentProblem) -> tuple[FloatArray, float]:
     return prefill + decode + problem.theta_s * problem.omega, float(master_s)
 
 
-def _choice(
-    task: PlanningTask, problem: AssignmentProblem, pair: int, costs: FloatArray
-) -> Choice | None:
-    assignment = _widths(task, problem, costs)
-    if assignment is None:
-        return None
-    found = evaluate(problem, assignment)
-    if not is_feasible(problem, found):
-        return None
-    return Choice(
-        objective_s=found.objective_s, pair=pair, order=problem.order, assignment=assignment
-    )
-
-
 def _widths(task: PlanningTask, problem: AssignmentProblem, costs: FloatArray) -> Assignment | None:
     if problem.quality_budget is None:
         return least_cost(additive_problem(problem, costs[None]))
-    # The budget is a second limit beside memory: the integer program takes both.
+    # The budget is a second limit in addition to memory, so it takes the integer program.
     return solve_ilp(problem, IlpOptions(solver=task.request.program_solver)).assignment

@@ -1,30 +1,29 @@
-"""One placement priced with every micro-batch pair at once.
+"""One placement evaluated with every micro-batch pair at once.
 
-Most rivals decide where the layers go without looking at the pair and then take the best one, so
-the formulas of ``objective`` are evaluated here for all pairs in one sweep. Whatever is chosen is
-priced again by ``objective``: this table only ranks. Array legend: ``P`` pairs, ``S`` stages,
-``L`` layers.
+Most heuristics place the layers first and then take the best pair, so the formulas of ``objective``
+are computed here for all pairs in one sweep, for ranking; the choice is evaluated by ``objective``.
+Array legend: ``P`` pairs, ``S`` stages, ``L`` layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
 import numpy as np
 
+from llmpq.assigner.enumeration import device_orders, num_orders
 from llmpq.assigner.objective import evaluate, is_feasible, within_budget
 from llmpq.assigner.problem import Assignment, FloatArray, IntArray
-from llmpq.assigner.task import PlanningTask, Solution
+from llmpq.assigner.request import PlanningTask, Solution
 
 MAX_FULL_ORDERS = 24
-"""Block orders a rival goes through; beyond, each group leads once, the rest in file order."""
+"""Most block orders to try; beyond, each group leads once, the others in file order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A placement with its best pair.
+    """A placement and its micro-batch pair.
 
     Attributes:
         objective_s: the objective.
@@ -40,12 +39,11 @@ class Choice:
 
 
 class PairTable:
-    """The figures of all pairs of a task, stacked."""
+    """The costs of all pairs of a task, stacked."""
 
     def __init__(self, task: PlanningTask) -> None:
         self.task = task
-        self.prefill_s = self._stacked("prefill_s")  # [P, T, K, B]
-        self.decode_s = self._stacked("decode_s")
+        self.times_s = self._stacked("prefill_s"), self._stacked("decode_s")  # [P, T, K, B]
         self.master_s = self._stacked("master_prefill_s"), self._stacked("master_decode_s")
         self.send_s = self._stacked("send_prefill_s"), self._stacked("send_decode_s")
         self.return_s = self._stacked("return_prefill_s"), self._stacked("return_decode_s")
@@ -67,25 +65,17 @@ class PairTable:
         positions = np.array(assignment.positions)
         member = (positions[:, None] == np.array(used)).astype(np.float64)  # [L, S]
         cells = np.array(order)[positions], task.kinds, np.array(assignment.widths)
-        times = [
-            table[:, cells[0], cells[1], cells[2]] @ member
-            for table in (self.prefill_s, self.decode_s)
-        ]  # [P, S]
-        for time_s, master_s in zip(times, self.master_s, strict=True):
+        times = [table[:, cells[0], cells[1], cells[2]] @ member for table in self.times_s]
+        for time_s, master_s in zip(times, self.master_s, strict=True):  # [P, S]
             time_s[:, 0] += master_s[:, groups[0]]
         sizes = task.pairs[0].layer_bytes[cells] @ member.astype(np.int64)  # [S]
         quality = float(task.omega[np.arange(len(cells[2])), cells[2]].sum())
-        values = self._latency(times, groups) + task.theta_s * quality
-        inside = self.fits(groups, sizes)
         if not within_budget(task.problem(task.pairs[0], tuple(order)), quality):
-            inside[:] = False
-        return np.where(inside, values, np.inf)
-
-    def fits(self, groups: IntArray, sizes: IntArray) -> np.ndarray:
-        """Return ``[P]`` whether stages on ``groups`` ``[S]``, the master first, hold ``sizes``."""
+            return np.full(len(task.pairs), np.inf)
+        values = self._latency(times, groups) + task.theta_s * quality
         room = self.capacity_bytes[:, groups].copy()
         room[:, 0] = self.first_capacity_bytes[:, groups[0]]
-        return np.asarray((sizes <= room).all(axis=1))
+        return np.where((sizes <= room).all(axis=1), values, np.inf)
 
     def _latency(self, times: Sequence[FloatArray], groups: IntArray) -> FloatArray:
         """Return ``[P]`` seconds of stages with ``[P, S]`` prefill and decode times."""
@@ -119,7 +109,7 @@ class PairTable:
         Args:
             order: groups of the positions.
             assignment: the placement.
-            among: ``[P]`` pairs to choose from, all by default.
+            among: ``[P]`` mask of the pairs to choose from, all by default.
         """
         values = self.objectives(order, assignment)
         if among is not None:
@@ -135,6 +125,19 @@ class PairTable:
         )
 
 
+def choice_of(
+    task: PlanningTask, pair: int, order: tuple[int, ...], assignment: Assignment | None
+) -> Choice | None:
+    """Return an assignment under a pair, evaluated; ``None`` unless it is feasible."""
+    if assignment is None:
+        return None
+    problem = task.problem(task.pairs[pair], order)
+    found = evaluate(problem, assignment)
+    if not is_feasible(problem, found):
+        return None
+    return Choice(objective_s=found.objective_s, pair=pair, order=order, assignment=assignment)
+
+
 def better(first: Choice | None, second: Choice | None) -> Choice | None:
     """Return the cheaper of two choices; the first when they are equal."""
     if first is None or second is None:
@@ -143,7 +146,7 @@ def better(first: Choice | None, second: Choice | None) -> Choice | None:
 
 
 def solution_of(task: PlanningTask, choice: Choice, *, orders: int) -> Solution:
-    """Price a choice by ``objective`` and report it; it proves no bound."""
+    """Return a choice as a solution without a bound."""
     problem = task.problem(task.pairs[choice.pair], choice.order)
     found = evaluate(problem, choice.assignment)
     assert is_feasible(problem, found)
@@ -161,7 +164,7 @@ def solution_of(task: PlanningTask, choice: Choice, *, orders: int) -> Solution:
 
 
 def budget_text(task: PlanningTask) -> str:
-    """Return the end of "does not fit": the budget it does not fit within, if there is one."""
+    """Return the end of "does not fit": the quality budget, if there is one."""
     budget = task.request.quality_budget
     return "" if budget is None else f" within a quality budget of {budget:g}"
 
@@ -173,24 +176,16 @@ def file_order(task: PlanningTask) -> tuple[int, ...]:
 
 def leading_orders(task: PlanningTask) -> tuple[tuple[int, ...], ...]:
     """Return one order for each group as the master's, the others in file order behind it."""
-    groups = range(len(task.groups))
+    order = file_order(task)
     return tuple(
-        _blocks(task, (first, *(group for group in groups if group != first))) for first in groups
+        (*(group for group in order if group == first), *(g for g in order if g != first))
+        for first in range(len(task.groups))
     )
 
 
 def block_orders(task: PlanningTask) -> tuple[tuple[int, ...], ...]:
-    """Return the orders that keep groups together: all, or the leading ones beyond a limit.
-
-    All of them are among the orders of every planning method, so no rival leaves its space.
-    """
-    found = []
-    for number, blocks in enumerate(permutations(range(len(task.groups)))):
-        if number == MAX_FULL_ORDERS:
-            return leading_orders(task)
-        found.append(_blocks(task, blocks))
-    return tuple(found)
-
-
-def _blocks(task: PlanningTask, blocks: Sequence[int]) -> tuple[int, ...]:
-    return tuple(group for group in blocks for _ in task.groups[group])
+    """Return the orders that keep groups together: all, or the leading ones beyond a limit."""
+    counts = task.group_counts.tolist()
+    if num_orders(counts, "types") > MAX_FULL_ORDERS:
+        return leading_orders(task)
+    return device_orders(counts, "types")

@@ -1,17 +1,16 @@
-"""PipeEdge: one bitwidth, and the split that keeps the pipeline of a single phase shortest.
+"""PipeEdge: one bitwidth, and the split with the shortest pipeline of a single phase.
 
 Hu et al., 2021, as LLM-PQ (Sec. 6.1) compares with it: layers of one bitwidth, lowered until they
-fit, over unlike devices and links, by dynamic programming on the slowest stage or link. It was
-made for encoders, so it sees prefill and not decode; among splits whose slowest part is equal it
-takes the one whose parts are shortest together. The pair is then chosen by the objective, which is
-kinder than the paper: there both phases use the same micro-batch.
+fit, over different devices and links, by dynamic programming on the slowest stage or link. It was
+made for encoders, so it considers prefill and not decode; of splits whose slowest part is equal it
+takes the one of the least sum. The pair is then chosen by the objective; the paper uses the same
+micro-batch in both phases.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from llmpq.assigner.explain.explain import explain_memory
 from llmpq.assigner.heuristics.pair_table import (
     Choice,
     PairTable,
@@ -21,7 +20,7 @@ from llmpq.assigner.heuristics.pair_table import (
     solution_of,
 )
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
-from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
 
@@ -31,8 +30,6 @@ def find_pipeedge(task: PlanningTask, progress: Progress) -> Solution:
     Raises:
         InfeasibleError: no split fits at any single bitwidth (within the quality budget).
     """
-    if not task.pairs:
-        raise InfeasibleError(explain_memory(task.request))
     table, orders = PairTable(task), block_orders(task)
     best: Choice | None = None
     total = len(task.request.bits) * len(orders)
@@ -67,7 +64,7 @@ def _splits(task: PlanningTask, order: tuple[int, ...], width: int) -> list[tupl
 def fitting_ranges(problem: AssignmentProblem, width: int) -> np.ndarray:
     """Return ``[N, L + 1, L + 1]`` whether a position holds layers ``[start, end)``.
 
-    Without layers only the master's position runs, so it alone needs its own memory then.
+    Without layers only the master's position runs, so only that needs its own memory then.
     """
     sizes = problem.costs.layer_bytes[list(problem.order)][:, problem.kinds, width]
     rooms = np.array([problem.capacity_bytes(j) for j in range(problem.num_positions)])
@@ -92,7 +89,7 @@ def shortest_pipeline(
     """Return the position of every layer for the shortest slowest part, ``None`` if nothing fits.
 
     Args:
-        problem: order and pair; only its prefill is looked at.
+        problem: order and pair; only its prefill counts.
         width: index of the one bitwidth.
         fits: ``[N, L + 1, L + 1]`` whether a position holds layers ``[start, end)``.
     """

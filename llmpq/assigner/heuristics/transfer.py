@@ -1,15 +1,13 @@
 """Bitwidth transfer (LLM-PQ, Algorithm 2): a good plan in little time, without a solver.
 
-It starts from adabits, the plan with the latency taken out, and moves work off the slowest stage
-while that lowers the objective: layers change stage, bitwidths are exchanged between stages. The
-paper's rules ``(b_straggler, b_other, count)`` trade ``count`` layers of the straggler for one of
-another stage, such as two at 4 bits for one at 8; they, and those for 3 bits, are some of the
-steps of ``exchange``. Three departures: every step is judged by real memory and the real
-objective; when relieving the slowest stage no longer helps, all stages are tried; and the
-micro-batch pair is exchanged too.
+Starts from adabits and moves work off the slowest stage while that lowers the objective: layers
+change stage, bitwidths are exchanged between stages. The paper's rules
+``(b_straggler, b_other, count)`` exchange ``count`` layers of the straggler for one of another
+stage, such as two at 4 bits for one at 8; they are among the steps of ``exchange``. Three
+deviations: every step is judged by exact memory and the real objective; when relieving the slowest
+stage no longer helps, all stages are tried; and the micro-batch pair is exchanged too.
 
-It proves nothing: for that there is ``search``. It is deterministic but for the time limit, at
-which it returns what it has.
+It proves no bound. It is deterministic, except at the time limit, where it returns its best plan.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from itertools import permutations
 
 import numpy as np
 
+from llmpq.assigner.bit_assignment import assignment_of_counts
 from llmpq.assigner.constraints.deadline import Deadline
-from llmpq.assigner.explain.explain import explain_memory
 from llmpq.assigner.heuristics.adabits import best_adabits, least_degradation
 from llmpq.assigner.heuristics.exchange import BYTES, Exchange, Layout, Stages
 from llmpq.assigner.heuristics.pair_table import (
@@ -30,27 +28,27 @@ from llmpq.assigner.heuristics.pair_table import (
     better,
     block_orders,
     budget_text,
+    choice_of,
     solution_of,
 )
-from llmpq.assigner.objective import evaluate, is_feasible
-from llmpq.assigner.problem import Assignment, AssignmentProblem, IntArray
-from llmpq.assigner.spread import assignment_of_counts
-from llmpq.assigner.task import PlanningTask, Progress, Solution
+from llmpq.assigner.objective import evaluate
+from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
 PAIRS_PER_ORDER = 3
-"""Micro-batch pairs, of least bound, that an order of the devices is started from."""
+"""Micro-batch pairs of least bound to start from, for every device order."""
 
-STAGES_STARTED = 36
-"""Positions of all starts together: wider pipelines get fewer starts, but ``LEAST_STARTS``."""
+MAX_START_POSITIONS = 36
+"""Positions of all starts together: wider pipelines get fewer starts, at least ``MIN_STARTS``."""
 
-LEAST_STARTS = 3
+MIN_STARTS = 3
 
 MAX_GIVEN = 4
-"""Layers one stage gives at once: five at 3 bits for one at 16 is a net four."""
+"""Most layers that one stage gives at once: five at 3 bits for one at 16 is a net four."""
 
 LEAST_GAIN = 1e-9
-"""Relative gain below which a step is rounding noise."""
+"""Relative gain below which a step is a rounding error."""
 
 
 def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
@@ -59,8 +57,6 @@ def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
     Raises:
         InfeasibleError: adabits fits with no pair (within the quality budget).
     """
-    if not task.pairs:
-        raise InfeasibleError(explain_memory(task.request))
     deadline = task.request.deadline
     table, orders = PairTable(task), block_orders(task)
     best = best_adabits(table, progress)
@@ -73,19 +69,25 @@ def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
             break
         if best is not None and bound_s >= best.objective_s:
             continue
-        transfer = _Transfer(table, order, deadline)
-        start = transfer.start(pair)
-        best = better(best, start and transfer.improved(start))
+        assignment = least_degradation(task.problem(task.pairs[pair], order))
+        start = choice_of(task, pair, order, assignment)
+        best = better(best, start and _Transfer(table, order, deadline).improved(start))
     if best is None:
-        raise InfeasibleError(_reason(task))
+        raise InfeasibleError(
+            "bitwidth transfer has no start: the placement of least degradation does not fit on "
+            f"{task.request.cluster.name} with any micro-batch pair tried{budget_text(task)}; "
+            "other plans may fit: use the method llmpq"
+        )
     return solution_of(task, best, orders=len(orders))
 
 
 def _starts(
     task: PlanningTask, orders: Sequence[tuple[int, ...]]
 ) -> list[tuple[float, int, tuple[int, ...]]]:
-    """Return bounds, pairs and orders to start from: the likeliest of every order first."""
-    number = min(PAIRS_PER_ORDER * len(orders), max(LEAST_STARTS, STAGES_STARTED // len(orders[0])))
+    """Return bounds, pairs and orders to start from: the best pair of every order first."""
+    number = min(
+        PAIRS_PER_ORDER * len(orders), max(MIN_STARTS, MAX_START_POSITIONS // len(orders[0]))
+    )
     bounds = task.bounds(task.theta_s)
     ranked = np.argsort(bounds, axis=0, kind="stable")
     found = [
@@ -100,80 +102,65 @@ def _starts(
 
 
 class _Transfer:
-    """The transfer for one order of the devices."""
+    """The transfer for one device order."""
 
     def __init__(self, table: PairTable, order: tuple[int, ...], deadline: Deadline) -> None:
         self.table = table
         self.order = order
         self.deadline = deadline
-        self.sets = _sets(order)
-
-    def start(self, pair: int) -> Choice | None:
-        """Return adabits under a pair, ``None`` where it does not fit."""
-        task = self.table.task
-        return self._choice(pair, least_degradation(task.problem(task.pairs[pair], self.order)))
+        self.sets = _position_sets(order)
 
     def improved(self, start: Choice) -> Choice:
-        """Return what the transfer makes of a choice, at least that choice."""
+        """Return a choice after the transfer, no worse than ``start``."""
         task, best = self.table.task, start
         current: Choice | None = start
         while current is not None:
             problem = task.problem(task.pairs[current.pair], self.order)
             assignment = self._exchanged(problem, current.assignment)
-            found = self._choice(current.pair, assignment)
+            found = choice_of(task, current.pair, self.order, assignment)
             best = found if found is not None and _gains(found, best) else best
-            # Another pair may suit the plan better by now: then the work goes on under that.
-            hop = self.table.best(self.order, assignment)
-            current = hop if hop is not None and _gains(hop, best) else None
+            # Another pair may suit the new plan better: continue with that.
+            other = self.table.best(self.order, assignment)
+            current = other if other is not None and _gains(other, best) else None
             best = current or best
         return best
 
-    def _choice(self, pair: int, assignment: Assignment | None) -> Choice | None:
-        if assignment is None:
-            return None
-        task = self.table.task
-        problem = task.problem(task.pairs[pair], self.order)
-        found = evaluate(problem, assignment)
-        if not is_feasible(problem, found):
-            return None
-        return Choice(
-            objective_s=found.objective_s, pair=pair, order=self.order, assignment=assignment
-        )
-
     def _exchanged(self, problem: AssignmentProblem, assignment: Assignment) -> Assignment:
-        """Make the best exchange as long as one helps, then give every layer its best bits."""
-        layout = Layout(Stages(problem), _counts(problem, assignment))
+        """Apply the best exchange while one helps, then assign each stage's bits optimally."""
+        counts = np.zeros((problem.num_positions, len(problem.bits)), dtype=np.int64)
+        np.add.at(counts, (list(assignment.positions), list(assignment.widths)), 1)
+        layout = Layout(Stages(problem), counts)
         while not self.deadline.has_passed:
             better_layout = self._step(layout)
             if better_layout is None:
                 break
             layout = better_layout
         found = layout.stages.assignment(layout.counts)
-        polished = assignment_of_counts(problem, _counts_by_kind(problem, found))
-        ranked = [evaluate(problem, item).objective_s for item in (found, polished)]
-        return found if ranked[0] <= ranked[1] else polished
+        reassigned = assignment_of_counts(problem, _counts_by_kind(problem, found))
+        values = [evaluate(problem, item).objective_s for item in (found, reassigned)]
+        return found if values[0] <= values[1] else reassigned
 
     def _step(self, layout: Layout) -> Layout | None:
         """Relieve a slowest stage; if that does not help, try all stages."""
-        slowest = set(layout.figures[:, :BYTES].argmax(axis=0).tolist())
+        slowest = set(layout.totals[:, :BYTES].argmax(axis=0).tolist())
         for stragglers in (slowest, None):
             found = [
-                way
+                option
                 for exchange in _exchanges(self.sets, stragglers)
-                if (way := layout.best_of(exchange)) is not None
+                if (option := layout.best_of(exchange)) is not None
             ]
             if found:
-                objective_s, counts = min(found, key=lambda way: way[0])
+                objective_s, counts = min(found, key=lambda option: option[0])
                 if objective_s < layout.objective_s * (1 - LEAST_GAIN):
                     return Layout(layout.stages, counts)
         return None
 
 
-def _sets(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _position_sets(order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the sets of positions that may act as one: each by itself, and equal devices."""
     single = [(position,) for position in range(len(order))]
-    alike = [tuple(j for j, group in enumerate(order) if group == each) for each in set(order)]
-    return tuple(dict.fromkeys([*single, *alike]))
+    equal = [tuple(j for j, group in enumerate(order) if group == each) for each in set(order)]
+    return tuple(dict.fromkeys([*single, *equal]))
 
 
 def _exchanges(sets: Sequence[tuple[int, ...]], stragglers: set[int] | None) -> Iterator[Exchange]:
@@ -193,30 +180,14 @@ def _exchanges(sets: Sequence[tuple[int, ...]], stragglers: set[int] | None) -> 
             )
 
 
-def _counts(problem: AssignmentProblem, assignment: Assignment) -> IntArray:
-    """Return ``[N, B]`` layers of each bitwidth on every position."""
-    counts = np.zeros((problem.num_positions, len(problem.bits)), dtype=np.int64)
-    np.add.at(counts, (list(assignment.positions), list(assignment.widths)), 1)
-    return counts
-
-
 def _counts_by_kind(problem: AssignmentProblem, assignment: Assignment) -> list[np.ndarray]:
-    """Return ``N`` tables ``[K, B]`` of the same."""
-    shape = problem.num_positions, problem.costs.kv_bytes.size, len(problem.bits)
-    counts = np.zeros(shape)
+    """Return ``N`` tables ``[K, B]`` of layers by kind and bitwidth."""
+    counts = np.zeros((problem.num_positions, problem.costs.kv_bytes.size, len(problem.bits)))
     cells = list(assignment.positions), problem.kinds.tolist(), list(assignment.widths)
     np.add.at(counts, cells, 1)
     return list(counts)
 
 
 def _gains(new: Choice, old: Choice) -> bool:
-    """Tell whether a choice improves on another by more than rounding."""
+    """Whether a choice improves on another by more than rounding."""
     return new.objective_s < old.objective_s * (1 - LEAST_GAIN)
-
-
-def _reason(task: PlanningTask) -> str:
-    return (
-        "bitwidth transfer has nothing to start from: the placement of least degradation does not "
-        f"fit on {task.request.cluster.name} with any micro-batch pair tried{budget_text(task)}; "
-        "other plans may fit: use the method llmpq"
-    )

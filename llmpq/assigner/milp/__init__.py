@@ -1,1 +1,1 @@
-"""The assignment as an integer program."""
+"""The assignment as integer programs: the oracle of the exact search, and its fallback."""

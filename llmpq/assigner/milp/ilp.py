@@ -1,27 +1,42 @@
-"""Solving the integer program of one device order and one micro-batch pair.
+"""The integer program of one device order and one micro-batch pair (LLM-PQ, Eqs. 4-16).
 
-Every answer is turned into an assignment and priced again by ``objective``; a solver whose value
-disagrees is an error, never a plan. The program itself is ``program``.
+The paper's pairwise contiguity constraints are replaced by step variables: ``v[i, j]`` says that
+layer ``i`` runs at position ``j`` or before it, and never increases with ``i``. Then ``z[i, j, b]``
+may stay continuous: once ``v`` is whole and the counts ``n[j, k, b] = sum_i z[i, j, b]`` are whole,
+what is left inside a stage is a transportation problem, whose optimum is whole. Time and memory
+only depend on the counts. When all layers are equal, ``v`` and ``z`` are not needed.
+
+Every solution becomes an assignment and is evaluated by ``objective``; a solver whose value differs
+from that is an error.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+import pulp
+
+from llmpq.assigner.bit_assignment import assignment_of_counts
 from llmpq.assigner.constraints.limits import obeys
-from llmpq.assigner.milp.program import Program, layers_alike
 from llmpq.assigner.milp.solvers import SolverName, SolverResult, SolverStatus, solve
 from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
-from llmpq.assigner.spread import assignment_of_counts
 from llmpq.errors import SolverError
 
+SCALE = 100.0
+"""The objective is scaled to about this, so that solver tolerances always mean the same."""
+
 VALUE_TOLERANCE = 1e-6
-"""Largest relative difference between a solver's value and our own price."""
+"""Largest relative difference between a solver's value and ``objective``'s."""
 
 MARGIN = 2e-6
-"""Relative tightening of memory and budget after a solver used up its own tolerance."""
+"""Relative tightening of memory and budget after a solver used its own tolerance."""
+
+Terms = list[tuple[pulp.LpVariable, float]]
+_Link = tuple[pulp.LpVariable, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,31 +45,24 @@ class IlpOptions:
 
     Attributes:
         solver: solver's name.
-        gap: relative gap at which to stop.
+        gap: relative optimality gap at which to stop.
         time_limit_s: seconds at most, ``None`` for no limit.
-        cutoff_s: only plans of at most this objective are of interest.
-        contiguous: when false, degradation is priced as if neighbours that are equal devices shared
-            their layers freely. That takes away most of ``v`` and ``z``, gives a lower bound in a
-            fraction of the time, and its counts, spread over contiguous stages, are usually a good
-            plan.
-        prove: a good plan is known, so that proving the cutoff comes before finding another.
+        cutoff_s: only plans of at most this objective are allowed.
     """
 
     solver: SolverName = "highs"
     gap: float = 0.0
     time_limit_s: float | None = None
     cutoff_s: float = math.inf
-    contiguous: bool = True
-    prove: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpResult:
-    """What one program gave.
+    """The result of one program.
 
     Attributes:
-        status: as a solver's; ``infeasible`` also when nothing is below the cutoff.
-        assignment, price: the plan found, ``None`` without one.
+        status: as a solver's; also ``infeasible`` when no plan is below the cutoff.
+        assignment, evaluation: the plan, ``None`` without one.
         bound_s: proven lower bound of the objective among plans below the cutoff.
     """
 
@@ -65,78 +73,307 @@ class IlpResult:
 
 
 def solve_ilp(problem: AssignmentProblem, options: IlpOptions) -> IlpResult:
-    """Solve a problem to the gap asked for.
+    """Solve a problem to the requested gap.
 
     Raises:
-        SolverError: the solver's value and our own price of its answer disagree.
+        SolverError: the solver's value and our evaluation of its solution differ.
     """
-    first = _solve_once(problem, options, margin=0.0)
+    first = _solve(problem, options, margin=0.0)
     if first.evaluation is None or is_feasible(problem, first.evaluation):
         return first
-    if not options.contiguous:
-        return replace(first, assignment=None, evaluation=None)
-    # The solver overdrew a row by less than its tolerance; bytes are exact, so ask again with
-    # rows a little tighter. The first bound stays valid.
-    second = _solve_once(problem, options, margin=MARGIN)
+    # The solver violated a constraint by less than its tolerance; bytes are exact, so solve again
+    # with slightly tighter constraints. The first bound stays valid.
+    second = _solve(problem, options, margin=MARGIN)
     if second.evaluation is not None and not is_feasible(problem, second.evaluation):
-        raise SolverError(f"solver '{options.solver}' overdraws memory or the quality budget")
+        raise SolverError(f"solver '{options.solver}' exceeds memory or the quality budget")
     return replace(second, bound_s=first.bound_s)
 
 
-def is_exact_without_steps(problem: AssignmentProblem) -> bool:
-    """Tell whether dropping contiguity loses nothing: all layers alike, or one position."""
-    return problem.num_positions == 1 or layers_alike(problem)
-
-
-def _solve_once(problem: AssignmentProblem, options: IlpOptions, margin: float) -> IlpResult:
-    program = Program(
-        problem, margin=margin, cutoff_s=options.cutoff_s, contiguous=options.contiguous
-    )
-    found = solve(
-        program.lp,
-        options.solver,
-        gap=options.gap,
-        time_limit_s=options.time_limit_s,
-        prove=options.prove,
-    )
+def _solve(problem: AssignmentProblem, options: IlpOptions, margin: float) -> IlpResult:
+    program = Program(problem, margin=margin, cutoff_s=options.cutoff_s)
+    found = solve(program.lp, options.solver, gap=options.gap, time_limit_s=options.time_limit_s)
     unit_s = program.unit_s
-    nothing = IlpResult(
-        status=found.status, assignment=None, evaluation=None, bound_s=found.bound * unit_s
-    )
+    bound_s, value_s = found.bound * unit_s, found.objective * unit_s
     if not found.values:
-        return nothing
-    try:
-        assignment = assignment_of_counts(problem, program.counts_of(found))
-    except SolverError:
-        if options.contiguous:
-            raise
-        # With several kinds of layer, free counts need not be contiguous stages.
-        return nothing
+        return IlpResult(status=found.status, assignment=None, evaluation=None, bound_s=bound_s)
+    assignment = assignment_of_counts(problem, program.counts_of(found))
     if not obeys(problem.limits, problem.order, assignment.positions, assignment.widths):
-        if options.contiguous:
-            raise SolverError(f"solver '{options.solver}' breaks a manual decision")
-        return nothing
-    priced = evaluate(problem, assignment)
-    _check_value(priced.objective_s, found, unit_s, options)
+        raise SolverError(f"solver '{options.solver}' violates a manual decision")
+    evaluation = evaluate(problem, assignment)
+    objective_s = evaluation.objective_s
+    slack = VALUE_TOLERANCE * abs(objective_s)
+    if not bound_s - slack <= objective_s <= value_s + slack:
+        raise SolverError(
+            f"solver '{options.solver}' claims a value of {value_s!r} s (bound {bound_s!r} s), but "
+            f"its answer costs {objective_s!r} s"
+        )
     return IlpResult(
         status=found.status,
         assignment=assignment,
-        evaluation=priced,
-        bound_s=min(found.bound * unit_s, priced.objective_s),
+        evaluation=evaluation,
+        bound_s=min(bound_s, objective_s),
     )
 
 
-def _check_value(
-    objective_s: float, found: SolverResult, unit_s: float, options: IlpOptions
-) -> None:
-    """Hold the price between the solver's bound and its value; they meet when it is optimal.
+class Program:
+    """The PuLP model of one problem.
 
-    Without contiguity the value itself is only a bound.
+    Args:
+        problem: what to plan.
+        margin: relative tightening of memory and budget.
+        cutoff_s: only plans of at most this objective are allowed.
+
+    Attributes:
+        lp: the model, in units of ``unit_s``.
+        unit_s: seconds of one unit of its objective.
     """
-    slack = VALUE_TOLERANCE * abs(objective_s)
-    top_s = found.objective * unit_s + slack if options.contiguous else math.inf
-    if not found.bound * unit_s - slack <= objective_s <= top_s:
-        raise SolverError(
-            f"solver '{options.solver}' claims a value of {found.objective * unit_s!r} s (bound "
-            f"{found.bound * unit_s!r} s), but its answer costs {objective_s!r} s"
-        )
+
+    def __init__(self, problem: AssignmentProblem, *, margin: float, cutoff_s: float) -> None:
+        self.problem = problem
+        self.margin = margin
+        self.unit_s = _time_unit(problem)
+        self.lp = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.objective: Terms = []
+        self.constant = 0.0
+        self.decode_pass: Terms = []  # one micro-batch through stages and links, per round
+        self.decode_pass_constant = 0.0
+        costs = problem.costs
+        rounds = costs.new_tokens - 1
+        paper = problem.formula == "paper"
+        batches = costs.decode_batches - 1 if paper else costs.decode_batches
+        self.prefill_weight = (costs.prefill_batches - 1) / self.unit_s
+        self.decode_weight = rounds * batches / self.unit_s
+        self.pass_weight = (1.0 if paper else rounds) / self.unit_s
+        self.prefill_max = self.lp.add_variable("prefill_max", 0)
+        self.decode_max = self.lp.add_variable("decode_max", 0)
+        self.objective += [(self.prefill_max, 1.0), (self.decode_max, 1.0)]
+        self._add_counts()
+        self._add_limits()
+        self._add_layers()
+        self._add_stages()
+        self._add_links()
+        self._add_decode_pass()
+        self.lp += pulp.LpAffineExpression(_merged(self.objective), self.constant)
+        if math.isfinite(cutoff_s):
+            self._row(self.objective, "<=", cutoff_s / self.unit_s - self.constant)
+
+    def counts_of(self, found: SolverResult) -> list[np.ndarray]:
+        """Return the ``[K, B]`` counts of every position in a solution."""
+        shape = self.problem.costs.kv_bytes.size, len(self.problem.bits)
+        tables = [np.zeros(shape) for _ in self.problem.order]
+        for (position, kind, width), variable in self.counts.items():
+            tables[position][kind, width] = found.values[variable.name]
+        return tables
+
+    def _add_counts(self) -> None:
+        """``n[j, k, b]``: whole, and no more than memory holds."""
+        problem = self.problem
+        self.counts: dict[tuple[int, int, int], pulp.LpVariable] = {}
+        kinds = np.unique(problem.kinds).tolist()
+        for position, group in enumerate(problem.order):
+            capacity = max(0, problem.capacity_bytes(position))
+            allowed = problem.allowed(position)
+            for kind in kinds:
+                numbers = allowed[problem.kinds == kind].sum(axis=0).tolist()
+                for width, number in enumerate(numbers):
+                    size = max(1, int(problem.costs.layer_bytes[group, kind, width]))
+                    self.counts[position, kind, width] = self.lp.add_variable(
+                        f"n_{position}_{kind}_{width}",
+                        0,
+                        min(number, capacity // size),
+                        pulp.LpInteger,
+                    )
+
+    def _add_limits(self) -> None:
+        """Manual limits of whole stages: exactly these layers, or at least one."""
+        problem = self.problem
+        if problem.limits is None:
+            return
+        for group, first, end in problem.limits.ranges:
+            position = problem.order.index(group)
+            for kind in np.unique(problem.kinds).tolist():
+                before = [v for (j, k, _), v in self.counts.items() if k == kind and j < position]
+                here = [v for (j, k, _), v in self.counts.items() if k == kind and j == position]
+                for terms, span in ((before, slice(first)), (here, slice(first, end))):
+                    held = float((problem.kinds[span] == kind).sum())
+                    if terms:
+                        self._row(((item, 1.0) for item in terms), "==", held)
+                    elif held:
+                        self._add_contradiction()  # no position before the first
+        for group in problem.limits.used:
+            position = problem.order.index(group)
+            held_here = [(v, 1.0) for (j, _, _), v in self.counts.items() if j == position]
+            self._row(held_here, ">=", 1.0)
+
+    def _add_contradiction(self) -> None:
+        self._row([(self.prefill_max, 0.0)], ">=", 1.0)
+
+    def _add_layers(self) -> None:
+        """Place every layer once; add its degradation to the objective and the budget."""
+        problem = self.problem
+        if layers_equal(problem):
+            quality = [
+                (variable, float(problem.omega[0, width]))
+                for (_, _, width), variable in self.counts.items()
+            ]
+            self._row(((item, 1.0) for item in self.counts.values()), "==", problem.num_layers)
+        else:
+            quality = self._add_steps()
+        self.objective += [
+            (variable, value * problem.theta_s / self.unit_s) for variable, value in quality
+        ]
+        if problem.quality_budget is not None:
+            limit = problem.quality_budget * (1 - self.margin)
+            scale = 1.0 / limit if limit > 0 else 1.0
+            self._row(((item, value * scale) for item, value in quality), "<=", limit * scale)
+
+    def _add_steps(self) -> Terms:
+        """Add ``v`` and ``z`` and tie them to the counts; return the degradation's terms."""
+        problem, last = self.problem, self.problem.num_positions - 1
+        sums: dict[tuple[int, int, int], Terms] = {
+            key: [(count, -1.0)] for key, count in self.counts.items()
+        }
+        quality: Terms = []
+        previous: list[pulp.LpVariable] = []
+        tops = [problem.allowed(position).astype(int) for position in range(last + 1)]
+        for layer, kind in enumerate(problem.kinds.tolist()):
+            steps = [
+                self.lp.add_variable(f"v_{layer}_{j}", 0, 1, pulp.LpInteger) for j in range(last)
+            ]
+            for position in range(last + 1):
+                cells = [
+                    self.lp.add_variable(f"z_{layer}_{position}_{b}", 0, int(top))
+                    for b, top in enumerate(tops[position][layer])
+                ]
+                for width, cell in enumerate(cells):
+                    sums[position, kind, width].append((cell, 1.0))
+                    quality.append((cell, float(problem.omega[layer, width])))
+                row: Terms = [(cell, 1.0) for cell in cells]
+                row += [(steps[position], -1.0)] if position < last else []
+                row += [(steps[position - 1], 1.0)] if position > 0 else []
+                self._row(row, "==", 0.0 if position < last else 1.0)
+            for before, after in zip(previous, steps, strict=bool(previous)):
+                self._row([(before, 1.0), (after, -1.0)], ">=", 0.0)
+            previous = steps
+        for terms in sums.values():
+            self._row(terms, "==", 0.0)
+        return quality
+
+    def _add_stages(self) -> None:
+        """Stage times below the maxima, stage memory below capacity."""
+        problem, costs = self.problem, self.problem.costs
+        for position, group in enumerate(problem.order):
+            cells = [(key[1:], var) for key, var in self.counts.items() if key[0] == position]
+            prefill = [(item, float(costs.prefill_s[group, k, b])) for (k, b), item in cells]
+            decode = [(item, float(costs.decode_s[group, k, b])) for (k, b), item in cells]
+            own = position == 0
+            prefill_s = float(costs.master_prefill_s[group]) if own else 0.0
+            decode_s = float(costs.master_decode_s[group]) if own else 0.0
+            self._bound_maxima(prefill, prefill_s, decode, decode_s)
+            self.objective += [(item, value / self.unit_s) for item, value in prefill]
+            self.constant += prefill_s / self.unit_s
+            self.decode_pass += decode
+            self.decode_pass_constant += decode_s
+            capacity = problem.capacity_bytes(position)
+            if own and capacity < 0:
+                self._add_contradiction()  # the master itself does not fit
+            # Bytes are whole: half a byte of room absorbs a solver's tolerance at an exact fit.
+            scale = 1.0 / (max(0, capacity) * (1 - self.margin) + 0.5)
+            sizes = [(item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells]
+            self._row(sizes, "<=", 1.0)
+
+    def _add_links(self) -> None:
+        """Links between consecutive used positions, and back to the master."""
+        problem = self.problem
+        used: list[pulp.LpVariable] = []
+        for position in range(1, problem.num_positions):
+            layers = [item for key, item in self.counts.items() if key[0] == position]
+            flag = self.lp.add_variable(f"used_{position}", 0, 1, pulp.LpInteger)
+            used.append(flag)
+            most = min(problem.num_layers, sum(item.upBound for item in layers))
+            ones: Terms = [(item, 1.0) for item in layers]
+            self._row([*ones, (flag, -float(most))], "<=", 0.0)
+            self._row([*ones, (flag, -1.0)], ">=", 0.0)
+        for flag, prefill_s, decode_s in self._links(used):
+            self._bound_maxima([(flag, prefill_s)], 0.0, [(flag, decode_s)], 0.0)
+            if problem.formula == "steady":
+                self.objective.append((flag, prefill_s / self.unit_s))
+                self.decode_pass.append((flag, decode_s))
+
+    def _links(self, used: list[pulp.LpVariable]) -> Iterable[_Link]:
+        """A pair is linked when both ends are used and nothing between them is."""
+        costs, order = self.problem.costs, self.problem.order
+        for target in range(1, len(order)):
+            for source in range(target):
+                link = order[source], order[target]
+                flag = self.lp.add_variable(f"link_{source}_{target}", 0, 1)
+                ends: Terms = [(used[target - 1], -1.0)]
+                ends += [(used[source - 1], -1.0)] if source else []
+                between: Terms = [(used[j - 1], 1.0) for j in range(source + 1, target)]
+                self._row([(flag, 1.0), *ends, *between], ">=", -1.0 if source else 0.0)
+                yield flag, float(costs.send_prefill_s[link]), float(costs.send_decode_s[link])
+        for last in range(1, len(order)):
+            link = order[last], order[0]
+            flag = self.lp.add_variable(f"return_{last}", 0, 1)
+            later: Terms = [(item, 1.0) for item in used[last:]]
+            self._row([(flag, 1.0), (used[last - 1], -1.0), *later], ">=", 0.0)
+            yield flag, float(costs.return_prefill_s[link]), float(costs.return_decode_s[link])
+
+    def _add_decode_pass(self) -> None:
+        """The paper adds one pass; in the steady state a round takes at least one pass."""
+        scaled = [(item, value * self.pass_weight) for item, value in self.decode_pass]
+        constant = self.decode_pass_constant * self.pass_weight
+        if self.problem.formula == "paper":
+            self.objective += scaled
+            self.constant += constant
+        else:
+            self._bound(self.decode_max, scaled, constant)
+
+    def _bound_maxima(
+        self, prefill: Terms, prefill_s: float, decode: Terms, decode_s: float
+    ) -> None:
+        for top, weight, terms, constant in (
+            (self.prefill_max, self.prefill_weight, prefill, prefill_s),
+            (self.decode_max, self.decode_weight, decode, decode_s),
+        ):
+            self._bound(top, [(item, value * weight) for item, value in terms], constant * weight)
+
+    def _bound(self, top: pulp.LpVariable, terms: Terms, constant: float) -> None:
+        """Add ``top >= terms + constant``."""
+        self._row([(top, 1.0), *((item, -value) for item, value in terms)], ">=", constant)
+
+    def _row(self, terms: Iterable[tuple[pulp.LpVariable, float]], sense: str, rhs: float) -> None:
+        expression = pulp.LpAffineExpression(_merged(terms))
+        self.lp.addConstraint(pulp.LpConstraint(expression, _SENSES[sense], rhs=rhs))
+
+
+_SENSES = {
+    "<=": pulp.LpConstraintLE,
+    "==": pulp.LpConstraintEQ,
+    ">=": pulp.LpConstraintGE,
+}
+
+
+def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
+    """Add up the coefficients of each variable."""
+    sums: dict[pulp.LpVariable, float] = {}
+    for variable, value in terms:
+        sums[variable] = sums.get(variable, 0.0) + value
+    return list(sums.items())
+
+
+def layers_equal(problem: AssignmentProblem) -> bool:
+    """Whether all layers have one kind, equal degradation and the same allowed widths."""
+    if problem.limits is not None and not problem.limits.layers_equal:
+        return False
+    one_kind = bool((problem.kinds == problem.kinds[0]).all())
+    return one_kind and bool((problem.omega == problem.omega[0]).all())
+
+
+def _time_unit(problem: AssignmentProblem) -> float:
+    """Return the seconds of one objective unit: about the objective over ``SCALE``."""
+    costs = problem.costs
+    rounds = costs.new_tokens - 1
+    layer_s = costs.prefill_s.min(axis=(0, 2)) + rounds * costs.decode_s.min(axis=(0, 2))
+    rough_s = float(layer_s[problem.kinds].sum()) or problem.theta_s or 1.0
+    return rough_s / SCALE

@@ -1,16 +1,16 @@
-"""Branch and bound on two variables in which throughput and latency both rise (ExeGPT, Alg. 1).
+"""Branch and bound over two variables in which throughput and latency both rise (ExeGPT, Alg. 1).
 
-A block of the grid is worth looking into when its lower corner meets the latency bound and its
-corners' throughput, which bounds the whole block, can beat the best found. Tolerances, a few points
-all over the grid and a climb at the end let the search survive places where the functions are not
-quite monotone: padding makes large encode batches dearer, whole micro-batches make steps.
+A block of the grid is searched when its lower corner meets the latency bound and the best
+throughput of its corners, which bounds the block, exceeds the best found. Padding and whole numbers
+of micro-batches make the functions slightly non-monotone; tolerances, a few seed points and a local
+search from the best point compensate for that.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, product
 from typing import NamedTuple
@@ -19,33 +19,33 @@ from llmpq.errors import SpecError
 
 
 class Value(NamedTuple):
-    """What one point of the grid gives; an infinite latency is a point that cannot be."""
+    """Throughput and latency of one point; an infinite latency marks an infeasible point."""
 
     throughput: float
     latency_s: float
 
     def meets(self, bound_s: float) -> bool:
-        """Whether the point can be, and keeps the bound."""
+        """Whether the point is feasible and within the latency bound."""
         return self.latency_s <= bound_s and not math.isinf(self.latency_s)
 
 
 Point = tuple[int, int]
+Evaluate = Callable[[Point], Value]
 
 _STRIDES = (-4, -2, -1, 0, 1, 2, 4)
 _SEEDS = 7
 _FEW_POINTS = 2000
-Evaluate = Callable[[Point], Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class GridOptimum:
     """The outcome of a search.
 
     Attributes:
-        point: the best point that meets the bound, ``None`` when none was found.
-        value: what it gives.
-        evaluated: points looked at.
-        space: points of the whole grid.
+        point: the best point within the bound, ``None`` without one.
+        value: its throughput and latency.
+        evaluated: points evaluated.
+        space: points of the grid.
     """
 
     point: Point | None
@@ -59,10 +59,6 @@ class _Block:
     low: Point
     high: Point
 
-    @property
-    def is_point(self) -> bool:
-        return self.low == self.high
-
     def split(self, axis: int) -> tuple[_Block, _Block]:
         middle = (self.low[axis] + self.high[axis]) // 2
         lower_high = (middle, self.high[1]) if axis == 0 else (self.high[0], middle)
@@ -70,165 +66,108 @@ class _Block:
         return _Block(low=self.low, high=lower_high), _Block(low=upper_low, high=self.high)
 
 
-class _Memory:
-    """Evaluates each point once, and keeps the best that meets the bound."""
+class MemoizedEvaluator:
+    """Evaluates each point once and keeps the best one within the bound."""
 
     def __init__(self, evaluate: Evaluate, bound_s: float = math.inf) -> None:
         self._evaluate = evaluate
         self._bound_s = bound_s
-        self.known: dict[Point, Value] = {}
+        self.values: dict[Point, Value] = {}
         self.best: Point | None = None
 
     def __call__(self, point: Point) -> Value:
-        if point not in self.known:
-            value = self.known[point] = self._evaluate(point)
+        """Return the value of a point."""
+        if point not in self.values:
+            value = self.values[point] = self._evaluate(point)
             if value.meets(self._bound_s) and value.throughput > self.best_throughput:
                 self.best = point
-        return self.known[point]
+        return self.values[point]
 
     @property
     def best_throughput(self) -> float:
-        return -math.inf if self.best is None else self.known[self.best].throughput
+        """Throughput of the best point, minus infinity without one."""
+        return -math.inf if self.best is None else self.values[self.best].throughput
 
 
-def search(
+def branch_and_bound(
     evaluate: Evaluate,
     shape: tuple[int, int],
     latency_bound_s: float,
     *,
     throughput_tolerance: float = 0.0,
     latency_tolerance: float = 0.0,
-) -> Found:
-    """Find the point of highest throughput whose latency is within the bound.
+) -> GridOptimum:
+    """Find the point of highest throughput within a latency bound.
 
     Args:
-        evaluate: gives throughput and latency of a point ``(i, j)``.
-        shape: the grid, ``0 <= i < shape[0]``, ``0 <= j < shape[1]``; both functions rise, up to
-            the tolerances, with either index.
-        latency_bound_s: largest latency; infinity is no bound.
-        throughput_tolerance: relative; a block is kept while its upper corner may be this much
-            better than it looks.
-        latency_tolerance: relative; likewise for its lower corner's latency.
+        evaluate: throughput and latency of a point ``(i, j)``.
+        shape: the grid, ``0 <= i < shape[0]``, ``0 <= j < shape[1]``; up to the tolerances both
+            functions rise with either index.
+        latency_bound_s: largest latency; infinity for no bound.
+        throughput_tolerance: relative amount by which a block may exceed its corners' throughput.
+        latency_tolerance: relative amount by which a block may undercut its lower corner's latency.
 
     Raises:
         SpecError: the grid is empty.
     """
     if min(shape) < 1:
         raise SpecError(f"schedule search: found a grid of {shape}, expected at least 1 x 1")
-    look = _Memory(evaluate, latency_bound_s)
+    value_of = MemoizedEvaluator(evaluate, latency_bound_s)
     ties = count()
     whole = _Block(low=(0, 0), high=(shape[0] - 1, shape[1] - 1))
-    look(whole.low)
+    value_of(whole.low)
     if shape[0] * shape[1] > _FEW_POINTS:
-        _seed(look, shape)
-    queue: list[tuple[float, int, _Block]] = [(-_upper(look, whole), next(ties), whole)]
+        for point in product(_seeds(shape[0]), _seeds(shape[1])):
+            value_of(point)
+    queue: list[tuple[float, int, _Block]] = [(-_upper(value_of, whole), next(ties), whole)]
     while queue:
         bound, _, block = heapq.heappop(queue)
-        if -bound * (1 + throughput_tolerance) <= look.best_throughput:
-            break  # the queue is sorted: nothing left can be better
-        if block.is_point:
+        if -bound * (1 + throughput_tolerance) <= value_of.best_throughput:
+            break
+        if block.low == block.high:
             continue
-        for part in block.split(_axis(look, block, latency_bound_s)):
-            if look(part.low).meets(latency_bound_s * (1 + latency_tolerance)):
-                heapq.heappush(queue, (-_upper(look, part), next(ties), part))
-    _climb(look, shape)
-    return Found(
-        point=look.best,
-        value=None if look.best is None else look.known[look.best],
-        evaluated=len(look.known),
+        for part in block.split(_axis(value_of, block, latency_bound_s)):
+            if value_of(part.low).meets(latency_bound_s * (1 + latency_tolerance)):
+                heapq.heappush(queue, (-_upper(value_of, part), next(ties), part))
+    _local_search(value_of, shape)
+    return GridOptimum(
+        point=value_of.best,
+        value=None if value_of.best is None else value_of.values[value_of.best],
+        evaluated=len(value_of.values),
         space=shape[0] * shape[1],
     )
 
 
-def _climb(look: _Memory, shape: tuple[int, int]) -> None:
-    """Walk from the best point to better neighbours while there are any.
-
-    Whole numbers of micro-batches make small steps in the functions that the blocks do not see.
-    """
-    before: Point | None = None
-    while look.best is not None and look.best != before:
-        before = look.best
+def _local_search(value_of: MemoizedEvaluator, shape: tuple[int, int]) -> None:
+    """Move from the best point to better neighbours until there are none."""
+    center: Point | None = None
+    while value_of.best is not None and value_of.best != center:
+        center = value_of.best
         for step, other in product(_STRIDES, _STRIDES):
-            point = before[0] + step, before[1] + other
+            point = center[0] + step, center[1] + other
             if 0 <= point[0] < shape[0] and 0 <= point[1] < shape[1]:
-                look(point)
+                value_of(point)
 
 
-def exhaustive(evaluate: Evaluate, shape: tuple[int, int], latency_bound_s: float) -> Found:
-    """Look at every point: the oracle of :func:`search`."""
-    best: Point | None = None
-    values = {point: evaluate(point) for point in product(range(shape[0]), range(shape[1]))}
-    for point, value in values.items():
-        if value.meets(latency_bound_s) and (
-            best is None or value.throughput > values[best].throughput
-        ):
-            best = point
-    return Found(
-        point=best,
-        value=None if best is None else values[best],
-        evaluated=len(values),
-        space=len(values),
-    )
+def _upper(value_of: MemoizedEvaluator, block: _Block) -> float:
+    """Return the best throughput of a block's corners."""
+    corners = product((block.low[0], block.high[0]), (block.low[1], block.high[1]))
+    return max(value_of(corner).throughput for corner in corners)
 
 
-def non_monotone(
-    evaluate: Evaluate, shape: tuple[int, int], tolerance: float
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the share of steps that go down, as ExeGPT's Table 5 reports it.
-
-    Args:
-        evaluate: gives throughput and latency of a point.
-        shape: the grid.
-        tolerance: relative; smaller falls do not count.
-
-    Returns:
-        for either variable ``(latency, throughput)``; points that cannot be are left out.
-    """
-    look = _Memory(evaluate)
-    shares = []
-    for axis in (0, 1):
-        steps = [(look(low), look(high)) for low, high in _steps(shape, axis)]
-        real = [(low, high) for low, high in steps if high.latency_s < float("inf")]
-        falls = (
-            sum(high.latency_s < low.latency_s * (1 - tolerance) for low, high in real),
-            sum(high.throughput < low.throughput * (1 - tolerance) for low, high in real),
-        )
-        shares.append((falls[0] / max(1, len(real)), falls[1] / max(1, len(real))))
-    return shares[0], shares[1]
-
-
-def _steps(shape: tuple[int, int], axis: int) -> Iterator[tuple[Point, Point]]:
-    for first, second in product(range(shape[0]), range(shape[1])):
-        after = (first + 1, second) if axis == 0 else (first, second + 1)
-        if after[axis] < shape[axis]:
-            yield (first, second), after
-
-
-def _upper(look: _Memory, block: _Block) -> float:
-    """Return the best throughput of a block's corners: of the upper one, were it monotone."""
-    (low_i, low_j), (high_i, high_j) = block.low, block.high
-    corners = ((i, j) for i in (low_i, high_i) for j in (low_j, high_j))
-    return max(look(corner).throughput for corner in corners)
-
-
-def _seed(look: _Memory, shape: tuple[int, int]) -> None:
-    """Look at a few points all over the grid, closer together where the indices are small."""
-    for point in product(_spread(shape[0]), _spread(shape[1])):
-        look(point)
-
-
-def _spread(size: int) -> list[int]:
+def _seeds(size: int) -> list[int]:
+    """Return a few indices, closer together where they are small."""
     steps = min(_SEEDS, size)
     return sorted({round(size ** (step / max(1, steps - 1))) - 1 for step in range(steps)})
 
 
-def _axis(look: _Memory, block: _Block, bound_s: float) -> int:
-    """Split where the better of the two other corners lies (Alg. 1, lines 7-10)."""
+def _axis(value_of: MemoizedEvaluator, block: _Block, bound_s: float) -> int:
+    """Return the axis to split: toward the better of the two other corners (Alg. 1, lines 7-10)."""
     sides = (block.high[0] - block.low[0], block.high[1] - block.low[1])
     if min(sides) == 0:
         return 0 if sides[0] else 1
     corners = ((block.low[0], block.high[1]), (block.high[0], block.low[1]))
-    values = [look(corner) for corner in corners]
+    values = [value_of(corner) for corner in corners]
     rates = [value.throughput if value.meets(bound_s) else -1.0 for value in values]
     if max(rates) < 0:
         return 0 if sides[0] >= sides[1] else 1

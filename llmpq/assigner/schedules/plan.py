@@ -1,9 +1,9 @@
-"""From a plan to a plan with a schedule: the policy, its control variables, fitting micro-batches.
+"""From a plan to a plan with a schedule: the policy, its control variables, its micro-batches.
 
-The assignment of layers and bits is the planner's; the schedule is searched on top of it, on the
-same cost models. A schedule for ``queries`` is proven by the simulator: a trace of the same laws
-must answer 99 of 100 requests in time, counted from the start of each one's prefill. Either way
-latencies count by the guard of what the tables are unsure of (``schedules.guard``).
+The planner assigns layers and bits; the schedule is searched on top of that, with the same cost
+models. A schedule for ``queries`` is verified by the simulator: 99 of 100 requests of a trace with
+the same length distributions must be answered in time, counted from the start of each one's
+prefill. Simulated latencies are multiplied by the safety margin (``safety_margin``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from llmpq.assigner.decode import reprice
-from llmpq.assigner.schedules.guard import guard_of
-from llmpq.assigner.schedules.polish import BATCHES, CYCLES, Move, polished
-from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, estimated
-from llmpq.assigner.schedules.split import SHARINGS, Sharing, split_plans
+from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes
+from llmpq.assigner.schedules.local_search import BATCH_MOVES, CYCLE_MOVES, Move, local_search
+from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, with_estimate
+from llmpq.assigner.schedules.safety_margin import safety_factor
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
-from llmpq.assigner.split import excess_bytes
+from llmpq.assigner.schedules.waa_split import BALANCES, Balance, split_plans
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError
@@ -40,26 +39,26 @@ Sla = Literal["length", "queries"]
 
 PERCENT = 99
 _TRIES = 6
-_SAME = 1.0 + 1e-9
+_ROUNDING = 1.0 + 1e-9
 _TRACE_REQUESTS = 2000
-_POLISH_REQUESTS, _POLISH_ROUNDS = 500, 8
+_SEARCH_REQUESTS, _SEARCH_ROUNDS = 500, 8
 """Requests that neighbours are compared on: at least so many, and so many fillings of the slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRequest:
-    """What is wanted of a schedule.
+    """Length distributions and the latency bound of a schedule.
 
     Attributes:
-        prompt_tokens: law of prompt lengths.
-        new_tokens: law of answer lengths.
-        latency_bound_s: largest latency; infinity is no bound.
-        sla: what the bound is for (ExeGPT, Sec. 7.6). ``length``: an answer as long as the 99th
+        prompt_tokens: distribution of prompt lengths.
+        new_tokens: distribution of answer lengths.
+        latency_bound_s: largest latency; infinity for no bound.
+        sla: what the bound applies to (ExeGPT, Sec. 7.6). ``length``: an answer as long as the 99th
             percentile. ``queries``: 99 % of all requests.
         seed: of the simulated requests.
-        sharings: of WAA: layers by time (WAA-C), by memory (WAA-M), or whichever is better.
-        confidence: how likely the bound is to be kept, given what the tables say they are unsure
-            of; 0.5 takes them at their word.
+        balances: of WAA: layers by time (WAA-C), by memory (WAA-M), or the better of the two.
+        confidence: probability of keeping the bound, given the uncertainty that tables state; 0.5
+            for no margin.
     """
 
     prompt_tokens: LengthDistribution
@@ -67,7 +66,7 @@ class ScheduleRequest:
     latency_bound_s: float = math.inf
     sla: Sla = "length"
     seed: int = 0
-    sharings: tuple[Sharing, ...] = SHARINGS
+    balances: tuple[Balance, ...] = BALANCES
     confidence: float = 0.5
 
 
@@ -83,28 +82,28 @@ def with_schedule(
     Args:
         plan: layers and bits; its workload's batch is the number of KV slots.
         costs: the cost models of its cluster.
-        request: what is wanted.
-        policy: whose schedule. WAA shares the layers out anew, to stages of either phase.
+        request: length distributions and bound.
+        policy: RRA, or WAA, which assigns the layers anew to separate stages per phase.
 
     Raises:
-        SpecError: the laws hold lengths that the plan has no room for.
+        SpecError: the distributions hold lengths that the plan has no room for.
         InfeasibleError: no schedule meets the bound, or memory does not hold two copies (WAA).
     """
-    _check_room(plan, request)
+    _check_lengths(plan, request)
     reached_s = math.inf
-    bound_s = request.latency_bound_s / guard_of(plan, costs, request.confidence)
+    bound_s = request.latency_bound_s / safety_factor(plan, costs, request.confidence)
     for _ in range(_TRIES):
-        made = _MAKERS[policy](plan, costs, request, bound_s)
+        made = _SEARCHES[policy](plan, costs, request, bound_s)
         if math.isinf(request.latency_bound_s):
-            return _polished(made, costs, request)
+            return _improved(made, costs, request)
         if request.sla == "length":
-            reached_s = bound_s * guard_of(made, costs, request.confidence)
+            reached_s = bound_s * safety_factor(made, costs, request.confidence)
         else:
-            reached_s = _kept_s(simulated(made, costs, request), made, costs, request)
-        if reached_s <= request.latency_bound_s * _SAME:
-            asked = _asked(made, request)
-            return asked if request.sla == "length" else _polished(asked, costs, request)
-        # Aim lower by as much as the simulation is above the bound, and a little more.
+            reached_s = _p99_s(simulated(made, costs, request), made, costs, request)
+        if reached_s <= request.latency_bound_s * _ROUNDING:
+            made = _with_bound(made, request)
+            return made if request.sla == "length" else _improved(made, costs, request)
+        # Lower the bound by as much as the simulation exceeds it, and a little more.
         bound_s *= 0.98 * request.latency_bound_s / reached_s
     raise InfeasibleError(
         f"no {policy.upper()} schedule answers {PERCENT} % of the requests within "
@@ -113,15 +112,14 @@ def with_schedule(
 
 
 def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
-    """Return the plan under whichever policy answers most requests a second within the bound.
+    """Return the plan under the policy that answers most requests a second within the bound.
 
-    Compared in simulation: the best RRA schedule, the best WAA schedule, iteration-level batching,
+    The simulator compares the best RRA schedule, the best WAA schedule, iteration-level batching,
     and static batches.
 
     Raises:
         InfeasibleError: none keeps the bound; the message is that of RRA.
     """
-    slots = plan.workload.batch
     found: list[Plan] = []
     failure: InfeasibleError | None = None
     for policy in SEARCHED:
@@ -130,14 +128,14 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
         except InfeasibleError as error:
             failure = failure or error
     names: tuple[PolicyName, ...] = ("iteration", "static")
-    found += [replace(plan, schedule=default_schedule(name, slots)) for name in names]
+    found += [replace(plan, schedule=default_schedule(n, plan.workload.batch)) for n in names]
     best: tuple[float, Plan] | None = None
     for candidate in found:
         report = simulated(candidate, costs, request)
         rate = report.throughput_requests_per_s
-        latency_s = _kept_s(report, candidate, costs, request)
+        latency_s = _p99_s(report, candidate, costs, request)
         is_searched = candidate.schedule is not None and candidate.schedule.policy in SEARCHED
-        # What they were searched for is their own bound; others are held to it in simulation.
+        # Searched schedules keep the bound already; the others must keep it in simulation.
         keeps = is_searched or latency_s <= request.latency_bound_s
         if keeps and (best is None or rate > best[0]):
             best = rate, candidate
@@ -147,40 +145,40 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
     return best[1]
 
 
-def _polished(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
-    """Return the plan, or under RRA a better neighbour that keeps the bound when played."""
+def _improved(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
+    """Return the plan, or under RRA a better neighbour that keeps the bound in simulation."""
     if plan.schedule is None or plan.schedule.policy != "rra":
         return plan
-    count = max(_POLISH_REQUESTS, _POLISH_ROUNDS * plan.workload.batch)
+    count = max(_SEARCH_REQUESTS, _SEARCH_ROUNDS * plan.workload.batch)
     bound_s = request.latency_bound_s
-    moves: tuple[Move, ...] = CYCLES
+    moves: tuple[Move, ...] = CYCLE_MOVES
     if not math.isinf(bound_s):
-        # The few requests of a play differ from all that a bound is kept for, of all plans alike.
-        few, every = (simulated(plan, costs, request, n) for n in (count, _TRACE_REQUESTS))
-        bound_s *= _kept_s(few, plan, costs, request) / _kept_s(every, plan, costs, request)
-        moves += BATCHES
+        # The neighbours' short trace differs from the full one, for all plans alike.
+        short, full = (simulated(plan, costs, request, n) for n in (count, _TRACE_REQUESTS))
+        bound_s *= _p99_s(short, plan, costs, request) / _p99_s(full, plan, costs, request)
+        moves += BATCH_MOVES
 
     def score(candidate: Plan) -> float:
         if not _fits(candidate, costs, candidate.micro_batching):
             return 0.0
         report = simulated(candidate, costs, request, count)
-        kept = _kept_s(report, candidate, costs, request) <= bound_s * _SAME
+        kept = _p99_s(report, candidate, costs, request) <= bound_s * _ROUNDING
         return report.throughput_requests_per_s if kept else 0.0
 
-    path = polished(plan, request.prompt_tokens, request.new_tokens, score, moves=moves)
+    path = local_search(plan, request.prompt_tokens, request.new_tokens, score, moves=moves)
     while len(path) > 1:
         best = path.pop()
-        reached_s = _kept_s(simulated(best, costs, request), best, costs, request)
+        reached_s = _p99_s(simulated(best, costs, request), best, costs, request)
         if reached_s <= request.latency_bound_s:
             task = _task(best, costs, request, request.latency_bound_s)
-            return _repriced(replace(best, schedule=estimated(best, task)), costs)
+            return _reevaluated(with_estimate(best, task), costs)
     return plan
 
 
 def simulated(
     plan: Plan, costs: ClusterCosts, request: ScheduleRequest, count: int = _TRACE_REQUESTS
 ) -> SimReport:
-    """Play requests of the given laws, all there at once, under the plan's schedule."""
+    """Simulate ``count`` drawn requests, all waiting at the start, under the plan's schedule."""
     assert plan.schedule is not None
     trace = draw_trace(count, request.prompt_tokens, request.new_tokens, seed=request.seed)
     shape = PipelineShape(
@@ -196,14 +194,14 @@ def simulated(
     )
 
 
-def _kept_s(report: SimReport, plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> float:
-    """Return the guarded latency of 99 % of the requests, from the start of their prefill."""
-    played_s = percentile([record.service_s for record in report.requests], PERCENT)
-    return played_s * guard_of(plan, costs, request.confidence)
+def _p99_s(report: SimReport, plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> float:
+    """Return the 99th percentile of latency from the start of prefill, with the safety margin."""
+    simulated_s = percentile([record.service_s for record in report.requests], PERCENT)
+    return simulated_s * safety_factor(plan, costs, request.confidence)
 
 
-def _asked(plan: Plan, request: ScheduleRequest) -> Plan:
-    """Return the plan with the bound that was asked for, where the search aimed lower."""
+def _with_bound(plan: Plan, request: ScheduleRequest) -> Plan:
+    """Return the plan with the requested bound, where the search used a lower one."""
     schedule = plan.schedule
     if schedule is None or schedule.estimate is None:
         return plan
@@ -224,12 +222,12 @@ def _task(
     )
 
 
-def _rra(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
+def _search_rra(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
     return _applied(plan, costs, best_rra(_task(plan, costs, request, bound_s)))
 
 
-def _waa(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
-    """Return the best of all ways to split the devices into those that encode and that decode."""
+def _search_waa(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
+    """Return the best of all splits of the devices into encoders and decoders."""
     best: tuple[Plan, ChosenSchedule] | None = None
     failures: list[tuple[float, InfeasibleError]] = []
     for candidate in split_plans(
@@ -237,28 +235,27 @@ def _waa(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: flo
         costs,
         prompt=max(1, round(request.prompt_tokens.mean)),
         context=max(1, round(request.prompt_tokens.mean + request.new_tokens.mean / 2)),
-        sharings=request.sharings,
+        balances=request.balances,
     ):
         task = _task(candidate, costs, request, bound_s)
         try:
             found = best_waa(task, fits=partial(_fits, candidate, costs))
         except InfeasibleError as error:
-            fastest_s = WaaSpace(task).look((0, 0)).performance.latency_s
-            failures.append((fastest_s, error))
+            failures.append((WaaSpace(task).point((0, 0)).performance.latency_s, error))
             continue
         rate = found.performance.requests_per_s
         if best is None or rate > best[1].performance.requests_per_s:
             best = candidate, found
     if best is None:
         if not failures:
-            raise InfeasibleError(_no_split(plan, costs))
+            raise InfeasibleError(_no_split_text(plan, costs))
         raise min(failures, key=lambda item: item[0])[1]
     return _applied(best[0], costs, best[1])
 
 
-_MAKERS: dict[Searched, Callable[[Plan, ClusterCosts, ScheduleRequest, float], Plan]] = {
-    "rra": _rra,
-    "waa": _waa,
+_SEARCHES: dict[Searched, Callable[[Plan, ClusterCosts, ScheduleRequest, float], Plan]] = {
+    "rra": _search_rra,
+    "waa": _search_waa,
 }
 
 
@@ -266,67 +263,51 @@ def _fits(plan: Plan, costs: ClusterCosts, sizes: MicroBatching) -> bool:
     return not excess_bytes(replace(plan, micro_batching=sizes), costs)
 
 
-def _no_split(plan: Plan, costs: ClusterCosts) -> str:
-    """Say why no stages of either phase can be had."""
+def _no_split_text(plan: Plan, costs: ClusterCosts) -> str:
+    """Return why the devices cannot be split."""
     devices = plan.cluster.devices
     if len(devices) == 1:
         return "no WAA schedule: found one device, expected at least two: one encodes, one decodes"
-    kinds = costs.model.layer_kinds
-    weights = sum(
-        costs.layer_weight_bytes(devices[0], kind, bits)
-        for kind, bits in zip(kinds, plan.bits, strict=True)
-    )
-    work = plan.workload
+    kinds, work = costs.model.layer_kinds, plan.workload
+    layers = zip(kinds, plan.bits, strict=True)
+    weights = sum(costs.layer_weight_bytes(devices[0], kind, bits) for kind, bits in layers)
     kv = sum(costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens) for kind in kinds)
     room = sum(costs.capacity_bytes(device) - costs.runtime_bytes(device) for device in devices)
     return (
         f"no WAA schedule: two copies of the layers take {format_bytes(2 * weights)} and "
         f"{work.batch} slots {format_bytes(kv)}, which {len(devices)} devices with "
-        f"{format_bytes(room)} for both do not hold as runs of layers; allow fewer bits, or fewer "
-        "sequences (--global_bz)"
+        f"{format_bytes(room)} for both do not hold as contiguous stages; allow fewer bits, or "
+        "fewer sequences (--global_bz)"
     )
 
 
 def _applied(plan: Plan, costs: ClusterCosts, chosen: ChosenSchedule) -> Plan:
-    """Put a schedule into the plan; its micro-batches must fit in memory as well."""
-    sizes = chosen.micro_batching
-    made = replace(
-        plan,
-        micro_batching=MicroBatching(
-            prefill=min(sizes.prefill, plan.workload.batch),
-            decode=min(sizes.decode, plan.workload.batch),
-        ),
-        schedule=chosen.schedule,
-    )
-    return _repriced(made, costs)
+    """Return the plan with a schedule; its micro-batches must fit in memory as well."""
+    sizes, batch = chosen.micro_batching, plan.workload.batch
+    sizes = MicroBatching(prefill=min(sizes.prefill, batch), decode=min(sizes.decode, batch))
+    return _reevaluated(replace(plan, micro_batching=sizes, schedule=chosen.schedule), costs)
 
 
-def _repriced(made: Plan, costs: ClusterCosts) -> Plan:
-    """Price a plan whose micro-batches have changed; they must fit in memory.
+def _reevaluated(plan: Plan, costs: ClusterCosts) -> Plan:
+    """Return the plan with the estimate of its new micro-batches.
 
     Raises:
-        InfeasibleError: they do not.
+        InfeasibleError: they do not fit in memory.
     """
-    nothing = np.zeros((made.model.num_layers, len(BITS)))
-    estimate, excess = reprice(made, costs, nothing)
+    nothing = np.zeros((plan.model.num_layers, len(BITS)))
+    estimate, excess = evaluate_plan(plan, costs, nothing)
     if excess:
         raise InfeasibleError(
-            f"the schedule's micro-batches of {made.micro_batching.prefill} and "
-            f"{made.micro_batching.decode} sequences need "
-            f"{excess} bytes more than there are; plan for fewer sequences (--global_bz)"
+            f"the schedule's micro-batches of {plan.micro_batching.prefill} and "
+            f"{plan.micro_batching.decode} sequences need {excess} bytes more than there are; plan "
+            "for fewer sequences (--global_bz)"
         )
-    quality = made.estimate.quality
-    return replace(
-        made,
-        estimate=replace(
-            estimate,
-            quality=quality,
-            objective_s=estimate.latency_s + made.search.theta_s * quality,
-        ),
-    )
+    quality = plan.estimate.quality
+    objective_s = estimate.latency_s + plan.search.theta_s * quality
+    return replace(plan, estimate=replace(estimate, quality=quality, objective_s=objective_s))
 
 
-def _check_room(plan: Plan, request: ScheduleRequest) -> None:
+def _check_lengths(plan: Plan, request: ScheduleRequest) -> None:
     work = plan.workload
     prompt, new = request.prompt_tokens.longest, request.new_tokens.longest
     if prompt > work.prompt_tokens or prompt + new > work.max_context_tokens:

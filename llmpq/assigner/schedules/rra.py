@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.schedules.expected import SteadyBatch
-from llmpq.assigner.schedules.monotone import Found, Point, Value, search
-from llmpq.assigner.schedules.steady import Performance, encode_s, rra_performance
+from llmpq.assigner.schedules.monotone import GridOptimum, Point, Value, branch_and_bound
+from llmpq.assigner.schedules.steady_state import (
+    Performance,
+    SteadyBatch,
+    encode_s,
+    rra_performance,
+)
 from llmpq.errors import InfeasibleError
 from llmpq.sim import StepCosts
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.schedule import Schedule, ScheduleEstimate
+from llmpq.spec.schedule import PolicyName, Schedule, ScheduleEstimate
 
 THROUGHPUT_TOLERANCE = 0.1
 LATENCY_TOLERANCE = 0.02
-"""Relative. Tried on random pipelines against looking at every point: with 5 % and less the search
-sometimes stops at an optimum of a small region (tests); with these it looks at 2-4 % of a space."""
+"""Relative. On random pipelines 5 % and less sometimes stop at a local optimum (tests); with these
+the search evaluates 2-4 % of a space."""
 
 _PREFILL_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Prefill micro-batches a stage that are tried: more of them fill the pipeline sooner."""
+"""Prefill micro-batches a stage to try: more of them fill the pipeline sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTask:
-    """What a schedule is wanted for.
+    """What a schedule is searched for.
 
     Attributes:
         costs: seconds of the plan's parts.
-        num_slots: sequences that memory holds.
-        prompt_tokens, new_tokens: laws of lengths.
-        latency_bound_s: largest latency of an answer of ``bound_tokens``; infinity is no bound.
-        bound_tokens: the answer that the bound is for.
-        threshold: how far a decoding batch may be below its size before more is encoded.
+        num_slots: sequences that memory holds, and the largest decoding batch.
+        prompt_tokens, new_tokens: distributions of lengths.
+        latency_bound_s: largest latency of an answer of ``bound_tokens``; infinity for no bound.
+        bound_tokens: length of the answer that the bound applies to.
+        threshold: share by which a decoding batch may shrink before more is encoded.
     """
 
     costs: StepCosts
@@ -44,20 +49,53 @@ class ScheduleTask:
     bound_tokens: int
     threshold: float = 0.25
 
-    @property
-    def most_decoding(self) -> int:
-        """Largest decoding batch: every slot, since the policy never lets it grow beyond."""
-        return self.num_slots
+    def search(self, evaluate: Callable[[Point], Value], shape: tuple[int, int]) -> GridOptimum:
+        """Return the point of highest throughput within the bound."""
+        return branch_and_bound(
+            evaluate,
+            shape,
+            self.latency_bound_s,
+            throughput_tolerance=THROUGHPUT_TOLERANCE,
+            latency_tolerance=LATENCY_TOLERANCE,
+        )
+
+    def schedule(
+        self,
+        policy: PolicyName,
+        performance: Performance,
+        *,
+        encode_batch: int,
+        decode_batch: int,
+        decode_iterations: int | None = None,
+    ) -> Schedule:
+        """Return a schedule with its expected performance."""
+        return Schedule(
+            policy=policy,
+            encode_batch=encode_batch,
+            decode_batch=decode_batch,
+            decode_iterations=decode_iterations,
+            threshold=self.threshold,
+            mean_prompt_tokens=self.prompt_tokens.mean,
+            mean_new_tokens=self.new_tokens.mean,
+            estimate=ScheduleEstimate(
+                requests_per_s=performance.requests_per_s,
+                latency_s=performance.latency_s,
+                new_tokens=self.bound_tokens,
+                latency_bound_s=(
+                    None if math.isinf(self.latency_bound_s) else self.latency_bound_s
+                ),
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenSchedule:
-    """A schedule, the micro-batches it runs with, and how it was found."""
+    """A schedule, its micro-batches, its expected performance, and how it was found."""
 
     schedule: Schedule
     micro_batching: MicroBatching
     performance: Performance
-    found: Found
+    found: GridOptimum
 
 
 class RraSpace:
@@ -69,27 +107,21 @@ class RraSpace:
     def __init__(self, task: ScheduleTask) -> None:
         self._task = task
         self._prefill_sizes: dict[int, int] = {}
-        self._iterations = _iteration_steps(task.new_tokens.longest)
         self._steady = [
-            SteadyBatch(
-                prompt_tokens=task.prompt_tokens,
-                new_tokens=task.new_tokens,
-                decode_iterations=iterations,
-            )
-            for iterations in self._iterations
+            _steady_batch(task, steps) for steps in _iterations(task.new_tokens.longest)
         ]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Points in either direction."""
-        return self._task.most_decoding, len(self._iterations)
+        return self._task.num_slots, len(self._steady)
 
     def variables(self, point: Point) -> tuple[int, int]:
         """Return ``(B_E, N_D)`` of a point."""
-        return point[0] + 1, self._iterations[point[1]]
+        return point[0] + 1, self._steady[point[1]].decode_iterations
 
     def sizes(self, point: Point) -> MicroBatching:
-        """Return micro-batches that keep every stage at work."""
+        """Return micro-batches that keep every stage busy."""
         encode_batch = point[0] + 1
         decode_batch = self._steady[point[1]].decode_batch(encode_batch)
         return MicroBatching(
@@ -98,33 +130,30 @@ class RraSpace:
         )
 
     def _prefill_size(self, encode_batch: int) -> int:
-        """Return the size of which encoding takes least time."""
+        """Return the micro-batch size of the shortest encoding."""
         if encode_batch not in self._prefill_sizes:
-            parts = [self._task.costs.layout.num_ranks * count for count in _PREFILL_PARTS]
-            sizes = sorted({math.ceil(encode_batch / part) for part in parts}, reverse=True)
+            task = self._task
+            parts = [task.costs.layout.num_ranks * count for count in _PREFILL_PARTS]
             self._prefill_sizes[encode_batch] = min(
-                sizes,
-                key=lambda size: encode_s(
-                    self._task.costs, self._task.prompt_tokens, encode_batch, size
-                ),
+                sorted({math.ceil(encode_batch / part) for part in parts}, reverse=True),
+                key=lambda size: encode_s(task.costs, task.prompt_tokens, encode_batch, size),
             )
         return self._prefill_sizes[encode_batch]
 
     def performance(self, point: Point) -> Performance:
-        """Return what the schedule of a point does, whether it fits or not."""
-        task = self._task
+        """Return the performance of a point, feasible or not."""
         return rra_performance(
-            task.costs,
+            self._task.costs,
             self._steady[point[1]],
             point[0] + 1,
             self.sizes(point),
-            task.bound_tokens,
+            self._task.bound_tokens,
         )
 
     def evaluate(self, point: Point) -> Value:
-        """Return throughput and latency; what does not fit in memory takes for ever."""
+        """Return throughput and latency; infinite latency where memory does not hold the batch."""
         found = self.performance(point)
-        fits = max(found.decode_batch, found.encode_batch) <= self._task.most_decoding
+        fits = max(found.decode_batch, found.encode_batch) <= self._task.num_slots
         return Value(found.requests_per_s, found.latency_s if fits else math.inf)
 
 
@@ -132,16 +161,10 @@ def best_rra(task: ScheduleTask) -> ChosenSchedule:
     """Return the schedule of highest throughput within the bound.
 
     Raises:
-        InfeasibleError: none meets it; the message says what the fastest one takes.
+        InfeasibleError: none meets it; the message gives the latency of the fastest one.
     """
     space = RraSpace(task)
-    found = search(
-        space.evaluate,
-        space.shape,
-        task.latency_bound_s,
-        throughput_tolerance=THROUGHPUT_TOLERANCE,
-        latency_tolerance=LATENCY_TOLERANCE,
-    )
+    found = task.search(space.evaluate, space.shape)
     if found.point is None:
         fastest = space.performance((0, 0))
         raise InfeasibleError(
@@ -149,61 +172,46 @@ def best_rra(task: ScheduleTask) -> ChosenSchedule:
             f"{task.latency_bound_s:g} s: encoding one request at a time takes "
             f"{fastest.latency_s:.3g} s; allow at least that"
         )
-    return _chosen(space, task, found)
-
-
-def _chosen(space: RraSpace, task: ScheduleTask, found: Found) -> ChosenSchedule:
-    assert found.point is not None
     performance = space.performance(found.point)
     encode_batch, iterations = space.variables(found.point)
-    bound_s = None if math.isinf(task.latency_bound_s) else task.latency_bound_s
-    schedule = Schedule(
-        policy="rra",
-        encode_batch=encode_batch,
-        decode_batch=max(encode_batch, round(performance.decode_batch)),
-        decode_iterations=iterations,
-        threshold=task.threshold,
-        mean_prompt_tokens=task.prompt_tokens.mean,
-        mean_new_tokens=task.new_tokens.mean,
-        estimate=ScheduleEstimate(
-            requests_per_s=performance.requests_per_s,
-            latency_s=performance.latency_s,
-            new_tokens=task.bound_tokens,
-            latency_bound_s=bound_s,
-        ),
-    )
     return ChosenSchedule(
-        schedule=schedule,
+        schedule=task.schedule(
+            "rra",
+            performance,
+            encode_batch=encode_batch,
+            decode_batch=max(encode_batch, round(performance.decode_batch)),
+            decode_iterations=iterations,
+        ),
         micro_batching=space.sizes(found.point),
         performance=performance,
         found=found,
     )
 
 
-def estimated(plan: Plan, task: ScheduleTask) -> Schedule:
-    """Return the schedule of an RRA plan with what the closed form says of it."""
+def with_estimate(plan: Plan, task: ScheduleTask) -> Plan:
+    """Return an RRA plan whose schedule has the closed form's expected performance."""
     schedule = plan.schedule
     assert schedule is not None
     assert schedule.encode_batch is not None
     assert schedule.decode_iterations is not None
     assert schedule.estimate is not None
-    steady = SteadyBatch(
-        prompt_tokens=task.prompt_tokens,
-        new_tokens=task.new_tokens,
-        decode_iterations=schedule.decode_iterations,
-    )
+    steady = _steady_batch(task, schedule.decode_iterations)
     found = rra_performance(
         task.costs, steady, schedule.encode_batch, plan.micro_batching, task.bound_tokens
     )
-    return replace(
-        schedule,
-        estimate=replace(
-            schedule.estimate, requests_per_s=found.requests_per_s, latency_s=found.latency_s
-        ),
+    estimate = replace(
+        schedule.estimate, requests_per_s=found.requests_per_s, latency_s=found.latency_s
+    )
+    return replace(plan, schedule=replace(schedule, estimate=estimate))
+
+
+def _steady_batch(task: ScheduleTask, iterations: int) -> SteadyBatch:
+    return SteadyBatch(
+        prompt_tokens=task.prompt_tokens, new_tokens=task.new_tokens, decode_iterations=iterations
     )
 
 
-def _iteration_steps(longest: int) -> list[int]:
+def _iterations(longest: int) -> list[int]:
     """Return candidates for ``N_D``, falling: every small one, then some 4 % apart."""
     steps = [1]
     while steps[-1] < max(1, longest - 1):

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from llmpq.assigner.request import PlanRequest, costs_of
 from llmpq.assigner.schedules.plan import (
     ScheduleRequest,
     best_of_policies,
     simulated,
     with_schedule,
 )
-from llmpq.assigner.task import PlanRequest, costs_of
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import with_tensor_parallel
 from llmpq.spec.plan import Plan

@@ -15,7 +15,7 @@ from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
-from llmpq.assigner.task import Progress, costs_of
+from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli.common import (
     command_line,
     command_start_s,

@@ -1,4 +1,4 @@
-"""Where the compiled core comes from, and what is refused."""
+"""Compiling the core, and the problems that it does not support."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from exact_cases import Shape, random_space
 from helpers.processes import is_running, wait_for
 
 from llmpq import compiled
-from llmpq.assigner.exact import NotCoveredError, build, solve_exact
+from llmpq.assigner.exact import NotCoveredError, native, solve_exact
 from llmpq.errors import InfeasibleError
 
-PACKAGE = Path(build.__file__).parent
+PACKAGE = Path(native.__file__).parent
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_core_is_compiled_once_and_kept(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build.core_path(package)
+    first = native.core_path(package)
     assert first.parent == package / "__pycache__"
     monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
-    assert build.core_path(package) == first
+    assert native.core_path(package) == first
 
 
-def test_who_starts_together_compiles_once(
+def test_concurrent_starts_compile_once(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "cc"
@@ -47,12 +47,12 @@ def test_who_starts_together_compiles_once(
     slow.chmod(0o700)
     monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
     with ThreadPoolExecutor(max_workers=4) as together:
-        found = set(together.map(build.core_path, [package] * 4))
+        found = set(together.map(native.core_path, [package] * 4))
     assert len(found) == 1
     assert (tmp_path / "log").read_text() == "begun\n"
 
 
-def test_who_may_not_wait_for_another_s_compiler_does_not(
+def test_a_short_time_limit_does_not_wait_for_another_compiler(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = tmp_path / "cc"
@@ -60,33 +60,33 @@ def test_who_may_not_wait_for_another_s_compiler_does_not(
     slow.chmod(0o700)
     monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
     with ThreadPoolExecutor(max_workers=1) as other:
-        first = other.submit(build.core_path, package, 1.0)
+        first = other.submit(native.core_path, package, 1.0)
         time.sleep(0.3)
         start = time.monotonic()
         with pytest.raises(NotCoveredError, match="no time"):
-            build.core_path(package, 0.1)
+            native.core_path(package, 0.1)
         assert time.monotonic() - start < 0.5
         with pytest.raises(NotCoveredError, match="took over"):
             first.result()
 
 
 def test_changed_sources_are_compiled_again(package: Path) -> None:
-    first = build.core_path(package)
-    with (package / "csrc" / "field.c").open("a", encoding="utf-8") as file:
+    first = native.core_path(package)
+    with (package / "csrc" / "lagrangian.c").open("a", encoding="utf-8") as file:
         file.write("\n/* changed */\n")
-    assert build.core_path(package) != first
+    assert native.core_path(package) != first
 
 
-def test_a_core_that_a_wheel_brought_is_taken(package: Path) -> None:
+def test_a_prebuilt_core_is_used(package: Path) -> None:
     brought = package / "_core.abi3.so"
     brought.write_bytes(b"")
-    assert build.core_path(package) == brought
+    assert native.core_path(package) == brought
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(package: Path) -> None:
     (package / "__pycache__").mkdir()
     (package / "__pycache__").chmod(0o777)
-    assert package not in build.core_path(package).parents
+    assert package not in native.core_path(package).parents
 
 
 def test_without_a_compiler_the_search_is_not_covered(
@@ -94,13 +94,13 @@ def test_without_a_compiler_the_search_is_not_covered(
 ) -> None:
     monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
     with pytest.raises(NotCoveredError, match="no C compiler"):
-        build.core_path(package)
+        native.core_path(package)
 
 
-def test_a_compiler_error_is_told(package: Path) -> None:
-    (package / "csrc" / "field.c").write_text("#error broken on purpose\n", encoding="utf-8")
+def test_a_compiler_error_is_in_the_message(package: Path) -> None:
+    (package / "csrc" / "lagrangian.c").write_text("#error broken on purpose\n", encoding="utf-8")
     with pytest.raises(NotCoveredError, match="broken on purpose"):
-        build.core_path(package)
+        native.core_path(package)
 
 
 def test_too_many_kinds_of_layers_are_not_covered() -> None:
@@ -138,11 +138,11 @@ def test_without_time_left_no_compiler_is_started(
 ) -> None:
     monkeypatch.setattr(compiled.subprocess, "Popen", None)
     with pytest.raises(NotCoveredError, match="no time to compile"):
-        build.core_path(package, limit_s=0.0)
+        native.core_path(package, limit_s=0.0)
 
 
 def test_a_kept_core_needs_no_time(package: Path) -> None:
-    assert build.core_path(package) == build.core_path(package, limit_s=-1.0)
+    assert native.core_path(package) == native.core_path(package, limit_s=-1.0)
 
 
 def test_a_compiler_that_takes_too_long_ends_with_all_its_parts(
@@ -154,7 +154,7 @@ def test_a_compiler_that_takes_too_long_ends_with_all_its_parts(
     monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
     started = time.monotonic()
     with pytest.raises(NotCoveredError, match=r"took over 0\.5 s"):
-        build.core_path(package, limit_s=0.5)
+        native.core_path(package, limit_s=0.5)
     assert time.monotonic() - started < 20
     part = int((tmp_path / "cc.part").read_text())
     wait_for(lambda: is_running(part), lambda alive: not alive)

@@ -1,4 +1,4 @@
-"""The certificate, checked by arithmetic that shares nothing with the core."""
+"""The certificate, checked by arithmetic that is independent of the core."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def weights(space: SearchSpace, pair: PairCosts) -> tuple[float, float, float, f
     return pair.prefill_batches - 1, rounds * pair.decode_batches, 0.0, pair.decode_batches
 
 
-def pool_bound(space: SearchSpace, pair: PairCosts, multipliers: np.ndarray) -> float:
-    """The pool's Lagrangian, links left out: each layer takes its cheapest group and width."""
+def noncontiguous_bound(space: SearchSpace, pair: PairCosts, multipliers: np.ndarray) -> float:
+    """The Lagrangian without contiguity and links: the cheapest group and width of each layer."""
     size, counts = space.num_groups, np.array(space.group_counts)
     peak_prefill, peak_decode, sums, branch = weights(space, pair)
     mu, nu = multipliers[:size], multipliers[2 * size : 3 * size]
@@ -87,13 +87,13 @@ def test_every_pair_is_closed_above_the_answer(shape: Shape) -> None:
         assert proof.bound_s >= value_s * (1 - 1e-6)
 
 
-def test_multipliers_of_a_pool_proof_attain_its_bound_by_plain_arithmetic() -> None:
+def test_multipliers_of_a_noncontiguous_proof_attain_its_bound_by_plain_arithmetic() -> None:
     checked = 0
     for seed in range(6):
         for shape in SHAPES:
             for space, pair, proof, _ in proofs(replace(shape, link=0.0), seed):
-                if proof.reason == "pool":
-                    found = pool_bound(space, pair, np.array(proof.multipliers))
+                if proof.reason == "noncontiguous":
+                    found = noncontiguous_bound(space, pair, np.array(proof.multipliers))
                     # The budget is held with the slack of objective.within_budget.
                     assert found == pytest.approx(proof.bound_s, rel=1e-7)
                     checked += 1
@@ -101,7 +101,7 @@ def test_multipliers_of_a_pool_proof_attain_its_bound_by_plain_arithmetic() -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_out_of_time_the_incumbent_is_told_with_an_honest_gap(seed: int) -> None:
+def test_at_the_time_limit_the_incumbent_has_a_valid_gap(seed: int) -> None:
     space = random_space(np.random.default_rng(seed), SHAPES[seed % 3])
     best = best_value(space, "types")
     result = solve_exact(space, orders="types", deadline=NEVER.within(0.0))
@@ -112,7 +112,7 @@ def test_out_of_time_the_incumbent_is_told_with_an_honest_gap(seed: int) -> None
 
 @pytest.mark.parametrize("cap", ["MAX_COLUMNS", "MAX_LABELS"])
 @pytest.mark.parametrize("seed", range(4))
-def test_over_a_cap_the_incumbent_is_told_with_an_honest_gap(
+def test_over_a_limit_the_incumbent_has_a_valid_gap(
     monkeypatch: pytest.MonkeyPatch, cap: str, seed: int
 ) -> None:
     space = random_space(np.random.default_rng(seed), SHAPES[seed % 3])
@@ -124,7 +124,7 @@ def test_over_a_cap_the_incumbent_is_told_with_an_honest_gap(
     assert result.gap > 0
 
 
-def test_a_gap_that_is_asked_for_is_kept() -> None:
+def test_the_requested_gap_is_kept() -> None:
     space = random_space(np.random.default_rng(5), Shape(counts=(2, 2), layers=8, pairs=4))
     result = solve_exact(space, orders="all", gap=0.05)
     assert result.gap <= 0.05

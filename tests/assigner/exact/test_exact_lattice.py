@@ -1,4 +1,4 @@
-"""The order lattice: its paths are the orders, no more and no fewer."""
+"""The order lattice: its paths are exactly the device orders."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def test_paths_of_a_fixed_order_start_at_its_first_device() -> None:
 
 def test_interchangeable_groups_are_entered_in_one_order_only() -> None:
     space = space_of((1, 1), equal=True)
-    twins = []
+    equal_pairs = []
     for pair in space.pairs:
         names = (
             *("prefill_s", "decode_s", "layer_bytes", "total_bytes", "runtime_bytes"),
             *("temporary_bytes", "master_bytes", "master_prefill_s", "master_decode_s"),
         )
-        twins.append(replace(pair, **{name: getattr(pair, name)[[0, 0]] for name in names}))
-    found = paths(lattice.build_lattice(replace(space, pairs=tuple(twins)), "types"))
+        equal_pairs.append(replace(pair, **{name: getattr(pair, name)[[0, 0]] for name in names}))
+    found = paths(lattice.build_lattice(replace(space, pairs=tuple(equal_pairs)), "types"))
     assert set(found) == {(0,), (0, 1)}
 
 
 @pytest.mark.parametrize("mode", ["types", "all"])
-def test_no_path_can_be_owed_more_multipliers_than_there_are(mode: str) -> None:
+def test_no_path_uses_more_multipliers_than_exist(mode: str) -> None:
     space = space_of((2, 1, 1))
     built = lattice.build_lattice(space, mode)
     graph, size = built.graph, space.num_groups
@@ -91,6 +91,6 @@ def test_no_path_can_be_owed_more_multipliers_than_there_are(mode: str) -> None:
 
 
 def test_too_many_orders_are_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lattice, "MAX_PLACES", 50)
+    monkeypatch.setattr(lattice, "MAX_CELLS", 50)
     with pytest.raises(NotCoveredError, match="found more than 10 states"):
         solve_exact(space_of((3, 3, 3)), orders="all")

@@ -1,4 +1,4 @@
-"""What must hold for any optimum: more never hurts, and names do not matter."""
+"""Properties of any optimum: more resources never worsen it, and names do not matter."""
 
 from __future__ import annotations
 

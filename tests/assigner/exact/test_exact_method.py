@@ -10,7 +10,8 @@ import pytest
 from llmpq.assigner.exact import NotCoveredError, method
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import evaluate
-from llmpq.assigner.task import PlanningTask, PlanRequest, build_task
+from llmpq.assigner.planner import plan_task
+from llmpq.assigner.request import PlanningTask, PlanRequest, build_task, silent
 from llmpq.errors import InfeasibleError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster
@@ -29,10 +30,6 @@ def task_of(model: str, cluster: int, *, batch: int = 8, **fields: object) -> Pl
         gap=0.0,
     )
     return build_task(replace(request, **fields))
-
-
-def silent(done: int, total: int, best_s: float | None) -> None:
-    del done, total, best_s
 
 
 def test_exact_method_equals_the_integer_programs() -> None:
@@ -54,7 +51,9 @@ def test_exact_method_is_certified_for_all_interleavings(cluster: int) -> None:
     assert free.evaluation.objective_s <= blocks.evaluation.objective_s * (1 + 1e-9)
 
 
-def test_what_is_not_covered_goes_to_the_integer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_programs_replace_an_unsupported_exact_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise NotCoveredError("on purpose")
 
@@ -66,6 +65,6 @@ def test_what_is_not_covered_goes_to_the_integer_programs(monkeypatch: pytest.Mo
     assert got.evaluation.objective_s == pytest.approx(want.evaluation.objective_s, rel=1e-6)
 
 
-def test_what_does_not_fit_is_explained() -> None:
+def test_a_model_that_does_not_fit_is_explained() -> None:
     with pytest.raises(InfeasibleError, match="smallest single fixes"):
-        method.find_exact(task_of("facebook/opt-66b", 1), silent)
+        plan_task(task_of("facebook/opt-66b", 1), "llmpq")

@@ -1,4 +1,4 @@
-"""The exact search against the integer program, on problems too large to try everything."""
+"""The exact search compared with the integer program, on problems too large for brute force."""
 
 from __future__ import annotations
 

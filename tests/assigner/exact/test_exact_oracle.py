@@ -1,4 +1,4 @@
-"""The exact search against trying everything, on random problems of a few layers."""
+"""The exact search compared with brute force, on random problems of a few layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exact_cases import Shape, best_value, random_space
+from helpers.brute_force import brute_force
 
-from llmpq.assigner.bruteforce import brute_force
 from llmpq.assigner.constraints.limits import Limits
 from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import SearchSpace, search, solve_exact

@@ -1,4 +1,4 @@
-"""Schedules of RRA: against exhaustive search, and their forecasts against the simulator."""
+"""Schedules of RRA compared with exhaustive search, their forecasts with the simulator."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from helpers.grid_search import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.assigner.schedules.expected import SteadyBatch
-from llmpq.assigner.schedules.monotone import exhaustive
 from llmpq.assigner.schedules.rra import RraSpace, ScheduleTask, best_rra
-from llmpq.assigner.schedules.steady import rra_performance
+from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
 from llmpq.sim import Hop, Layout, Shape, simulate, straight
@@ -95,7 +94,7 @@ def test_search_is_within_a_percent_of_exhaustive(slots, longest, bound_s, stage
 
 
 @pytest.mark.parametrize("share", [math.inf, 0.7, 0.4])
-def test_the_paper_s_sizes_take_a_small_part_of_the_space(share):
+def test_a_space_of_the_paper_needs_few_evaluations(share):
     free = best_rra(_task(slots=512))
     start = time.perf_counter()
     found = best_rra(_task(free.performance.latency_s * share, slots=512))

@@ -1,4 +1,4 @@
-"""Schedules of WAA: against exhaustive search, and their forecasts against the simulator."""
+"""Schedules of WAA compared with exhaustive search, their forecasts with the simulator."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+from helpers.grid_search import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.assigner.schedules.monotone import exhaustive, non_monotone
 from llmpq.assigner.schedules.rra import ScheduleTask
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.batching import PipelineShape, make_policy
@@ -18,6 +18,7 @@ from llmpq.sim import Hop, Layout, Shape, simulate, straight
 from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import draw_trace
+from scripts.reproduce.exegpt_formulas import non_monotone_shares
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _task(
 def _bound_s(share: float, costs: Costs | None = None) -> float:
     """A bound between the latency of one sequence at a time and that of the best without one."""
     free = best_waa(_task(costs=costs)).performance.latency_s
-    alone = WaaSpace(_task(costs=costs)).look((0, 0)).performance.latency_s
+    alone = WaaSpace(_task(costs=costs)).point((0, 0)).performance.latency_s
     return alone + share * (free - alone)
 
 
@@ -149,12 +150,14 @@ def test_a_tighter_bound_never_raises_throughput():
 
 def test_both_variables_raise_throughput_and_latency():
     """Table 5: but for few steps, where ``B_E`` is another one."""
-    for latency, throughput in non_monotone(WaaSpace(_task(slots=64)).evaluate, (64, 3), 0.02):
+    for latency, throughput in non_monotone_shares(
+        WaaSpace(_task(slots=64)).evaluate, (64, 3), 0.02
+    ):
         assert latency <= 0.05
         assert throughput <= 0.05
 
 
-def test_what_memory_does_not_hold_is_no_schedule():
+def test_a_schedule_beyond_memory_raises():
     with pytest.raises(InfeasibleError, match=r"no WAA schedule.*do not hold"):
         best_waa(_task(), fits=lambda _: False)
     found = best_waa(_task(), fits=lambda sizes: sizes.decode <= 5)

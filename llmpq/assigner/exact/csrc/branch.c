@@ -1,19 +1,19 @@
-/* Branching on the largest prefill time, where labels alone would be too many.
+/* Branching on the largest prefill time, where there would be too many labels.
  *
- * Among equal devices, a stage more or a layer more here or there hardly changes the sums, so the
- * plans between the Lagrangian bound and the best plan are many; what they differ in is the
- * maximum, which the Lagrangian may mix. Within [low, high] stages over high do not exist and the
- * maximum costs at least low: bounds are much tighter. Every plan is in some branch. */
+ * Among equal devices, one stage or layer more hardly changes the sums, so many plans lie between
+ * the Lagrangian bound and the best plan; they differ in the maximum, which the Lagrangian may mix.
+ * Within [low, high] stages above high do not exist and the maximum costs at least low: bounds are
+ * much tighter. Every plan is in some branch. */
 #include "labels.h"
 
 #include <string.h>
 
 enum { DEEPEST = 7 };
 
-/* A branch is worth splitting while its width matters against what is still open. */
+/* Least width of a branch to split, relative to the open gap. */
 static const double LEAST_SHARE = 0.05;
 
-/* Take columns that no plan of the branch below s->best can use out of reach. */
+/* Make columns infinite that no plan of the branch below s->best can use. */
 static void drop_columns(Labels *s) {
     const Problem *p = s->p;
     double budget = isfinite(p->budget) ? s->x[at_budget(p)] * p->budget : 0;
@@ -28,7 +28,7 @@ static void drop_columns(Labels *s) {
             }
 }
 
-/* The largest prefill time of any stage or link within reach. */
+/* The largest finite prefill time of any stage or link. */
 static double highest(const Labels *s) {
     const Problem *p = s->p;
     double high = 0;
@@ -37,7 +37,7 @@ static double highest(const Labels *s) {
         if (isfinite(m->price) && m->prefill > high) high = m->prefill;
     }
     for (int id = 0; id < 2 * p->groups * p->groups; id++)
-        if (isfinite(s->field.link[id]) && p->send_prefill[id] > high) high = p->send_prefill[id];
+        if (isfinite(s->tables.link[id]) && p->send_prefill[id] > high) high = p->send_prefill[id];
     return high < s->high ? high : s->high;
 }
 
@@ -67,7 +67,7 @@ static int split(Labels *s, int depth, int32_t *stages, uint64_t *counts) {
     return status;
 }
 
-/* Note the plan a pass found before its labels are gone; pass its status on. */
+/* Save the plan of a pass before its labels are freed; return the status. */
 static int keep(Labels *s, int status, int32_t *stages, uint64_t *counts) {
     if (s->best_node >= 0) {
         trace(s, stages, counts);
@@ -78,12 +78,12 @@ static int keep(Labels *s, int status, int32_t *stages, uint64_t *counts) {
 }
 
 int explore(Labels *s, int depth, double bound, int32_t *stages, uint64_t *counts) {
-    fill_rest(s);
+    fill_completions(s);
     fill_around(s, 1);
     drop_columns(s);
-    fill_rest(s);
+    fill_completions(s);
     fill_own(s);
-    double low = larger(s->low, s->rest[0].prefill), high = highest(s);
+    double low = larger(s->low, s->completion[0].prefill), high = highest(s);
     double width = s->p->peak_prefill * (high - low);
     int may_split = depth < DEEPEST && width > LEAST_SHARE * (s->best - bound) &&
                     s->out->max_labels > s->out->pass_labels && isfinite(s->best);

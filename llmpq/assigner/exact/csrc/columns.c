@@ -1,10 +1,10 @@
 /* Stage columns: every way a device class can run layers [a, c) that a plan below the limit needs.
  *
  * Time and memory of a stage depend only on how many layers of each kind it has at each bitwidth,
- * so layers are added one at a time and states of equal counts are merged, the least degradation
- * staying: exact for any omega. A state is dropped once its price (memory relaxed by its
- * multiplier) with the cheapest rest of a plan reaches the limit. Of the columns of one cell, only
- * those are kept that no other beats in prefill, decode, cost and (under a budget) degradation. */
+ * so layers are added one at a time and states of equal counts are merged, keeping the least
+ * degradation: exact for any omega. A state is dropped once its price (memory relaxed by its
+ * multiplier) with the cheapest completion reaches the limit. Of the columns of one cell, those
+ * are kept that no other dominates in prefill, decode, cost and (under a budget) degradation. */
 #include "exact.h"
 
 #include <stdlib.h>
@@ -24,7 +24,7 @@ typedef struct {
     uint32_t *stamp;  /* [TABLE] the layer that wrote the slot */
     uint32_t turn;
     Column *found;    /* [MAX_STATES] columns of one cell before filtering */
-    double *tail;     /* [L + 1] cheapest rest of a plan over all later ends */
+    double *tail;     /* [L + 1] cheapest other part of a plan over all later ends */
     uint64_t *radix;  /* [K, B] what one layer adds to counts; native.py decodes them alike */
 } Sweep;
 
@@ -80,11 +80,11 @@ static int merge(Sweep *w, const State *state, uint64_t mask, int *size) {
 }
 
 /* Give layer c to every state, at every bitwidth that can still lead below the limit. */
-static int extend(Sweep *w, const Field *f, int k, int c, int size, double limit) {
-    const Problem *p = f->problem;
+static int extend(Sweep *w, const LagrangianTables *t, int k, int c, int size, double limit) {
+    const Problem *p = t->problem;
     int B = p->bits, grown = 0, cell = ((k % p->groups) * p->kinds + p->kind[c]) * B;
-    const double *price = f->layer_price + ((size_t)k * p->layers + c) * B;
-    double rest = w->tail[c + 1] - f->prefix[(size_t)k * (p->layers + 1) + c + 1];
+    const double *price = t->layer_price + ((size_t)k * p->layers + c) * B;
+    double rest = w->tail[c + 1] - t->prefix[(size_t)k * (p->layers + 1) + c + 1];
     uint64_t mask = 64;
     while (mask < 2 * (uint64_t)size * B && mask < TABLE) mask *= 2;
     w->turn++;
@@ -118,16 +118,17 @@ static int by_price(const void *a, const void *b) {
     return (x->price > y->price) - (x->price < y->price);
 }
 
-/* Keep the columns no other beats; returns how many, sorted by price. */
+/* Keep the undominated columns; returns how many, sorted by price. */
 static int filter(Column *found, int size, int budgeted) {
     int kept = 0;
     qsort(found, (size_t)size, sizeof *found, by_cost);
     for (int j = 0; j < size; j++) {
-        int beaten = 0;
-        for (int q = kept - 1; q >= 0 && !beaten; q--)
-            beaten = found[q].prefill <= found[j].prefill && found[q].decode <= found[j].decode &&
-                     (!budgeted || found[q].degradation <= found[j].degradation);
-        if (!beaten) found[kept++] = found[j];
+        int dominated = 0;
+        for (int q = kept - 1; q >= 0 && !dominated; q--)
+            dominated = found[q].prefill <= found[j].prefill &&
+                        found[q].decode <= found[j].decode &&
+                        (!budgeted || found[q].degradation <= found[j].degradation);
+        if (!dominated) found[kept++] = found[j];
     }
     qsort(found, (size_t)kept, sizeof *found, by_price);
     return kept;
@@ -147,10 +148,10 @@ static int append(Columns *s, const Column *column, int size) {
 }
 
 /* Turn the states that end at c into columns of the cell. */
-static int emit(Sweep *w, Columns *s, const Field *f, const double *x, int k, int size,
+static int emit(Sweep *w, Columns *s, const LagrangianTables *t, const double *x, int k, int size,
                 double allowed) {
-    const Problem *p = f->problem;
-    double memory = x[at_memory(p, k)] / f->byte_unit;
+    const Problem *p = t->problem;
+    double memory = x[at_memory(p, k)] / t->byte_unit;
     int found = 0;
     for (int j = 0; j < size; j++) {
         const State *state = w->now + j;
@@ -166,11 +167,11 @@ static int emit(Sweep *w, Columns *s, const Field *f, const double *x, int k, in
     return append(s, w->found, filter(w->found, found, isfinite(p->budget)));
 }
 
-static int sweep(Sweep *w, Columns *s, const Field *f, const double *x, int k, int a,
+static int sweep(Sweep *w, Columns *s, const LagrangianTables *t, const double *x, int k, int a,
                  const double *best, double limit) {
-    const Problem *p = f->problem;
-    int L = p->layers, last = f->reach[(size_t)k * (L + 1) + a], size = 1, status = EXACT_DONE;
-    const double *prefix = f->prefix + (size_t)k * (L + 1);
+    const Problem *p = t->problem;
+    int L = p->layers, last = t->reach[(size_t)k * (L + 1) + a], size = 1, status = EXACT_DONE;
+    const double *prefix = t->prefix + (size_t)k * (L + 1);
     int32_t *start = s->start + column_cell(p, k, a, 0);
     for (int c = 0; c <= a; c++) start[c] = (int32_t)s->size;
     w->tail[L + 1] = HUGE_VAL;
@@ -180,25 +181,25 @@ static int sweep(Sweep *w, Columns *s, const Field *f, const double *x, int k, i
     }
     w->now[0] = (State){.prefill = p->master_prefill[k],
                         .decode = p->master_decode[k],
-                        .price = f->fixed[k]};
+                        .price = t->fixed[k]};
     for (int c = a; c <= L; c++) {
         start[c] = (int32_t)s->size;
         if (c > a) {
-            size = size > 0 && c <= last ? extend(w, f, k, c - 1, size, limit) : 0;
+            size = size > 0 && c <= last ? extend(w, t, k, c - 1, size, limit) : 0;
             if (size < 0) return EXACT_OVERFLOW;
             s->states += size;
         }
-        if (c - a >= f->lattice->least_layers[k] && size > 0 && c <= last)
-            status = emit(w, s, f, x, k, size, limit - best[c]);
+        if (c - a >= t->lattice->least_layers[k] && size > 0 && c <= last)
+            status = emit(w, s, t, x, k, size, limit - best[c]);
         if (status) return status;
     }
     start[L + 1] = (int32_t)s->size;
     return EXACT_DONE;
 }
 
-int columns_fill(Columns *s, const Field *f, const double *x, const double *best, double limit,
-                 double deadline) {
-    const Problem *p = f->problem;
+int columns_fill(Columns *s, const LagrangianTables *t, const double *x, const double *best,
+                 double limit, double deadline) {
+    const Problem *p = t->problem;
     int L = p->layers, status = EXACT_DONE;
     Sweep w;
     s->problem = p, s->size = 0, s->states = 0;
@@ -207,8 +208,8 @@ int columns_fill(Columns *s, const Field *f, const double *x, const double *best
     for (int k = 0; k < 2 * p->groups && !status; k++)
         for (int a = 0; a <= L && !status; a++) {
             int possible = a < L && (k < p->groups || a == 0);
-            if (possible && f->reach[(size_t)k * (L + 1) + a] >= a)
-                status = sweep(&w, s, f, x, k, a,
+            if (possible && t->reach[(size_t)k * (L + 1) + a] >= a)
+                status = sweep(&w, s, t, x, k, a,
                                best + ((size_t)k * (L + 1) + a) * (L + 1), limit);
             else
                 for (int c = 0; c <= L + 1; c++)

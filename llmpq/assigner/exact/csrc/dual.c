@@ -1,10 +1,10 @@
-/* Dual ascent, on the lattice or on the pool: there contiguity is dropped, and every layer chooses
- * its own device and bitwidth. Any multipliers within their totals prove a bound. */
+/* Dual ascent, on the lattice or on the noncontiguous relaxation, in which every layer chooses its
+ * own device and bitwidth. Any multipliers within their totals prove a bound. */
 #include "exact.h"
 
 #include <string.h>
 
-/* ---- the pool: every layer chooses its own device ------------------------------------------ */
+/* ---- the noncontiguous relaxation: every layer chooses its own device ---------------------- */
 
 typedef struct {
     const Problem *problem;
@@ -13,16 +13,16 @@ typedef struct {
     const int32_t *usable;    /* [T] the group can hold some layer */
     const double *floor_link; /* [2] a send that every plan makes at least fewest - 1 times */
     double fewest;            /* devices that every plan uses at least */
-} Pool;
+} Relaxation;
 
-static double pool_master(const Pool *o, const double *x, double *gradient) {
-    const Problem *p = o->problem;
+static double relaxed_master(const Relaxation *r, const double *x, double *gradient) {
+    const Problem *p = r->problem;
     int T = p->groups, best = -1;
     double least = HUGE_VAL;
     for (int g = 0; g < T; g++) {
         int k = T + g;
         if (p->capacity[k] < 0) continue;
-        double held = ((double)p->capacity[g] - (double)p->capacity[k]) / o->byte_unit;
+        double held = ((double)p->capacity[g] - (double)p->capacity[k]) / r->byte_unit;
         double price = (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
                        (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] +
                        x[at_memory(p, g)] * held;
@@ -34,28 +34,28 @@ static double pool_master(const Pool *o, const double *x, double *gradient) {
     gradient[at_decode(p, best)] += p->master_decode[k];
     gradient[at_sum(p)] += p->master_decode[k];
     gradient[at_memory(p, best)] +=
-        ((double)p->capacity[best] - (double)p->capacity[k]) / o->byte_unit;
+        ((double)p->capacity[best] - (double)p->capacity[k]) / r->byte_unit;
     return least;
 }
 
-static void pool_bases(const Pool *o, const double *x, int layer, double *base, int *who) {
-    const Problem *p = o->problem;
+static void relaxed_bases(const Relaxation *r, const double *x, int layer, double *base, int *who) {
+    const Problem *p = r->problem;
     for (int b = 0; b < p->bits; b++) {
         base[b] = HUGE_VAL, who[b] = 0;
         for (int g = 0; g < p->groups; g++) {
-            if (!o->usable[g] || !may_run(p, g, layer, b)) continue;
-            double price = layer_base(p, x, g, p->kind[layer], b, o->byte_unit);
+            if (!r->usable[g] || !may_run(p, g, layer, b)) continue;
+            double price = layer_base(p, x, g, p->kind[layer], b, r->byte_unit);
             if (price < base[b]) base[b] = price, who[b] = g;
         }
     }
 }
 
-static double pool_layers(const Pool *o, const double *x, double *gradient) {
-    const Problem *p = o->problem;
+static double relaxed_layers(const Relaxation *r, const double *x, double *gradient) {
+    const Problem *p = r->problem;
     double total = 0, quality = p->theta + x[at_budget(p)], base[64];
     int who[64];
     for (int i = 0; i < p->layers; i++) {
-        if (i == 0 || p->allowed || p->kind[i] != p->kind[i - 1]) pool_bases(o, x, i, base, who);
+        if (i == 0 || p->allowed || p->kind[i] != p->kind[i - 1]) relaxed_bases(r, x, i, base, who);
         const double *omega = p->omega + (size_t)i * p->bits;
         int best = 0;
         double least = HUGE_VAL;
@@ -68,31 +68,31 @@ static double pool_layers(const Pool *o, const double *x, double *gradient) {
         gradient[at_prefill(p, g)] += p->prefill[j];
         gradient[at_decode(p, g)] += p->decode[j];
         gradient[at_sum(p)] += p->decode[j];
-        gradient[at_memory(p, g)] += (double)p->bytes[j] / o->byte_unit;
+        gradient[at_memory(p, g)] += (double)p->bytes[j] / r->byte_unit;
         gradient[at_budget(p)] += omega[best];
     }
     return total;
 }
 
-static double pool_evaluate(void *context, const double *x, double *gradient) {
-    const Pool *o = context;
-    const Problem *p = o->problem;
+static double relaxed_evaluate(void *context, const double *x, double *gradient) {
+    const Relaxation *r = context;
+    const Problem *p = r->problem;
     memset(gradient, 0, (size_t)multipliers(p) * sizeof(double));
-    double bound = pool_master(o, x, gradient) + pool_layers(o, x, gradient);
-    if (o->fewest > 1) { /* the floor link stands in for every link multiplier of group 0 */
+    double bound = relaxed_master(r, x, gradient) + relaxed_layers(r, x, gradient);
+    if (r->fewest > 1) { /* the floor link stands in for every link multiplier of group 0 */
         if (p->links_in_sums) {
-            bound += (o->fewest - 1) * (o->floor_link[0] + sum_price(p, x) * o->floor_link[1]);
-            gradient[at_sum(p)] += (o->fewest - 1) * o->floor_link[1];
+            bound += (r->fewest - 1) * (r->floor_link[0] + sum_price(p, x) * r->floor_link[1]);
+            gradient[at_sum(p)] += (r->fewest - 1) * r->floor_link[1];
         }
-        bound += x[at_prefill_link(p, 0)] * o->floor_link[0];
-        bound += x[at_decode_link(p, 0)] * o->floor_link[1];
-        gradient[at_prefill_link(p, 0)] += o->floor_link[0];
-        gradient[at_decode_link(p, 0)] += o->floor_link[1];
+        bound += x[at_prefill_link(p, 0)] * r->floor_link[0];
+        bound += x[at_decode_link(p, 0)] * r->floor_link[1];
+        gradient[at_prefill_link(p, 0)] += r->floor_link[0];
+        gradient[at_decode_link(p, 0)] += r->floor_link[1];
     }
     for (int g = 0; g < p->groups; g++) {
-        double held = p->capacity[g] > 0 ? (double)p->capacity[g] / o->byte_unit : 0;
-        bound -= o->lattice->count[g] * x[at_memory(p, g)] * held;
-        gradient[at_memory(p, g)] -= o->lattice->count[g] * held;
+        double held = p->capacity[g] > 0 ? (double)p->capacity[g] / r->byte_unit : 0;
+        bound -= r->lattice->count[g] * x[at_memory(p, g)] * held;
+        gradient[at_memory(p, g)] -= r->lattice->count[g] * held;
     }
     if (!isfinite(p->budget)) return bound;
     gradient[at_budget(p)] -= p->budget;
@@ -217,7 +217,7 @@ static void shape(const Dual *d, double value) {
     const Lattice *g = d->lattice;
     int T = p->groups;
     for (int t = 0; t < T; t++) {
-        double arrivals = d->pool_links < 0 ? g->arrivals[t] : t == 0 ? d->pool_links : 0;
+        double arrivals = d->relaxed_links < 0 ? g->arrivals[t] : t == 0 ? d->relaxed_links : 0;
         d->weight[at_prefill(p, t)] = d->weight[at_decode(p, t)] = g->count[t];
         d->weight[at_prefill_link(p, t)] = d->weight[at_decode_link(p, t)] = arrivals;
     }
@@ -250,27 +250,27 @@ double dual_ascend(Dual *d, double *x, const Ascent *s, int schedules, double ta
 }
 
 static double lattice_evaluate(void *context, const double *x, double *gradient) {
-    return field_evaluate(context, x, gradient);
+    return tables_evaluate(context, x, gradient);
 }
 
 /* Improve x and return the lattice bound it proves; +infinity when no plan fits in memory. */
 double exact_lattice_bound(const Problem *p, const Lattice *g, double *x, const Ascent *s,
                            int32_t schedules, double target, double seconds) {
-    Field field;
-    Dual d = {.problem = p, .lattice = g, .evaluate = lattice_evaluate, .context = &field};
-    d.pool_links = -1, d.memory = 2 * p->groups, d.deadline = now() + seconds;
-    if (field_open(&field, p, g)) return -HUGE_VAL;
+    LagrangianTables tables;
+    Dual d = {.problem = p, .lattice = g, .evaluate = lattice_evaluate, .context = &tables};
+    d.relaxed_links = -1, d.memory = 2 * p->groups, d.deadline = now() + seconds;
+    if (tables_open(&tables, p, g)) return -HUGE_VAL;
     double best = dual_ascend(&d, x, s, schedules, target);
-    field_close(&field);
+    tables_close(&tables);
     return best;
 }
 
-/* The same for the pool. floor_link[2], fewest: see Pool; usable[T]. */
-double exact_pool_bound(const Problem *p, const Lattice *g, const int32_t *usable,
+/* The same without contiguity. floor_link[2], fewest: see Relaxation; usable[T]. */
+double exact_noncontiguous_bound(const Problem *p, const Lattice *g, const int32_t *usable,
                         const double *floor_link, double fewest, double *x, const Ascent *s) {
-    Pool pool = {.problem = p, .lattice = g, .byte_unit = mean_layer_bytes(p)};
-    pool.usable = usable, pool.floor_link = floor_link, pool.fewest = fewest;
-    Dual d = {.problem = p, .lattice = g, .evaluate = pool_evaluate, .context = &pool};
-    d.pool_links = fewest > 1, d.memory = p->groups, d.deadline = HUGE_VAL;
+    Relaxation relaxation = {.problem = p, .lattice = g, .byte_unit = mean_layer_bytes(p)};
+    relaxation.usable = usable, relaxation.floor_link = floor_link, relaxation.fewest = fewest;
+    Dual d = {.problem = p, .lattice = g, .evaluate = relaxed_evaluate, .context = &relaxation};
+    d.relaxed_links = fewest > 1, d.memory = p->groups, d.deadline = HUGE_VAL;
     return dual_ascend(&d, x, s, 1, HUGE_VAL);
 }

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#define EXACT_ABI 1
+#define EXACT_ABI 2
 enum { EXACT_DONE = 0, EXACT_OVERFLOW = 1, EXACT_DEADLINE = 2, EXACT_NO_MEMORY = 3 };
 
 /* One micro-batch pair. With P and D the largest prefill and decode times of stages and links,
@@ -97,18 +97,18 @@ typedef struct {
     int8_t *choice;      /* [C, L] those bitwidths */
     double *fixed;       /* [C] price of using the device at all (master work less its memory) */
     double *link;        /* [2 T T] price of a link */
-    int32_t *reach;      /* [C, L + 1] last end of a stage that starts at i: the slot cut; -1 none */
+    int32_t *reach;      /* [C, L + 1] last end of a stage that starts at i by memory; -1 none */
     double *entry;       /* [V, L + 1] cheapest completion when the node's stage starts at i */
     double *to_go;       /* [V, L + 1] cheapest completion when the node's stage has ended at i */
-} Field;
+} LagrangianTables;
 
-int field_open(Field *f, const Problem *p, const Lattice *g);
-void field_close(Field *f);
+int tables_open(LagrangianTables *t, const Problem *p, const Lattice *g);
+void tables_close(LagrangianTables *t);
 /* Fill every table for multipliers x and return the bound; gradient may be NULL. */
-double field_evaluate(Field *f, const double *x, double *gradient);
-void field_price_links(Field *f, const double *x);
+double tables_evaluate(LagrangianTables *t, const double *x, double *gradient);
+void tables_price_links(LagrangianTables *t, const double *x);
 /* Add what a link, by its index, takes to a gradient. */
-void field_add_link(const Field *f, int id, double *gradient);
+void tables_add_link(const LagrangianTables *t, int id, double *gradient);
 
 /* A bound to improve by its multipliers. */
 typedef struct {
@@ -116,7 +116,7 @@ typedef struct {
     const Lattice *lattice;
     double (*evaluate)(void *context, const double *x, double *gradient);
     void *context;
-    double pool_links;   /* on the pool: 1 when the floor link has a multiplier; else -1 */
+    double relaxed_links; /* noncontiguous: 1 when the floor link has a multiplier; else -1 */
     int32_t floor;       /* whether the largest prefill time has a floor with a multiplier */
     int32_t memory;      /* how many classes have their memory priced */
     double deadline;
@@ -127,7 +127,7 @@ typedef struct {
 /* Improve x until the bound reaches target or the schedules end; return the bound. */
 double dual_ascend(Dual *d, double *x, const Ascent *s, int schedules, double target);
 
-/* Stage columns: what a device class can make of layers [a, c). */
+/* Stage columns: the ways a device class can run layers [a, c). */
 typedef struct {
     double prefill, decode, cost, degradation, price; /* cost: prefill + theta * degradation */
     uint64_t counts;                                  /* layers per (kind, bitwidth), mixed radix */
@@ -143,9 +143,9 @@ typedef struct {
 static inline int64_t column_cell(const Problem *p, int k, int a, int c) {
     return ((int64_t)k * (p->layers + 1) + a) * (p->layers + 2) + c;
 }
-/* best[C, L + 1, L + 1]: cheapest rest of a plan around a stage. deadline: see now(). */
-int columns_fill(Columns *s, const Field *f, const double *x, const double *best, double limit,
-                 double deadline);
+/* best[C, L + 1, L + 1]: cheapest other part of a plan with a stage. deadline: see now(). */
+int columns_fill(Columns *s, const LagrangianTables *t, const double *x, const double *best,
+                 double limit, double deadline);
 void columns_close(Columns *s);
 
 double now(void);

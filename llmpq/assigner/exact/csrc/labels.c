@@ -7,8 +7,8 @@
  * price plus the cheapest completion: of the weight of the final maximum, the part that devices
  * still to come cannot claim is paid on the label's own maximum.
  *
- * Dominance. At one node and layer, l beats m when every completion of l costs no more than the
- * same completion of m. With C_l <= C_m that holds if
+ * Dominance. At one node and layer, l dominates m when every completion of l costs no more than
+ * the same completion of m. With C_l <= C_m that holds if
  *   P_l <= max(P_m, least final P)         both then end at the completion's own maximum;
  *   D_l <= max(D_m, least final D, least final S of m / rounds)
  *                                          or the sum branch of m already pays for it;
@@ -22,7 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BEAM_COLUMNS = 4, MOST_CHAMPIONS = 12, CHAMPION_BYTES = 1 << 26 };
+enum { BEAM_COLUMNS = 4, MAX_CANDIDATES = 12, CANDIDATE_BYTES = 1 << 26 };
 
 void fill_own(Labels *s) {
     const Problem *p = s->p;
@@ -40,10 +40,11 @@ void fill_own(Labels *s) {
     }
 }
 
-/* Price of a label at a node, less the rest: what the bound adds the cheapest completion to. */
-static inline double label_price(const Labels *s, const Label *l, int v, const Rest *rest) {
-    return s->own[2 * v] * larger(l->prefill, rest->prefill) +
-           s->own[2 * v + 1] * larger(l->decode, rest->decode) + l->cost +
+/* Price of a label at a node without its completion. */
+static inline double label_price(const Labels *s, const Label *l, int v,
+                                 const Completion *completion) {
+    return s->own[2 * v] * larger(l->prefill, completion->prefill) +
+           s->own[2 * v + 1] * larger(l->decode, completion->decode) + l->cost +
            price_of_sum(s) * l->sum + s->x[at_budget(s->p)] * l->degradation;
 }
 
@@ -75,23 +76,24 @@ static void finish(Labels *s, const Label *label) {
     s->best_parent = label->parent, s->best_column = label->column, s->best_node = label->node;
 }
 
-static Key key_of(const Labels *s, const Label *l, const Rest *rest, double bound) {
+static Key key_of(const Labels *s, const Label *l, const Completion *completion, double bound) {
     return (Key){.cost = l->cost + s->p->sum_weight[0] * l->sum,
                  .prefill = l->prefill,
                  .decode = l->decode,
                  .tail = l->cost + s->p->sum_weight[1] * l->sum,
                  .sum = l->sum,
-                 .most = l->sum + rest->most_sum,
+                 .most = l->sum + completion->most_sum,
                  .degradation = l->degradation,
                  .bound = bound};
 }
 
-/* Whether some key of a list beats this one (the header's conditions). */
-static int beaten(const Labels *s, const Key *list, int size, const Key *key, const Rest *rest) {
+/* Whether some key of a list dominates this one (conditions above). */
+static int dominated(const Labels *s, const Key *list, int size, const Key *key,
+                     const Completion *completion) {
     const Problem *p = s->p;
-    double P = p->peak_prefill > 0 ? larger(key->prefill, rest->prefill) : HUGE_VAL;
-    double D = larger(key->decode, rest->decode), peak = D, q = key->degradation;
-    if (p->steady) D = larger(D, (key->sum + rest->least_sum) / p->rounds);
+    double P = p->peak_prefill > 0 ? larger(key->prefill, completion->prefill) : HUGE_VAL;
+    double D = larger(key->decode, completion->decode), peak = D, q = key->degradation;
+    if (p->steady) D = larger(D, (key->sum + completion->least_sum) / p->rounds);
     if (p->peak_decode <= 0) D = HUGE_VAL;
     double covered = p->steady ? p->rounds * peak : -HUGE_VAL;
     int budgeted = isfinite(p->budget);
@@ -103,18 +105,19 @@ static int beaten(const Labels *s, const Key *list, int size, const Key *key, co
     return 0;
 }
 
-/* Tell whether a champion of the place beats a new label; else it may become one. */
-static int challenged(Labels *s, size_t place, const Key *key, const Rest *rest) {
-    Key *champion = s->champion + place * (size_t)s->champions;
-    int size = s->crowned[place], worst = 0;
-    if (beaten(s, champion, size, key, rest)) return 1;
-    if (size < s->champions) {
-        champion[s->crowned[place]++] = *key;
+/* Whether a candidate of the place dominates a new label; else the label may become one. */
+static int dominated_by_candidates(Labels *s, size_t place, const Key *key,
+                                   const Completion *completion) {
+    Key *candidate = s->candidate + place * (size_t)s->max_candidates;
+    int size = s->num_candidates[place], worst = 0;
+    if (dominated(s, candidate, size, key, completion)) return 1;
+    if (size < s->max_candidates) {
+        candidate[s->num_candidates[place]++] = *key;
         return 0;
     }
     for (int j = 1; j < size; j++)
-        if (champion[j].bound > champion[worst].bound) worst = j;
-    if (key->bound < champion[worst].bound) champion[worst] = *key;
+        if (candidate[j].bound > candidate[worst].bound) worst = j;
+    if (key->bound < candidate[worst].bound) candidate[worst] = *key;
     return 0;
 }
 
@@ -123,8 +126,8 @@ static int extend(Labels *s, const Label *l, int32_t parent, int e) {
     const Problem *p = s->p;
     int L = p->layers, v = l->node, w = s->g->edge_target[e], k = s->g->node_class[w], a = l->end;
     int id = s->g->edge_link[e];
-    const Rest *rest = s->rest + (size_t)w * (L + 1);
-    Rest link = link_rest(s, id), here = s->rest[(size_t)v * (L + 1) + a];
+    const Completion *completion = s->completion + (size_t)w * (L + 1);
+    Completion link = link_completion(s, id), here = s->completion[(size_t)v * (L + 1) + a];
     Label at = *l; /* with the link */
     at.prefill = larger(l->prefill, link.prefill), at.decode = larger(l->decode, link.decode);
     at.sum += link.least_sum;
@@ -133,7 +136,7 @@ static int extend(Labels *s, const Label *l, int32_t parent, int e) {
     double base = label_price(s, l, v, &here) + link.price;
     double budget = isfinite(p->budget) ? s->x[at_budget(p)] * p->budget : 0;
     for (int c = a; c <= L; c++) {
-        double through = base + rest[c].price - budget;
+        double through = base + completion[c].price - budget;
         if (through >= s->best) continue;
         int64_t cell = column_cell(p, k, a, c);
         int32_t from = s->columns.start[cell], to = s->columns.start[cell + 1];
@@ -150,12 +153,12 @@ static int extend(Labels *s, const Label *l, int32_t parent, int e) {
                 finish(s, &grown);
                 continue;
             }
-            if (grown.degradation + rest[c].degradation > p->budget) continue;
-            double bound = label_price(s, &grown, w, rest + c) + rest[c].price - budget;
+            if (grown.degradation + completion[c].degradation > p->budget) continue;
+            double bound = label_price(s, &grown, w, completion + c) + completion[c].price - budget;
             if (bound >= s->best) continue;
             size_t place = (size_t)w * (L + 1) + c;
-            Key key = key_of(s, &grown, rest + c, bound);
-            if (challenged(s, place, &key, rest + c)) continue;
+            Key key = key_of(s, &grown, completion + c, bound);
+            if (dominated_by_candidates(s, place, &key, completion + c)) continue;
             int32_t *head = s->head + place;
             grown.next = *head;
             int status = push(s, &grown);
@@ -179,12 +182,12 @@ static int by_bound(const void *a, const void *b) {
 
 /* Collect the labels of a place that the bound leaves, least cost first. */
 static int gather(const Labels *s, int v, int i, Key **keys, int *room) {
-    const Rest *rest = s->rest + (size_t)v * (s->p->layers + 1) + i;
+    const Completion *completion = s->completion + (size_t)v * (s->p->layers + 1) + i;
     double budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
     int size = 0;
     for (int32_t j = s->head[(size_t)v * (s->p->layers + 1) + i]; j >= 0; j = s->label[j].next) {
         const Label *l = s->label + j;
-        double bound = label_price(s, l, v, rest) + rest->price - budget;
+        double bound = label_price(s, l, v, completion) + completion->price - budget;
         if (bound >= s->best) continue;
         if (size == *room) {
             *room = 2 * *room + 1024;
@@ -192,7 +195,7 @@ static int gather(const Labels *s, int v, int i, Key **keys, int *room) {
             if (!grown) return -1;
             *keys = grown;
         }
-        (*keys)[size] = key_of(s, l, rest, bound);
+        (*keys)[size] = key_of(s, l, completion, bound);
         (*keys)[size++].label = j;
     }
     if (s->beam > 0 && size > s->beam) {
@@ -209,11 +212,11 @@ static int settle(Labels *s) {
     for (int v = 0; v < s->g->nodes && !status; v++)
         for (int i = 0; i < L && !status; i++) {
             int size = gather(s, v, i, &keys, &room), kept = 0;
-            const Rest *rest = s->rest + (size_t)v * (L + 1) + i;
+            const Completion *completion = s->completion + (size_t)v * (L + 1) + i;
             if (size < 0) status = EXACT_NO_MEMORY;
             for (int j = 0; j < size && !status; j++) {
                 Key key = keys[j];
-                if (beaten(s, keys, kept, &key, rest)) continue;
+                if (dominated(s, keys, kept, &key, completion)) continue;
                 keys[kept++] = key;
                 s->out->kept++;
                 Label copy = s->label[key.label];
@@ -231,42 +234,43 @@ static int settle(Labels *s) {
 static int labels_open(Labels *s) {
     size_t V = (size_t)s->g->nodes, L = (size_t)s->p->layers;
     size_t cells = cell_at(s->p, 2 * s->p->groups, 0, 0);
-    if (field_open(&s->field, s->p, s->g)) return EXACT_NO_MEMORY;
+    if (tables_open(&s->tables, s->p, s->g)) return EXACT_NO_MEMORY;
     s->arrive = malloc(V * (L + 1) * sizeof *s->arrive);
     s->around = malloc(cells * sizeof *s->around);
     s->cell = malloc(cells * sizeof *s->cell);
-    s->rest = malloc(V * (L + 1) * sizeof *s->rest);
+    s->completion = malloc(V * (L + 1) * sizeof *s->completion);
     s->entry = malloc(V * (L + 1) * sizeof *s->entry);
     s->own = malloc(2 * V * sizeof *s->own);
     s->head = malloc(V * (L + 1) * sizeof *s->head);
-    s->champions = (int32_t)(CHAMPION_BYTES / (V * (L + 1) * sizeof(Key)));
-    s->champions = s->champions < 1 ? 1 : s->champions > MOST_CHAMPIONS ? MOST_CHAMPIONS : s->champions;
-    s->champion = malloc(V * (L + 1) * (size_t)s->champions * sizeof(Key));
-    s->crowned = malloc(V * (L + 1));
-    if (!s->arrive || !s->around || !s->cell || !s->rest || !s->entry || !s->own || !s->head ||
-        !s->champion || !s->crowned)
+    s->max_candidates = (int32_t)(CANDIDATE_BYTES / (V * (L + 1) * sizeof(Key)));
+    if (s->max_candidates < 1) s->max_candidates = 1;
+    if (s->max_candidates > MAX_CANDIDATES) s->max_candidates = MAX_CANDIDATES;
+    s->candidate = malloc(V * (L + 1) * (size_t)s->max_candidates * sizeof(Key));
+    s->num_candidates = malloc(V * (L + 1));
+    if (!s->arrive || !s->around || !s->cell || !s->completion || !s->entry || !s->own ||
+        !s->head || !s->candidate || !s->num_candidates)
         return EXACT_NO_MEMORY;
     return EXACT_DONE;
 }
 
 static void labels_close(Labels *s) {
-    field_close(&s->field), columns_close(&s->columns);
-    free(s->arrive), free(s->around), free(s->cell), free(s->rest), free(s->entry);
-    free(s->own), free(s->head), free(s->label), free(s->champion), free(s->crowned);
+    tables_close(&s->tables), columns_close(&s->columns);
+    free(s->arrive), free(s->around), free(s->cell), free(s->completion), free(s->entry);
+    free(s->own), free(s->head), free(s->label), free(s->candidate), free(s->num_candidates);
 }
 
-/* Columns below the limit, and bounds that know them. Leaves in out->bound what is proven. */
+/* Fill the columns below the limit and their bounds; out->bound is the proven bound. */
 static int prepare(Labels *s) {
     double limit = s->out->limit;
     double budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
-    field_evaluate(&s->field, s->x, NULL);
+    tables_evaluate(&s->tables, s->x, NULL);
     fill_around(s, 0);
     s->columns.limit = s->out->max_columns;
     int status =
-        columns_fill(&s->columns, &s->field, s->x, s->around, limit + budget, s->deadline);
+        columns_fill(&s->columns, &s->tables, s->x, s->around, limit + budget, s->deadline);
     s->out->states = s->columns.states;
     if (status) return status;
-    fill_rest(s);
+    fill_completions(s);
     fill_around(s, 1);
     thin_columns(s, limit + budget);
     s->out->columns = s->columns.size;
@@ -274,7 +278,7 @@ static int prepare(Labels *s) {
     s->out->bound = bound < limit ? bound : limit;
     if (bound >= limit) return EXACT_DONE;
     budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
-    fill_rest(s);
+    fill_completions(s);
     fill_around(s, 1);
     thin_columns(s, limit + budget);
     return EXACT_DONE;
@@ -285,7 +289,7 @@ int enumerate(Labels *s, int beam) {
     size_t places = (size_t)s->g->nodes * ((size_t)s->p->layers + 1);
     Label origin = {.parent = -1, .column = -1, .next = -1};
     for (size_t j = 0; j < places; j++) s->head[j] = -1;
-    memset(s->crowned, 0, places);
+    memset(s->num_candidates, 0, places);
     s->size = 0, s->beam = beam;
     int status = push(s, &origin);
     s->head[0] = 0;
@@ -309,7 +313,7 @@ void trace(const Labels *s, int32_t *stages, uint64_t *counts) {
 }
 
 /* Find the best plan below out->limit. EXACT_DONE proves that none below it is better; on overflow
- * or deadline the best plan found so far, if any, is still told, and out->bound is proven. x is
+ * or deadline the best plan found so far, if any, is returned, and out->bound is proven. x is
  * only read. stages[3 V], counts[V]. */
 int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search *out,
                      int32_t *stages, uint64_t *counts) {
@@ -325,7 +329,7 @@ int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search
     if (!status && out->bound < out->limit) {
         if (out->beam > 0) {
             s.best = out->beam_limit, s.cap = out->max_labels;
-            fill_rest(&s);
+            fill_completions(&s);
             fill_own(&s);
             enumerate(&s, out->beam);
             if (s.best_node >= 0) trace(&s, stages, counts);

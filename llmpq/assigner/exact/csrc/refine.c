@@ -2,8 +2,8 @@
  *
  * Below the limit only the kept columns matter, and with them the Lagrangian is a shortest path
  * whose steps are whole stages: memory, bitwidths and counts are exact, only the maxima and the
- * sum of the steady round are still relaxed. It is far above the lattice's bound, and often above
- * the limit: then nothing below the limit is left to enumerate. */
+ * sum of the steady round are relaxed. The bound is much higher than the lattice's, and often above
+ * the limit; then nothing is left to enumerate. */
 #include "labels.h"
 
 #include <stdlib.h>
@@ -25,9 +25,9 @@ static double column_price(const Labels *s, const double *x, int k, const Column
 }
 
 static void price_links(Labels *s, const double *x) {
-    field_price_links(&s->field, x);
+    tables_price_links(&s->tables, x);
     for (int id = 0; id < 2 * s->p->groups * s->p->groups; id++)
-        if (s->p->send_prefill[id] > s->high) s->field.link[id] = HUGE_VAL;
+        if (s->p->send_prefill[id] > s->high) s->tables.link[id] = HUGE_VAL;
 }
 
 static void price_cells(const Refined *r, const double *x) {
@@ -56,7 +56,7 @@ static void fill_paths(const Refined *r) {
         for (int i = 0; i <= L; i++) to_go[i] = entry[i] = HUGE_VAL;
         for (int e = g->edge_start[v]; e < g->edge_start[v + 1]; e++) {
             const double *restrict into = r->entry + (size_t)g->edge_target[e] * (L + 1);
-            double link = g->edge_link[e] < 0 ? 0 : s->field.link[g->edge_link[e]];
+            double link = g->edge_link[e] < 0 ? 0 : s->tables.link[g->edge_link[e]];
             for (int i = 0; i < L; i++) {
                 double through = into[i] + link;
                 to_go[i] = through < to_go[i] ? through : to_go[i];
@@ -64,7 +64,7 @@ static void fill_paths(const Refined *r) {
         }
         if (v == 0) continue;
         if (g->node_final[v])
-            to_go[L] = g->node_return[v] < 0 ? 0 : s->field.link[g->node_return[v]];
+            to_go[L] = g->node_return[v] < 0 ? 0 : s->tables.link[g->node_return[v]];
         for (int c = 0; c <= L; c++) {
             if (!isfinite(to_go[c])) continue;
             const double *restrict cell = r->cell + cell_at(s->p, g->node_class[v], c, 0);
@@ -84,7 +84,7 @@ static int step(const Refined *r, int *v, int *i, int *link) {
     double least = HUGE_VAL;
     for (int e = g->edge_start[*v]; e < g->edge_start[*v + 1]; e++) {
         double through = r->entry[(size_t)g->edge_target[e] * (L + 1) + *i] +
-                         (g->edge_link[e] < 0 ? 0 : r->s->field.link[g->edge_link[e]]);
+                         (g->edge_link[e] < 0 ? 0 : r->s->tables.link[g->edge_link[e]]);
         if (through < least) least = through, best = e;
     }
     *v = g->edge_target[best], *link = g->edge_link[best], least = HUGE_VAL;
@@ -123,10 +123,10 @@ static double refined_evaluate(void *context, const double *x, double *gradient)
     if (!isfinite(bound)) return bound;
     for (int v = 0, i = 0, link; v == 0 || i < p->layers;) {
         int end = step(r, &v, &i, &link);
-        field_add_link(&s->field, link, gradient);
+        tables_add_link(&s->tables, link, gradient);
         add_column(s, x, s->g->node_class[v], i, end, gradient);
         i = end;
-        if (i == p->layers) field_add_link(&s->field, s->g->node_return[v], gradient);
+        if (i == p->layers) tables_add_link(&s->tables, s->g->node_return[v], gradient);
     }
     gradient[at_floor(p)] = s->low;
     bound += x[at_floor(p)] * s->low;
@@ -157,7 +157,7 @@ double refine(Labels *s, double target) {
     double best = -HUGE_VAL;
     if (r.cell && r.entry && r.to_go) {
         Dual d = {.problem = p, .lattice = s->g, .evaluate = refined_evaluate, .context = &r};
-        d.pool_links = -1, d.deadline = s->deadline, d.floor = s->low > 0;
+        d.relaxed_links = -1, d.deadline = s->deadline, d.floor = s->low > 0;
         best = dual_ascend(&d, s->x, &SCHEDULE, 1, target);
     }
     free(r.cell), free(r.entry), free(r.to_go);

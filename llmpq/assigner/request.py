@@ -1,0 +1,348 @@
+"""A planning request, the arrays that every method works on, and the solution that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from llmpq.assigner.constraints.deadline import NEVER, Deadline
+from llmpq.assigner.constraints.limits import Limits
+from llmpq.assigner.constraints.overrides import NO_OVERRIDES, Overrides
+from llmpq.assigner.constraints.resolve import resolve
+from llmpq.assigner.enumeration import (
+    OrderMode,
+    build_pairs,
+    device_groups,
+    device_orders,
+    layers_that_fit,
+    micro_batch_pairs,
+)
+from llmpq.assigner.lower_bounds import lower_bounds
+from llmpq.assigner.milp.solvers import SolverName
+from llmpq.assigner.objective import Evaluation
+from llmpq.assigner.problem import (
+    Assignment,
+    AssignmentProblem,
+    FloatArray,
+    IntArray,
+    PairCosts,
+    SearchSpace,
+)
+from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
+from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import Cluster
+from llmpq.spec.model import ModelSpec
+from llmpq.spec.plan import Formula, Status
+from llmpq.spec.precision import BITS, Dtype
+from llmpq.spec.sensitivity import SensitivityTable
+from llmpq.spec.workload import Workload
+
+DEFAULT_GAP = 1e-3
+GAP_ROUNDING = 1e-9
+DEFAULT_OMEGA = "default: every layer alike, ((2^4 - 1) / (2^b - 1))^2"
+
+Progress = Callable[[int, int, float | None], None]
+"""Called with candidates settled, candidates in all, and the best objective so far."""
+
+
+def silent(done: int, total: int, best_s: float | None) -> None:
+    """A ``Progress`` that reports nothing."""
+    del done, total, best_s
+
+
+class OutOfTimeError(InfeasibleError):
+    """The time limit passed before any plan was found; whether one exists is unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What to plan, and how.
+
+    Attributes:
+        model: the model.
+        model_source: directory of its weights, ``None`` for a catalogue model.
+        cluster, workload: devices and requests.
+        dtype: number format of whatever is not quantized.
+        kv_bits: bits of a cached key or value.
+        bits: bitwidths allowed.
+        sensitivity: measured degradation, ``None`` for ``DEFAULT_OMEGA``.
+        theta_s: seconds that one unit of degradation ("every layer at 4 bits") costs; ``None`` is 0
+            under a quality budget, else ``default_theta``.
+        quality_budget: largest allowed degradation, ``None`` for no limit.
+        formula: latency formula to minimise.
+        solver: the exact search, or integer programs by one of the solvers.
+        gap: relative optimality gap at which to stop.
+        time_limit_s: seconds after which the best plan so far is returned, from the start of
+            planning, or from an earlier start where ``deadline`` is set.
+        deadline: the moment when they are over; ``with_deadline`` sets it.
+        orders: which device orders to try.
+        layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
+        profile_dir: folder of measured tables.
+        cache_dir: folder where fits of measured tables are cached.
+        latency: measured points with interpolation, or the regression fitted to them.
+        overrides: manual decisions of the user.
+    """
+
+    model: ModelSpec
+    model_source: str | None = None
+    cluster: Cluster
+    workload: Workload
+    dtype: Dtype
+    kv_bits: int
+    bits: tuple[int, ...] = BITS
+    sensitivity: SensitivityTable | None = None
+    theta_s: float | None = None
+    quality_budget: float | None = None
+    formula: Formula = "steady"
+    solver: Literal["exact"] | SolverName = "exact"
+    gap: float = 0.0
+    time_limit_s: float | None = None
+    deadline: Deadline = NEVER
+    orders: OrderMode = "types"
+    layer_group: int = 1
+    profile_dir: Path | None = None
+    cache_dir: Path | None = None
+    latency: LatencySource = "table"
+    overrides: Overrides = NO_OVERRIDES
+
+    def with_deadline(self) -> PlanRequest:
+        """Return the request with the deadline of its time limit, counted from now if not set."""
+        if self.time_limit_s is None or self.deadline != NEVER:
+            return self
+        return replace(self, deadline=NEVER.within(self.time_limit_s))
+
+    @property
+    def program_solver(self) -> SolverName:
+        """The solver of integer programs, where the exact search does not apply."""
+        return "highs" if self.solver == "exact" else self.solver
+
+    def __post_init__(self) -> None:
+        longest = self.model.max_positions
+        if longest is not None and self.workload.max_context_tokens > longest:
+            raise SpecError(
+                f"workload: prompt_tokens + new_tokens: found {self.workload.max_context_tokens}, "
+                f"expected at most {longest}, the longest sequence of {self.model.name}"
+            )
+        if not self.bits or not set(self.bits) <= set(BITS):
+            raise SpecError(f"bits: found {list(self.bits)}, expected some of {list(BITS)}")
+        if not 0 <= self.gap < 1:
+            raise SpecError(f"gap: found {self.gap}, expected a share in [0, 1)")
+        for name in ("theta_s", "quality_budget", "time_limit_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise SpecError(f"{name}: found {value}, expected a finite value, not negative")
+        if self.layer_group < 1:
+            raise SpecError(f"layer group: found {self.layer_group}, expected at least 1")
+        sizes, batch = self.overrides.micro_batching, self.workload.batch
+        if sizes is not None and not {sizes.prefill, sizes.decode} <= set(range(1, batch + 1)):
+            raise SpecError(
+                f"micro-batches: found {sizes.prefill} and {sizes.decode}, expected sizes in "
+                f"[1, {batch}]"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanningTask:
+    """A request with its arrays.
+
+    Attributes:
+        request: the request; its ``theta_s`` is set, and its cluster has only the devices that
+            may be used.
+        cluster: the whole cluster, as the plan will store it.
+        device_indices: for every device of the request's cluster its index in ``cluster``.
+        limits: manual limits of layers, bits and use, ``None`` for none.
+        fixed_order: group of every position when the user fixed the order.
+        costs: the cost models.
+        groups: device indices of every group of interchangeable devices.
+        pairs: costs of every micro-batch pair for which the model may fit in memory.
+        kinds, omega: ``[L]`` and ``[L, B]`` of the runs of layers decided together.
+        run_lengths: model layers of each run.
+        num_pairs: micro-batch pairs before the memory test.
+    """
+
+    request: PlanRequest
+    costs: ClusterCosts
+    groups: tuple[tuple[int, ...], ...]
+    pairs: tuple[PairCosts, ...]
+    kinds: IntArray
+    omega: FloatArray
+    run_lengths: tuple[int, ...]
+    num_pairs: int
+    cluster: Cluster
+    device_indices: tuple[int, ...]
+    limits: Limits | None = None
+    fixed_order: tuple[int, ...] | None = None
+
+    @property
+    def theta_s(self) -> float:
+        """Seconds that one unit of degradation costs."""
+        return self.request.theta_s or 0.0
+
+    @property
+    def group_counts(self) -> IntArray:
+        """``[T]`` devices of every group."""
+        return np.array([len(members) for members in self.groups], dtype=np.int64)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the user fixed layers, bits, use or order, which most heuristics ignore."""
+        return self.limits is not None or self.fixed_order is not None
+
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Return the orders of groups to try; see ``device_orders``."""
+        if self.fixed_order is not None:
+            return (self.fixed_order,)
+        return device_orders(self.group_counts.tolist(), self.request.orders)
+
+    @property
+    def space(self) -> SearchSpace:
+        """The search space."""
+        return SearchSpace(
+            pairs=self.pairs,
+            group_counts=tuple(len(members) for members in self.groups),
+            kinds=self.kinds,
+            bits=self.request.bits,
+            omega=self.omega,
+            theta_s=self.theta_s,
+            quality_budget=self.request.quality_budget,
+            formula=self.request.formula,
+            limits=self.limits,
+        )
+
+    def problem(self, pair: PairCosts, order: tuple[int, ...]) -> AssignmentProblem:
+        """Return the problem of one pair and one order of groups."""
+        return self.space.problem(pair, order)
+
+    def bounds(self, theta_s: float) -> FloatArray:
+        """Return ``[P, T]`` lower bounds of the objective by pair and first group."""
+        return lower_bounds(replace(self.space, theta_s=theta_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solution:
+    """The result of a planning method.
+
+    Attributes:
+        problem, assignment, evaluation: the decision and what it costs.
+        solver: solver's name, empty without one.
+        status: ``optimal`` when proven within the requested gap.
+        bound_s: proven lower bound over the method's search space, ``None`` without one.
+        orders: device orders considered.
+        pairs_searched, pairs_pruned: (order, micro-batch pair) combinations solved and skipped.
+    """
+
+    problem: AssignmentProblem
+    assignment: Assignment
+    evaluation: Evaluation
+    solver: str
+    status: Status
+    bound_s: float | None
+    orders: int
+    pairs_searched: int
+    pairs_pruned: int
+
+
+def build_task(request: PlanRequest) -> PlanningTask:
+    """Build every array of a request; ``pairs`` is empty when the model cannot fit."""
+    request = request.with_deadline()
+    bits = tuple(sorted(set(request.bits), reverse=True))
+    compositions, kinds, lengths = _runs(request.model.layer_kinds, request.layer_group)
+    resolved = resolve(request.overrides, request.cluster, np.cumsum([0, *lengths]).tolist(), bits)
+    request = replace(request, bits=bits, cluster=resolved.cluster)
+    costs = costs_of(request)
+    sizes = request.overrides.micro_batching
+    candidates = micro_batch_pairs(request.workload.batch) if sizes is None else (sizes,)
+    pairs = build_pairs(costs, request.workload, request.bits, candidates)
+    omega = omega_of(request)
+    if request.layer_group > 1:
+        pairs = tuple(pair.merged(compositions) for pair in pairs)
+        omega = np.add.reduceat(omega, np.cumsum([0, *lengths[:-1]]), axis=0)
+    groups = device_groups(request.cluster)
+    counts = np.array([len(members) for members in groups])
+    task = PlanningTask(
+        request=request,
+        costs=costs,
+        groups=groups,
+        pairs=tuple(p for p in pairs if layers_that_fit(p, counts).max() >= len(kinds)),
+        kinds=np.array(kinds, dtype=np.int64),
+        omega=omega,
+        run_lengths=lengths,
+        num_pairs=len(pairs),
+        cluster=resolved.whole,
+        device_indices=resolved.indices,
+        limits=resolved.limits,
+        fixed_order=resolved.order,
+    )
+    if request.theta_s is not None:
+        return task
+    return replace(task, request=replace(request, theta_s=default_theta(task)))
+
+
+def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCosts:
+    """Return the cost models of a request, on another cluster where one is given."""
+    return build_costs(
+        request.model,
+        request.cluster if cluster is None else cluster,
+        dtype=request.dtype,
+        kv_bits=request.kv_bits,
+        profile_dir=request.profile_dir,
+        cache_dir=request.cache_dir,
+        latency=request.latency,
+        is_late=None if request.deadline == NEVER else lambda: request.deadline.has_passed,
+    )
+
+
+def default_theta(task: PlanningTask) -> float:
+    """Return the seconds that one unit of degradation costs by default.
+
+    0 under a quality budget. Otherwise a lower bound of any plan's latency, to two digits: all
+    layers at 4 bits must then save about as much time as the fastest plan takes, and 8 bits (a
+    three-hundredth of that degradation) are almost free.
+    """
+    if task.request.quality_budget is not None or not task.pairs:
+        return 0.0
+    return float(f"{task.bounds(0.0).min():.2g}")
+
+
+def default_omega(model: ModelSpec, bits: Sequence[int]) -> FloatArray:
+    """Return ``[L, B]`` degradation from the quantizer's step size alone.
+
+    All layers are equal, and a bitwidth costs the square of its step between two codes,
+    ``((2^4 - 1) / (2^b - 1))^2``, so that every layer at 4 bits is 1.
+    """
+    layers = model.num_layers
+    row = [0.0 if width == 16 else (15 / (2**width - 1)) ** 2 / layers for width in bits]
+    return np.tile(np.array(row), (layers, 1))
+
+
+def omega_of(request: PlanRequest) -> FloatArray:
+    """Return ``[L, B]`` normalised degradation: measured, or the default.
+
+    Raises:
+        SpecError: the measured table has another number of layers, or lacks a bitwidth.
+    """
+    table = request.sensitivity
+    if table is None:
+        return default_omega(request.model, request.bits)
+    if table.num_layers != request.model.num_layers:
+        raise SpecError(
+            f"sensitivity table of {table.model}: field 'omega': found {table.num_layers} layers, "
+            f"expected {request.model.num_layers}, as {request.model.name} has"
+        )
+    return np.array(table.normalised(request.bits), dtype=np.float64)
+
+
+def _runs(
+    layer_kinds: tuple[int, ...], size: int
+) -> tuple[tuple[tuple[int, ...], ...], list[int], tuple[int, ...]]:
+    """Cut the layers into runs; return the kinds of run, and each run's kind and length."""
+    runs = [layer_kinds[start : start + size] for start in range(0, len(layer_kinds), size)]
+    if size == 1:
+        return (), list(layer_kinds), (1,) * len(runs)
+    known: dict[tuple[int, ...], int] = {}
+    kinds = [known.setdefault(tuple(sorted(run)), len(known)) for run in runs]
+    return tuple(known), kinds, tuple(len(run) for run in runs)

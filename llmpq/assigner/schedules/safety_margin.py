@@ -1,0 +1,61 @@
+"""The safety margin of a latency bound: a factor on simulated latencies.
+
+A forecast is a mean: half of all runs are slower. Profiles state how uncertain they are: one
+standard deviation of a shape that was not measured or was measured with noise, and of the machine's
+speed over time (``drift``). Both apply to the seconds of layers, and a pipeline's latency grows no
+faster than these. The least certain stage and phase counts. A roofline states no uncertainty.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+from llmpq.costmodel import ClusterCosts
+from llmpq.errors import SpecError
+from llmpq.spec.plan import Plan, StageAssignment
+from llmpq.spec.precision import Phase
+
+
+def safety_factor(plan: Plan, costs: ClusterCosts, confidence: float) -> float:
+    """Return the factor on simulated latencies, at least 1.
+
+    Args:
+        plan: with the micro-batches that are simulated.
+        costs: the cost models of its cluster.
+        confidence: probability of keeping the bound, with normal errors of the stated deviation;
+            0.5 for no margin.
+
+    Raises:
+        SpecError: ``confidence`` is not in [0.5, 1).
+    """
+    if not 0.5 <= confidence < 1.0:
+        raise SpecError(f"bound confidence: found {confidence:g}, expected 0.5 to less than 1")
+    if confidence == 0.5:
+        return 1.0
+    deviation = max((_deviation(plan, costs, stage) for stage in plan.stages), default=0.0)
+    return 1.0 + NormalDist().inv_cdf(confidence) * deviation
+
+
+def _deviation(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> float:
+    """Return one standard deviation of a stage's seconds, relative to them."""
+    device = plan.device_of(stage)
+    if costs.latency_source(device) == "roofline" or not stage.num_layers:
+        return 0.0
+    work, sizes = plan.workload, plan.micro_batching
+    shapes = [
+        (Phase.PREFILL, sizes.prefill, work.prompt_tokens),
+        (Phase.DECODE, sizes.decode, round(work.mean_context_tokens)),
+    ]
+    kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
+    layers = set(zip(kinds, stage.bits, strict=True))
+    worst = max(
+        (
+            costs.layer_estimate(device, phase, bits, batch, tokens, kind).relative_deviation
+            for phase, batch, tokens in shapes
+            if stage.computes(phase)
+            for kind, bits in layers
+        ),
+        default=0.0,
+    )
+    return math.hypot(worst, costs.drift_share(device))

@@ -1,0 +1,238 @@
+"""The steady state of a schedule: expected batch sizes in closed form, and the seconds of a cycle.
+
+A phase is ``N_D`` decode iterations (WAA has ``N_D = 1``). An answer of ``S`` tokens needs
+``D = S - 1`` iterations, because prefill makes its first token, and so ``ceil(D / N_D)`` phases.
+
+**Deviation from ExeGPT (Sec. 6).** The paper takes the lengths of a decoding batch's members to
+have the distribution of arriving requests, ``B_E = B_D E[1 / ceil(S / N_D)]``. In the steady state
+long answers stay longer, so members follow the arrival distribution weighted by the phases they
+stay, and Little's law gives ``B_E = B_D / E[ceil(D / N_D)]``. At ``N_D = 1`` this is the paper's
+formula for WAA, ``B_D = B_E E[S]``. A Monte Carlo simulation confirms ours (tests).
+
+As in ExeGPT's XSimulator (Sec. 6), a cycle's encoding and its ``N_D`` iterations have their
+expected sizes, and a flow shop over the stages gives its seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from llmpq.assigner.timeline import FlowShop
+from llmpq.errors import SpecError
+from llmpq.sim import Shape, StepCosts
+from llmpq.spec.lengths import LengthDistribution
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyBatch:
+    """The members of a decoding batch in the steady state.
+
+    Attributes:
+        prompt_tokens: distribution of prompt lengths, independent of the answers'.
+        new_tokens: distribution of answer lengths ``S``, including the first token.
+        decode_iterations: iterations of a phase ``N_D``.
+    """
+
+    prompt_tokens: LengthDistribution
+    new_tokens: LengthDistribution
+    decode_iterations: int
+
+    def __post_init__(self) -> None:
+        if self.decode_iterations < 1:
+            raise SpecError(
+                f"schedule: found {self.decode_iterations} decode iterations, expected 1 or more"
+            )
+
+    @cached_property
+    def phases(self) -> float:
+        """Mean number of phases of a request ``E[ceil(D / N_D)] = B_D / B_E``."""
+        return math.fsum(
+            share * -(-(tokens - 1) // self.decode_iterations) for tokens, share in self._lengths
+        )
+
+    @cached_property
+    def ending(self) -> tuple[float, ...]:
+        """Probability ``P_D(U)`` that a member ends at iteration U of a phase, U = 1..N_D."""
+        shares = [0.0] * self.decode_iterations
+        for tokens, share in self._lengths:
+            if tokens > 1:
+                shares[(tokens - 2) % self.decode_iterations] += share
+        return tuple(share / self.phases for share in shares) if self.phases else tuple(shares)
+
+    @cached_property
+    def alive(self) -> tuple[float, ...]:
+        """Share of the batch that still decodes at iteration U, U = 1..N_D; the first is 1."""
+        left, shares = 1.0, []
+        for share in self.ending:
+            shares.append(left)
+            left -= share
+        return tuple(shares)
+
+    @cached_property
+    def mean_context_tokens(self) -> float:
+        """Mean context of a decoding sequence; it decodes at ``s + 1, .., s + S - 1`` tokens."""
+        steps = math.fsum(share * (tokens - 1) for tokens, share in self._lengths)
+        made = math.fsum(share * (tokens - 1) * tokens / 2 for tokens, share in self._lengths)
+        return self.prompt_tokens.mean + (made / steps if steps else 0.0)
+
+    def encode_batch(self, decode_batch: float) -> float:
+        """Return the ``B_E`` that keeps a decoding batch at ``B_D``; all of it without decoding."""
+        return decode_batch / self.phases if self.phases else decode_batch
+
+    def decode_batch(self, encode_batch: float) -> float:
+        """Return the ``B_D`` that results from encoding ``B_E`` requests a phase."""
+        return encode_batch * self.phases
+
+    @property
+    def _lengths(self) -> list[tuple[int, float]]:
+        return list(zip(self.new_tokens.lengths, self.new_tokens.probabilities, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def expected_longest(lengths: LengthDistribution, count: int) -> float:
+    """Return the mean of the longest of ``count`` independent lengths.
+
+    Prefill computes that many tokens a row, because prompts are padded to the longest.
+    """
+    if count < 1:
+        raise SpecError(f"schedule: found {count} requests, expected at least one")
+    below, before, mean = 0.0, 0.0, 0.0
+    for length, share in zip(lengths.lengths, lengths.probabilities, strict=True):
+        below = min(1.0, below + share)
+        at_most = below**count
+        mean += length * (at_most - before)
+        before = at_most
+    return mean
+
+
+def prefill_shape(prompt_tokens: LengthDistribution, rows: int) -> Shape:
+    """Return the expected micro-batch of ``rows`` prompts."""
+    return Shape(
+        phase=Phase.PREFILL,
+        rows=rows,
+        longest=round(expected_longest(prompt_tokens, rows)),
+        total=round(rows * prompt_tokens.mean),
+    )
+
+
+def decode_shape(context_tokens: float, rows: int) -> Shape:
+    """Return the decode micro-batch of ``rows`` sequences at the mean context."""
+    return Shape(
+        phase=Phase.DECODE,
+        rows=rows,
+        longest=round(context_tokens),
+        total=round(rows * context_tokens),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Performance:
+    """Expected throughput and latency of a schedule.
+
+    Attributes:
+        requests_per_s: finished requests a second.
+        latency_s: of the answer that the latency bound applies to, from the start of its encoding.
+        decode_batch: mean sequences at the start of a decoding phase ``B_D``.
+        encode_batch: mean requests of an encoding phase ``B_E``.
+        cycle_s: seconds of one encoding and its decode iterations.
+    """
+
+    requests_per_s: float
+    latency_s: float
+    decode_batch: float
+    encode_batch: float
+    cycle_s: float
+
+
+def rra_performance(
+    costs: StepCosts,
+    batch: SteadyBatch,
+    encode_batch: float,
+    sizes: MicroBatching,
+    new_tokens: int,
+) -> Performance:
+    """Return the performance of RRA in the steady state.
+
+    Args:
+        costs: seconds of the plan's parts.
+        batch: the length distributions, and ``N_D``.
+        encode_batch: requests encoded a cycle ``B_E``.
+        sizes: largest micro-batches of the two phases.
+        new_tokens: length of the answer whose latency is reported.
+    """
+    decode_batch = batch.decode_batch(encode_batch)
+    pipeline = FlowShop(costs)
+    now_s = encoded_s = _encode(pipeline, batch.prompt_tokens, encode_batch, sizes.prefill)
+    ends_s = []
+    if decode_batch:
+        ready_s = [now_s]
+        for alive in batch.alive:
+            ready_s = _iterate(pipeline, batch, decode_batch * alive, sizes.decode, ready_s)
+            ends_s.append(max(ready_s))
+        now_s = ends_s[-1]
+    return Performance(
+        requests_per_s=encode_batch / now_s,
+        latency_s=_latency(batch, new_tokens, encoded_s, now_s, ends_s),
+        decode_batch=decode_batch,
+        encode_batch=encode_batch,
+        cycle_s=now_s,
+    )
+
+
+def encode_s(
+    costs: StepCosts, prompt_tokens: LengthDistribution, requests: int, size: int
+) -> float:
+    """Return the seconds to encode ``requests`` requests in micro-batches of ``size``."""
+    return _encode(FlowShop(costs), prompt_tokens, requests, size)
+
+
+def _encode(
+    pipeline: FlowShop, prompt_tokens: LengthDistribution, requests: float, size: int
+) -> float:
+    return [
+        pipeline.run(prefill_shape(prompt_tokens, rows), 0.0)
+        for rows in _micro_batches(requests, size)
+    ][-1]
+
+
+def _iterate(
+    pipeline: FlowShop, batch: SteadyBatch, sequences: float, size: int, ready_s: list[float]
+) -> list[float]:
+    """Run one decode iteration; return when each micro-batch has its tokens.
+
+    A micro-batch continues as soon as its own tokens are known. When sequences end and
+    micro-batches are merged, the merged one waits for the later of its parts.
+    """
+    parts = list(_micro_batches(sequences, size))
+    after_s = []
+    for part, rows in enumerate(parts):
+        # The part's share of the micro-batches of the last iteration, at least one of them.
+        first = part * len(ready_s) // len(parts)
+        end = max(first + 1, (part + 1) * len(ready_s) // len(parts))
+        shape = decode_shape(batch.mean_context_tokens, rows)
+        after_s.append(pipeline.run(shape, max(ready_s[first:end])))
+    return after_s
+
+
+def _micro_batches(sequences: float, size: int) -> Iterator[int]:
+    """Yield the sizes of even micro-batches; at least one, of at least one sequence."""
+    whole = max(1, round(sequences))
+    parts = math.ceil(whole / size)
+    for part in range(parts):
+        yield whole // parts + (part < whole % parts)
+
+
+def _latency(
+    batch: SteadyBatch, new_tokens: int, encoded_s: float, cycle_s: float, ends_s: list[float]
+) -> float:
+    """Return seconds from the start of encoding to the last of ``new_tokens`` tokens."""
+    iterations = new_tokens - 1
+    if iterations == 0 or not ends_s:
+        return encoded_s
+    full, rest = divmod(iterations - 1, batch.decode_iterations)
+    return full * cycle_s + ends_s[rest]

@@ -1,0 +1,122 @@
+"""Messages about infeasible requests: every fix that they name is tried."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from helpers.builders import cluster_of, model_spec, plan_request
+
+from llmpq.assigner import make_plan
+from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.explain.infeasible import dropped_reasons, held_layers
+from llmpq.assigner.milp import ilp
+from llmpq.assigner.milp.solvers import SolverResult
+from llmpq.costmodel import build_costs
+from llmpq.errors import InfeasibleError
+from llmpq.spec.cluster import LinkSpec
+from llmpq.spec.workload import Workload
+
+
+def too_small(**overrides):
+    return plan_request(
+        **(
+            {
+                "cluster": cluster_of(("V100-32G", 1, 60), ("T4-16G", 1, 40)),
+                "workload": Workload(batch=16, prompt_tokens=256, new_tokens=32),
+            }
+            | overrides
+        )
+    )
+
+
+def reason_of(request) -> str:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(request)
+    return str(caught.value)
+
+
+def test_memory_message_names_the_layers_that_fit_and_their_bytes() -> None:
+    request = too_small()
+    text = reason_of(request)
+    assert f"{held_layers(request)} of 6 layers fit at 3 bits" in text
+    assert "KV cache (16 sequences of 288 tokens)" in text
+
+
+def test_the_batch_named_fits_and_one_more_does_not() -> None:
+    request = too_small()
+    batch = int(re.search(r"batch <= (\d+)", reason_of(request)).group(1))
+    make_plan(replace(request, workload=replace(request.workload, batch=batch)))
+    reason_of(replace(request, workload=replace(request.workload, batch=batch + 1)))
+
+
+def test_the_devices_named_fit_and_one_fewer_do_not() -> None:
+    text = reason_of(too_small())
+    more = int(re.search(r"\+(\d+) V100-32G", text).group(1))
+    make_plan(too_small(cluster=cluster_of(("V100-32G", 1 + more, 60), ("T4-16G", 1, 40))))
+    reason_of(too_small(cluster=cluster_of(("V100-32G", more, 60), ("T4-16G", 1, 40))))
+
+
+def test_narrower_bits_are_offered_when_they_are_not_allowed() -> None:
+    cluster = cluster_of(("V100-32G", 1, 150))
+    text = reason_of(plan_request(cluster=cluster, bits=(16,)))
+    width = int(re.search(r"allow (\d+) bits", text).group(1))
+    make_plan(plan_request(cluster=cluster, bits=(16, width)))
+
+
+def test_several_kinds_are_counted_in_their_order() -> None:
+    request = too_small(model=model_spec(layers=7, kinds=2))
+    assert 0 <= held_layers(request) < 7
+    assert f"{held_layers(request)} of 7 layers" in reason_of(request)
+
+
+def test_a_master_that_fits_nowhere_is_named() -> None:
+    text = reason_of(plan_request(cluster=cluster_of(("V100-32G", 2, 3))))
+    assert "no device holds the embeddings and head" in text
+
+
+def test_an_unreachable_budget_names_the_one_within_reach() -> None:
+    cluster = cluster_of(("V100-32G", 1, 75), ("T4-16G", 1, 45))
+    request = plan_request(quality_budget=0.01, cluster=cluster)
+    text = reason_of(request)
+    assert "memory forces a degradation" in text
+    reachable = float(re.search(r"raise the budget to ([\d.]+)", text).group(1))
+    plan = make_plan(replace(request, quality_budget=reachable))
+    assert plan.estimate.quality <= reachable
+    reason_of(replace(request, quality_budget=0.98 * reachable))
+
+
+def test_the_time_limit_message_differs_from_the_memory_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing = SolverResult(status="unknown", values={}, objective=math.inf, bound=-math.inf)
+    monkeypatch.setattr(ilp, "solve", lambda *_, **__: nothing)
+    # No split in proportion stands in for the search: it would not know of the order.
+    decided = Overrides(order=("node1", "node0"))
+    text = reason_of(plan_request(solver="highs", time_limit_s=0.0, overrides=decided))
+    assert "time limit" in text
+    assert "does not fit" not in text
+
+
+def test_uniform_says_that_other_splits_may_fit() -> None:
+    cluster = cluster_of(("V100-32G", 1, 400), ("T4-16G", 1, 12))
+    with pytest.raises(InfeasibleError, match="other splits may fit"):
+        make_plan(plan_request(cluster=cluster), "uniform")
+    make_plan(plan_request(cluster=cluster))
+
+
+def reasons_for(request) -> list[str]:
+    costs = build_costs(request.model, request.cluster, dtype="float16", kv_bits=16)
+    return list(dropped_reasons(make_plan(request), costs).values())
+
+
+def test_dropped_devices_come_with_a_figure() -> None:
+    link = LinkSpec(between=("node0", "node1"), bytes_per_s=1e6, latency_s=0.05)
+    slow = cluster_of(("A100-40G", 1, 2000), ("P100-12G", 1, 2000), links=(link,))
+    assert reasons_for(plan_request(cluster=slow))[0].startswith("slower: ")
+    small = cluster_of(("A100-40G", 1, 2000), ("P100-12G", 1, 1))
+    assert reasons_for(plan_request(cluster=small))[0].startswith("no room: ")
+    idle = cluster_of(("P100-12G", 1, 2000), ("P100-12G", 1, 2000), links=(link,))
+    assert reasons_for(plan_request(cluster=idle))[0].startswith("not needed: ")
