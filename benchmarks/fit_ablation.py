@@ -1,0 +1,177 @@
+"""How much a latency fit needs: errors on unseen shapes of public tables, by law.
+
+Three laws learn from 12, 20, 36 and all shapes that are not held out (30 %, seeds 0-4):
+
+- ``paper``: the regression of LLM-PQ, Sec. 4.1, by plain least squares;
+- ``interpolated``: its features with non-negative coefficients, times a smooth interpolation of the
+  logarithm of what is left, kept between the measured shapes around it;
+- the law that plans are priced with, recorded as ``--label``. Other labels in the file stay, so
+  that laws of several commits are compared in one table.
+
+Run ``OMP_NUM_THREADS=1 python benchmarks/fit_ablation.py --label NAME``; the tables are those of
+``benchmarks/fidelity.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fidelity import SEEDS, tables
+
+from llmpq.costmodel.tables.fidelity import split_shapes, summarise
+from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel
+from llmpq.costmodel.tables.nnls import solve_nnls
+from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencySample, LatencyTable
+
+COUNTS = (12, 20, 36)
+"""Shapes learned from, in the one-layer tables at 16 bits; all tables are also learned whole."""
+RESULTS = Path(__file__).resolve().parent / "results" / "fit_ablation.json"
+
+Array = npt.NDArray[np.float64]
+Answer = Callable[[float, float], float]
+Fit = Callable[[Sequence[LatencySample]], Answer]
+
+
+def main() -> int:
+    """Compare the laws and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--label", required=True, help="name of the law that prices plans")
+    parser.add_argument("--database", type=Path, help="folder of aiconfigurator_core")
+    here = Path(__file__).resolve().parents[2] / "shared" / "data"
+    default = Path(os.environ.get("LLMPQ_SHARED_DATA", here))
+    parser.add_argument("--data", type=Path, default=default, help="with helix/ and samullm/")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    laws: dict[str, Fit] = {
+        "paper": _product("paper"),
+        "interpolated": interpolated,
+        options.label: _product("hinged"),
+    }
+    errors: dict[tuple[str, str, Phase, str], list[float]] = {}
+    seconds: dict[str, list[float]] = {law: [] for law in laws}
+    for group, _, table in tables(options.database, options.data):
+        for learned, kept, held in _splits(group, table):
+            for law, fit in laws.items():
+                started = time.perf_counter()
+                answer = fit(kept)
+                answer(1.0, 1.0)
+                seconds[law].append(time.perf_counter() - started)
+                errors.setdefault((group, learned, held[0].phase, law), []).extend(
+                    abs(answer(one.batch, one.tokens) / one.seconds - 1.0) for one in held
+                )
+    rows: list[dict[str, Any]] = [
+        {"tables": group, "learned_from": learned, "phase": phase.value, "law": law}
+        | asdict(summarise(found))
+        for (group, learned, phase, law), found in errors.items()
+    ]
+    for row in rows:
+        print("{tables:14} {learned_from:>4} {phase:8} {law:14}".format(**row), end="")
+        print(f"{row['mean']:8.2%} {row['median']:8.2%} {row['p95']:8.1%}")
+    run = {
+        "command": " ".join(["python", "benchmarks/fit_ablation.py", "--label", options.label]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        "fit_ms": {law: round(1e3 * float(np.median(found)), 2) for law, found in seconds.items()},
+    }
+    _write(options.output, options.label, run, rows)
+    return 0
+
+
+def interpolated(samples: Sequence[LatencySample]) -> Answer:
+    """Fit the paper's features, none negative, and interpolate the log ratio to the measured."""
+    phase = samples[0].phase
+    known = {(one.batch, one.tokens): one.seconds for one in samples}
+    batch, tokens = np.array(list(known), dtype=float).T
+    seconds = np.array(list(known.values()))
+
+    def features(batch: Array, tokens: Array) -> Array:
+        more = [batch * tokens**2] if phase is Phase.PREFILL else []
+        return np.column_stack([batch * tokens, np.ones_like(batch), batch, tokens, *more])
+
+    def octaves(batch: Array, tokens: Array) -> Array:
+        rows = batch * tokens if phase is Phase.PREFILL else batch
+        return np.log2(np.column_stack([rows, tokens]))
+
+    def kernel(left: Array, right: Array) -> Array:  # Matern 3/2 over shapes, and over rows alone
+        gaps = np.abs(left[:, None] - right)
+        near, far = np.hypot(*np.moveaxis(gaps, 2, 0)), gaps[:, :, 0] / 0.5
+        result: Array = (1 + near) * np.exp(-near) + (1 + far) * np.exp(-far)
+        return result
+
+    law = solve_nnls(features(batch, tokens) / seconds[:, None], np.ones(len(seconds)))
+    ratios = np.log(seconds / (features(batch, tokens) @ law))
+    places = octaves(batch, tokens)
+    weights = np.linalg.solve(kernel(places, places) + 0.03 * np.eye(len(seconds)), ratios)
+    low, high = places.min(axis=0), places.max(axis=0)
+
+    def answer(at_batch: float, at_tokens: float) -> float:
+        shape = np.array([float(at_batch)]), np.array([float(at_tokens)])
+        near = kernel(np.clip(octaves(*shape), low, high), places)
+        found = float((features(*shape) @ law * np.exp(near @ weights))[0])
+        least = seconds[(batch <= at_batch) & (tokens <= at_tokens)].max(initial=0.0)
+        most = seconds[(batch >= at_batch) & (tokens >= at_tokens)].min(initial=np.inf)
+        return float(min(max(found, least), most))
+
+    return answer
+
+
+def _product(law: LawName) -> Fit:
+    def fit(samples: Sequence[LatencySample]) -> Answer:
+        model = RegressionLatencyModel(LatencyTable(samples=tuple(samples)), law)
+        phase, bits = samples[0].phase, samples[0].bits
+        return lambda batch, tokens: model.seconds(phase, bits, batch, tokens)
+
+    return fit
+
+
+def _splits(
+    group: str, table: LatencyTable
+) -> list[tuple[str, list[LatencySample], list[LatencySample]]]:
+    """Return what is learned from and what is asked, by phase and bitwidth."""
+    found = []
+    for phase in Phase:
+        own = [one for one in table.samples if one.phase is phase]
+        for seed in range(SEEDS):
+            for bits in sorted({one.bits for one in own}):
+                parts = split_shapes(table, seed)
+                kept, held = ([one for one in part.select(phase, bits)] for part in parts)
+                if held:
+                    found.append(("all", kept, held))
+            if group != "one layer":
+                continue
+            one_width = LatencyTable(samples=tuple(one for one in own if one.bits == 16))
+            left, asked = split_shapes(one_width, seed)
+            order = np.random.default_rng(seed).permutation(len(left.samples))
+            for count in COUNTS:
+                few = [left.samples[index] for index in order[:count]]
+                found.append((str(count), few, list(asked.samples)))
+    return found
+
+
+def _write(file: Path, label: str, run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write the runs by label, and the rows: the file's of other labels, and the new ones."""
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    runs = {**known.get("runs", {}), label: run}
+    laws = {row["law"] for row in rows}
+    kept = [row for row in known.get("rows", []) if row["law"] not in laws]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {"runs": runs, "rows": [*kept, *rows]}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
