@@ -82,7 +82,6 @@ class PlanRequest:
         orders: which device orders to try.
         layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
         profile_dir: folder of measured tables.
-        cache_dir: folder where fits of measured tables are cached.
         latency: measured points with interpolation, or the regression fitted to them.
         overrides: manual decisions of the user.
     """
@@ -105,7 +104,6 @@ class PlanRequest:
     orders: OrderMode = "types"
     layer_group: int = 1
     profile_dir: Path | None = None
-    cache_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
 
@@ -290,9 +288,7 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
         dtype=request.dtype,
         kv_bits=request.kv_bits,
         profile_dir=request.profile_dir,
-        cache_dir=request.cache_dir,
         latency=request.latency,
-        is_late=None if request.deadline == NEVER else lambda: request.deadline.has_passed,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest
 from llmpq.assigner.schedules.tensor_parallel import schedule_plan
-from llmpq.cli.fit_cache import fit_cache
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
@@ -214,7 +212,6 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         orders=options.orders,
         layer_group=options.group,
         profile_dir=profile_dir,
-        cache_dir=fit_cache(os.environ),
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )

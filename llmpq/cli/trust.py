@@ -11,6 +11,9 @@ from llmpq.costmodel.importers.public import HINT, is_installed, is_known
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 
+_NOT_COVERED = "mixed lengths in a batch, other work on these devices, other versions of software"
+_SUMMED_KERNELS = "aiconfigurator's engine stands for ours, and the gaps between its kernels"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTrust:
@@ -46,7 +49,7 @@ def plan_trust(plan: Plan, costs: ClusterCosts) -> tuple[StageTrust, ...]:
     for stage in plan.stages:
         device = plan.device_of(stage)
         for phase, batch, lengths in asked if stage.num_layers else ():
-            told = {
+            estimates = {
                 (bits, batch, tokens): costs.layer_estimate(device, phase, bits, batch, tokens, 0)
                 for bits in sorted(set(stage.bits))
                 for tokens in lengths
@@ -57,15 +60,15 @@ def plan_trust(plan: Plan, costs: ClusterCosts) -> tuple[StageTrust, ...]:
                     device=device.label,
                     phase=phase,
                     source=costs.latency_source(device),
-                    deviation=max(one.relative_deviation for one in told.values()),
-                    outside=tuple(shape for shape, one in told.items() if one.is_extrapolated),
+                    deviation=max(one.relative_deviation for one in estimates.values()),
+                    outside=tuple(shape for shape, one in estimates.items() if one.is_extrapolated),
                 )
             )
     return tuple(found)
 
 
 def trust_record(found: Sequence[StageTrust]) -> list[dict[str, Any]]:
-    """Return what ``--json`` says."""
+    """Return the records of ``--json``."""
     return [
         {
             "rank": one.rank,
@@ -78,24 +81,18 @@ def trust_record(found: Sequence[StageTrust]) -> list[dict[str, Any]]:
     ]
 
 
-def hurried_text(costs: ClusterCosts) -> list[str]:
-    """Return a line about devices that a time limit left to the roofline; none without any."""
-    if not costs.hurried:
-        return []
-    return [
-        f"hurried        {', '.join(costs.hurried)}: the time limit left no time to make their "
-        "tables ready, so the roofline prices them; a run without it keeps them for the next"
-    ]
-
-
 def trust_text(plan: Plan, found: Sequence[StageTrust]) -> list[str]:
     """Return lines for people: the least sure phase, what is extrapolated, and the remedy."""
     if not found:
         return []
     worst = max(found, key=lambda one: one.deviation)
+    uncovered = [_NOT_COVERED]
+    if any("aiconfigurator" in one.source for one in found):
+        uncovered.insert(0, _SUMMED_KERNELS)
     lines = [
-        f"sureness       forecasts within {worst.deviation:.0%} two times in three "
-        f"(least sure: {worst.phase.value} of {worst.device}, {worst.source})"
+        f"sureness       layers' seconds within {worst.deviation:.0%} two times in three "
+        f"(least sure: {worst.phase.value} of {worst.device}, {worst.source})",
+        f"not covered    {'; '.join(uncovered)}",
     ]
     guessed = {one.device: one for one in found if one.outside and one.source != "roofline"}
     for one in guessed.values():

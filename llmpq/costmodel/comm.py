@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.costmodel.tables.fit import fit_relative
+from llmpq.costmodel.tables.nnls import fit_relative
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device, DeviceSpec, LinkSpec
 from llmpq.spec.tables import CommSample, LinkEnds

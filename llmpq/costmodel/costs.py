@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
-from llmpq.costmodel.importers.public import is_measured, public_source, public_table
+from llmpq.costmodel.importers.public import public_source, public_table
 from llmpq.costmodel.memory import memory
 from llmpq.costmodel.roofline import RooflineLatencyModel
-from llmpq.costmodel.tables.cache import Cache
 from llmpq.costmodel.tables.lookup import TableLatencyModel
 from llmpq.costmodel.tables.profiles import (
     Company,
@@ -88,8 +86,6 @@ class ClusterCosts:
             all that, by ``Device.group``.
         drift: one standard deviation of a device's speed from moment to moment, as a share, by
             ``Device.group``.
-        hurried: types of devices with tables that there was no time to make ready; the roofline
-            prices them.
     """
 
     model: ModelSpec
@@ -104,7 +100,6 @@ class ClusterCosts:
     loop: tuple[SchedulerOverhead, ...] = ()
     stage_loop: tuple[float, ...] = ()
     drift: tuple[float, ...] = ()
-    hurried: tuple[str, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
         """Return the memory the owner gives: the cluster's figure, or the catalogue's.
@@ -225,7 +220,7 @@ class ClusterCosts:
         return self.latency[device.group].source
 
 
-def build_costs(  # noqa: PLR0913  every one is a keyword of its own
+def build_costs(
     model: ModelSpec,
     cluster: Cluster,
     *,
@@ -233,8 +228,6 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
     kv_bits: int,
     profile_dir: Path | None = None,
     latency: LatencySource = "table",
-    cache_dir: Path | None = None,
-    is_late: Callable[[], bool] | None = None,
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster: measured where there are tables, else roofline.
 
@@ -249,19 +242,14 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         profile_dir: a folder of tables, searched for latency tables whose provenance matches a
             device and for link tables of this cluster's nodes.
         latency: how tables answer; devices without one are roofline either way.
-        cache_dir: where fits and assembled tables are kept between runs, ``None`` for nowhere.
-        is_late: whether the time is up: then nothing is fitted or assembled any more, and devices
-            whose tables no earlier run has made ready are priced by the roofline. ``None`` waits.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
     """
     tables = read_folder(profile_dir)
-    cache = None if cache_dir is None else Cache(folder=cache_dir)
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
     profiles: list[Profile | None] = []
-    hurried: list[str] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -270,19 +258,14 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
             model=model, device=spec, dtype=dtype, kv_bits=kv_bits, threads=device.threads or 1
         )
         key = ProfileKey(model=model, dtype=dtype, device=device)
-        profile, ready = None, True
-        if latency != "roofline":
-            profile, ready = _profile(key, tables, cache, is_late)
-        chosen = None if profile is None else _measured(profile, analytic, latency, cache)
-        if chosen is not None and is_late is not None and not chosen.prepare(is_late):
-            profile, chosen, ready = None, None, False
+        profile = None if latency == "roofline" else _profile(key, tables)
+        chosen = None if profile is None else _measured(profile, analytic, latency)
         if chosen is None and device.members > 1:
             raise SpecError(
                 f"device {device.label}: found no table of {device.members} devices that share a "
                 "layer, expected one in the profile folder (llmpq-profile import "
                 f"--tensor_parallel {device.members}), or the 'profiles' extra with such layers"
             )
-        hurried += [] if ready else [device.type]
         specs.append(spec)
         profiles.append(profile)
         models.append(chosen or analytic)
@@ -299,36 +282,23 @@ def build_costs(  # noqa: PLR0913  every one is a keyword of its own
         loop=tuple(SchedulerOverhead() if one is None else one.loop for one in profiles),
         stage_loop=tuple(0.0 if one is None else one.stage_loop_s for one in profiles),
         drift=tuple(0.0 if one is None else one.drift for one in profiles),
-        hurried=tuple(dict.fromkeys(hurried)),
     )
 
 
-def _profile(
-    key: ProfileKey,
-    tables: dict[str, LatencyTable],
-    cache: Cache | None,
-    is_late: Callable[[], bool] | None,
-) -> tuple[Profile | None, bool]:
-    """Return the table of a device: the cluster's, the folder's, else the public database's.
-
-    Also whether that is the last word: it is not where it was too late to assemble a table.
-    """
+def _profile(key: ProfileKey, tables: dict[str, LatencyTable]) -> Profile | None:
+    """Return the table of a device: the cluster's, the folder's, else the public database's."""
     found = find_profile(key, tables)
     if found is not None:
-        return found, True
-    type_name, late = key.device.type, is_late is not None and is_late()
-    members = key.device.members
-    table = public_table(key.model, type_name, key.dtype, cache, known_only=late, members=members)
+        return found
+    type_name = key.device.type
+    table = public_table(key.model, type_name, key.dtype, members=key.device.members)
     if table is None:
-        return None, not (late and is_measured(type_name, key.dtype))
-    return Profile(table=table, file=public_source(type_name), layer=0), True
+        return None
+    return Profile(table=table, file=public_source(type_name), layer=0)
 
 
 def _measured(
-    profile: Profile,
-    analytic: RooflineLatencyModel,
-    latency: LatencySource,
-    cache: Cache | None,
+    profile: Profile, analytic: RooflineLatencyModel, latency: LatencySource
 ) -> TableLatencyModel:
     return TableLatencyModel(
         table=profile.table,
@@ -336,7 +306,6 @@ def _measured(
         profiled_kind=analytic.model.layer_kinds[profile.layer],
         file=profile.file,
         fitted_only=latency == "fit",
-        cache=cache,
     )
 
 

@@ -120,7 +120,7 @@ def test_measured_layers_are_forecast_within_the_target(device, prefill, decode)
 @needs_helix
 @pytest.mark.parametrize("model", ["llama1_30b", "llama2_70b"])
 @pytest.mark.parametrize("machine", ["t4", "v100", "a100", "l4"])
-def test_no_measured_layer_is_forecast_worse_than_by_the_papers_regression(machine, model):
+def test_no_measured_layer_is_forecast_a_point_worse_than_by_the_papers_regression(machine, model):
     means = helix_means(f"{model}/{machine}")
     for phase in Phase:
-        assert means["hinged", phase] <= means["paper", phase]
+        assert means["hinged", phase] <= means["paper", phase] + 0.01

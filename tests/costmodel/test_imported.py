@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from llmpq.costmodel.importers import aiconfigurator
+from llmpq.costmodel.costs import build_costs
+from llmpq.costmodel.importers import aiconfigurator, public
 from llmpq.costmodel.importers.imported import ImportRequest, import_table
 from llmpq.costmodel.importers.operators import (
     AttentionTimes,
@@ -16,7 +17,9 @@ from llmpq.costmodel.importers.operators import (
 )
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
+from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencyTable
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 LLAMA = catalog.model("meta-llama/Llama-3.1-8B")
@@ -74,7 +77,7 @@ def test_experts_that_were_measured_are_one_call_of_the_layer():
     assert added[DECODE, 64] == pytest.approx(0.2)
 
 
-def test_experts_that_nobody_measured_are_refused():
+def test_experts_of_another_shape_are_an_error():
     with pytest.raises(SpecError, match="no kernel of 8 experts of 4096 x 14336, 2 a token"):
         layer_samples(MIXTRAL, 4096, moe_times({}))
 
@@ -98,7 +101,7 @@ def attention(phase, heads=(32, 8, 128)):
     return AttentionTimes(phase=phase, points={heads: {(1, 64): 1e-3, (64, 64): 2e-3}})
 
 
-def test_heads_nobody_measured_scale_from_the_nearest():
+def test_heads_of_another_shape_scale_from_the_nearest():
     wanted = (56, 8, 128)
     assert attention(PREFILL).nearest(wanted) == ((32, 8, 128), 56 / 32)
     assert attention(DECODE).nearest(wanted) == ((32, 8, 128), 1.0)
@@ -178,7 +181,7 @@ def read_columns(file, names, among=None):
     return tuple([value(row[name]) for row in rows] for name in names)
 
 
-def test_the_newest_version_speaks_and_gaps_are_filled_by_a_stated_rule(database):
+def test_the_newest_version_is_read_and_gaps_are_filled_by_the_stated_rule(database):
     table = import_table("aiconfigurator", request(path=database))
     origin = dict(table.provenance)
     assert origin["model"] == LLAMA.name
@@ -202,7 +205,7 @@ def test_only_the_bits_asked_for_are_imported(database):
     assert {one.bits for one in table.samples} == {16}
 
 
-def test_heads_nobody_measured_are_named_in_the_provenance(database):
+def test_heads_of_another_shape_are_named_in_the_provenance(database):
     table = import_table(
         "aiconfigurator", request(path=database, model=catalog.model("facebook/opt-30b"))
     )
@@ -234,12 +237,12 @@ def test_an_absent_parquet_reader_says_what_to_install(monkeypatch, tmp_path):
         aiconfigurator._read_parquet(tmp_path / "x.parquet", ("m",))
 
 
-def test_an_unknown_layout_is_refused():
+def test_an_unknown_layout_is_an_error():
     with pytest.raises(SpecError, match="expected one of aiconfigurator, helix, vidur"):
         import_table("abacus", request())
 
 
-def test_the_installed_database_reproduces_what_fewer_bits_bring():
+def test_the_installed_database_reproduces_the_speed_up_of_fewer_bits():
     pytest.importorskip("pyarrow")
     pytest.importorskip("aiconfigurator_core", reason="the extra 'profiles' is not installed")
     table = import_table("aiconfigurator", request(bits=(4, 16)))
@@ -259,7 +262,7 @@ HELIX = (
 )
 
 
-def test_helix_tells_prompts_by_tokens_and_decode_by_sequences(tmp_path):
+def test_helix_gives_prompts_by_tokens_and_decode_by_sequences(tmp_path):
     file = tmp_path / "helix.csv"
     file.write_text(HELIX)
     table = import_table("helix", request(device="m/t4", path=file, context_tokens=300))
@@ -280,7 +283,7 @@ def test_helix_tells_prompts_by_tokens_and_decode_by_sequences(tmp_path):
         (HELIX.replace("t4", "p4"), "found no samples of m/t4"),
     ],
 )
-def test_a_helix_file_that_cannot_be_used_says_where(tmp_path, text, message):
+def test_a_malformed_helix_file_is_an_error_that_names_the_line(tmp_path, text, message):
     file = tmp_path / "helix.csv"
     file.write_text(text)
     with pytest.raises(SpecError, match=message):
@@ -324,6 +327,26 @@ def vidur_columns():
     return [f"time_stats.{name}.median" for name in operators]
 
 
-def test_layouts_of_files_ask_for_them():
+def test_layouts_of_files_require_a_path():
     with pytest.raises(SpecError, match="--path: found nothing"):
         import_table("vidur", request())
+
+
+def test_a_roofline_plan_reads_no_table(monkeypatch):
+    monkeypatch.setattr("llmpq.costmodel.costs.public_table", None)
+    cluster = cluster_of_types({"A100-80G": 1})
+    model = catalog.model("facebook/opt-125m")
+    costs = build_costs(model, cluster, dtype="float16", kv_bits=16, latency="roofline")
+    assert costs.latency_source(cluster.devices[0]) == "roofline"
+
+
+def test_a_public_table_is_assembled_once(monkeypatch):
+    table = LatencyTable(samples=(), provenance=(("device", "A100-80G"),))
+    requests = []
+    monkeypatch.setattr(public, "is_installed", lambda: True)
+    monkeypatch.setattr(public, "import_table", lambda *args: requests.append(args) or table)
+    public.public_table.cache_clear()
+    for _ in range(2):
+        assert public.public_table(LLAMA, "A100-80G", "float16") == table
+    assert len(requests) == 1
+    public.public_table.cache_clear()

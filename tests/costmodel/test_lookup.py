@@ -86,12 +86,12 @@ def test_outside_the_grid_the_fitted_law_carries_on(batch, tokens):
     assert found == pytest.approx(decode_law(batch, tokens), rel=0.02)
 
 
-def test_the_edge_of_the_grid_is_no_step():
+def test_answers_are_continuous_at_the_edge_of_the_grid():
     inside = MEASURED.layer_s(DECODE, 16, 16, 1024, 0)
     assert MEASURED.layer_s(DECODE, 16, 16, 1024.001, 0) == pytest.approx(inside, rel=1e-5)
 
 
-def test_rows_of_unlike_lengths_answer_where_they_can():
+def test_different_lengths_by_batch_are_interpolated():
     model = table_model(
         sample(DECODE, 8, *shape) for shape in ((1, 100, 1.0), (1, 200, 2.0), (8, 100, 8.0))
     )
@@ -105,12 +105,12 @@ def test_repeated_measurements_count_by_their_median():
     assert model.layer_s(DECODE, 8, 1, 100, 0) == 2.0
 
 
-def test_a_bitwidth_nobody_measured_is_a_miss():
+def test_a_bitwidth_without_samples_is_a_miss():
     with pytest.raises(ProfileMissError, match=r"no prefill samples at 3 bits, only at \[16\]"):
         MEASURED.layer_s(PREFILL, 3, 1, 64, 0)
 
 
-def test_a_phase_nobody_measured_is_a_miss():
+def test_a_phase_without_samples_is_a_miss():
     model = table_model([sample(PREFILL, 16, 1, 64, 1.0)])
     with pytest.raises(
         ProfileMissError, match=r"t\.csv.*no decode samples at 16 bits, only at \[\]"

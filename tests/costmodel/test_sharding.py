@@ -80,12 +80,12 @@ def test_shards_together_are_the_layer(name, degree):
 
 
 @pytest.mark.parametrize("degree", [0, -2, 3, 16])
-def test_what_cannot_be_cut_evenly_is_refused(degree):
+def test_a_layer_that_cannot_be_cut_evenly_is_an_error(degree):
     with pytest.raises(SpecError, match=f"tensor_parallel: found {degree}, expected a divisor"):
         shard_of(LAYER, degree)
 
 
-def test_experts_are_refused():
+def test_experts_are_an_error():
     mixtral = catalog.model("mistralai/Mixtral-8x7B-v0.1").layer_types[0]
     with pytest.raises(SpecError, match="with experts, expected a dense layer"):
         shard_of(mixtral, 2)
@@ -110,7 +110,9 @@ def test_a_shared_layer_is_a_devices_products_and_two_all_reduces():
     assert sample.seconds == pytest.approx(5e-4 + 1e-3 + 2 * between)
 
 
-def test_of_several_kernels_the_fastest_is_taken_and_other_degrees_are_told(tmp_path, monkeypatch):
+def test_of_several_kernels_the_fastest_is_taken_and_another_degree_is_an_error(
+    tmp_path, monkeypatch
+):
     folder = tmp_path / "comm" / "vllm" / "1.0"
     folder.mkdir(parents=True)
     rows = [(2, 128, 0.05), (2, 128, 0.01), (2, 256, 0.02), (4, 128, 0.03)]

@@ -45,7 +45,7 @@ from llmpq.cli.render import (
     schedule_text,
     stored_text,
 )
-from llmpq.cli.trust import hurried_text, plan_trust, trust_record, trust_text
+from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan, write_plan
@@ -124,11 +124,11 @@ def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
     if options.json:
         record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
         record["stored"] = [str(precision) for precision in request.model.stored]
-        print_json({**record, "trust": trust_record(trust), "hurried": list(costs.hurried)})
+        print_json({**record, "trust": trust_record(trust), "hurried": []})
     else:
         print(plan_table(plan, found.dropped))
         more = *explanation_text(plan, found), *stored_text(request.model), *schedule_text(plan)
-        for line in (*more, *trust_text(plan, trust), *hurried_text(costs)):
+        for line in (*more, *trust_text(plan, trust)):
             print(line)
         print(f"written        {path}")
     if options.plot is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
 from llmpq.cli.common import make_parser, print_json, run_command
-from llmpq.cli.fit_cache import fit_cache
 from llmpq.cli.render import explanation_record, explanation_text, plan_record, plan_table
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError
@@ -41,7 +39,6 @@ def _run(options: argparse.Namespace) -> int:
         plan,
         options.strategy,
         profile_dir=None if options.profile is None else Path(options.profile),
-        cache_dir=fit_cache(os.environ),
         omega_file=options.omega_file,
     )
     explanation = None if found.costs is None else explain_costs(plan, found.costs)

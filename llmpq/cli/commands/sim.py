@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import make_predictor
 from llmpq.batching.workload_shift import Drift, DriftWatch, drift_of, drift_words, watch_of
 from llmpq.cli.common import make_parser, print_json, run_command
-from llmpq.cli.fit_cache import fit_cache
 from llmpq.cli.options import add_policy_options, prediction_of, schedule_of
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
@@ -125,7 +123,6 @@ def _costs(plan: Plan, profile: str | None) -> PlanCosts:
         dtype=plan.dtype,
         kv_bits=plan.kv_bits,
         profile_dir=None if profile is None else Path(profile),
-        cache_dir=fit_cache(os.environ),
     )
     return PlanCosts(plan, costs)
 

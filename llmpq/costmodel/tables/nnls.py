@@ -1,8 +1,4 @@
-"""Non-negative least squares with many columns (Lawson and Hanson's active set).
-
-``fit_relative`` tries every subset of a handful of features; a law with a hinge at every measured
-size has dozens, for which this is the exact and fast way. No dependency beyond numpy.
-"""
+"""Non-negative least squares by the active-set method of Lawson and Hanson, in numpy alone."""
 
 from __future__ import annotations
 
@@ -13,63 +9,62 @@ Array = npt.NDArray[np.float64]
 
 _TOLERANCE = 1e-10
 _JITTER = 1e-12
-"""Added to the diagonal of a scaled Gram matrix, so that equal columns have an answer."""
+"""Added to the diagonal of the scaled Gram matrix, so that equal columns have a solution."""
+
+
+def fit_relative(features: Array, seconds: Array) -> Array:
+    """Return coefficients ``c >= 0`` that minimise ``sum ((features c - seconds) / seconds)^2``.
+
+    Costs add up, so a negative coefficient is noise that makes extrapolation absurd.
+
+    Args:
+        features: ``[samples, features]``, none negative.
+        seconds: ``[samples]``, all positive.
+    """
+    return solve_nnls(features / seconds[:, None], np.ones(len(seconds)))
 
 
 def solve_nnls(matrix: Array, target: Array) -> Array:
     """Return ``x >= 0`` that minimises ``|matrix x - target|``.
 
+    Where several columns explain the target equally well, the leftmost is taken.
+
     Args:
         matrix: ``[rows, columns]``, finite.
         target: ``[rows]``, finite.
     """
-    # Scaled first: squaring large and tiny columns would cost the tiny ones their digits.
+    # Columns are scaled first: squaring large and tiny ones would cost the tiny ones their digits.
     scale = np.sqrt(np.maximum((matrix**2).sum(axis=0), np.finfo(float).tiny))
     scaled = matrix / scale
-    solution: Array = solve_gram(scaled.T @ scaled, scaled.T @ target) / scale
-    return solution
-
-
-def solve_gram(gram: Array, pull: Array, start: Array | None = None) -> Array:
-    """Return the ``x >= 0`` of the same problem from its normal equations.
-
-    Args:
-        gram: ``matrix' matrix``, ``[columns, columns]``.
-        pull: ``matrix' target``, ``[columns]``.
-        start: a feasible guess ``[columns]``, such as the answer to a neighbouring problem.
-    """
-    size = len(pull)
-    scale = np.sqrt(np.maximum(gram.diagonal(), np.finfo(float).tiny))
-    gram = gram / np.outer(scale, scale) + _JITTER * np.eye(size)
-    pull = pull / scale
-    found = np.zeros(size) if start is None else start * scale
-    active = found > 0.0
-    found, active = _settle(gram, pull, found, active)
+    gram = scaled.T @ scaled + _JITTER * np.eye(len(scale))
+    pull = scaled.T @ target
+    found = np.zeros(len(scale))
+    active = np.zeros(len(scale), dtype=bool)
     least = _TOLERANCE * max(1.0, float(np.abs(pull).max()))
-    for _ in range(3 * size):
-        gradient = pull - gram @ found
-        gradient[active] = -np.inf
-        entering = int(gradient.argmax())
+    for _ in range(3 * len(scale)):
+        gradient = np.where(active, -np.inf, pull - gram @ found)
+        # Rounding must not decide between columns that are equally good.
+        entering = int(np.argmax(gradient >= gradient.max() * (1.0 - _TOLERANCE)))
         if gradient[entering] <= least:
             break
         active[entering] = True
-        found, active = _settle(gram, pull, found, active)
+        found, active = _solve_active(gram, pull, found, active)
+    if active.any():  # without the digits that the Gram matrix cost
+        exact = np.linalg.lstsq(scaled[:, active], target, rcond=None)[0]
+        found[active] = exact if exact.min() > 0.0 else found[active]
     solution: Array = found / scale
     return solution
 
 
-def _settle(
+def _solve_active(
     gram: Array, pull: Array, found: Array, active: npt.NDArray[np.bool_]
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
-    """Move to the least-squares point of the active columns, dropping those that turn negative."""
+    """Move to the least-squares point of the active columns; drop those that become negative."""
     while len(index := active.nonzero()[0]):
-        inner = np.linalg.solve(gram[index[:, None], index], pull[index])
-        if inner.min() > 0.0:
-            settled = np.zeros(len(pull))
-            settled[index] = inner
-            return settled, active
         wanted = np.zeros(len(pull))
-        wanted[index] = inner
+        wanted[index] = np.linalg.solve(gram[index[:, None], index], pull[index])
+        if wanted[index].min() > 0.0:
+            return wanted, active
         negative = active & (wanted <= 0.0)
         steps = found[negative] / np.maximum(found[negative] - wanted[negative], _JITTER**2)
         found = found + float(steps.min()) * (wanted - found)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmpq.costmodel.tables.fit import fit_relative
+from llmpq.costmodel.tables.nnls import fit_relative
 from llmpq.costmodel.tables.profiles import (
     DRIFT_KEY,
     LOOP_KEY,
