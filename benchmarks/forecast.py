@@ -48,7 +48,7 @@ from llmpq.assigner.plan_estimate import evaluate_plan
 from llmpq.assigner.request import default_omega
 from llmpq.cli.commands.profile_layer import POINTS
 from llmpq.costmodel import ClusterCosts, build_costs
-from llmpq.costmodel.tables.lookup import MASTER_BITS
+from llmpq.costmodel.tables.latency import MASTER_BITS
 from llmpq.profiler.levels import Slowdown
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster

@@ -24,7 +24,7 @@ from forecast import STAGES, costs_of, priced
 from leveled import State, mixed, share_of
 
 from llmpq.costmodel import ClusterCosts
-from llmpq.costmodel.tables.lookup import MASTER_BITS
+from llmpq.costmodel.tables.latency import MASTER_BITS
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import BITS
 from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table

@@ -13,7 +13,7 @@ from leveled import at_share, busy_level, rows_of, share_of, slowdown_of
 from policies_bench import BITS, PREFILL, SLOTS, run_plan
 from workbench import command, write_prompts
 
-from llmpq.costmodel.tables.lookup import MASTER_BITS
+from llmpq.costmodel.tables.latency import MASTER_BITS
 from llmpq.spec.plan import MicroBatching, read_plan, write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule

@@ -46,7 +46,6 @@ def verify_plan(
     where: str,
     *,
     profile_dir: Path | None,
-    cache_dir: Path | None,
     omega_file: str | None = None,
 ) -> Verification:
     """Evaluate a plan again and compare the result with its stored figures.
@@ -55,7 +54,6 @@ def verify_plan(
         plan: the plan.
         where: its file, for messages.
         profile_dir: folder of measured latency tables.
-        cache_dir: folder of fitted tables.
         omega_file: sensitivity table that the plan was made with.
 
     Raises:
@@ -77,7 +75,6 @@ def verify_plan(
         kv_bits=plan.kv_bits,
         profile_dir=profile_dir,
         latency="fit" if is_fitted else "table",
-        cache_dir=cache_dir,
     )
     omega = _omega(plan, model, omega_file)
     estimate, excess_bytes = evaluate_plan(

@@ -10,7 +10,7 @@ from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
 from llmpq.costmodel.importers.public import public_source, public_table
 from llmpq.costmodel.memory import memory
 from llmpq.costmodel.roofline import RooflineLatencyModel
-from llmpq.costmodel.tables.lookup import TableLatencyModel
+from llmpq.costmodel.tables.latency import TableLatencyModel
 from llmpq.costmodel.tables.profiles import (
     Company,
     Profile,

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.costmodel.roofline import RooflineLatencyModel
-from llmpq.costmodel.tables.lookup import TableLatencyModel
+from llmpq.costmodel.tables.latency import TableLatencyModel
 from llmpq.errors import ProfileMissError
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase

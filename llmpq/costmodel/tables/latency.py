@@ -1,21 +1,22 @@
-"""Regression: seconds of one layer at any shape, fitted to a measured table.
+"""Latency: seconds of one model's layers on one type of device, from a measured table.
 
-``hinged``, the default, is the law of ``llmpq.costmodel.tables.law`` kept between the measured
-shapes around the asked one: a measured shape answers for itself, and a larger batch or a longer
-context never costs less. ``paper`` is the regression of LLM-PQ as it stands, by plain least
-squares, for comparison; ``features`` has the same features with non-negative coefficients fitted to
-relative errors. An estimate says how far it lies outside what was measured and how sure it is.
+Three laws answer. ``hinged``, the default, is that of ``llmpq.costmodel.tables.law``, kept between
+the measured shapes around the asked one: a measured shape answers for itself, and a larger batch or
+a longer context never costs less. ``paper`` is the regression of LLM-PQ by plain least squares, for
+comparison; ``features`` has the same features with non-negative coefficients fitted to relative
+errors. A phase and bitwidth without a sample is a ``ProfileMissError``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import hypot, inf, log, sqrt
 from typing import Literal
 
 import numpy as np
 
-from llmpq.costmodel.base import Estimate
+from llmpq.costmodel.base import Estimate, LatencyModel
 from llmpq.costmodel.tables.law import Samples, fit_law, gather, paper_features
 from llmpq.costmodel.tables.nnls import Array, fit_relative
 from llmpq.errors import ProfileMissError
@@ -23,6 +24,9 @@ from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 
 LawName = Literal["hinged", "paper", "features"]
+
+MASTER_BITS = 0
+"""How a table marks the master's own work."""
 
 LEAST_DEVIATION = 0.035
 """No claim is surer than this. Whole models measured on an A100 were forecast within 3.4 % in
@@ -35,6 +39,11 @@ BATCH_DEVIATION = 0.02
 """The same for more sequences of the same work, which differ little."""
 MIN_TESTED = 12
 """Shapes from which a fit is tested on some of them."""
+_OTHER_KIND_DEVIATION = 0.1
+"""Added where a kind of layer that was not profiled is priced by the analytic ratio."""
+_FILLED_DEVIATION = 0.13
+"""Added where a bitwidth was not measured but filled by the roofline's ratio: all that were
+compared with measured kernels lay within it (``docs/fidelity.md``)."""
 _FOLDS = 5
 _TWO_THIRDS = 0.68
 
@@ -158,11 +167,13 @@ class PaperCurve:
 class RegressionLatencyModel:
     """Every phase and bitwidth of a table; each is fitted when it is first asked for.
 
-    ``bits`` 0 is the master's own work.
+    ``bits`` 0 is the master's own work; ``file`` names the table in messages.
     """
 
-    def __init__(self, table: LatencyTable, law: LawName = "hinged") -> None:
-        self._law = law
+    def __init__(
+        self, table: LatencyTable, law: LawName = "hinged", file: str = "in memory"
+    ) -> None:
+        self._law, self._file = law, file
         self._samples: dict[tuple[Phase, int], list[LatencySample]] = {}
         for one in table.samples:
             self._samples.setdefault((one.phase, one.bits), []).append(one)
@@ -171,10 +182,6 @@ class RegressionLatencyModel:
     def has(self, phase: Phase, bits: int) -> bool:
         """Return whether there are samples of this phase and bitwidth."""
         return (phase, bits) in self._samples
-
-    def known_bits(self, phase: Phase) -> tuple[int, ...]:
-        """Return the bitwidths of a phase that have samples, the master's 0 apart."""
-        return tuple(sorted(bits for one, bits in self._samples if one is phase and bits))
 
     def seconds(self, phase: Phase, bits: int, batch: float, tokens: float) -> float:
         """Return the seconds of one layer at a shape.
@@ -191,9 +198,10 @@ class RegressionLatencyModel:
     def _curve(self, phase: Phase, bits: int) -> Curve | PaperCurve:
         if (phase, bits) not in self._curves:
             if not self.has(phase, bits):
+                known = sorted(width for one, width in self._samples if one is phase and width)
                 raise ProfileMissError(
-                    f"regression: found no {phase.value} samples at {bits} bits, "
-                    f"only at {list(self.known_bits(phase))}"
+                    f"{self._file}: found no {phase.value} samples at {bits} bits, only at "
+                    f"{known}; profile that bitwidth, or leave it out of the search"
                 )
             samples = gather(self._samples[phase, bits])
             self._curves[phase, bits] = (
@@ -205,9 +213,78 @@ class RegressionLatencyModel:
 
 
 @lru_cache(maxsize=64)
-def fitted(table: LatencyTable, law: LawName = "hinged") -> RegressionLatencyModel:
+def fitted(table: LatencyTable, law: LawName, file: str) -> RegressionLatencyModel:
     """Return the regression of a table; equal tables share one, with what it has fitted so far."""
-    return RegressionLatencyModel(table, law)
+    return RegressionLatencyModel(table, law, file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLatencyModel:
+    """Latency of one model on one type of device, from measurements.
+
+    Attributes:
+        table: the samples, of layers of kind ``profiled_kind``.
+        analytic: prices the other kinds by its ratio to the profiled one, and the master's work
+            where the table has none (rows of 0 bits).
+        profiled_kind: the kind of layer that was measured.
+        file: the table's file, for messages.
+        fitted_only: answer with the paper's features everywhere, at measured points too.
+    """
+
+    table: LatencyTable
+    analytic: LatencyModel
+    profiled_kind: int = 0
+    file: str = "in memory"
+    fitted_only: bool = False
+    _regression: RegressionLatencyModel = field(init=False, repr=False, compare=False)
+    _filled: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        regression = fitted(self.table, "features" if self.fitted_only else "hinged", self.file)
+        object.__setattr__(self, "_regression", regression)
+        filled = frozenset(key for key, _ in self.table.provenance if key.startswith("filled_"))
+        object.__setattr__(self, "_filled", filled)
+
+    @property
+    def source(self) -> str:
+        """Where the seconds come from."""
+        return f"{'fit of ' if self.fitted_only else ''}table {self.file}"
+
+    def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
+        """Return the seconds of one decoder layer; see ``LatencyModel``.
+
+        Raises:
+            ProfileMissError: no sample of this phase and bitwidth.
+        """
+        seconds = self._regression.seconds(phase, bits, batch, tokens)
+        return seconds * self._ratio(phase, bits, batch, tokens, kind)
+
+    def layer_estimate(
+        self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> Estimate:
+        """Return the same with how far to trust it; see ``LatencyModel``."""
+        found = fitted(self.table, "hinged", self.file).estimate(phase, bits, batch, tokens)
+        return replace(
+            found,
+            seconds=self.layer_s(phase, bits, batch, tokens, kind),
+            relative_deviation=hypot(
+                found.relative_deviation,
+                0.0 if kind == self.profiled_kind else _OTHER_KIND_DEVIATION,
+                _FILLED_DEVIATION if f"filled_{bits}_bits" in self._filled else 0.0,
+            ),
+        )
+
+    def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
+        """Return the seconds of the master's own work; see ``LatencyModel``."""
+        if not self._regression.has(phase, MASTER_BITS):
+            return self.analytic.master_s(phase, batch, tokens)
+        return self._regression.seconds(phase, MASTER_BITS, batch, tokens)
+
+    def _ratio(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
+        if kind == self.profiled_kind:
+            return 1.0
+        other = self.analytic.layer_s(phase, bits, batch, tokens, kind)
+        return other / self.analytic.layer_s(phase, bits, batch, tokens, self.profiled_kind)
 
 
 def _octaves_outside(samples: Samples, batch: float, tokens: float) -> list[float]:
