@@ -1,11 +1,11 @@
-"""How far forecasts are from measurements, for every table at hand: JSON, and pictures.
+"""How far forecasts are from measurements on public tables, as JSON for the documentation.
 
 Tables come from an installed (or ``--database``) aiconfigurator-core and from a folder of measured
-data (``--data``, or LLMPQ_SHARED_DATA, or ``../shared/data``); what is not there is left out and
-said. For each: 30 % of the shapes held back, seeds 0-4, the paper's regression against ours; then
-the largest 30 % held back, with what was claimed of them; then a learning curve. Wherever ours is
-worse than the paper's on a table, it says so. Run it with
-``OMP_NUM_THREADS=1 python benchmarks/fidelity.py --help``.
+data (``--data``, or LLMPQ_SHARED_DATA, or ``../shared/data``); tables that are absent are named and
+left out. For each, 30 % of the shapes are held out, seeds 0-4, for the paper's regression and for
+ours; then the largest 30 %, with the deviations that were claimed. Tables on which ours is worse
+than the paper's are listed. ``benchmarks/fit_ablation.py`` has the errors by number of points. Run
+``OMP_NUM_THREADS=1 python benchmarks/fidelity.py``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import argparse
 import csv
 import json
 import os
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +39,6 @@ LAWS = ("paper", "hinged")
 FIRST_SEED = 0
 SEEDS = 5
 """Splits that figures are reported for; settings were chosen on seeds 100-104 instead."""
-CURVE = (12, 20, 36)
 MIN_OUTSIDE = 5
 """Shapes outside from which a ratio of error to claim means something."""
 WARM_UP_ROWS = 128
@@ -48,43 +50,58 @@ PAPERS_RANGE = "paper's range"
 PAPERS_BATCH, PAPERS_TOKENS = 32, (128, 2048)
 """What LLM-PQ profiled: its regression is at home here."""
 
-Point = tuple[LatencySample, float]
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main() -> int:
     """Measure every table, print a summary and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--database", type=Path, help="folder of aiconfigurator_core")
-    parser.add_argument("--data", type=Path, help="folder with helix/ and samullm/")
-    parser.add_argument("--output", type=Path, default=Path("runs/fidelity.json"))
+    add_data_options(parser)
+    parser.add_argument("--output", type=Path, default=RESULTS / "fidelity.json")
     parser.add_argument("--first_seed", type=int, default=FIRST_SEED, help="of five splits")
-    parser.add_argument("--pictures", type=Path, help="folder for PNG files (needs matplotlib)")
     options = parser.parse_args()
     seeds = range(options.first_seed, options.first_seed + SEEDS)
-    here = Path(__file__).resolve().parents[2] / "shared" / "data"
-    data = options.data or Path(os.environ.get("LLMPQ_SHARED_DATA", here))
-    figures: dict[str, dict[str, object]] = {}
-    pooled: dict[str, dict[tuple[Phase, str], list[Point]]] = {}
-    for group, name, table in tables(options.database, data):
-        points = held_out(table, seeds)
-        figures[name] = report(points) | {"group": group}
-        if group != PAPERS_RANGE:
-            figures[name]["outside"] = outside(table)
-        if group == "one layer":
-            figures[name]["learning_curve"] = learning_curve(table, seeds)
-        for key, found in points.items():
+    rows: list[dict[str, Any]] = []
+    pooled: dict[str, dict[tuple[Phase, str], list[float]]] = {}
+    for group, name, table in tables(options.database, options.data):
+        errors = held_out(table, seeds)
+        more = {} if group == PAPERS_RANGE else {"outside": outside(table)}
+        rows.append({"group": group, "table": name, **report(errors), **more})
+        for key, found in errors.items():
             pooled.setdefault(group, {}).setdefault(key, []).extend(found)
-        print(f"{name}: {words(points)}", flush=True)
-    for group, points in pooled.items():
-        figures[f"all: {group}"] = report(points) | {"group": group}
-        print(f"ALL {group}: {words(points)}")
-    figures["worse than the paper"] = {"curves": worse_than_paper(figures)}
-    print(f"worse than the paper: {figures['worse than the paper']['curves'] or 'none'}")
+        print(f"{name}: {words(errors)}", flush=True)
+    groups = [{"group": group, **report(errors)} for group, errors in pooled.items()]
+    for group, errors in pooled.items():
+        print(f"ALL {group}: {words(errors)}")
+    worse = worse_than_paper(rows)
+    print(f"worse than the paper: {worse or 'none'}")
+    record = {
+        "run": run_record("python benchmarks/fidelity.py"),
+        "groups": groups,
+        "tables": rows,
+        "worse_than_paper": worse,
+    }
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    if options.pictures:
-        draw(pooled, figures, options.pictures)
+    options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def add_data_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the measured data."""
+    here = Path(__file__).resolve().parents[2] / "shared" / "data"
+    default = Path(os.environ.get("LLMPQ_SHARED_DATA", here))
+    parser.add_argument("--database", type=Path, help="folder of aiconfigurator_core")
+    parser.add_argument("--data", type=Path, default=default, help="with helix/ and samullm/")
+
+
+def run_record(command: str) -> dict[str, Any]:
+    """Return the command, date, machine and versions of a result."""
+    return {
+        "command": command,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+    }
 
 
 def tables(database: Path | None, data: Path) -> Iterator[tuple[str, str, LatencyTable]]:
@@ -162,17 +179,17 @@ def whole_model(file: Path) -> LatencyTable:
     return LatencyTable(samples=tuple(samples))
 
 
-def held_out(table: LatencyTable, seeds: Sequence[int]) -> dict[tuple[Phase, str], list[Point]]:
-    """Return held-out samples with the forecast's signed relative error, by phase and law."""
-    points: dict[tuple[Phase, str], list[Point]] = {}
+def held_out(table: LatencyTable, seeds: Sequence[int]) -> dict[tuple[Phase, str], list[float]]:
+    """Return the relative errors on held-out shapes, by phase and law."""
+    errors: dict[tuple[Phase, str], list[float]] = {}
     for seed in seeds:
         kept, held = split_shapes(table, seed)
         for law in LAWS:
             model = RegressionLatencyModel(kept, law)
             for one in held.samples:
                 found = model.seconds(one.phase, one.bits, one.batch, one.tokens)
-                points.setdefault((one.phase, law), []).append((one, found / one.seconds - 1.0))
-    return points
+                errors.setdefault((one.phase, law), []).append(abs(found / one.seconds - 1.0))
+    return errors
 
 
 def outside(table: LatencyTable) -> dict[str, dict[str, float]]:
@@ -191,11 +208,11 @@ def outside(table: LatencyTable) -> dict[str, dict[str, float]]:
         if len(held) < MIN_OUTSIDE:
             continue
         model = RegressionLatencyModel(LatencyTable(samples=kept))
-        told = [model.estimate(phase, 16, one.batch, one.tokens) for one in held]
+        claimed = [model.estimate(phase, 16, one.batch, one.tokens) for one in held]
         errors = np.array(
-            [abs(np.log(it.seconds / one.seconds)) for it, one in zip(told, held, strict=True)]
+            [abs(np.log(it.seconds / one.seconds)) for it, one in zip(claimed, held, strict=True)]
         )
-        claims = np.array([it.relative_deviation for it in told])
+        claims = np.array([it.relative_deviation for it in claimed])
         found[f"{phase.value} {axis}"] = {
             "error": float(errors.mean()),
             "claim": float(claims.mean()),
@@ -204,115 +221,31 @@ def outside(table: LatencyTable) -> dict[str, dict[str, float]]:
     return found
 
 
-def worse_than_paper(figures: dict[str, dict[str, object]]) -> list[str]:
+def worse_than_paper(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the tables and phases whose mean error is above that of the paper's regression."""
     return [
-        f"{name}, {phase.value}: {100 * ours['mean']:.2f} instead of {100 * theirs['mean']:.2f} %"
-        for name, one in figures.items()
+        f"{row['table']}, {phase.value}: {100 * ours:.2f} instead of {100 * theirs:.2f} %"
+        for row in rows
         for phase in Phase
-        if (ours := one.get(f"{phase.value} hinged"))
-        and (theirs := one.get(f"{phase.value} paper"))
-        if ours["mean"] > theirs["mean"]
+        if f"{phase.value} hinged" in row
+        for ours, theirs in [[row[f"{phase.value} {law}"]["mean"] for law in ("hinged", "paper")]]
+        if ours > theirs
     ]
 
 
-def learning_curve(table: LatencyTable, seeds: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return mean errors on 30 % unseen shapes after learning from a few of the others."""
-    curve: dict[str, dict[str, float]] = {}
-    for phase in Phase:
-        samples = tuple(one for one in table.samples if one.phase is phase and one.bits == 16)
-        for count in CURVE:
-            errors: dict[str, list[float]] = {law: [] for law in LAWS}
-            for seed in seeds:
-                kept, held = split_shapes(LatencyTable(samples=samples), seed)
-                order = np.random.default_rng(seed).permutation(len(kept.samples))[:count]
-                few = LatencyTable(samples=tuple(kept.samples[index] for index in order))
-                for law in LAWS:
-                    model = RegressionLatencyModel(few, law)
-                    errors[law] += [
-                        abs(model.seconds(phase, 16, one.batch, one.tokens) / one.seconds - 1.0)
-                        for one in held.samples
-                    ]
-            means = {law: float(np.mean(found)) for law, found in errors.items()}
-            curve[f"{phase.value} {count}"] = means
-    return curve
-
-
-def report(points: dict[tuple[Phase, str], list[Point]]) -> dict[str, object]:
+def report(errors: dict[tuple[Phase, str], list[float]]) -> dict[str, Any]:
     """Return the error figures by phase and law."""
     return {
-        f"{phase.value} {law}": asdict(summarise([abs(error) for _, error in found]))
-        for (phase, law), found in points.items()
+        f"{phase.value} {law}": asdict(summarise(found)) for (phase, law), found in errors.items()
     }
 
 
-def words(points: dict[tuple[Phase, str], list[Point]]) -> str:
+def words(errors: dict[tuple[Phase, str], list[float]]) -> str:
     """Return mean / 95th percentile by phase and law, in percent."""
     return "  ".join(
-        f"{phase.value} {law} {100 * one.mean:.2f}/{100 * one.p95:.1f}"
-        for (phase, law), found in points.items()
-        for one in (summarise([abs(error) for _, error in found]),)
+        f"{name} {100 * one['mean']:.2f}/{100 * one['p95']:.1f}"
+        for name, one in report(errors).items()
     )
-
-
-def draw(
-    pooled: dict[str, dict[tuple[Phase, str], list[Point]]],
-    figures: dict[str, dict[str, object]],
-    folder: Path,
-) -> None:
-    """Draw forecast against measured, the error by region, and the learning curve."""
-    import matplotlib  # noqa: PLC0415  drawn only when asked for
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for group, points in pooled.items():
-        if group == PAPERS_RANGE:  # in the picture of the whole tables already
-            continue
-        figure, axes = pyplot.subplots(2, 2, figsize=(8, 6), layout="constrained")
-        for row, phase in zip(axes, Phase, strict=True):
-            for law, colour in (("paper", "tab:orange"), ("hinged", "tab:blue")):
-                found = points.get((phase, law), [])
-                measured = np.array([one.seconds * 1e3 for one, _ in found])
-                errors = np.array([error for _, error in found])
-                row[0].plot(measured, measured * (1 + errors), ".", ms=2, color=colour, label=law)
-                size = np.array([one.batch * one.tokens for one, _ in found])
-                regions = np.floor(np.log2(size)).astype(int)
-                ticks = np.unique(regions)
-                means = [100 * np.abs(errors[regions == tick]).mean() for tick in ticks]
-                row[1].plot(2.0**ticks, means, "o-", ms=3, color=colour, label=law)
-            ends = row[0].get_xlim()
-            row[0].plot(ends, ends, "k-", lw=0.5)
-            row[0].set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="forecast, ms")
-            row[1].set(xscale="log", yscale="log", xlabel="batch x tokens")
-            row[1].set(ylabel="mean error, %")
-            row[0].set_title(f"{group}, {phase.value}, unseen shapes")
-            row[0].legend(markerscale=4)
-        figure.savefig(folder / f"fidelity_{group.replace(' ', '_')}.png", dpi=80)
-        pyplot.close(figure)
-    draw_curve(figures, folder / "fidelity_learning_curve.png")
-
-
-def draw_curve(figures: dict[str, dict[str, object]], file: Path) -> None:
-    """Draw the mean error over the number of points learned from."""
-    from matplotlib import pyplot  # noqa: PLC0415
-
-    curves = [one["learning_curve"] for one in figures.values() if "learning_curve" in one]
-    if not curves:
-        return
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    for place, phase in zip(axes, Phase, strict=True):
-        for law, colour in (("paper", "tab:orange"), ("hinged", "tab:blue")):
-            means = [
-                100 * float(np.mean([curve[f"{phase.value} {count}"][law] for curve in curves]))
-                for count in CURVE
-            ]
-            place.plot(CURVE, means, "o-", color=colour, label=law)
-        place.set(title=phase.value, xlabel="points learned from", ylabel="mean error, %", ylim=0)
-        place.legend()
-    figure.savefig(file, dpi=80)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from fidelity import SEEDS, tables
+from fidelity import RESULTS, SEEDS, add_data_options, run_record, tables
 
 from llmpq.costmodel.tables.fidelity import split_shapes, summarise
 from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel
@@ -38,7 +35,6 @@ from llmpq.spec.tables import LatencySample, LatencyTable
 
 COUNTS = (12, 20, 36)
 """Shapes learned from, in the one-layer tables at 16 bits; all tables are also learned whole."""
-RESULTS = Path(__file__).resolve().parent / "results" / "fit_ablation.json"
 
 Array = npt.NDArray[np.float64]
 Answer = Callable[[float, float], float]
@@ -49,11 +45,8 @@ def main() -> int:
     """Compare the laws and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--label", required=True, help="name of the law that prices plans")
-    parser.add_argument("--database", type=Path, help="folder of aiconfigurator_core")
-    here = Path(__file__).resolve().parents[2] / "shared" / "data"
-    default = Path(os.environ.get("LLMPQ_SHARED_DATA", here))
-    parser.add_argument("--data", type=Path, default=default, help="with helix/ and samullm/")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    add_data_options(parser)
+    parser.add_argument("--output", type=Path, default=RESULTS / "fit_ablation.json")
     options = parser.parse_args()
     laws: dict[str, Fit] = {
         "paper": _product("paper"),
@@ -80,13 +73,8 @@ def main() -> int:
     for row in rows:
         print("{tables:14} {learned_from:>4} {phase:8} {law:14}".format(**row), end="")
         print(f"{row['mean']:8.2%} {row['median']:8.2%} {row['p95']:8.1%}")
-    run = {
-        "command": " ".join(["python", "benchmarks/fit_ablation.py", "--label", options.label]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "fit_ms": {law: round(1e3 * float(np.median(found)), 2) for law, found in seconds.items()},
-    }
+    run = run_record(f"python benchmarks/fit_ablation.py --label {options.label}")
+    run["fit_ms"] = {law: round(1e3 * float(np.median(found)), 2) for law, found in seconds.items()}
     _write(options.output, options.label, run, rows)
     return 0
 

@@ -13,14 +13,15 @@ from llmpq.costmodel import build_costs
 from llmpq.costmodel.importers.aiconfigurator import _all_reduce
 from llmpq.costmodel.importers.imported import ImportRequest, import_table
 from llmpq.costmodel.importers.operators import (
-    AllReduceTimes,
+    ALL_REDUCES,
     AttentionTimes,
     GemmTimes,
     OperatorTimes,
+    TimesBySize,
     fused_products,
     layer_samples,
+    shard_of,
 )
-from llmpq.costmodel.importers.sharding import ALL_REDUCES, shard_of
 from llmpq.costmodel.tables.profiles import ProfileKey
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
@@ -96,7 +97,7 @@ def test_a_shared_layer_is_a_devices_products_and_two_all_reduces():
     seconds = {shape: 1e-4 * (1 + number) for number, shape in enumerate(products)}
     gemm = GemmTimes(points={shape: ((1, one), (64, one)) for shape, one in seconds.items()})
     attention = AttentionTimes(phase=Phase.DECODE, points={(16, 4, 128): {(8, 128): 5e-4}})
-    reduce = AllReduceTimes(points=((4096, 1e-5), (65536, 4e-5)))
+    reduce = TimesBySize(points=((4096, 1e-5), (65536, 4e-5)))
     times = OperatorTimes(
         gemms={16: gemm},
         attention={Phase.DECODE: attention},
@@ -127,7 +128,7 @@ def test_of_several_kernels_the_fastest_is_taken_and_another_degree_is_an_error(
         _all_reduce(tmp_path, "vllm", 8)
 
 
-def test_layouts_without_all_reduces_refuse_a_degree(tmp_path: Path):
+def test_a_degree_is_an_error_for_layouts_without_all_reduces(tmp_path: Path):
     file = tmp_path / "helix.csv"
     with file.open("w", newline="") as out:
         csv.writer(out).writerow(("model", "machine", "phase", "batch_tokens", "layer_ms"))
@@ -139,14 +140,14 @@ def test_layouts_without_all_reduces_refuse_a_degree(tmp_path: Path):
             import_table(layout, request)
 
 
-def test_a_plan_refuses_the_table_of_a_shared_layer():
+def test_the_table_of_a_shared_layer_does_not_match_a_single_device():
     device = cluster_of_types({"L40S": 1}).devices[0]
     key = ProfileKey(model=LLAMA, dtype="bfloat16", device=device)
     origin = {"model": LLAMA.name, "device": "L40S", "dtype": "bfloat16"}
     assert key.mismatch(origin) is None
-    told = key.mismatch(origin | {"tensor_parallel": "2"})
-    assert told is not None
-    assert "tensor_parallel '2', expected '1'" in told
+    mismatch = key.mismatch(origin | {"tensor_parallel": "2"})
+    assert mismatch is not None
+    assert "tensor_parallel '2', expected '1'" in mismatch
     team = replace(key, device=replace(device, members=2))
     assert team.mismatch(origin | {"tensor_parallel": "2"}) is None
     assert "tensor_parallel '1', expected '2'" in (team.mismatch(origin) or "")
@@ -179,7 +180,7 @@ def test_a_team_has_the_memory_of_all_and_every_one_its_own_step(tmp_path: Path)
     assert two.layer_weight_bytes(team, 0, 16) == one.layer_weight_bytes(first, 0, 16)
 
 
-def test_a_team_without_a_table_is_refused():
+def test_a_team_without_a_table_is_an_error():
     teams = with_tensor_parallel(cluster_of_types({"T4-16G": 4}), 2)
     with pytest.raises(SpecError, match=r"node0/T4-16G#0: found no table of 2 devices"):
         build_costs(LLAMA, teams, dtype="float16", kv_bits=16, latency="roofline")

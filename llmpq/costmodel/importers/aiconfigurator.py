@@ -1,6 +1,6 @@
 """The operator database of aiconfigurator-core: parquet files of measured kernels, by device.
 
-The package is data here: its folder is found, its code is never imported. A bitwidth without a
+Only the package's data files are read; its code is not imported. A bitwidth without a
 kernel in the chosen engine may come from another engine of the same device, named with it.
 """
 
@@ -20,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from llmpq.costmodel.importers.operators import (
-    AllReduceTimes,
     AttentionTimes,
     ExpertShape,
-    ExpertTimes,
     GemmTimes,
     OperatorTimes,
+    TimesBySize,
 )
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
@@ -54,7 +53,7 @@ GemmPoints = dict[tuple[int, int], tuple[tuple[int, float], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Database:
-    """What one device was measured at.
+    """Measured operators of one device and where they come from.
 
     Attributes:
         times: its operators.
@@ -180,17 +179,17 @@ def _grouped(
         yield key, dict(zip(ordered[first:end], seconds[first:end], strict=True))
 
 
-def _experts(base: Path, engine: str, shape: ExpertShape) -> dict[int, ExpertTimes]:
+def _experts(base: Path, engine: str, shape: ExpertShape) -> dict[int, TimesBySize]:
     """Return the experts by bitwidth, on one device alone: the engine's, else another's."""
     files = sorted((base / "moe").glob(f"*/*/{EXPERTS_FILE}"), reverse=True)
     files.sort(key=lambda one: one.parent.parent.name != engine)
-    found: dict[int, ExpertTimes] = {}
+    found: dict[int, TimesBySize] = {}
     for file in files:
         formats = _expert_points(file, shape)
         for bits, names in KERNELS.items():
             name = next((one for one in names if one in formats), None)
             if name is not None and bits not in found:
-                found[bits] = ExpertTimes(points=tuple(sorted(formats[name].items())))
+                found[bits] = TimesBySize(points=tuple(sorted(formats[name].items())))
     return found
 
 
@@ -206,7 +205,7 @@ def _expert_points(file: Path, shape: ExpertShape) -> dict[str, dict[int, float]
     return formats
 
 
-def _all_reduce(base: Path, engine: str, degree: int) -> AllReduceTimes:
+def _all_reduce(base: Path, engine: str, degree: int) -> TimesBySize:
     """Return the engine's all-reduces between so many devices; of several kernels the fastest."""
     file = _newest(base / "comm" / engine, ALL_REDUCE_FILE) / ALL_REDUCE_FILE
     columns = _read_parquet(
@@ -223,7 +222,7 @@ def _all_reduce(base: Path, engine: str, degree: int) -> AllReduceTimes:
         raise SpecError(
             f"--tensor_parallel: found {degree}, expected one of {known}: {file} has no others"
         )
-    return AllReduceTimes(points=tuple(sorted(found.items())))
+    return TimesBySize(points=tuple(sorted(found.items())))
 
 
 def _attention(file: Path, phase: Phase) -> AttentionTimes:

@@ -1,4 +1,4 @@
-"""Imported tables: latency of devices nobody here owns, from operator databases others measured.
+"""Imported tables: latency of devices without a profile, from published operator databases.
 
 Three layouts: ``aiconfigurator`` (the package aiconfigurator-core, parquet), ``vidur`` (a folder
 with ``mlp.csv`` and ``attention.csv``) and ``helix`` (one CSV of whole layers). What a database
@@ -16,8 +16,7 @@ from pathlib import Path
 from llmpq.costmodel.importers import vidur
 from llmpq.costmodel.importers.aiconfigurator import read_database
 from llmpq.costmodel.importers.csv_rows import csv_rows, number
-from llmpq.costmodel.importers.operators import expert_shape, layer_samples
-from llmpq.costmodel.importers.sharding import shard_of
+from llmpq.costmodel.importers.operators import expert_shape, layer_samples, shard_of
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import device, device_types
@@ -185,7 +184,7 @@ def _fill_bits(
 def _helix(request: ImportRequest) -> Imported:
     """Read Helix's layout: whole layers, by tokens of a prompt or by sequences in decode."""
     file = _file(request, "a CSV file with --path")
-    _refuse_sharing(request, "helix: its layers were measured on one device")
+    _require_one_device(request, "helix: its layers were measured on one device")
     samples = []
     for line, row in csv_rows(file, _HELIX_HEADER):
         if f"{row['model']}/{row['machine']}" != request.device:
@@ -214,11 +213,11 @@ def _vidur(request: ImportRequest) -> Imported:
     folder = _file(request, "the folder of one model with --path")
     if (shape := expert_shape(request.model.layer_types[0])) is not None:
         raise SpecError(f"vidur: found {shape.words}, expected a dense layer")
-    _refuse_sharing(request, "vidur: a model's folder has no all-reduces")
+    _require_one_device(request, "vidur: a model's folder has no all-reduces")
     return vidur.layer_samples(folder), ()
 
 
-def _refuse_sharing(request: ImportRequest, reason: str) -> None:
+def _require_one_device(request: ImportRequest, reason: str) -> None:
     if request.tensor_parallel > 1:
         raise SpecError(
             f"--tensor_parallel: found {request.tensor_parallel}, expected 1 with {reason}"

@@ -3,26 +3,33 @@
 Public databases time one matrix product or one attention call at a time. A layer is the sum of
 those calls (query, key and value products fused, gate and up fused, as every engine runs them) plus
 what the databases leave out, filled by one stated rule: norms, rotary and activation stream their
-values at ``stream_bytes_per_s`` and cost ``launch_s`` each. Experts are one
-measured call; where their very shape was not measured, it refuses: a routed layer is no sum of
-fixed products.
+values at ``stream_bytes_per_s`` and cost ``launch_s`` each. Experts are one measured call of their
+exact shape, since a routed layer is not a sum of fixed products. With tensor parallelism (Megatron;
+ExeGPT, Sec. 4.2) each device holds a part: matrices that read the residual stream are cut by their
+outputs, those that write it by their inputs, heads evenly, norms not at all; two all-reduces of the
+hidden states add up the partial sums.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 
-from llmpq.costmodel.importers.sharding import ALL_REDUCES
 from llmpq.errors import SpecError
-from llmpq.spec.model import LayerSpec
+from llmpq.spec.model import LayerSpec, LinearSpec
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample
 
 SMALL_KERNELS = 4
-"""Launches beside the products and attention: two norms, rotary, activation."""
+"""Launches in addition to the products and attention: two norms, rotary, activation."""
+
+ALL_REDUCES = 2
+"""Of the hidden states, a layer: after the attention's output and after the feed-forward's."""
+
+_WRITERS = frozenset({"o_proj", "out_proj", "down_proj", "fc2", "dense", "dense_4h_to_h"})
+"""Names of the matrices that write the residual stream, in every family."""
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -83,7 +90,7 @@ class AttentionTimes:
         """Return the measured head shape closest to ``wanted``, and the factor between them.
 
         Prefill attention is arithmetic and scales with the query heads; decode reads the cache and
-        scales with the key-value heads. The factor is 1 where the very shape was measured.
+        scales with the key-value heads. The factor is 1 where this exact shape was measured.
         """
         near = min(self.points, key=lambda one: (_distance(one, wanted), one))
         mine, its = (wanted[0], near[0]) if self.phase is Phase.PREFILL else (wanted[1], near[1])
@@ -91,38 +98,23 @@ class AttentionTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertTimes:
-    """Measured routed feed-forwards of one shape and number format.
+class TimesBySize:
+    """Measured calls of one kernel: routed feed-forwards by rows, or all-reduces by values.
 
     Attributes:
-        points: ``(rows, seconds)`` in ascending order.
+        points: ``(size, seconds)`` in ascending order.
     """
 
     points: tuple[tuple[int, float], ...]
 
-    def seconds(self, rows: int) -> float:
-        """Return the seconds for so many tokens, linear between measured ones."""
-        return _along(self.points, rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduceTimes:
-    """Measured all-reduces between the devices of one tensor-parallel layer.
-
-    Attributes:
-        points: ``(values, seconds)`` in ascending order; values of 16 bits each.
-    """
-
-    points: tuple[tuple[int, float], ...]
-
-    def seconds(self, values: int) -> float:
-        """Return the seconds for so many values, linear between measured ones."""
-        return _along(self.points, values)
+    def seconds(self, size: int) -> float:
+        """Return the seconds at a size, linear between measured ones."""
+        return _along(self.points, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTimes:
-    """What one device was measured at.
+    """Measured seconds of the operators of one device.
 
     Attributes:
         gemms: matrix products by bitwidth of the weights.
@@ -137,8 +129,8 @@ class OperatorTimes:
     attention: Mapping[Phase, AttentionTimes]
     stream_bytes_per_s: float
     launch_s: float
-    experts: Mapping[int, ExpertTimes] = field(default_factory=dict)
-    all_reduce: AllReduceTimes | None = None
+    experts: Mapping[int, TimesBySize] = field(default_factory=dict)
+    all_reduce: TimesBySize | None = None
 
 
 def layer_samples(
@@ -159,7 +151,7 @@ def layer_samples(
     shape = expert_shape(layer)
     if shape is not None and not times.experts:
         raise SpecError(
-            f"imported table: found no kernel of {shape.words}, expected its very shape"
+            f"imported table: found no kernel of {shape.words}, expected this exact shape"
         )
     products = fused_products(layer)
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
@@ -195,7 +187,7 @@ def layer_samples(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """What tells one routed feed-forward from another."""
+    """Sizes of a routed feed-forward."""
 
     hidden: int
     inner: int
@@ -218,12 +210,51 @@ def expert_shape(layer: LayerSpec) -> ExpertShape | None:
     )
 
 
+def shard_of(layer: LayerSpec, degree: int) -> LayerSpec:
+    """Return what one of ``degree`` devices multiplies and attends to.
+
+    Raises:
+        SpecError: the layer has experts, or heads or widths that cannot be cut so.
+    """
+    if degree == 1:
+        return layer
+    if any(op.count > 1 for op in layer.linears):
+        raise SpecError(f"tensor_parallel: found {degree} with experts, expected a dense layer")
+    sizes = {
+        "query heads": layer.num_heads,
+        "key-value heads": layer.num_kv_heads,
+        **{op.name: op.in_features if _writes(op) else op.out_features for op in layer.linears},
+    }
+    for name, size in sizes.items():
+        if degree < 1 or size % degree:
+            raise SpecError(
+                f"tensor_parallel: found {degree}, expected a divisor of the layer's {size} "
+                f"({name})"
+            )
+    return replace(
+        layer,
+        linears=tuple(_cut(op, degree) for op in layer.linears),
+        num_heads=layer.num_heads // degree,
+        num_kv_heads=layer.num_kv_heads // degree,
+    )
+
+
+def _writes(op: LinearSpec) -> bool:
+    return op.name.rpartition(".")[2] in _WRITERS
+
+
+def _cut(op: LinearSpec, degree: int) -> LinearSpec:
+    if _writes(op):
+        return replace(op, in_features=op.in_features // degree)
+    return replace(op, out_features=op.out_features // degree)
+
+
 def fused_products(layer: LayerSpec) -> tuple[tuple[int, int], ...]:
     """Return the dense weight shapes ``(out, in)`` of a layer as an engine multiplies them."""
     shapes: dict[str, tuple[int, int]] = {}
     for op in layer.linears:
         if op.count > 1:
-            continue  # one routed call, see ``ExpertTimes``
+            continue  # one routed call, see ``OperatorTimes.experts``
         leaf = op.name.rpartition(".")[2]
         key = next((group[0] for group in _FUSED if leaf in group), op.name)
         out = shapes.get(key, (0, op.in_features))[0]

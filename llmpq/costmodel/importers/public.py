@@ -1,8 +1,7 @@
-"""Public tables: measured latencies of devices nobody here owns, without a file to name.
+"""Public tables: latency tables assembled from an installed operator database.
 
-Where neither the cluster nor the profile folder has a table for a device, the installed operator
-database (the ``profiles`` extra) is asked, and a layer of the model assembled from it. What it does
-not know stays with the roofline.
+They price devices for which neither the cluster nor the profile folder has a table, where the
+``profiles`` extra is installed; devices that it lacks are priced by the roofline.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def is_known(device_type: str) -> bool:
 
 
 def is_installed() -> bool:
-    """Return whether the public database is here, and what reads it."""
+    """Return whether the public database and its reader are installed."""
     return all(find_spec(name) is not None for name in (PACKAGE, "pyarrow"))
 
 

@@ -52,7 +52,7 @@ def layer_samples(folder: Path) -> tuple[LatencySample, ...]:
 def link_table(file: Path, between: tuple[str, str]) -> CommTable:
     """Return the transfers of a ``send_recv.csv`` as a link table.
 
-    Two unlike nodes take what was measured with one device a node, twice the same node what was
+    Two different nodes take what was measured with one device a node, twice the same node what was
     measured inside one. The file times one direction; a fit of links takes it for both.
 
     Args:

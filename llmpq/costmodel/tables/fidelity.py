@@ -1,7 +1,7 @@
 """Fidelity: relative errors of a latency model on samples it has not seen.
 
 The hold-out is another table, or a seeded share of the *shapes* of the same one: all bitwidths of a
-shape go together, so that no model is asked what it has been told.
+shape go together, so that no model is asked for a shape that it has learned.
 """
 
 from __future__ import annotations
