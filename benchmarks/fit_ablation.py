@@ -19,13 +19,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from fidelity import RESULTS, SEEDS, add_data_options, run_record, tables
+from fidelity import RESULTS, SEEDS, add_data_options, tables, write_tables
 
 from llmpq.costmodel.tables.fidelity import split_shapes, summarise
 from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel
@@ -46,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--label", required=True, help="name of the law that prices plans")
     add_data_options(parser)
-    parser.add_argument("--output", type=Path, default=RESULTS / "fit_ablation.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "fit-ablation.json")
     options = parser.parse_args()
     laws: dict[str, Fit] = {
         "paper": _product("paper"),
@@ -65,17 +63,29 @@ def main() -> int:
                 errors.setdefault((group, learned, held[0].phase, law), []).extend(
                     abs(answer(one.batch, one.tokens) / one.seconds - 1.0) for one in held
                 )
-    rows: list[dict[str, Any]] = [
-        {"tables": group, "learned_from": learned, "phase": phase.value, "law": law}
-        | asdict(summarise(found))
+    rows = [
+        {"tables": group, "learned from": learned, "phase": phase.value, "law": law}
+        | {name: round(100 * getattr(figures, name), 2) for name in ("mean", "median", "p95")}
         for (group, learned, phase, law), found in errors.items()
+        for figures in [summarise(found)]
+    ]
+    times = [
+        {"law": law, "ms": round(1e3 * float(np.median(found)), 2)}
+        for law, found in seconds.items()
     ]
     for row in rows:
-        print("{tables:14} {learned_from:>4} {phase:8} {law:14}".format(**row), end="")
-        print(f"{row['mean']:8.2%} {row['median']:8.2%} {row['p95']:8.1%}")
-    run = run_record(f"python benchmarks/fit_ablation.py --label {options.label}")
-    run["fit_ms"] = {law: round(1e3 * float(np.median(found)), 2) for law, found in seconds.items()}
-    _write(options.output, options.label, run, rows)
+        print(*row.values(), sep="\t")
+    command = f"python benchmarks/fit_ablation.py --label {options.label}"
+    kept = json.loads(options.output.read_text())["tables"] if options.output.exists() else []
+    known = {one["title"]: one["rows"] for one in kept}
+    renewed = []
+    for title, note, own in (
+        ("By law", "Relative errors on held-out shapes, in percent.", rows),
+        ("Milliseconds a fit", "Median over all fits, other work on the machine.", times),
+    ):
+        others = [row for row in known.get(title, []) if row["law"] not in laws]
+        renewed.append({"title": title, "rows": [*others, *own], "note": note})
+    write_tables(options.output, command, renewed)
     return 0
 
 
@@ -148,17 +158,6 @@ def _splits(
                 few = [left.samples[index] for index in order[:count]]
                 found.append((str(count), few, list(asked.samples)))
     return found
-
-
-def _write(file: Path, label: str, run: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write the runs by label, and the rows: the file's of other labels, and the new ones."""
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    runs = {**known.get("runs", {}), label: run}
-    laws = {row["law"] for row in rows}
-    kept = [row for row in known.get("rows", []) if row["law"] not in laws]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    content = {"runs": runs, "rows": [*kept, *rows]}
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

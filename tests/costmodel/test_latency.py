@@ -213,14 +213,14 @@ def test_no_claim_is_surer_than_forecasts_of_whole_models_were():
     exact = RegressionLatencyModel(table())
     for shape in ((4, 256), (3, 200)):
         assert exact.estimate(PREFILL, 16, *shape).relative_deviation >= LEAST_DEVIATION
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "fit_ablation.json"
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "fit-ablation.json"
     found = [
         row["p95"]
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
+        for row in json.loads(file.read_text(encoding="utf-8"))["tables"][0]["rows"]
         if row["tables"] == "whole model" and row["law"] == "piecewise"
     ]
     assert len(found) == 2
-    assert max(found) <= LEAST_DEVIATION
+    assert max(found) <= 100 * LEAST_DEVIATION
 
 
 def test_prompts_in_whole_milliseconds_on_a_parabola_are_forecast_no_worse_than_by_the_paper():

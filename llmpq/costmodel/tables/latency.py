@@ -30,7 +30,7 @@ MASTER_BITS = 0
 
 LEAST_DEVIATION = 0.035
 """No claim is surer than this. Whole models measured on an A100 were forecast within 3.4 % in
-prefill and 3.2 % in decode 19 times in 20 (``benchmarks/results/fit_ablation.json``)."""
+prefill and 3.2 % in decode 19 times in 20 (``benchmarks/results/fit-ablation.json``)."""
 BLIND_DEVIATION = 0.25
 """Deviation inside where too few shapes were measured to leave some out and forecast them."""
 OUTSIDE_DEVIATION = 0.15
