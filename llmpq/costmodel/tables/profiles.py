@@ -259,7 +259,9 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
             "device, expected one layer"
         )
     samples = tuple(sample for table in matching.values() for sample in table.samples)
-    whole = LatencyTable(samples=samples)
+    lines = (line for table in matching.values() for line in table.provenance)
+    filled = dict.fromkeys(line for line in lines if line[0].startswith("filled_"))
+    whole = LatencyTable(samples=samples, provenance=tuple(filled))
     return _profile(matching, ", ".join(matching), layers.pop(), whole)
 
 
