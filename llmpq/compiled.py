@@ -1,10 +1,8 @@
-"""Where compiled code comes from: a wheel, an earlier run, or this machine's C compiler.
+"""Compiled C libraries: from a wheel, from an earlier run, or made by the C compiler.
 
-A package keeps its sources in ``csrc/``: plain C without dependencies. The first use compiles them
-in seconds and keeps the library in the package's ``__pycache__``, or in a folder of this user's
-among the temporary files, under a name that carries the digest of sources, flags and platform. A
-folder that anybody else can write to is never read from. This module refuses to load what it finds:
-that is ctypes, in the package that knows the functions.
+A package keeps plain C sources in ``csrc/``. The first use compiles them in seconds and stores the
+library in the package's ``__pycache__`` or in a temporary folder of this user, under a name with
+the digest of sources, flags and platform. Folders that other users can write to are not read.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ _NAP_S = 0.05
 
 
 class NotCompiledError(LlmpqError):
-    """There is no compiled library, and none can be made or kept here."""
+    """There is no compiled library, and none can be compiled or stored."""
 
 
 def library_path(
-    package: Path, name: str, flags: Sequence[str], brought: str, limit_s: float = math.inf
+    package: Path, name: str, flags: Sequence[str], prebuilt: str, limit_s: float = math.inf
 ) -> Path:
     """Return the compiled library of ``package``, compiling it unless it is there already.
 
@@ -43,13 +41,13 @@ def library_path(
         package: folder that holds ``csrc/``.
         name: what the library's file name starts with.
         flags: the compiler's, part of the digest.
-        brought: pattern of the file that a wheel may have put into ``package``; it goes first.
+        prebuilt: pattern of the file that a wheel installs in ``package``; it takes precedence.
         limit_s: seconds that this may take; compiling takes ``COMPILE_LIMIT_S`` at most.
 
     Raises:
-        NotCompiledError: there is none, and it cannot be compiled or kept.
+        NotCompiledError: there is none, and it cannot be compiled or stored.
     """
-    shipped = sorted(package.glob(brought))
+    shipped = sorted(package.glob(prebuilt))
     if shipped:
         return shipped[0]
     sources = sorted((package / "csrc").glob("*.[ch]"))
@@ -62,14 +60,14 @@ def library_path(
     for folder in folders:
         target = folder / file_name
         try:
-            # Ranks start together: one compiles, where all at once would take as many times longer.
+            # Ranks start together: one compiles, the others wait for it.
             with _alone(folder, limit_s) as left_s:
                 if not target.is_file():
                     _compile([*flags, *units], target, min(left_s, COMPILE_LIMIT_S))
                 return target
         except OSError:
             continue
-    raise NotCompiledError(f"found no folder to keep the compiled code in, such as {package}")
+    raise NotCompiledError(f"found no writable folder for the compiled code, such as {package}")
 
 
 def _digest(sources: Sequence[Path], flags: Sequence[str]) -> str:
@@ -80,7 +78,7 @@ def _digest(sources: Sequence[Path], flags: Sequence[str]) -> str:
 
 
 def _folders(package: Path) -> Iterator[Path]:
-    """Yield the folders a library may be loaded from: nobody else can write to them."""
+    """Yield the folders a library may be loaded from: other users cannot write to them."""
     own = os.getuid()
     for folder in (package / "__pycache__", Path(tempfile.gettempdir()) / f"llmpq-{own}"):
         try:
@@ -94,7 +92,7 @@ def _folders(package: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path, limit_s: float) -> Iterator[float]:
-    """Wait until no other process compiles there, for so long at most; yield the seconds left."""
+    """Wait at most ``limit_s`` until no other process compiles there; yield the seconds left."""
     end_s = time.monotonic() + limit_s
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -116,7 +114,7 @@ def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> None:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise NotCompiledError(f"found no C compiler ({', '.join(COMPILERS)}) and no compiled code")
-    # Made aside and renamed: processes that start together each see a whole library or none.
+    # Renamed when complete: a process that starts meanwhile sees a whole library or none.
     with tempfile.TemporaryDirectory(prefix="made-", dir=target.parent) as folder:
         made = Path(folder) / target.name
         status, said = _run([compiler, *arguments, "-o", str(made), "-lm"], folder, limit_s)
@@ -126,10 +124,9 @@ def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> None:
 
 
 def _run(command: Sequence[str], folder: str, limit_s: float) -> tuple[int, str]:
-    """Run a compiler; return its exit status and what it said.
+    """Run a compiler; return its exit status and its standard error.
 
-    It works in ``folder``, and all of its processes end at the limit: its parts would go on
-    without the one that started them, and hold the pipe that is read here.
+    The compiler runs in ``folder`` as a process group of its own, which is killed at the limit.
     """
     if limit_s <= 0:
         raise NotCompiledError("found no time to compile")

@@ -9,10 +9,9 @@
     ├── CapacityError               3   it does not fit in the memory there is
     ├── SolverError                 1   a solver crashed or answered nonsense
     ├── StageError                  4   a rank of the pipeline failed or timed out
-    └── StoppedError              130   told to end before everything was done
+    └── StoppedError              130   asked to stop before everything was done
 
-Messages say what was found, what was expected, and where. This module refuses to print or exit:
-only ``llmpq.cli`` does.
+Messages say what was found, what was expected, and where. Only ``llmpq.cli`` prints and exits.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def read_windows(
     """
     tokenizer = load_tokenizer(Path(model_dir))
     if tokenizer is None:
-        raise SpecError(f"{model_dir}: found no tokenizer, expected one beside the weights")
+        raise SpecError(f"{model_dir}: found no tokenizer, expected one next to the weights")
     positions = getattr(load_config(model_dir), "max_position_embeddings", None)
     if positions is not None and window - 1 > positions:
         raise SpecError(f"window: found {window} tokens, the model knows {positions} positions")

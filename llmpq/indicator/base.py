@@ -27,8 +27,9 @@ UNIT_BITS = 4
 """Every layer at this many bits is the unit of degradation: it is always scored."""
 
 BATCH_TOKENS = 512
-"""Tokens of one forward pass: enough for a processor to be busy, and so few that what is inside a
-layer stays small beside its weights."""
+"""Tokens of one forward pass: enough to keep a processor busy, few enough that activations stay
+small compared with the weights of a layer.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

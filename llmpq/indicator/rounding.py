@@ -1,7 +1,4 @@
-"""What rounding does to a weight matrix: the size of its steps, and the error it leaves.
-
-Blocks of rows at a time, so that no copy of the matrix exists. This module refuses to look at
-activations.
+"""Rounding a weight matrix: the size of the steps and the error, one block of rows at a time.
 
 Shape legend: N output features, K input features, G groups of a row, R rows of a block.
 """

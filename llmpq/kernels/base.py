@@ -1,8 +1,4 @@
-"""What every kernel backend promises, and the one form in which they all keep a weight.
-
-This module holds the protocol and its values; it refuses to know any backend by name
-(``llmpq.kernels.registry`` does).
-"""
+"""The protocol of kernel backends and the form in which they keep a weight."""
 
 from __future__ import annotations
 
@@ -39,22 +35,22 @@ class PreparedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, counting the padding inside layouts that only oneDNN can read."""
+        """Bytes held, including the padding inside oneDNN's opaque layouts."""
         return sum(tensor_bytes(tensor) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One row of the capability table: where a backend runs, on what, and at what price.
+    """One row of the capability table: where a backend runs, for which weights, at what cost.
 
     Attributes:
         device_types: torch device types; empty means any.
         bits: stored bitwidths.
         dtypes: dtypes of activations and scales it accepts.
-        default_dtypes: those of them for which it is chosen without being asked for by name.
-        shapes: its rule on shapes and groups, in words; ``supports`` decides.
+        default_dtypes: those of them for which it is chosen by default.
+        shapes: the shapes and groups it accepts, in words; ``supports`` decides.
         stored: bytes it keeps, compared with ``spec.precision.linear_bytes``.
-        cost: what it costs in time, and when it is the right choice.
+        cost: time of a product, compared with a bf16 product.
     """
 
     device_types: tuple[str, ...]
@@ -76,7 +72,7 @@ class KernelBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """The name a user asks for it by; its key in the registry."""
+        """The name a user gives; its key in the registry."""
 
     @property
     def capability(self) -> Capability:
@@ -98,7 +94,7 @@ class KernelBackend(Protocol):
         """Return the bytes that ``prepare`` keeps for such a weight."""
 
     def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Convert to its own layout. The caller drops ``packed``; no copy of it survives."""
+        """Return the weight in the backend's layout; keeps no reference to ``packed``."""
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""

@@ -1,8 +1,7 @@
 """The stored form of one quantized weight matrix: integers packed to the bit, scales, zeros.
 
-This is the layout that ``llmpq.spec.precision.linear_bytes`` prices, byte for byte. Quantizers
-write it and kernel backends read it; it refuses to choose codes (``llmpq.quant``) and to multiply
-(the backends of this package).
+``llmpq.spec.precision.linear_bytes`` gives the size of this layout in bytes. Quantizers
+(``llmpq.quant``) write it and kernel backends read it.
 
 Shape legend: N output features, K input features, G groups of a row, b bits, R rows of a block.
 """
@@ -21,7 +20,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.precision import Precision
 
 PACKED_BITS: tuple[int, ...] = (3, 4, 8)
-"""Bitwidths that have a packed form; 16 bit is a plain tensor and never gets here."""
+"""Bitwidths that have a packed form; 16-bit weights are plain tensors."""
 
 SCALE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,7 +33,7 @@ class PackedWeight:
     """A weight matrix ``[out_features, in_features]`` as integer codes with scales.
 
     ``weight = (code - 2^(b-1)) * scale + zero`` with one scale and zero a group of consecutive
-    inputs of a row; the convention of torch's int4 kernels, so that nothing is lost on the way.
+    inputs of a row, as in torch's int4 kernels.
 
     Attributes:
         out_features: N.
@@ -118,7 +117,7 @@ class PackedWeight:
         )
 
     def in_stored_order(self) -> PackedWeight:
-        """Return the weight of inputs that were put in order already; it shares every tensor."""
+        """Return the weight for inputs already permuted to stored order; shares every tensor."""
         return self if self.order is None else replace(self, order=None)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -156,7 +155,7 @@ def packed_row_bytes(in_features: int, bits: int) -> int:
 
 
 def row_blocks(rows: int, row_elements: int, multiple: int = 1) -> Iterator[slice]:
-    """Cut ``rows`` rows into blocks that fit a cache, each but the last a ``multiple`` of rows."""
+    """Yield row slices that fit a cache; all but the last are a ``multiple`` of rows long."""
     step = max(1, _BLOCK_ELEMENTS // (max(1, row_elements) * multiple)) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -166,8 +165,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes ``[N, K]`` in ``[0, 2^b)``, uint8, into rows of bytes ``[N, ceil(K b / 8)]``.
 
     Code ``k`` of a row takes bits ``[k b, (k + 1) b)`` of the row's little-endian bit stream.
-    Neighbours are moved together inside machine words, by halves: 20 and 3 times faster than a
-    shift and a sum for every code at 4 and 3 bits. 8 bits are bytes already.
+    Codes are merged inside machine words: 20 and 3 times faster at 4 and 3 bits than a shift and a
+    sum for every code.
     """
     rows, columns = codes.shape
     if bits == 8:
@@ -187,9 +186,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_signed(packed: Tensor, bits: int, in_features: int) -> Tensor:
     """Return ``code - 2^(b-1)`` as int8 ``[N, K]`` from rows of bytes; undoes ``pack_codes``.
 
-    Reads a table instead of shifting: one lookup yields all codes of an index. The fastest of the
-    ways tried in plain torch: 4096 x 4096 weights of 3 bits dequantize in 14 ms on one thread, and
-    in 18 to 26 ms with shifts.
+    One table lookup yields all codes of an index, which is faster in plain torch than shifts.
     """
     if bits == 8:
         return torch.bitwise_xor(packed, 0x80).view(torch.int8)
@@ -214,8 +211,7 @@ def _twelve_bit_indices(packed: Tensor) -> Tensor:
 def _decode_table(bits: int, device: torch.device) -> Tensor:
     """Return the signed codes of every index, packed into one integer an entry.
 
-    4 bits: 256 entries of two codes; 3 bits: 4096 entries of four. Either fits a first-level
-    cache. Built from constants only, so that one table for a device serves every thread.
+    4 bits: 256 entries of two codes; 3 bits: 4096 entries of four. Both fit a first-level cache.
     """
     width = 12 if bits == 3 else 8
     count = width // bits

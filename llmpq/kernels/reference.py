@@ -1,4 +1,4 @@
-"""Dequantize, then multiply: runs every precision on every device, and is the oracle of the rest.
+"""Dequantize, then multiply: supports every precision and device; the reference for the tests.
 
 Shape legend: N output features, K input features, G groups of a row.
 """
@@ -40,16 +40,16 @@ class ReferenceBackend:
         device_type: str,
         precision: Precision,
         dtype: torch.dtype,
-        out_features: int,  # noqa: ARG002  the protocol's signature; any shape will do
-        in_features: int,  # noqa: ARG002  as above
+        out_features: int,  # noqa: ARG002  the protocol's signature
+        in_features: int,  # noqa: ARG002  the protocol's signature
     ) -> bool:
-        """Return whether the precision is packed at all; any shape and device will do."""
+        """Return whether the precision has a packed form; every shape and device is supported."""
         return self.capability.covers(device_type, precision.bits, dtype)
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
     ) -> int:
-        """Return ``linear_bytes``: the packed form is kept as it is."""
+        """Return ``linear_bytes``: the packed form is kept."""
         return linear_bytes(out_features, in_features, precision, dtype.itemsize)
 
     def prepare(self, packed: PackedWeight) -> PreparedWeight:

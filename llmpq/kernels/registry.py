@@ -1,8 +1,8 @@
 """The backends by name, and the choice among them.
 
-The choice is made once a weight, when it is loaded, from what never changes afterwards: device,
-precision, dtype and shape. It refuses to look at the number of rows; a backend that cares
-decides inside its own ``linear``.
+The choice is made once for each weight, when it is loaded, from device, precision, dtype and shape.
+It does not depend on the number of rows: a backend that has several algorithms picks one inside
+``linear``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _all_backends(scratch: Scratch) -> tuple[KernelBackend, ...]:
 
 
 BACKENDS: dict[str, KernelBackend] = {backend.name: backend for backend in _all_backends(Scratch())}
-"""Every backend by name, the one preferred first; ``reference`` is last because it takes all."""
+"""Every backend by name in order of preference; ``reference``, last, accepts every weight."""
 
 
 def capability_table() -> dict[str, Capability]:
@@ -56,11 +56,10 @@ def choose_backend(
         dtype: dtype of the activations, which is that of the scales.
         out_features: N.
         in_features: K.
-        prefer: a backend to use wherever it can run, also where it would not be the default;
-            weights it cannot take get their default.
+        prefer: a backend to use for every weight it supports; other weights get their default.
 
     Raises:
-        SpecError: ``prefer`` names no backend, or no backend takes the weight.
+        SpecError: ``prefer`` names no backend, or no backend supports the weight.
     """
     if prefer is not None and prefer not in BACKENDS:
         raise SpecError(f"kernel backend: found '{prefer}', expected one of {sorted(BACKENDS)}")
@@ -71,5 +70,5 @@ def choose_backend(
         if dtype in backend.capability.default_dtypes and backend.supports(*asked):
             return backend
     raise SpecError(
-        f"kernel backend: no backend takes {precision} weights with {dtype} on '{device_type}'"
+        f"kernel backend: no backend supports {precision} weights with {dtype} on '{device_type}'"
     )

@@ -1,7 +1,4 @@
-"""The one temporary that dequantizing backends need: a weight's worth of memory that stays mapped.
-
-It refuses to be a cache: what one call wrote, the next overwrites.
-"""
+"""A reusable buffer for the dequantized weight of one call."""
 
 from __future__ import annotations
 
@@ -12,11 +9,11 @@ from torch import Tensor
 
 
 class Scratch(threading.local):
-    """One growing buffer a thread, into which weights are dequantized one after the other.
+    """One growing buffer for each thread, overwritten by every call.
 
-    Fresh memory of 32 MiB and more is mapped and zeroed by the kernel at every call, which costs
-    up to eight times the conversion itself; a buffer that stays mapped does not. One a thread,
-    because stages that run as threads of one process must not write into each other's weights.
+    The operating system maps and zeroes fresh memory of 32 MiB and more at every call, which costs
+    up to eight times the conversion itself. One buffer for each thread: stages may run as threads
+    of one process.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ BLOCK_VALUES = 2**18
 
 
 class InBlocks(nn.Module):
-    """An elementwise activation whose input nobody needs any more: it is written over.
+    """An elementwise activation that overwrites its input, which is not needed afterwards.
 
     Args:
         activation: the library's.

@@ -1,4 +1,4 @@
-"""Micro-batches of rows of unlike length: positions, masks and the wall to the KV store.
+"""Micro-batches of rows of different lengths: positions, masks and the interface to the KV cache.
 
 The layers attend with transformers' own registered function (``sdpa``, or ``eager`` for families
 that need a soft cap), so a stage computes what the library computes, bit for bit where shapes
@@ -6,7 +6,7 @@ agree; BLOOM's, which knows none, is ``alibi``'s business. What this module owns
 around that call: which cached token each query may see, and when no mask is needed at all (the fast
 kernels take none).
 
-It refuses to know how keys and values are stored: a store is anything with ``view(batch)``.
+A KV store is any object with ``view(batch)``.
 
 Shapes: R rows, T new tokens per row (padded right), S cached tokens read (the longest row).
 """

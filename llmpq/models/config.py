@@ -31,7 +31,7 @@ def load_config(model_dir: Path | str) -> PreTrainedConfig:
 
     Raises:
         SpecError: no such file, not JSON, an unknown ``model_type``, a field that transformers
-            refuses, or a model that is not a plain decoder.
+            rejects, or a model that is not a plain decoder.
     """
     return load_skeleton(model_dir)[0]
 
@@ -46,7 +46,7 @@ def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # transformers validates with many exception types
-        raise SpecError(f"{path}: transformers refuses this configuration: {error}") from error
+        raise SpecError(f"{path}: transformers rejects this configuration: {error}") from error
     return _prepared(config)
 
 

@@ -38,7 +38,7 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         found: names, in order; an operator of another library than torch is one of them, since
-            nobody can see what it does. Triton's kernels are no operators, and fit a graph.
+            its effect is unknown. Triton's kernels are no operators, and fit a graph.
     """
 
     def __init__(self) -> None:

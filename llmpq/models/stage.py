@@ -97,7 +97,7 @@ class DecoderStage(nn.Module):
             ``[R, T, H]``; what stands at padding is meaningless.
 
         Raises:
-            SpecError: ``hidden`` and ``batch`` are of unlike shape, or rows begin late with no
+            SpecError: ``hidden`` and ``batch`` have different shapes, or rows begin late with no
                 cache to hold what came before.
         """
         if hidden.shape[:2] != batch.positions.shape:
@@ -124,7 +124,8 @@ class DecoderStage(nn.Module):
     ) -> list[LayerArguments]:
         """What every layer is called with for one new token a row, made on the device alone.
 
-        Unlike :meth:`forward`, which leaves masks out and picks kernels by the rows at hand, this
+        In contrast to :meth:`forward`, which leaves masks out and picks kernels by the rows at
+        hand, this
         depends on shapes only: a CUDA graph can hold it (``llmpq.dist.engine.cuda_graphs``).
 
         Args:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from llmpq.kernels.cpu.int4_layout import layout_is_known
-from llmpq.kernels.cpu.int4_repack import repack_int4
+from llmpq.kernels.cpu.int4_layout import layout_is_known, repack_int4
 from llmpq.kernels.packed import pack_codes
 
 torch.set_num_threads(1)

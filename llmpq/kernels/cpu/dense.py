@@ -1,11 +1,10 @@
-"""Weights of 16 bits on a CPU: bf16 that oneDNN has put in its own order once.
+"""16-bit weights on a CPU: bf16 reordered once into oneDNN's layout.
 
-A plain ``F.linear`` reorders the weight at every call, which is half of the time of one row. For
-few rows oneDNN still reads it at half of the memory's speed, so a compiled kernel reads the bytes
-where they lie (``csrc/dense_bf16.c``). It does so only for a layout that was found, number by
-number, to be the one it expects; without a compiler, without torch's operator that tells where the
-bytes are, or in another order, oneDNN multiplies all. This module refuses everything that would pad
-the weight or leave oneDNN's fast products.
+A plain ``F.linear`` reorders the weight at every call, half of the time of one row. For few rows
+oneDNN reads the weight at half of the memory bandwidth, so a compiled kernel
+(``csrc/dense_bf16.c``) reads oneDNN's layout in place, after a check of every number that the
+layout is the expected one. oneDNN computes everything else. Weights that oneDNN would pad are not
+prepacked.
 
 Shape legend: N output features, K input features.
 """
@@ -24,30 +23,29 @@ from llmpq.kernels.cpu.tiles import dense_product, panels_of
 from llmpq.spec.precision import default_precision
 
 DENSE_BACKEND = "cpu_bf16"
-"""Name of this way to multiply, next to the names in ``registry.BACKENDS``."""
+"""Name of this backend, next to the names in ``registry.BACKENDS``."""
 
 _MULTIPLE = 64  # oneDNN pads blocks of outputs to it, and then a weight weighs more than 2 N K
 _AT_ONCE = 6
-"""Rows that the compiled kernel multiplies in one pass over a weight; for more it comes again."""
+"""Rows that the compiled kernel multiplies in one pass over a weight."""
 _LONGEST = 4096
-"""Columns up to which it comes again to what a core's own cache of 1 MiB kept: 64 rows of them."""
+"""Columns up to which 64 rows of the weight stay in a 1 MiB cache between passes."""
 _THREAD_BYTES = 1 << 20
-"""Bytes a thread must read, passes counted: waking one costs what reading this takes (768 x 768
-takes 43 us on one thread and 69 on two that sleep between calls)."""
+"""Bytes over all passes that justify one more thread: waking it takes as long as reading them."""
 _TRIED_SHAPE = (1024, 1024)  # [N, K]: 2 MiB, more than most cores keep, as decoding loads weights
 
 
 def can_prepack(device_type: str, dtype: torch.dtype, out_features: int, in_features: int) -> bool:
-    """Return whether a weight ``[N, K]`` is faster prepacked here, and weighs the same."""
+    """Return whether a weight ``[N, K]`` is faster prepacked and has the same size."""
     whole = out_features % _MULTIPLE == 0 and in_features % _MULTIPLE == 0
     return device_type == "cpu" and dtype == torch.bfloat16 and whole and has_bf16_products()
 
 
 def prepack(weight: Tensor) -> PreparedWeight:
-    """Return bf16 ``[N, K]`` in oneDNN's order; ``can_prepack`` must have said yes.
+    """Return bf16 ``[N, K]`` in oneDNN's order; ``can_prepack`` must hold.
 
-    Its ``handle`` is set where the compiled kernel may read it; the first call on a machine then
-    also measures the switch.
+    Its ``handle`` is set if the compiled kernel can read it; the first call on a machine then also
+    measures ``few_dense_rows``.
     """
     plain = weight.detach().contiguous()
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
@@ -74,10 +72,10 @@ def _onednn_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> T
 
 @cache
 def few_dense_rows() -> int:
-    """Return up to how many rows the compiled kernel is the faster one on this machine.
+    """Return up to how many rows the compiled kernel is faster than oneDNN on this machine.
 
-    Both add in float32 and round once, but oneDNN in another order: one output in thousands may
-    differ in its last bit. What was measured is kept, so a machine's runs agree with each other.
+    Both add in float32 and round once, in different orders: one output in thousands may differ in
+    its last bit. The stored measurement makes the runs of one machine agree.
     """
     return kept_limit("16 bits", _measure)
 
@@ -98,8 +96,8 @@ def _prepared(layout: Tensor, plain: Tensor, handle: Weight | None) -> PreparedW
 
 
 def _readable(layout: Tensor, plain: Tensor) -> Weight | None:
-    """Return the handle of ``layout`` if it is the order the kernel expects, and can be reached."""
-    address_of = getattr(torch.ops.mkldnn, "data_ptr", None)  # no part of torch's promises
+    """Return the handle of ``layout`` if the compiled kernel can read it, else ``None``."""
+    address_of = getattr(torch.ops.mkldnn, "data_ptr", None)  # not a public operator
     if address_of is None or library() is None:
         return None
     if torch.ops.mkldnn._nbytes(layout) != plain.nbytes:

@@ -1,7 +1,7 @@
-"""torch's own quantized CPU kernels: int4pack, and oneDNN's 8-bit matmul with u8 activations.
+"""torch's quantized CPU kernels: int4pack, and oneDNN's 8-bit matmul with u8 activations.
 
-They serve where nothing can compile ours (``cpu_packed``, ``cpu_llm_int8``), which are faster at
-every shape measured (``benchmarks/kernels.py``). This module refuses to compile anything.
+Used where the compiled kernels (``cpu_packed``, ``cpu_llm_int8``), which are faster at every shape
+measured (``benchmarks/kernels.py``), are not available.
 
 Shape legend: M rows of x, N output features, K input features, G groups of a row.
 """
@@ -15,8 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, PreparedWeight, check_supported
-from llmpq.kernels.cpu.int4_layout import BLOCK_ROWS, dequantize_int4pack_into, layout_is_known
-from llmpq.kernels.cpu.int4_repack import repack_int4
+from llmpq.kernels.cpu.int4_layout import (
+    BLOCK_ROWS,
+    dequantize_int4pack_into,
+    layout_is_known,
+    repack_int4,
+)
 from llmpq.kernels.cpu.native import has_u8_matmul, u8_matmul
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.kernels.scratch import Scratch
@@ -38,7 +42,8 @@ class CpuInt4Backend:
     buffer, where the layout can be read back, and a plain matmul runs.
 
     The bytes are those of ``linear_bytes`` at 4 bits: codes, and scale and zero side by side. A
-    symmetric weight would carry zeros that the law does not count, so it is left to the reference.
+    symmetric weight would need zeros that ``linear_bytes`` does not count, so the reference runs
+    it.
     """
 
     name: ClassVar[str] = "cpu_int4"

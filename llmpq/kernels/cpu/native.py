@@ -1,17 +1,17 @@
 """The compiled CPU kernels called through ctypes: addresses in, a status out.
 
-Plain C in ``csrc/``, compiled on first use in two seconds, and not a torch extension: that needs
-C++, torch's headers and half a minute, and must be made again for every torch. What a torch
-extension is taken for, its thread pool, is had without: torch loads its OpenMP runtime into the
-process's global scope, where the C finds it (``csrc/parts.c``), so one pool serves both.
+Plain C in ``csrc/``, compiled on first use in seconds. It is not a torch extension, which needs
+C++, torch's headers, half a minute, and a build for every torch. The kernels share torch's thread
+pool: torch loads its OpenMP runtime into the process's global scope, where ``csrc/parts.c`` finds
+it.
 
 One library holds the kernels for one instruction set, named by the newest extensions it may use:
 
 * ``avx512_bf16``: products of bf16 pairs and of bytes (VNNI), dense ones too, all kernels;
 * ``avx512``, ``avx2``, ``baseline``: the float32 kernel, the first of them attention too.
 
-A process that was held to an older extension (``dist.environment``) gets the older library: it is
-torch that is asked, not the processor. This module refuses to choose layouts or to allocate.
+The choice follows the vector extensions that torch uses in this process, so a process limited to
+older ones (``llmpq.dist.launch.process_environment``) gets the older library.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def has_bf16_products() -> bool:
 def has_u8_matmul() -> bool:
     """Return whether this process multiplies u8 by s8 exactly, by trying the worst case once.
 
-    What the processor can do is not what oneDNN will use: a worker may be held to an older vector
-    extension, and without VNNI pairs of products saturate (an all-positive row loses 96 percent).
+    A worker may be limited to older vector extensions than the processor has, and without VNNI
+    oneDNN saturates pairs of products (an all-positive row loses 96 percent).
     """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
@@ -147,11 +147,7 @@ def u8_matmul(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
 
 
 def has_attention(name: str) -> bool:
-    """Return whether an instruction set's library attends to slots: vectors of 16 floats do.
-
-    Cut up into narrower ones it took 23 ms for eight rows of 512 tokens where torch takes 17 (six
-    layers, AVX2), and half a minute to compile.
-    """
+    """Return whether an instruction set's library has attention; on AVX2 torch's own is faster."""
     return name.startswith("avx512")
 
 

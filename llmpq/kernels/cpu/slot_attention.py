@@ -1,8 +1,8 @@
-"""Attention of one new token a row, straight on the slots of a KV cache: compiled, on a CPU.
+"""Attention of one new token for each row, directly on the slots of a KV cache (compiled, CPU).
 
-torch's own attention wants rows of one length side by side: slots are picked, groups repeated, a
-mask made and the longest row read for all. ``csrc/attention.c`` reads each row where it lies, as
-far as it goes. This module refuses to know layers, slots' owners or masks other than a window.
+torch's attention needs rows of one length in one tensor: slots are gathered, groups repeated, a
+mask built, and every row costs as much as the longest. ``csrc/attention.c`` reads each row in
+place, up to its length.
 
 Shapes: R rows, H heads, h KV heads, d head_dim, S slots, T tokens a slot.
 """
@@ -31,7 +31,7 @@ def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotHeads:
-    """Keys and values of one layer where they lie.
+    """Keys and values of one layer in the cache.
 
     Attributes:
         keys: ``[S, h, T, d]``, tokens contiguous; may be every other block of heads of a tensor.
@@ -74,7 +74,7 @@ class SlotCall:
         window: int | None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Put the new keys and values into their slots, and attend to all up to them.
+        """Write the new keys and values into their slots, and attend to all tokens up to them.
 
         Args:
             query: ``[R, H, 1, d]``.

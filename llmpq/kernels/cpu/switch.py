@@ -1,13 +1,10 @@
-"""Up to how many rows a kernel for few rows is the faster one: measured, once a machine.
+"""Up to how many rows the kernel for few rows is faster: measured once for each machine.
 
-A few rows are multiplied while the codes are decoded, again for every eight of them; with more it
-pays to decode a panel once. Where the lines cross depends on the processor, so both ways are timed
-on a small weight, some ten milliseconds, when the first weight is prepared, and the answer is kept
-beside the compiled library under the processor's name, for every process of the machine. Both ways
-give the same bits, so a measurement that was disturbed costs time and never another answer. Threads
-share out the rows of the weight, so one thread's answer is that of all. ``cpu_dense`` has its own
-two ways measured by the same rule. This module refuses to choose a backend: that is the registry's,
-and never depends on rows.
+With few rows the codes are decoded while multiplying, again for every eight rows; with more rows it
+pays to decode a panel once. The crossing depends on the processor, so both algorithms are timed on
+a small weight (ten milliseconds) when the first weight is prepared. The result is stored next to
+the compiled library under the processor's name, for every process of the machine. Both algorithms
+give the same bits. ``cpu.dense`` measures its own two algorithms in the same way.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ def kept_limit(name: str, measure: Callable[[], int]) -> int:
     known = _read(kept)
     if key not in known:
         with _alone(kept):
-            known = _read(kept)  # who was first has measured for all
+            known = _read(kept)
             if key not in known:
                 known[key] = measure()
                 _write(kept, known)
@@ -63,7 +60,7 @@ def kept_limit(name: str, measure: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def _alone(kept: Path) -> Iterator[None]:
-    """Let one process at a time measure; where nothing can be kept, each does so for itself."""
+    """Let one process at a time measure; without a writable folder every process measures."""
     try:
         descriptor = os.open(
             kept.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -104,11 +101,15 @@ def _measure(bits: int) -> int:
 
 
 def crossing(timed: Callable[[int], tuple[float, float]]) -> int:
-    """Return up to how many rows the way for few wins; ``timed`` gives seconds of both ways."""
+    """Return up to how many rows the kernel for few rows is faster.
+
+    Args:
+        timed: returns the seconds of both kernels for a number of rows.
+    """
     limit, gained, most_gained = 1, 0.0, 0.0
     for count in TRIED_ROWS:
         few, many = timed(count)
-        # Summed over the counts so far, so that one disturbed timing does not decide.
+        # Summed over the counts so far, so that one outlier does not decide.
         gained += 1 - few / many
         if gained > most_gained:
             limit, most_gained = count, gained
@@ -135,7 +136,7 @@ def _processor() -> str:
 
 
 def _read(kept: Path) -> dict[str, int]:
-    """Return what is known; nothing when the file is not there or not ours."""
+    """Return the stored results; none when the file is missing or malformed."""
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -147,7 +148,7 @@ def _read(kept: Path) -> dict[str, int]:
 
 
 def _write(kept: Path, known: dict[str, int]) -> None:
-    """Keep what is known; a machine that cannot keep it measures again."""
+    """Store the results; a machine that cannot store them measures again."""
     made = kept.with_suffix(f".{time.monotonic_ns()}.tmp")
     try:
         made.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,7 @@
-"""A weight in the order that the compiled kernels read, and their products.
+"""Weights in the layouts of the compiled kernels, and their products.
 
-Few bits lie in tiles (``csrc/kernels.h`` draws them), bf16 in panels (``csrc/dense_bf16.c``). Codes
-weigh what they weigh in a ``PackedWeight``; scales and zeros are transposed and keep their dtype.
-This module refuses to choose a kernel: the backends do.
+3, 4 and 8 bits use tiles (``csrc/kernels.h``), bf16 uses panels (``csrc/dense_bf16.c``). Codes take
+as many bytes as in a ``PackedWeight``; scales and zeros are transposed and keep their dtype.
 
 Shape legend: N output features, K input features, G groups of a row, b bits.
 """
@@ -24,7 +23,7 @@ from llmpq.kernels.packed import PackedWeight
 def to_tiles(packed: PackedWeight, backend: str) -> PreparedWeight:
     """Return ``packed`` in tiles ``[N K b / 8]``, with scales and zeros ``[G, N]``.
 
-    The compiled library must be there, and the weight fit tiles.
+    Needs the compiled library and a shape that ``fits_tiles``.
     """
     shape = (packed.out_features, packed.in_features)
     tiled = TiledWeight.empty(*shape, packed.precision, packed.dtype)
@@ -33,7 +32,7 @@ def to_tiles(packed: PackedWeight, backend: str) -> PreparedWeight:
 
 
 def prepared_tiles(tiled: TiledWeight, backend: str) -> PreparedWeight:
-    """Return a weight that is in tiles already, for kernels to read where it lies."""
+    """Return a weight in tiles as kernels read it; shares its tensors."""
     weight = Weight(
         tiles=tiled.tiles.data_ptr(),
         scales=tiled.scales.data_ptr(),
@@ -92,8 +91,7 @@ def int8_product(
 def panels_of(layout: int, weight: Tensor) -> Weight | None:
     """Return the handle of panels at the address ``layout``, if they hold bf16 ``weight``.
 
-    Every number is compared, so what passes is right whoever made the layout; ``weight``
-    ``[N, K]`` is contiguous, N a multiple of 64 and K of 32.
+    Compares every number. ``weight`` ``[N, K]`` is contiguous, N a multiple of 64 and K of 32.
     """
     rows, columns = weight.shape
     handle = Weight(tiles=layout, rows=rows, columns=columns, group=columns, bits=16)
@@ -139,5 +137,5 @@ def _multiply(
 
 def _kernels() -> CDLL:
     loaded = library()
-    assert loaded is not None, "a backend of compiled kernels was used where there are none"
+    assert loaded is not None, "a compiled backend was used without the compiled library"
     return loaded

@@ -1,8 +1,8 @@
-"""The library kernels for NVIDIA GPUs: torch's own 4-bit product, its int8 product, bitsandbytes.
+"""Library kernels for NVIDIA GPUs: torch's 4-bit and int8 products, and bitsandbytes.
 
-Those and the Triton backend are what the registry offers on ``cuda``; whichever of them a machine
-lacks (its GPU is too old, a package is not installed) supports nothing, and the reference runs.
-Nothing here was measured yet: ``scripts/gpu_check`` measures it.
+A backend that a machine lacks (the GPU is too old, a package is not installed) supports nothing,
+and the reference runs. Not yet run on a GPU: ``scripts/gpu_check`` tests and measures these
+backends.
 
 Shape legend: M rows of x, N output features, K input features, G groups of a row.
 """
@@ -27,7 +27,7 @@ _HALF_DTYPES = (torch.bfloat16, torch.float16)
 _INT4_DTYPES = (torch.bfloat16,)  # the kernel takes no other
 _MANY_ROWS = 64
 _OUTLIER = 6.0  # LLM.int8(), Sec. 3.2: so large a value stays in floats
-_LEAST_INT8_ROWS = 32  # cuBLAS refuses 16 rows and fewer
+_LEAST_INT8_ROWS = 32  # cuBLAS rejects 16 rows and fewer
 _INT8_ROW_MULTIPLE = 8
 
 AMPERE = (8, 0)

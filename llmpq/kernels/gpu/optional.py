@@ -1,7 +1,7 @@
-"""Packages that make some backends faster and that nobody has to install: triton, bitsandbytes.
+"""Optional packages of some backends: triton and bitsandbytes.
 
-A backend asks here and is simply not offered where its package is missing or broken; this module
-refuses to install anything, and to hide why a package cannot be used.
+A backend whose package is missing or does not import is not offered; ``why_missing`` gives the
+reason.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def is_usable(package: str) -> bool:
 
 
 def optional_module(package: str) -> ModuleType:
-    """Return ``package``, which its caller has found usable."""
+    """Import and return ``package``; the caller has checked that it is usable."""
     return importlib.import_module(package)

@@ -1,8 +1,8 @@
-"""A weight-only backend of 3 and 4 bits in Triton: the only one that has 3 bits on a GPU.
+"""A weight-only Triton backend for 3 and 4 bits; the only 3-bit backend on a GPU.
 
-One row is multiplied from registers, some rows on tensor cores with the inputs split among
-programs, and many rows by writing the weight out once and leaving the rest to the library's own
-matmul. The kernels and their layout are in ``triton_kernels``, imported when first needed.
+One row is multiplied in registers, a few rows on tensor cores with the inputs split among programs,
+and many rows by dequantizing the weight once and calling the library's matmul. The kernels and
+their layout are in ``triton_kernels``, imported when first needed.
 
 Shape legend: M rows of x, N output features, K input features, G groups of a row.
 """
@@ -26,8 +26,8 @@ from llmpq.kernels.planes import plane_bytes, segments, to_planes
 from llmpq.spec.precision import Precision, linear_bytes
 
 MANY_ROWS = 512
-"""From so many rows on the weight is written out in x's dtype. Reasoned, not yet measured:
-``scripts/gpu_check`` times every way at every number of rows."""
+"""Number of rows from which the weight is dequantized first. Estimated, not yet measured:
+``scripts/gpu_check`` times every algorithm at every number of rows."""
 
 _FEW_ROWS = 16  # the smallest tile that tensor cores take
 _PROGRAMS_A_PROCESSOR = 4  # enough in flight to hide the latency of memory
@@ -73,10 +73,10 @@ class TritonIntBackend:
         device_type: str,
         precision: Precision,
         dtype: torch.dtype,
-        out_features: int,  # noqa: ARG002  the protocol's signature; any number will do
+        out_features: int,  # noqa: ARG002  the protocol's signature
         in_features: int,
     ) -> bool:
-        """Return whether the segments come out even and a kernel can be launched here."""
+        """Return whether K is a multiple of the segments and a kernel can be launched."""
         if not self.capability.covers(device_type, precision.bits, dtype):
             return False
         even = in_features % segments(precision.bits) == 0
@@ -136,7 +136,7 @@ def dequantize(weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` without ever writing the weight out.
+    """Return ``x @ weight.T + bias`` without dequantizing the weight in memory.
 
     Args:
         x: ``[M, K]``, contiguous.
@@ -195,8 +195,7 @@ def _launch(
 def launch_failure(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no kernel runs on ``device`` in ``dtype``, or ``None`` when one does.
 
-    Triton needs a GPU recent enough and a C compiler for the code that launches a kernel; whether
-    both are there is found by multiplying once.
+    Triton needs a recent GPU and a C compiler; one trial product shows whether both are present.
     """
     missing = why_missing("triton")
     if missing is not None:
@@ -235,12 +234,12 @@ def _device_of_type(device_type: str) -> torch.device:
 
 
 def _is_interpreted() -> bool:
-    # Triton decides when it is imported; what its decorator made then tells what it decided.
+    # Triton reads TRITON_INTERPRET when it is imported; the type of a kernel shows the result.
     return type(kernels().vector_kernel).__name__ == "InterpretedFunction"
 
 
 def current_device_of(tensor: Tensor) -> AbstractContextManager[None]:
-    """Make the GPU of ``tensor`` the current one, which is where Triton launches."""
+    """Make the GPU of ``tensor`` the current device, on which Triton launches."""
     device: AbstractContextManager[None] = torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
     return device
 
@@ -258,7 +257,7 @@ def _pointers(weight: PreparedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _groups(weight: PreparedWeight, tiles: _Tiles) -> tuple[int, int, bool]:
-    """Return the group size, the bits, and whether no tile ever straddles two groups."""
+    """Return the group size, the bits, and whether every tile lies within one group."""
     inputs, bits = weight.in_features, weight.precision.bits
     group = weight.precision.effective_group(inputs)
     whole_tiles = inputs // segments(bits) % tiles.bytes == 0

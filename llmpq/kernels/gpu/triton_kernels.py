@@ -15,8 +15,8 @@ Scales and zeros are ``[G, N]``, for a tile reads one group of many rows. Weight
 ``(code - 2^(b-1)) * scale + zero`` in float32, rounded once to the dtype of x, as the reference's.
 
 Shape legend: M rows of x, N outputs, K inputs, G groups of a row, J = K / S bytes of a plane, P
-parts that the inputs are split into. Arguments in capitals beside M, N and K are known when a
-kernel is compiled; the bounds of loops are among them, for the interpreter takes no others.
+parts that the inputs are split into. Arguments in capitals other than M, N and K are known when
+a kernel is compiled, bounds of loops included: the interpreter accepts no others.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
  * answer does not depend on who shares its batch, and no row pays for another's outliers.
  *
  * Integer products need one unsigned side. That is the weight's (code = q + 128), so the correction
- * is one number a row of x, its sum, and nothing is stored beside the codes. */
+ * is one number a row of x, its sum, and only the codes are stored. */
 #include "kernels.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)

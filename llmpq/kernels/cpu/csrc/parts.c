@@ -1,8 +1,8 @@
 /* Threads: torch's own.
  *
  * torch loads its OpenMP runtime into the global scope, and the symbols below find it there: one pool
- * for torch's operators and for these, and never a second one that spins beside it. Where nobody has
- * loaded an OpenMP runtime the symbols are absent and the caller's thread does it all. */
+ * for torch's operators and for these kernels. Without an OpenMP runtime the symbols are absent and
+ * the calling thread does all work. */
 #include "kernels.h"
 
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));

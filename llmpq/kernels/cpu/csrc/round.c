@@ -1,5 +1,5 @@
 /* Round-to-nearest in two passes over a few groups, where torch needs ten over all: the grid of
- * quant/rtn.py, to the last bit. What it cannot represent it refuses, and torch then says what it is. */
+ * quant/rtn.py, to the last bit. It returns an error for values it cannot represent; torch then reports them. */
 #include "lanes.h"
 
 typedef struct {
