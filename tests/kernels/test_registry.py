@@ -82,7 +82,7 @@ def test_an_unknown_preference_names_the_known():
 
 
 def test_unpacked_precisions_have_no_backend():
-    with pytest.raises(SpecError, match="no backend takes w16"):
+    with pytest.raises(SpecError, match="no backend supports w16"):
         choose_backend("cpu", default_precision(16), torch.float32, 64, 64)
 
 
