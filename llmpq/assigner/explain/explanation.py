@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what binds on each device, and what other devices would change."""
+"""The explanation of a plan: its binding constraints, and the effect of other devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmpq.assigner import PlanRequest
+from llmpq.assigner.constraints.resolve import device_names
 from llmpq.assigner.explain.binding import PlanBinding, plan_binding
 from llmpq.assigner.explain.infeasible import dropped_reasons
 from llmpq.assigner.explain.what_if import Alternative, forced_use, one_more
@@ -16,13 +17,13 @@ from llmpq.spec.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What is known of a plan besides itself.
+    """The explanation of a plan.
 
     Attributes:
-        binding: what binds on every stage.
-        dropped: the figure that speaks against each device left out, by its index.
-        forced: best plans that use a device left out, empty when not asked.
-        more: best plans with one device more, empty when not asked.
+        binding: binding constraints of every stage.
+        dropped: the reason why each device is left out, by its index.
+        forced: best plans that use a device left out, empty unless requested.
+        more: best plans with one more device, empty unless requested.
     """
 
     binding: PlanBinding
@@ -47,32 +48,31 @@ def explain_plan(
     """Explain a plan that was just made.
 
     Args:
-        request: what was asked.
+        request: the request of the plan.
         plan: the plan.
         resolve: plan again for every kind of device left out.
         more: plan again with one more device of each kind.
-        progress: told how many of the questions are answered.
+        progress: called with the number of finished searches.
     """
     found = explain_costs(plan, costs_of(request, plan.cluster))
-    # Only this method can be told to use a device.
-    ask = resolve and plan.search.method == "llmpq"
+    # Only this method can be forced to use a device.
+    search = resolve and plan.search.method == "llmpq"
     return Explanation(
         binding=found.binding,
-        dropped=_with_wishes(request, plan, found.dropped),
-        forced=forced_use(request, plan, progress) if ask else (),
+        dropped=_with_overrides(request, plan, found.dropped),
+        forced=forced_use(request, plan, progress) if search else (),
         more=one_more(request, plan, progress) if more else (),
     )
 
 
-def _with_wishes(request: PlanRequest, plan: Plan, dropped: Mapping[int, str]) -> dict[int, str]:
-    """Say of a device that a person left out just that."""
+def _with_overrides(request: PlanRequest, plan: Plan, dropped: Mapping[int, str]) -> dict[int, str]:
+    """Return the reasons, with the override that left out a device where there is one."""
     overrides = request.overrides
     found = dict(dropped)
     for index in dropped:
-        item = plan.cluster.devices[index]
-        called = {item.label, f"{item.node}/{item.type}", item.node, item.type}
-        if called & set(overrides.exclude):
+        names = set(device_names(plan.cluster.devices[index]))
+        if names & set(overrides.exclude):
             found[index] = "as decided by --exclude"
-        elif overrides.order and not called & set(overrides.order):
+        elif overrides.order and not names & set(overrides.order):
             found[index] = "as decided by --fix_order"
     return found
