@@ -8,8 +8,7 @@ from typing import Any
 
 from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
-from llmpq.assigner.explain.explanation import Explanation
-from llmpq.assigner.explain.what_if import Alternative
+from llmpq.assigner.explain.explanation import Alternative, Explanation
 from llmpq.spec.codec import to_json
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate

@@ -1,18 +1,53 @@
-"""The explanation of a plan: its binding constraints, and the effect of other devices."""
+"""The explanation of a plan: its binding constraints, and what other devices would change.
+
+The what-if questions are: the best plan that must use a left-out device, or has one more device.
+Each answer is another search with a time limit, at the same price of degradation where objectives
+are compared and within the same degradation where speeds are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from llmpq.assigner import PlanRequest
 from llmpq.assigner.constraints.resolve import device_names
 from llmpq.assigner.explain.binding import PlanBinding, plan_binding
-from llmpq.assigner.explain.infeasible import dropped_reasons
-from llmpq.assigner.explain.what_if import Alternative, forced_use, one_more
-from llmpq.assigner.request import Progress, costs_of, silent
+from llmpq.assigner.explain.infeasible import dropped_reasons, larger_cluster
+from llmpq.assigner.planner import plan_task
+from llmpq.assigner.request import (
+    OutOfTimeError,
+    PlanRequest,
+    Progress,
+    build_task,
+    costs_of,
+    silent,
+)
 from llmpq.costmodel import ClusterCosts
+from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
+
+MAX_QUESTIONS = 8
+"""Most searches: the first kinds of devices of a cluster with more."""
+
+MIN_LIMIT_S = 2.0
+MAX_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The answer to one question.
+
+    Attributes:
+        devices: labels of the devices left out, or the type added.
+        plan: the best plan found, ``None`` when there is none.
+        reason: why there is none.
+        proven: whether no better answer exists (within the requested gap).
+    """
+
+    devices: tuple[str, ...]
+    plan: Plan | None
+    reason: str = ""
+    proven: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +111,75 @@ def _with_overrides(request: PlanRequest, plan: Plan, dropped: Mapping[int, str]
         elif overrides.order and not names & set(overrides.order):
             found[index] = "as decided by --fix_order"
     return found
+
+
+def forced_use(
+    request: PlanRequest, plan: Plan, progress: Progress = silent
+) -> tuple[Alternative, ...]:
+    """Return for every kind of device that the search left out the best plan that uses one."""
+    overrides, devices = request.overrides, plan.cluster.devices
+    groups: dict[int, list[str]] = {}
+    for index in plan.dropped_devices:
+        names = set(device_names(devices[index]))
+        excluded = names & set(overrides.exclude)
+        if not excluded and (not overrides.order or names & set(overrides.order)):
+            groups.setdefault(devices[index].group, []).append(devices[index].label)
+    questions = [
+        (
+            tuple(labels),
+            replace(
+                request,
+                overrides=replace(overrides, use=(*overrides.use, labels[0])),
+                theta_s=plan.search.theta_s,
+            ),
+        )
+        for labels in groups.values()
+    ]
+    return _answers(questions, plan, progress)
+
+
+def one_more(
+    request: PlanRequest, plan: Plan, progress: Progress = silent
+) -> tuple[Alternative, ...]:
+    """Return for every kind of device the fastest plan with one more, without more degradation."""
+    names = [
+        f"{node.name}/{group.type}" for node in request.cluster.nodes for group in node.devices
+    ]
+    questions = [
+        (
+            (name,),
+            replace(
+                request,
+                cluster=larger_cluster(request.cluster, index, 1),
+                quality_budget=plan.estimate.quality,
+                theta_s=0.0,
+            ),
+        )
+        for index, name in enumerate(names)
+    ]
+    return _answers(questions, plan, progress)
+
+
+def _answers(
+    questions: Sequence[tuple[tuple[str, ...], PlanRequest]], plan: Plan, progress: Progress
+) -> tuple[Alternative, ...]:
+    found = []
+    for number, (devices, question) in enumerate(questions[:MAX_QUESTIONS]):
+        progress(number, min(len(questions), MAX_QUESTIONS), None)
+        found.append(_answer(question, plan, devices))
+    return tuple(found)
+
+
+def _answer(request: PlanRequest, plan: Plan, devices: tuple[str, ...]) -> Alternative:
+    limit_s = min(MAX_LIMIT_S, max(MIN_LIMIT_S, 2 * plan.search.planning_s))
+    if request.deadline.has_passed:
+        return Alternative(devices=devices, plan=None, reason="not searched: the time was up")
+    request = replace(request, deadline=request.deadline.within(limit_s))
+    try:
+        found = plan_task(build_task(request), plan.search.method)
+    except OutOfTimeError:
+        reason = f"none found within {limit_s:.3g} s"
+        return Alternative(devices=devices, plan=None, reason=reason)
+    except (InfeasibleError, SpecError):
+        return Alternative(devices=devices, plan=None, reason="there is no such plan")
+    return Alternative(devices=devices, plan=found, proven=found.search.status == "optimal")

@@ -13,7 +13,7 @@ from llmpq.assigner import request as request_module
 from llmpq.assigner.constraints.deadline import NEVER, Deadline
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.exact import NotCoveredError, native
-from llmpq.assigner.explain import what_if
+from llmpq.assigner.explain import explanation
 from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.heuristics import adabits, pipeedge
 from llmpq.assigner.heuristics.proportional import find_proportional
@@ -175,11 +175,11 @@ def test_nothing_is_searched_for_an_explanation_after_the_deadline(
     request = plan_request(cluster=cluster, deadline=Deadline(50.0, clock))
     plan = make_plan(request)
     assert plan.dropped_devices
-    asked = what_if.forced_use(request, plan)
+    asked = explanation.forced_use(request, plan)
     assert [one.plan is not None for one in asked] == [True]
     clock.now_s = 60.0
-    monkeypatch.setattr(what_if, "build_task", forbidden)
-    late = what_if.forced_use(request, plan)
+    monkeypatch.setattr(explanation, "build_task", forbidden)
+    late = explanation.forced_use(request, plan)
     assert [one.reason for one in late] == ["not searched: the time was up"]
     monkeypatch.setattr(planner, "build_task", forbidden)
     refused = InfeasibleError("no plan fits")
