@@ -33,8 +33,16 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "demo"
 NODE = "here"
 BATCH, LONGEST_PROMPT, NEW_TOKENS = 16, 64, 48
-# Shares of the unquantized layers that each device may hold: together 0.8 of the model.
-FAST_SHARE, SLOW_SHARE = 0.5, 0.3
+NEXT_COMMANDS = (
+    "llmpq-check {strategy}  # what limits this plan, and the smallest changes that would help",
+    "llmpq-algo --model facebook/opt-30b --device_names T4-16G V100-32G --device_numbers 3 1 "
+    "--global_bz 32 --s 512 --n 100  # a plan for GPUs, made on this machine",
+    "llmpq-profile layer --model path/to/your/model --device cpu --output cpu.csv"
+    "  # measure your own model",
+)
+# Shares of the unquantized layers that each device may hold. Together 0.42 of them: too little for
+# 8 bits everywhere (about 0.5), so the plan mixes bitwidths.
+FAST_SHARE, SLOW_SHARE = 0.28, 0.14
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,6 +95,9 @@ class Demo:
         elapsed = time.monotonic() - start
         self.say(f"\nPicture of the plan: {show(self.picture)}")
         self.say(f"Everything: {show(self.folder)}  ({elapsed:.0f} s in all)")
+        self.say("\nTry next:")
+        for command in NEXT_COMMANDS:
+            self.say("   $ " + command.format(strategy=show(self.strategy)))
         return {"plan": planned, "run": ran, "elapsed_s": elapsed, "folder": str(self.folder)}
 
     def measure(self, older_isa: str | None, budget_s: float) -> None:
@@ -101,7 +112,9 @@ class Demo:
             command += [*shapes, "--output", show(self.table(index))]
             if isa is not None:
                 command += ["--cpu_isa", isa]
-            jobs.append(self.start(command, subprocess.DEVNULL))
+            # Both measure at once and take equally long: one progress bar is enough.
+            stderr = None if index == 0 else subprocess.PIPE
+            jobs.append(self.start(command, subprocess.DEVNULL, stderr))
         for job in jobs:
             finish(job)
 
@@ -152,11 +165,13 @@ class Demo:
         """Print for a person; with ``--json`` standard output is for the object alone."""
         print(text, file=sys.stderr if self.quiet else sys.stdout, flush=True)
 
-    def start(self, command: list[str], stdout: int | None) -> subprocess.Popen[str]:
+    def start(
+        self, command: list[str], stdout: int | None, stderr: int | None = None
+    ) -> subprocess.Popen[str]:
         """Start a command, its words shown."""
         self.say("   $ " + " ".join(command))
         program = [str(Path(sys.executable).parent / command[0]), *command[1:]]
-        return subprocess.Popen(program, cwd=ROOT, stdout=stdout, text=True)
+        return subprocess.Popen(program, cwd=ROOT, stdout=stdout, stderr=stderr, text=True)
 
     def call(self, command: list[str]) -> dict[str, Any]:
         """Run a command to its end: its text on the screen, or its JSON object returned."""
@@ -168,8 +183,10 @@ class Demo:
 
 def finish(job: subprocess.Popen[str]) -> str:
     """Wait for a command; raise ``CalledProcessError`` when it failed."""
-    text, _ = job.communicate()
+    text, messages = job.communicate()
     if job.returncode != 0:
+        if messages:
+            print(messages, end="", file=sys.stderr)
         raise subprocess.CalledProcessError(job.returncode, job.args)
     return text or ""
 
