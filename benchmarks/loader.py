@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from llmpq.dist.launch.malloc_tuning import give_memory_back
+from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize, stored_bytes
 from llmpq.quant.loading.assembly import LayerAssembly, matrices_of
@@ -274,7 +274,7 @@ def _warmed(trial: Callable[[argparse.Namespace], Figures]) -> Callable[..., Fig
 
     def run(options: argparse.Namespace) -> Figures:
         torch.set_num_threads(1)
-        give_memory_back()
+        tune_malloc_for_loading()
         _stage(options, options.bits)
         return trial(options)
 

@@ -65,7 +65,7 @@ class Moment:
         elif self._phase == "idle":
             self._set(IDLE_S, is_tokens and event.done >= 4)  # the first prompt's whole answer
         elif is_tokens and event.done >= 60:
-            self._stop.ask("SIGTERM")
+            self._stop.request("SIGTERM")
             self._set(DRAIN_AFTER_S, True)
 
     def _set(self, after_s: float, is_now: bool) -> None:

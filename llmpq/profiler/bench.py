@@ -30,7 +30,7 @@ from llmpq.dist.io.job import SamplingParams
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.launch.malloc_tuning import keep_memory
+from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.stats import StageClock, synchronize
 from llmpq.dist.transport.frames import Row
 from llmpq.errors import SpecError
@@ -187,7 +187,7 @@ class Bench:
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
         self._hidden = self._master.embed(tokens, tokens)[:, :1]  # [1, 1, H]
         self._other = torch.ones(OTHER_SHAPE, device=job.device)
-        keep_memory()  # as a rank does once it is loaded
+        tune_malloc_for_serving()  # as a rank does once it is loaded
 
     def trials(self) -> list[list[Trial]]:
         """Return what is to be timed, one list a bitwidth; the master's is the last."""

@@ -9,12 +9,8 @@ import torch
 from helpers.ranks import make_plan, run_threads
 
 from llmpq.dist.engine import warmup
-from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.engine.warmup import settle, warm_up, warm_up_master
+from llmpq.dist.engine.warmup import warm_up, warm_up_master
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.kv.cache import KVCache
-from llmpq.models import kv_shapes
-from llmpq.quant.loading.loader import load_stage
 from llmpq.spec.workload import Workload
 
 CPU = torch.device("cpu")
@@ -67,31 +63,6 @@ def test_answers_of_one_token_have_no_decode_to_warm_up():
 def test_a_stage_without_layers_has_nothing_to_warm_up():
     runner = Runner(layers=None)
     warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
-    assert runner.steps == []
-
-
-def test_one_layer_of_every_kind_settles_with_a_cache_that_has_all(tiny_model):
-    folder = tiny_model("llama", shape={"layers": 5})
-    bits = (4, 16, 4, 16, 8)
-    layers = load_stage(folder, 0, 5, bits, dtype=torch.float32, device=CPU)
-    shapes = kv_shapes(layers.config, 0, 5)
-    cache = KVCache(shapes, 0, num_slots=4, max_tokens=12, dtype=torch.float32)
-    runner = StageRunner(layers=layers, cache=cache, device=CPU, is_last=False)
-    ran = []
-    for index, layer in enumerate(layers.layers):
-        layer.register_forward_hook(
-            lambda _, given, __, index=index: ran.append((index, tuple(given[0].shape[:2])))
-        )
-    plan = make_plan((0, 5), bits=bits, prefill=2, decode=3)
-    work = Workload(batch=4, prompt_tokens=7, new_tokens=5)
-    plan = replace(plan, workload=work)
-    settle(plan, plan.stages[0], runner, layers.config.hidden_size, torch.float32)
-    assert ran == [(index, size) for index in (0, 1, 4) for size in ((2, 7), (3, 1))]
-
-
-def test_a_stage_without_layers_has_nothing_to_settle():
-    runner = Runner(layers=None)
-    settle(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.steps == []
 
 

@@ -8,15 +8,13 @@ Shapes: R rows, T tokens a row, H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from llmpq.dist.engine.cuda_graphs import MOST_BLOCKS
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
-from llmpq.models import DecoderStage, Master
+from llmpq.models import Master
 from llmpq.spec.plan import Plan, StageAssignment
 from llmpq.spec.precision import Phase
 
@@ -48,28 +46,6 @@ def warm_up(
         hidden = torch.zeros(len(slots), tokens, hidden_size, dtype=dtype, device=runner.device)
         runner.run(hidden, [Row(slot=slot, first=first, length=first + tokens) for slot in slots])
     synchronize(runner.device)
-
-
-@torch.inference_mode()
-def settle(
-    plan: Plan, stage: StageAssignment, runner: StageRunner, hidden_size: int, dtype: torch.dtype
-) -> None:
-    """Run one layer of every kind as :func:`warm_up` runs all, for what first calls keep for good.
-
-    Compiled products and their work space are small blocks that stay. Made while the heap grows
-    for a step's tensors, they lie between those and hold on to holes as large: with BLOOM 10 to
-    20 MB a process, never the same. Called while freed memory goes back at once
-    (``dist.allocator``), they come to lie together.
-    """
-    if runner.layers is None or runner.device.type != "cpu":
-        return
-    layers, seen = runner.layers, set()
-    for index, (bits, layer) in enumerate(zip(stage.bits, layers.layers, strict=True)):
-        kind = bits, repr(layer)
-        if kind not in seen:
-            seen.add(kind)
-            alone = DecoderStage(layers.config, [layer], layers.first_layer + index)
-            warm_up(plan, stage, replace(runner, layers=alone), hidden_size, dtype)
 
 
 @torch.inference_mode()

@@ -1,9 +1,8 @@
-"""Doctor: examine what a run would need on every rank, before anything is loaded.
+"""Doctor: check on every rank what a run needs, before anything is loaded.
 
-All ranks meet as they would for a run, over the same transports, and each looks at its own host and
-at its link from the rank before. Rank 0 compares what they found with its own and with the plan.
-A rank that does not come, an address that cannot be listened at or a token that differs ends the
-meeting with an error that says so: they need no list of findings.
+All ranks connect as for a run, and each examines its own host and its link from the previous rank.
+Rank 0 compares the results with its own and with the plan. A missing rank, an unusable address or a
+different token is an error of the rendezvous, not a finding.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from llmpq.units import KIB, format_bytes
 
 SMALL_FRAMES = 9
 MIN_FRAMES, MAX_FRAMES, LARGE_BYTES = 4, 2000, 8 << 20
-"""Prefill micro-batches that tell the bandwidth: so many bytes, in at least and at most so many."""
+"""Prefill micro-batches to measure the bandwidth: at least so many bytes, within these counts."""
 MAX_CLOCK_SKEW_S = 5.0
 SLOW_LINK = 0.5
-"""A link with less than this share of the cluster file's bandwidth is worth a word."""
+"""A link below this share of the cluster file's bandwidth is a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something that is not as it should be.
+    """A problem that was found.
 
     Attributes:
         rank: where.
-        name: what messages call that rank.
-        check: what was looked at.
-        level: an ``error`` keeps a run from working, a ``warning`` does not.
-        message: what was found and what was expected.
+        name: of that rank in messages.
+        check: ``versions``, ``weights``, ``device``, ``clocks``, ``links`` or ``memory``.
+        level: ``error`` if a run would fail, else ``warning``.
+        message: found and expected.
     """
 
     rank: int
@@ -61,7 +60,7 @@ class Finding:
 
 
 def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
-    """Return what this rank's host has, as JSON; a check that fails is an entry of ``failures``."""
+    """Return facts about this rank's host as JSON; a failed check is an entry of ``failures``."""
     failures: dict[str, str] = {}
     facts: dict[str, Any] = {
         "rank": rank,
@@ -92,19 +91,19 @@ def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
     return facts
 
 
-def time_link(ring: RankChannels, limits: FrameLimits) -> dict[str, Any]:
-    """Send frames to the next rank and time those of the rank before, on rank 0's clock.
+def time_link(channels: RankChannels, limits: FrameLimits) -> dict[str, Any]:
+    """Send frames to the next rank and time those of the previous one, on rank 0's clock.
 
-    The one-way latency is as right as the clocks agree; the bandwidth does not depend on them.
+    The error of the one-way latency is that of the clock offset; the bandwidth has no such error.
     """
-    door = ring.communicator
+    communicator = channels.communicator
 
     def now_us() -> int:
-        return round((time.perf_counter() + ring.clock_offset_s) * 1e6)
+        return round((time.perf_counter() + channels.clock_offset_s) * 1e6)
 
     for _ in range(SMALL_FRAMES):
-        door.send(Frame(kind=FrameKind.STATS, text=json.dumps(now_us()).encode()))
-    delays = [now_us() - json.loads(_next(ring).text) for _ in range(SMALL_FRAMES)]
+        communicator.send(Frame(kind=FrameKind.STATS, text=json.dumps(now_us()).encode()))
+    delays = [now_us() - json.loads(_next(channels).text) for _ in range(SMALL_FRAMES)]
     rows = tuple(
         Row(slot=slot, first=0, length=limits.prefill_tokens) for slot in range(limits.prefill_rows)
     )
@@ -113,36 +112,38 @@ def time_link(ring: RankChannels, limits: FrameLimits) -> dict[str, Any]:
     )
     count = min(MAX_FRAMES, max(MIN_FRAMES, 1 + LARGE_BYTES // hidden.nbytes))
     for number in range(count):
-        door.send(Frame(kind=FrameKind.PREFILL, micro_batch=number, rows=rows, hidden=hidden))
+        communicator.send(
+            Frame(kind=FrameKind.PREFILL, micro_batch=number, rows=rows, hidden=hidden)
+        )
     arrivals = []
     for _ in range(count):
-        _next(ring)
+        _next(channels)
         arrivals.append(time.perf_counter())
     elapsed_s = max(arrivals[-1] - arrivals[0], 1e-9)
     return {
-        "transport_to_next": ring.transport,
+        "transport_to_next": channels.transport,
         "latency_s": max(0.0, statistics.median(delays) / 1e6),
-        "latency_error_s": ring.clock_error_s,
+        "latency_error_s": channels.clock_error_s,
         "bytes_per_s": (count - 1) * hidden.nbytes / elapsed_s,
     }
 
 
-def gather(ring: RankChannels, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Bring every rank's facts to rank 0, which gets them in order; others get ``None``."""
-    door = ring.communicator
+def gather(channels: RankChannels, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return every rank's facts in order of rank on rank 0, ``None`` on the others."""
+    communicator = channels.communicator
     text = json.dumps(facts).encode()
-    size = len(door.names)
-    if door.rank > 0:
-        for _ in range(door.rank - 1):
-            door.send(_next(ring))
-        door.send(Frame(kind=FrameKind.STATS, text=text))
+    size = len(communicator.names)
+    if communicator.rank > 0:
+        for _ in range(communicator.rank - 1):
+            communicator.send(_next(channels))
+        communicator.send(Frame(kind=FrameKind.STATS, text=text))
         return None
-    others = [json.loads(_next(ring).text) for _ in range(size - 1)]
+    others = [json.loads(_next(channels).text) for _ in range(size - 1)]
     return [facts, *sorted(others, key=lambda one: int(one["rank"]))]
 
 
 def judge(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Compare what the ranks found with rank 0's and with the plan."""
+    """Compare the facts of all ranks with those of rank 0 and with the plan."""
     findings: list[Finding] = []
     for one in facts:
         for check, message in one["failures"].items():
@@ -153,22 +154,22 @@ def judge(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def report(plan: Plan, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the object that ``llmpq-dist doctor --json`` prints."""
+    """Return the JSON object of ``llmpq-dist doctor --json``."""
     findings = judge(plan, facts)
-    is_well = not any(one.level == "error" for one in findings)
+    is_ready = not any(one.level == "error" for one in findings)
     return {
-        "status": "ready" if is_well else "not ready",
+        "status": "ready" if is_ready else "not ready",
         "findings": [asdict(one) for one in findings],
         "ranks": list(facts),
     }
 
 
-def _next(ring: RankChannels) -> Frame:
-    frame = ring.communicator.recv()
+def _next(channels: RankChannels) -> Frame:
+    frame = channels.communicator.recv()
     if frame.kind is FrameKind.ERROR:
         raise error_from_frame(frame)
     if frame.kind not in (FrameKind.STATS, FrameKind.PREFILL):
-        raise StageError(f"found a frame {frame.kind.name}, expected one of the examination")
+        raise StageError(f"found a frame {frame.kind.name}, expected one of the doctor")
     return frame
 
 
@@ -217,13 +218,13 @@ def _link_findings(plan: Plan, one: dict[str, Any]) -> list[Finding]:
 
 
 def _memory_findings(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Hold the memory that the CPU ranks of a host need together against what it has."""
+    """Compare the memory that the ranks of a device need together with what it has."""
     found = []
     hosts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in facts:
         device = str(one.get("device", ""))
-        place = plan.device_of(plan.stages[one["rank"]]).node
-        hosts.setdefault((place, device), []).append(one)
+        node = plan.device_of(plan.stages[one["rank"]]).node
+        hosts.setdefault((node, device), []).append(one)
     for ranks in hosts.values():
         needed = sum(plan.estimate.stages[one["rank"]].memory.total for one in ranks)
         available = min(int(one["available_bytes"]) for one in ranks)
@@ -237,7 +238,7 @@ def _memory_findings(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Findin
 
 
 def _available_bytes() -> int:
-    """Return what this host, or the cgroup this process is in, still has."""
+    """Return the available memory of this host or of this process's cgroup."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * KIB for line in lines if "MemAvailable" in line)
     for limit, used in (

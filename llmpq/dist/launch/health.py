@@ -1,8 +1,8 @@
-"""Health: one small file that says how a run is, for whoever looks after it.
+"""Health file: the state of a run, for monitoring.
 
-``{"state", "is_healthy", "restarts", "tokens", "expected_tokens", "cause", "pid", "time"}``. It is
-replaced whole, at every change and once a second: a ``time`` that stands still means that the
-launcher itself hangs or was killed. Needs no torch.
+``{"state", "is_healthy", "restarts", "tokens", "expected_tokens", "cause", "pid", "time"}``. The
+file is replaced as a whole at every change and once a second: an old ``time`` means that the
+launcher hangs or was killed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Literal
 from llmpq.spec.fields import dump_json, write_text
 
 State = Literal["starting", "serving", "draining", "restarting", "done", "stopped", "failed"]
-BEAT_S = 1.0
-"""How often the file is renewed while nothing changes."""
+HEARTBEAT_S = 1.0
+"""How often the file is written while nothing changes."""
 
 
 class Health:
-    """How a run is.
+    """The state of a run.
 
     Args:
-        path: where to say it; ``None`` for nowhere.
+        path: of the health file; ``None`` for none.
         clock: seconds since the epoch.
 
     Attributes:
-        state: ``serving`` is the only one in which requests make progress, ``draining`` those that
-            have begun.
-        restarts: how many times all ranks were started anew.
-        tokens: made since the last start, of ``expected``.
-        cause: what ended the ranks last, empty before anything did.
+        state: requests make progress while ``serving``; while ``draining``, running ones do.
+        restarts: number of restarts of all ranks.
+        tokens: generated since the last start.
+        expected: tokens of all requests.
+        cause: the last error that ended the ranks, empty before the first.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -43,21 +43,21 @@ class Health:
         self.cause = ""
         self._path = path
         self._clock = clock
-        self._told_s = 0.0
+        self._written_s = 0.0
 
-    def enter(self, state: State) -> None:
-        """Change the state and say so at once."""
-        if state != self.state or not self._told_s:
+    def set_state(self, state: State) -> None:
+        """Change the state and write the file."""
+        if state != self.state or not self._written_s:
             self.state = state
-            self._tell()
+            self._write()
 
-    def beat(self) -> None:
-        """Say that nothing changed, when it is time to."""
-        if self._clock() - self._told_s >= BEAT_S:
-            self._tell()
+    def heartbeat(self) -> None:
+        """Write the file if it is older than ``HEARTBEAT_S``."""
+        if self._clock() - self._written_s >= HEARTBEAT_S:
+            self._write()
 
-    def _tell(self) -> None:
-        self._told_s = self._clock()
+    def _write(self) -> None:
+        self._written_s = self._clock()
         if self._path is None:
             return
         fields = {
@@ -68,6 +68,6 @@ class Health:
             "expected_tokens": self.expected,
             "cause": self.cause,
             "pid": os.getpid(),
-            "time": self._told_s,
+            "time": self._written_s,
         }
         write_text(self._path, dump_json(fields))

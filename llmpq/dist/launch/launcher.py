@@ -1,12 +1,11 @@
-"""Starting the ranks of a plan on this host, and ending all of them when one fails.
+"""Launcher: starts the ranks of a plan on this host, and ends all of them when one fails.
 
-The processes get torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK ...) and one each of what
-differs from rank to rank: thread count, vector extensions, cores. torchrun's own agent is not used
-for this: it gives all ranks one environment, loads torch into the launching process, and its store
-listens on every address of the host. Ranks can be started by torchrun all the same
-(``llmpq-dist --no_auto``), they then run the same code.
+The processes get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK ...) and their own thread
+count, vector extensions and cores. torchrun's agent would give all ranks one environment, load
+torch into the launching process and listen on every address of the host. Ranks that torchrun
+starts (``llmpq-dist --no_auto``) run the same code.
 
-Needs no torch. It reads the environment, which only it and the commands may.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from llmpq.spec.plan import Plan
 
 POLL_S = 0.05
 GRACE_S = 1.0
-"""How long the others may take to say why, once one rank has failed."""
+"""How long the other ranks may take to write their errors, once one has failed."""
 
 
 class RunMonitor(Protocol):
@@ -95,7 +94,7 @@ def _error_file(folder: Path, rank: int) -> Path:
 
 
 def measurement_file(folder: Path) -> Path:
-    """Where the master leaves its measurement."""
+    """Return the file of the master's measurement."""
     return folder / "measurement.json"
 
 
@@ -104,12 +103,11 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
 
     Args:
         plan: its stages name devices, and those their nodes.
-        node_rank: number of the host; hosts are counted as the pipeline first reaches them, so 0
-            is the master's.
-        num_nodes: number of hosts; with 1, this host plays all nodes.
+        node_rank: number of the host, in the order of the pipeline; 0 is the master's.
+        num_nodes: number of hosts; with 1, all ranks run on this host.
 
     Raises:
-        SpecError: the plan uses another number of nodes.
+        SpecError: the plan has another number of nodes.
     """
     if num_nodes == 1:
         return list(range(len(plan.stages)))
@@ -123,7 +121,7 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
 
 
 def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[str, str]:
-    """Return the variables of one rank, in torchrun's names and the numeric libraries'."""
+    """Return the variables of one rank: torchrun's and those of the numeric libraries."""
     device = plan.device_of(plan.stages[rank])
     own = bool(_cores(plan, rank, local_ranks))
     threads = _threads(plan, rank, local_ranks)
@@ -132,7 +130,7 @@ def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[
         "WORLD_SIZE": str(len(plan.stages)),
         "LOCAL_RANK": str(list(local_ranks).index(rank)),
         "LOCAL_WORLD_SIZE": str(len(local_ranks)),
-        # A model directory is complete; nothing is ever fetched.
+        # A model directory is complete; nothing is downloaded.
         "HF_HUB_OFFLINE": "1",
     }
 
@@ -140,21 +138,21 @@ def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[
 def launch(
     job: Job, plan: Plan, ranks: Sequence[int], folder: Path, monitor: RunMonitor
 ) -> Measurement | None:
-    """Run these ranks to their end.
+    """Run these ranks until they end.
 
     Args:
-        job: what they are told.
+        job: what to run.
         plan: of the job.
-        ranks: those that run on this host.
+        ranks: of this host.
         folder: private to this user and this run.
         monitor: receives the events of the ranks, and may end the run.
 
     Returns:
-        What the master measured, ``None`` when it runs on another host.
+        The master's measurement, ``None`` if it runs on another host.
 
     Raises:
         LlmpqError: the error of the rank that failed first, or a ``StageError`` that names a rank
-            that was killed or hangs. No rank outlives the call.
+            that was killed or hangs. All ranks have ended when the call returns.
     """
     write_job(folder / "job.json", job)
     (folder / "job.json").chmod(0o600)
@@ -165,11 +163,11 @@ def launch(
             workers[rank] = _start(job, plan, rank, ranks, folder, writer)
         os.close(writer)
         writer = -1
-        watch = _Watch(workers, reader, job.step_timeout_s + GRACE_S)
-        silent = watch.run(monitor)
+        followed = _WorkerMonitor(workers, reader, job.step_timeout_s + GRACE_S)
+        silent = followed.run(monitor)
         if silent is not None:
             name = stage_name(plan, silent, os.uname().nodename)
-            if not watch.has_heard(silent):
+            if not followed.has_started(silent):
                 raise PeerLostError(
                     f"{name}: did not start within {START_TIMEOUT_S:g} s, expected its libraries "
                     "to be loaded by then; the machine may be short of memory or busy",
@@ -202,7 +200,7 @@ def _start(
     command = [sys.executable, "-P", "-m", "llmpq.dist.launch.worker"]
     log_file = _log_file(folder, rank)
     log_file.touch(mode=0o600)
-    with log_file.open("wb") as log, _interrupts_kept_back():
+    with log_file.open("wb") as log, _signals_blocked():
         worker = subprocess.Popen(
             [*command, str(folder / "job.json"), str(rank), str(events)],
             env=environment,
@@ -219,12 +217,11 @@ def _start(
 
 
 @contextlib.contextmanager
-def _interrupts_kept_back() -> Iterator[None]:
-    """Have what is started here see neither Ctrl-C nor SIGTERM: only the launcher ends ranks.
+def _signals_blocked() -> Iterator[None]:
+    """Block Ctrl-C and SIGTERM in processes that are started here: only the launcher ends ranks.
 
-    Terminals and service managers send them to every process of a group, and a rank that ended
-    would take along what the launcher lets finish. The blocked mask is inherited; ours is put
-    back, and what came meanwhile then reaches us.
+    Terminals and service managers send them to every process of a group. The blocked mask is
+    inherited; afterwards the launcher's own is restored and pending signals arrive.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -234,24 +231,23 @@ def _interrupts_kept_back() -> Iterator[None]:
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return our own environment, with this very package first on the path."""
+    """Return this process's environment with this package first on the path."""
     package_parent = str(Path(llmpq.__file__).resolve().parents[1])
     paths = [package_parent, *environ.get("PYTHONPATH", "").split(os.pathsep)]
     return dict(environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _threads(plan: Plan, rank: int, local_ranks: Sequence[int]) -> int:
-    """Threads of a worker: the cluster file's number, else an equal share of the cores."""
-    asked = plan.device_of(plan.stages[rank]).threads
-    return asked or max(1, len(os.sched_getaffinity(0)) // len(local_ranks))
+    """Return the threads of a worker: the cluster file's, else an equal share of the cores."""
+    given = plan.device_of(plan.stages[rank]).threads
+    return given or max(1, len(os.sched_getaffinity(0)) // len(local_ranks))
 
 
 def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
-    """Return a CPU worker's own cores, none when there are not enough for everyone.
+    """Return a CPU worker's own cores, none if there are not enough for all workers.
 
-    Then the kernel shares them out: measured with three workers on two cores, each got two thirds
-    of one, where the two that were pinned to one core got less than half, with the other idle at
-    times.
+    The kernel then shares them: of three workers on two cores each gets two thirds of a core, while
+    two pinned to one core get less than half and the other core is idle at times.
     """
     workers = [
         other
@@ -266,7 +262,7 @@ def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
     return set(available[first : first + threads[rank]])
 
 
-class _Watch:
+class _WorkerMonitor:
     """Follows the workers of this host: their events, their ends, their silence."""
 
     def __init__(
@@ -277,18 +273,18 @@ class _Watch:
         self._timeout_s = timeout_s
         self._silent_s = dict.fromkeys(workers, 0.0)
         self._allowed_s = dict.fromkeys(workers, START_TIMEOUT_S)
-        self._heard: set[int] = set()
+        self._started: set[int] = set()
         self._rest = b""
 
-    def has_heard(self, rank: int) -> bool:
-        """Whether a rank ever gave a sign of life: its libraries are loaded then."""
-        return rank in self._heard
+    def has_started(self, rank: int) -> bool:
+        """Return whether a rank sent an event, so that its libraries are loaded."""
+        return rank in self._started
 
     def run(self, monitor: RunMonitor) -> int | None:
-        """Pass events on until all ranks ended well or one did not.
+        """Pass events on until all ranks have ended, or one failed or hangs.
 
         Returns:
-            The rank that gave no sign of life for too long, ``None`` when that is not the cause.
+            The rank that was silent for too long, ``None`` if there is none.
         """
         os.set_blocking(self._reader, False)
         last = time.monotonic()
@@ -300,7 +296,7 @@ class _Watch:
                 if any(codes) or all(code == 0 for code in codes):
                     return None
                 now = time.monotonic()
-                # A pause of our own (the whole group was stopped) is not the workers' silence.
+                # A long step of this loop means that this process was stopped, not the workers.
                 silent = self._find_silent(min(now - last, 1.0))
                 if silent is not None:
                     return silent
@@ -312,7 +308,7 @@ class _Watch:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = Event.decode(line)
-            self._heard.add(event.rank)
+            self._started.add(event.rank)
             self._silent_s[event.rank] = 0.0
             self._allowed_s[event.rank] = self._timeout_s
             monitor.on_event(event)
@@ -326,7 +322,7 @@ class _Watch:
 
 
 def _wait_for_errors(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
-    """Give ranks that only noticed a loss the time to be joined by the rank that caused it."""
+    """Wait until the rank that caused the failure has ended, not only those that lost a peer."""
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:
         if any((worker.poll() or 0) < 0 for worker in workers.values()):
@@ -339,12 +335,12 @@ def _wait_for_errors(workers: Mapping[int, subprocess.Popen[bytes]], folder: Pat
 
 
 def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> LlmpqError:
-    """Return the error that started it all, among those that follow from it."""
+    """Return the first error, from which the others follow."""
     host = os.uname().nodename
     for rank, worker in workers.items():
         if (code := worker.poll() or 0) < 0:
             name = signal.Signals(-code).name
-            hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
+            hint = ", perhaps because memory ran out" if name == "SIGKILL" else ""
             return StageError(
                 f"{stage_name(plan, rank, os.uname().nodename)}: was ended by {name}{hint}"
             )

@@ -1,11 +1,12 @@
-"""Janitor: tidies up after a launcher that was killed.
+"""Cleanup after a launcher that was killed.
 
-A killed launcher cannot end its ranks, which ask the kernel to end with it only once their
-libraries are loaded, nor remove its private folder. So a small process, in a session of its own,
-waits for the end of a pipe that only the launcher holds open: it then ends every process that was
-started with a file of that folder, and removes the folder.
+A killed launcher cannot remove its private folder nor end its ranks, which ask the kernel to end
+with it only once their libraries are loaded. So a small process, in a session of its own, waits for
+the end of a pipe that only the launcher holds open. It then ends every process that was started
+with a file of that folder, and removes the folder.
 
-``python -I -S janitor.py FOLDER``, standard input being the pipe. Needs the standard library only.
+``python -I -S orphan_cleanup.py FOLDER``, with the pipe as standard input. Needs the standard
+library only.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GRACE_S = 1.0
-"""Ranks that die with the launcher may still be writing."""
+"""Ranks that end with the launcher may still be writing."""
 
 
 @contextlib.contextmanager
 def clean_up_if_killed(folder: Path) -> Iterator[None]:
-    """Have ``folder`` removed should this process be killed inside the context."""
+    """Remove ``folder`` and end its ranks if this process is killed inside the context."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(folder)]
     with subprocess.Popen(
         command,
@@ -34,11 +35,11 @@ def clean_up_if_killed(folder: Path) -> Iterator[None]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-    ) as janitor:
+    ) as cleaner:
         try:
             yield
         finally:
-            janitor.kill()  # the one who made the folder removes it
+            cleaner.kill()  # the caller removes its folder
 
 
 def main(folder: Path) -> None:
@@ -56,7 +57,7 @@ def end_ranks(folder: Path) -> None:
     """Kill the processes whose command names the folder's job."""
     job = str(folder / "job.json").encode()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended by itself
+        with contextlib.suppress(OSError):  # it has ended
             if job in command.read_bytes().split(b"\0"):
                 os.kill(int(command.parent.name), signal.SIGKILL)
 

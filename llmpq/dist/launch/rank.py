@@ -22,14 +22,14 @@ from llmpq.dist.engine.in_flight import split_of
 from llmpq.dist.engine.policy import policy_of, schedule_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
-from llmpq.dist.engine.warmup import settle, warm_up, warm_up_master
+from llmpq.dist.engine.warmup import warm_up, warm_up_master
 from llmpq.dist.io.job import TOLD_ONLY, DriftHandling, SamplingParams, check_plan
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink, kv_connector
-from llmpq.dist.launch.malloc_tuning import keep_memory
+from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.measurement import HeldBytes, Measurement
 from llmpq.dist.metrics.progress import Event, Progress, TokenProgress
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
@@ -283,11 +283,9 @@ def _watch(context: RankContext, runner: StageRunner) -> None:
 
 
 def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
-    """Make first calls of one layer of a kind, then of all; keep what is freed from the second."""
+    """Run the layers once; from then on, keep freed memory."""
     plan, stage = context.plan, context.plan.stages[context.rank]
-    if runner.layers is not None:
-        settle(plan, stage, runner, runner.layers.config.hidden_size, DTYPES[plan.dtype])
-    keep_memory()
+    tune_malloc_for_serving()
     if runner.layers is not None:
         warm_up(plan, stage, runner, runner.layers.config.hidden_size, DTYPES[plan.dtype])
 
@@ -344,7 +342,6 @@ class _Master:
         runner = self.runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
         self._clock.held = held_bytes(runner, master)
-        warm_up_master(plan, master, runner)
         _warm_up_layers(context, runner)
         warm_up_master(plan, master, runner)
         communicator = context.recorded(self._clock)

@@ -1,7 +1,7 @@
-"""Stopping: how a run is told to end, and how its master hears of it.
+"""Stopping a run: signals ask the launcher, a file in its private folder asks the master.
 
-The first SIGTERM or Ctrl-C asks: requests that have begun are finished, the others go back
-unserved. The second one ends everything now. Needs no torch.
+The first SIGTERM or Ctrl-C drains: running requests are finished, the others stay unserved. The
+second one ends everything at once. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,85 +14,85 @@ from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOOK_S = 0.02
-"""How often the master looks for the sign to drain."""
+CHECK_INTERVAL_S = 0.02
+"""How often the master looks for the file."""
 
 
 def drain_file(folder: Path) -> Path:
-    """Return the file whose existence tells the master to begin no further request."""
+    """Return the file whose existence asks the master to admit no new requests."""
     return folder / "drain"
 
 
 class DrainFlag:
-    """Whether the sign to drain is there; asked at every step, it looks now and then.
+    """Returns whether the master should drain; looks at the file system now and then.
 
     Args:
-        folder: where the sign would be.
+        folder: of the file.
         clock: seconds from some moment on.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sign = drain_file(folder)
+        self._file = drain_file(folder)
         self._clock = clock
-        self._look_s = clock()
-        self._is_seen = False
+        self._next_check_s = clock()
+        self._is_set = False
 
     def __call__(self) -> bool:
-        """Tell whether the sign was there at the last look, at most ``LOOK_S`` ago."""
+        """Return whether the file was there at most ``CHECK_INTERVAL_S`` ago."""
         now_s = self._clock()
-        if not self._is_seen and now_s >= self._look_s:
-            self._look_s = now_s + LOOK_S
-            self._is_seen = self._sign.exists()
-        return self._is_seen
+        if not self._is_set and now_s >= self._next_check_s:
+            self._next_check_s = now_s + CHECK_INTERVAL_S
+            self._is_set = self._file.exists()
+        return self._is_set
 
 
 class StopRequest:
-    """Whether the run was asked to end.
+    """Whether a run was asked to end.
 
     Args:
         clock: seconds from some moment on.
 
     Attributes:
-        by: what asked, for messages.
+        source: what asked, for messages.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.by = ""
+        self.source = ""
         self._clock = clock
-        self._asked_s: float | None = None
+        self._requested_s: float | None = None
 
     @property
-    def is_asked(self) -> bool:
-        """Whether anything asked."""
-        return self._asked_s is not None
+    def is_requested(self) -> bool:
+        """Whether the run was asked to end."""
+        return self._requested_s is not None
 
-    def ask(self, by: str) -> None:
-        """Ask; only the first time counts."""
-        if self._asked_s is None:
-            self.by = by
-            self._asked_s = self._clock()
+    def request(self, source: str) -> None:
+        """Ask the run to end; only the first time counts."""
+        if self._requested_s is None:
+            self.source = source
+            self._requested_s = self._clock()
 
-    def waiting_s(self) -> float:
-        """Return how long ago it was asked, 0 when it was not."""
-        return 0.0 if self._asked_s is None else self._clock() - self._asked_s
+    def elapsed_s(self) -> float:
+        """Return the time since the request, 0 without one."""
+        return 0.0 if self._requested_s is None else self._clock() - self._requested_s
 
     @contextlib.contextmanager
     def from_signals(self) -> Iterator[None]:
-        """Let SIGTERM and Ctrl-C ask; the second raises ``KeyboardInterrupt``, later ones nothing.
+        """Let SIGTERM and Ctrl-C ask; the second one raises ``KeyboardInterrupt``.
 
-        Whoever unwinds from the second ends the ranks and removes the private folder: that is not
-        to be interrupted in turn.
+        Later ones are ignored: ending the ranks and removing the private folder must not be
+        interrupted.
         """
 
-        def take(number: int, _: FrameType | None) -> None:
-            if not self.is_asked:
-                self.ask(signal.Signals(number).name)
+        def handle(number: int, _: FrameType | None) -> None:
+            if not self.is_requested:
+                self.request(signal.Signals(number).name)
                 return
             for other in SIGNALS:
                 signal.signal(other, signal.SIG_IGN)
             raise KeyboardInterrupt
 
-        before = [(number, signal.signal(number, take)) for number in SIGNALS]
+        before = [(number, signal.signal(number, handle)) for number in SIGNALS]
         try:
             yield
         finally:

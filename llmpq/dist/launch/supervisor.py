@@ -1,9 +1,9 @@
-"""Supervisor: a run from its first start to its end, over the deaths of its ranks.
+"""Supervisor: starts all ranks again after one was lost, and drains a run that is asked to end.
 
-A rank that dies or hangs takes its generation along: the launcher ends the others, and with them
-all that was in flight. What was answered stands in the result file, so a new generation answers the
-rest and nothing twice. Bad input, want of memory and our own bugs are not cured by another start
-and end the run at once; so do two generations in a row that made no token. Needs no torch.
+When a rank dies or hangs, the launcher ends the others, and the running requests are lost. Finished
+answers are in the result file, so a new start answers the rest and nothing twice. Errors that
+another start does not cure (bad input, too little memory, a full disk, our own bugs) end the run at
+once; so do two starts in a row without a token. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How a run is looked after.
+    """Restarts and the end of a run.
 
     Attributes:
-        max_restarts: how many times all ranks may be started anew after one was lost.
-        drain_timeout_s: how long requests that have begun may go on once the run is asked to end.
-        stop: asks for that end.
-        health: file that says how the run is; ``None`` for nowhere.
+        max_restarts: how many times all ranks may be started again after one was lost.
+        drain_timeout_s: how long running requests may go on once the run is asked to end.
+        stop: asks the run to end.
+        health: file of :class:`~llmpq.dist.launch.health.Health`; ``None`` for none.
     """
 
     max_restarts: int = 0
@@ -55,15 +55,15 @@ class Supervision:
 
 
 class Supervisor:
-    """Starts generations of ranks until the run is over; the overseer of each.
+    """Starts all ranks until the run is over, and monitors them.
 
     Args:
-        job: what to run. Only answers are journalled: other tasks are not started again.
+        job: what to run; only the task ``generate`` is started again.
         plan: of the job.
         ranks: those of this host.
         folder: private to this user and this run.
-        supervision: how to look after them.
-        progress: takes the ranks' events.
+        supervision: limits.
+        progress: receives the ranks' events.
     """
 
     def __init__(
@@ -84,89 +84,89 @@ class Supervisor:
         self._health = Health(supervision.health)
         self._restarts: list[Restart] = []
         self._is_serving = False
-        self._was_idle = False  # whether the generation before made no token
+        self._was_idle = False  # whether the previous start made no token
 
     def run(self) -> Measurement | None:
         """Run to the end.
 
         Returns:
-            What the last generation measured; ``None`` on a host without the master.
+            The measurement of the last start; ``None`` on a host without the master.
 
         Raises:
-            StoppedError: it was asked to end, and not everything was done by then.
-            LlmpqError: as ``launch``, when another start is not allowed or would not help.
+            StoppedError: the run was asked to end before all requests were answered.
+            LlmpqError: as ``launch``, if another start is not allowed or would not help.
         """
         try:
-            measurement = self._run_generations()
+            measurement = self._run_until_done()
         except BaseException as error:
             self._health.cause = (
                 self._health.cause if isinstance(error, StoppedError) else str(error)
             )
             is_stopped = isinstance(error, StoppedError | KeyboardInterrupt)
-            self._health.enter("stopped" if is_stopped else "failed")
+            self._health.set_state("stopped" if is_stopped else "failed")
             raise
-        self._health.enter("done")
+        self._health.set_state("done")
         return measurement and replace(measurement, restarts=tuple(self._restarts))
 
     def on_event(self, event: Event) -> None:
-        """Follow what the ranks do."""
+        """Update the health file and report progress."""
         if event.kind == "tokens":
             self._is_serving = True
             self._health.tokens, self._health.expected = event.done, event.total
             if self._health.state in ("starting", "restarting"):
-                self._health.enter("serving")
+                self._health.set_state("serving")
         if event.kind != "alive":
             self._progress.report(event)
 
     def check(self) -> None:
-        """Begin to drain when asked to, and end when that took too long or nothing has begun.
+        """Drain when asked to; end if that takes too long or no request is running.
 
         Raises:
-            StoppedError: says what became of the requests.
+            StoppedError: with the number of answers.
         """
-        self._health.beat()
+        self._health.heartbeat()
         stop, limit_s = self._supervision.stop, self._supervision.drain_timeout_s
-        if not stop.is_asked:
+        if not stop.is_requested:
             return
         if not (self._is_serving and 0 in self._ranks and self._job.task == "generate"):
             raise self._stopped("nothing had begun here")
-        if stop.waiting_s() >= limit_s:
+        if stop.elapsed_s() >= limit_s:
             raise self._stopped(f"what had begun was not finished within {limit_s:g} s")
         if not drain_file(self._folder).exists():
             drain_file(self._folder).touch(mode=0o600)
-            self._health.enter("draining")
+            self._health.set_state("draining")
             _log.warning(
                 "%s: finishing what has begun, for up to %g s; once more ends it now",
-                stop.by,
+                stop.source,
                 limit_s,
             )
 
-    def _run_generations(self) -> Measurement | None:
+    def _run_until_done(self) -> Measurement | None:
         while True:
             self._is_serving = False
             self._health.tokens = 0
             start_s = time.monotonic()
-            self._health.enter("restarting" if self._restarts else "starting")
+            self._health.set_state("restarting" if self._restarts else "starting")
             before = self._count_finished()
             try:
                 return launch(self._job, self._plan, self._ranks, self._folder, self)
             except StageError as error:
                 self._health.cause = str(error)
                 lost_s = time.monotonic() - start_s
-                found = self._last_word(error)
+                found = self._final_error(error)
                 if found is not None:
                     raise found from None
                 done = self._count_finished() - before
                 self._restarts.append(Restart(cause=str(error), lost_s=lost_s, finished=done))
             self._health.restarts = len(self._restarts)
-            self._prepare()
+            self._prepare_restart()
 
-    def _last_word(self, error: StageError) -> LlmpqError | None:
-        """Return the error to end with, ``None`` when the ranks are to be started anew."""
+    def _final_error(self, error: StageError) -> LlmpqError | None:
+        """Return the error to end with, ``None`` to start the ranks again."""
         limit, done = self._supervision.max_restarts, len(self._restarts)
-        # Only the master says how many tokens there are.
+        # Only the master counts tokens.
         is_idle = 0 in self._ranks and self._health.tokens == 0
-        if self._supervision.stop.is_asked or self._job.task != "generate" or limit == 0:
+        if self._supervision.stop.is_requested or self._job.task != "generate" or limit == 0:
             return error
         if done == limit or (is_idle and self._was_idle):
             why = "none of the last two starts made a token" if done < limit else "no more allowed"
@@ -175,8 +175,8 @@ class Supervisor:
         _log.warning("%s; starting all ranks anew (%d of %d)", error, done + 1, limit)
         return None
 
-    def _prepare(self) -> None:
-        """Leave nothing of the ranks that ended; the next ones go on from the results."""
+    def _prepare_restart(self) -> None:
+        """Remove the files of the ranks that ended; the next ones resume from the results."""
         for path in self._folder.iterdir():
             path.unlink()
         self._job = replace(self._job, resume=True)
@@ -184,9 +184,9 @@ class Supervisor:
     def _stopped(self, why: str) -> StoppedError:
         stop = self._supervision.stop
         if 0 not in self._ranks or self._job.task != "generate":
-            return StoppedError(f"stopped by {stop.by}: {why}")
+            return StoppedError(f"stopped by {stop.source}: {why}")
         return StoppedError(
-            f"stopped by {stop.by}: {why}; {self._job.output} holds {self._count_finished()} "
+            f"stopped by {stop.source}: {why}; {self._job.output} holds {self._count_finished()} "
             "answers, --resume goes on from there"
         )
 

@@ -39,7 +39,7 @@ from llmpq.dist.io.results import FinishReason, Result, ResultWriter
 from llmpq.dist.launch import block_unused_imports as lean  # noqa: F401  before what imports transformers
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
 from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
-from llmpq.dist.launch.malloc_tuning import give_memory_back
+from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.dist.launch.rank import (
     RankContext,
     checked_config,
@@ -101,7 +101,7 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
     Raises:
         LlmpqError: what went wrong, on whichever rank.
     """
-    give_memory_back()
+    tune_malloc_for_loading()
     plan = read_plan(job.strategy)
     if job.task == "doctor":
         return _examine(job, plan, rank)

@@ -1,4 +1,4 @@
-"""The environment of a CPU worker, seen from a process that has it."""
+"""The environment of a CPU worker, in a process that has it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 libc = ctypes.CDLL(None)
 libc.free.argtypes = [ctypes.c_void_p]
 libc.sbrk.restype = ctypes.c_void_p
-libc.mallopt(-3, 16 * MIB)  # what dist.allocator sets; imports would leave holes of their own
+libc.mallopt(-3, 16 * MIB)  # as while serving
 libc.mallopt(-1, 2**31 - 1)
 
 def taken(size):
@@ -38,7 +38,7 @@ print((libc.sbrk(0) - start) / MIB)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="asks glibc for its heap")
-def test_blocks_of_the_same_sizes_find_the_holes_of_those_before():
+def test_freed_blocks_are_reused_for_blocks_of_the_same_size():
     child = subprocess.run(
         [sys.executable, "-c", GROWTH],
         env=os.environ | cpu_environment(1),
@@ -46,5 +46,5 @@ def test_blocks_of_the_same_sizes_find_the_holes_of_those_before():
         text=True,
         check=True,
     )
-    # Never do more than 7 MiB live; glibc 2.36 as it is takes 23.
+    # At most 7 MiB are allocated at a time; without the tunables glibc 2.36 takes 23.
     assert float(child.stdout) < 10

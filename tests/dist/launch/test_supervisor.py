@@ -162,7 +162,7 @@ class Clock:
 def asked(seconds_ago: float) -> StopRequest:
     clock = Clock()
     stop = StopRequest(clock)
-    stop.ask("SIGTERM")
+    stop.request("SIGTERM")
     clock.now_s = seconds_ago
     return stop
 
@@ -211,8 +211,8 @@ def test_the_first_signal_asks_and_the_second_interrupts():
     def run() -> None:
         with stop.from_signals():
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.is_asked
-            assert stop.by == "SIGTERM"
+            assert stop.is_requested
+            assert stop.source == "SIGTERM"
             try:
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(5)
