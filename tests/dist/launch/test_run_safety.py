@@ -101,8 +101,8 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     )
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from llmpq.dist.launch.orphan_cleanup import watched\n"
-        "with watched(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
+        "from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed\n"
+        "with clean_up_if_killed(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
@@ -118,7 +118,7 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     _wait_until_gone(folder)
 
 
-def test_the_janitor_of_a_run_that_ended_well_touches_nothing(tmp_path):
+def test_the_cleanup_of_a_finished_run_removes_nothing(tmp_path):
     with clean_up_if_killed(tmp_path):
         (tmp_path / "kept").touch()
     assert (tmp_path / "kept").exists()
