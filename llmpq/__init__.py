@@ -1,3 +1,3 @@
-"""llmpq: plan and run large language models on unlike devices."""
+"""llmpq: plan and run large language models on heterogeneous devices."""
 
 __version__ = "0.1.0"

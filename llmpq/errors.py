@@ -2,35 +2,36 @@
 
 ::
 
-    LlmpqError                      1   our own bug, unless a subclass says otherwise
+    LlmpqError                      1   a bug of llmpq, unless a subclass says otherwise
     ├── SpecError(ValueError)       2   bad input: a file, an option, a prompt
-    ├── ProfileMissError(LookupError)  2   a table holds nothing for the shape asked for
+    ├── ProfileMissError(LookupError)  2   a table has no entry for a shape
     ├── InfeasibleError             3   no plan exists
-    ├── CapacityError               3   it does not fit in the memory there is
-    ├── SolverError                 1   a solver crashed or answered nonsense
+    ├── CapacityError               3   not enough memory
+    ├── SolverError                 1   a solver crashed or returned an invalid result
     ├── StageError                  4   a rank of the pipeline failed or timed out
-    └── StoppedError              130   asked to stop before everything was done
+    └── StoppedError              130   stopped before all requests were done
 
-Messages say what was found, what was expected, and where. Only ``llmpq.cli`` prints and exits.
+Messages say what was found, what was expected, and where. Only ``llmpq.cli`` prints them and
+exits.
 """
 
 from __future__ import annotations
 
 
 class LlmpqError(Exception):
-    """Base of every error raised on purpose; ``exit_status`` is the process's answer to it."""
+    """Base class of all errors of llmpq; ``exit_status`` is the exit status of a command."""
 
     exit_status = 1
 
 
 class SpecError(LlmpqError, ValueError):
-    """Input that cannot be accepted: names the file, the field, the value and what was expected."""
+    """Invalid input; names the file, the field, the value found and what was expected."""
 
     exit_status = 2
 
 
 class ProfileMissError(LlmpqError, LookupError):
-    """A measured table has no sample that answers the question."""
+    """A measured table has no sample for a shape."""
 
     exit_status = 2
 
@@ -42,13 +43,13 @@ class InfeasibleError(LlmpqError):
 
 
 class CapacityError(LlmpqError):
-    """Something does not fit in the memory or the slots it was given."""
+    """Something does not fit in its memory or slots."""
 
     exit_status = 3
 
 
 class SolverError(LlmpqError):
-    """A solver failed for a reason that is not the user's."""
+    """A solver failed, through no fault of the input."""
 
 
 class StageError(LlmpqError):
@@ -58,13 +59,13 @@ class StageError(LlmpqError):
 
 
 class StoppedError(LlmpqError):
-    """A run was told to end (SIGTERM, Ctrl-C) and leaves something undone; says how much."""
+    """A run was stopped (SIGTERM, Ctrl-C) with requests left; the message says how many."""
 
     exit_status = 130
 
 
 def bad_field(where: str, field: str, found: object, expected: str) -> SpecError:
-    """Build the one form of message that all readers of files and options use.
+    """Build the error of a field in a file or an option.
 
     Args:
         where: the file or option group, as the user knows it.

@@ -1,7 +1,6 @@
-"""Logging: one logger tree, and a formatter that says which rank speaks.
+"""Logging: one logger tree, with the rank in every record of a run.
 
-Nothing in the package prints except ``llmpq.cli``; everything else asks here for a logger.
-Log records never carry prompt text.
+Only ``llmpq.cli`` prints; all other modules log. Log records never contain prompt text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def get_logger(name: str) -> logging.Logger:
 def configure_logging(level: int = logging.WARNING, rank: int | None = None) -> None:
     """Send the package's records to standard error, prefixed with the rank when there is one.
 
-    Called once by a command or a worker at its start; calling it again replaces the handler.
+    Commands and workers call it once at their start; a second call replaces the handler.
     """
     prefix = "" if rank is None else f"[rank {rank}] "
     handler = logging.StreamHandler(sys.stderr)

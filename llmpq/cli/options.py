@@ -1,16 +1,21 @@
-"""Options that several commands share: batching policy and kernel."""
+"""Options that several commands share: batching policy, kernel, time-out and calibration."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmpq.batching.length import PREDICTOR_NAMES, Prediction
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
+
+if TYPE_CHECKING:
+    from llmpq.calibration import CalibrationSet
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
@@ -92,11 +97,59 @@ def prediction_of(options: argparse.Namespace) -> Prediction:
     return Prediction(predictor=options.predictor, error=options.predictor_error)
 
 
-def add_kernel_option(group: argparse._ArgumentGroup) -> None:
+def add_kernel_option(group: argparse._ActionsContainer) -> None:
     """Add ``--kernel``."""
     group.add_argument(
         "--kernel",
         metavar="NAME",
         help="kernel to use wherever it can run, such as bnb_int8_cpu (default: the fastest; "
         "docs/reference/support.md lists all)",
+    )
+
+
+def add_step_timeout_option(group: argparse._ActionsContainer) -> None:
+    """Add ``--step_timeout``."""
+    group.add_argument(
+        "--step_timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a rank without a sign of life for this time has failed (default 10)",
+    )
+
+
+def add_calibration_options(group: argparse._ActionsContainer) -> None:
+    """Add the calibration text and its size."""
+    group.add_argument("--calibration", metavar="FILE", help="calibration text (.txt, .jsonl)")
+    group.add_argument(
+        "--calibration_sequences",
+        type=int,
+        default=128,
+        metavar="N",
+        help="sequences of the text (default 128)",
+    )
+    group.add_argument(
+        "--calibration_tokens",
+        type=int,
+        default=512,
+        metavar="T",
+        help="tokens of a sequence (default 512)",
+    )
+
+
+def calibration_of(options: argparse.Namespace) -> CalibrationSet | None:
+    """Return the calibration text of the options, ``None`` without one.
+
+    Raises:
+        SpecError: it cannot be read or is too short.
+    """
+    from llmpq.calibration import read_calibration
+
+    if options.calibration is None:
+        return None
+    return read_calibration(
+        options.calibration,
+        Path(options.model),
+        num_sequences=options.calibration_sequences,
+        sequence_tokens=options.calibration_tokens,
     )

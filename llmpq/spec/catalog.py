@@ -1,8 +1,8 @@
 """Catalogue: models and devices by name, read from the package's own data files.
 
-A model's entry is the part of its public ``config.json`` that decides a size, next to the parameter
-count its authors publish; a device's entry carries the source of every figure. It refuses to guess:
-an unknown name is an error that offers the nearest ones.
+A model's entry is the part of its public ``config.json`` that determines sizes, with the published
+parameter count; a device's entry has the source of every figure. An unknown name is an error that
+lists the nearest ones.
 """
 
 from __future__ import annotations
@@ -163,13 +163,13 @@ def _data(name: str) -> Fields:
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> SpecError:
     names = {known_name.lower(): known_name for known_name in known}
-    # The part behind the slash is what people remember of a repository id.
+    # Users may leave out the owner of a repository id.
     short = {key.rpartition("/")[2]: key for key in names}
     wanted = name.lower()
     near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
     near += [short[key] for key in difflib.get_close_matches(wanted, short, n=3, cutoff=0.5)]
     offers = [names[key] for key in dict.fromkeys(near)] or list(names.values())
     return SpecError(
-        f"{what}: found '{name}', which the catalogue does not know; did you mean "
+        f"{what}: found '{name}', expected a name of the catalogue; did you mean "
         f"{', '.join(offers[:5])}?"
     )

@@ -1,7 +1,7 @@
-"""Cluster: the devices there are, where they stand, and the links between them.
+"""Clusters: devices, their hosts, and the links between them.
 
-A device's *figures* (peak rates, efficiencies) are a ``DeviceSpec`` of the catalogue; a cluster
-file only says which devices, how many, where, and what differs from the catalogue.
+The figures of a device type (peak rates, efficiencies) are a ``DeviceSpec`` of the catalogue; a
+cluster file has the devices of every host and what differs from the catalogue.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class PrecisionCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Figures of one type of device, each with its source in the catalogue file.
+    """Figures of a device type; the catalogue file has the source of each.
 
     Attributes:
         type: catalogue name, such as ``T4-16G``.
-        kind: which runtime drives it.
+        kind: runtime that drives it.
         memory_bytes: memory on the device.
-        runtime_bytes: memory the process and its context hold before any tensor of ours.
+        runtime_bytes: memory of the process and its context before any tensor is allocated.
         flops: peak dense operations per second by dtype name.
         memory_bytes_per_s: peak memory bandwidth.
         compute_efficiency: share of peak arithmetic that large matrix products reach.
@@ -121,10 +121,10 @@ class DeviceGroup:
     Attributes:
         type: catalogue name of the device.
         count: how many there are.
-        memory_bytes: overrides the catalogue's memory (a cap the owner sets).
+        memory_bytes: memory, instead of the catalogue's.
         profile: path of a measured latency table for this device, relative to the cluster file.
         threads: CPU threads of a worker on it.
-        cpu_isa: newest vector extension a CPU worker may use (an older CPU, or one made so).
+        cpu_isa: newest vector extension that a CPU worker may use.
         cpu_share: share of its threads' time that a CPU worker gets, in (0, 1]; less than 1 in a
             container with a quota, or in ``scripts/hetbox``.
         tensor_parallel: devices that share every layer of a stage; ``count`` then counts such
@@ -178,7 +178,7 @@ class LinkSpec:
 
 
 DEFAULT_NETWORK = LinkSpec(between=("*", "*"), bytes_per_s=1.25e9, latency_s=50e-6)
-"""What two nodes are joined by when the file says nothing: 10 Gbit/s Ethernet."""
+"""Default link between two nodes: 10 Gbit/s Ethernet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,13 +322,13 @@ def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Clust
 
 
 def with_tensor_parallel(cluster: Cluster, degree: int) -> Cluster:
-    """Return a cluster whose devices share layers in teams of ``degree``, where they can.
+    """Return a cluster whose devices share layers in teams of ``degree``.
 
-    A group can whose devices divide into such teams and have no table of their own; its devices
-    must not share layers yet.
+    Groups that do not divide into such teams, have a measured table or set threads, or share
+    layers already stay as they are.
 
     Raises:
-        SpecError: no group can.
+        SpecError: no group can share layers.
     """
     teams = 0
     nodes = []

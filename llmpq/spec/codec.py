@@ -117,6 +117,8 @@ def _read(kind: Any, rule: Rule, source: Fields, key: str) -> Any:
         return tuple(_read_items(get_args(kind), rule, source, key))
     if get_origin(kind) is Literal:
         return source.text(key, get_args(kind))
+    if kind is Any:
+        return source.take(key)
     if kind is str:
         return source.text(key, rule.choices)
     if kind is bool:
@@ -132,12 +134,16 @@ def _read(kind: Any, rule: Rule, source: Fields, key: str) -> Any:
 
 def _read_items(kinds: tuple[Any, ...], rule: Rule, source: Fields, key: str) -> Iterator[Any]:
     if _is_object(kinds):
-        name_kind, value_kind = get_args(kinds[0])
+        name_kind, hint = get_args(kinds[0])
+        value_kind, value_rule = _ruled(hint, rule)
         entries = source.child(key)
-        for name in entries.names():
+        names = entries.names()
+        if not names and rule.minimum > 0 and rule.choices is not None:
+            raise source.error(key, {}, f"an object with some of {', '.join(rule.choices)}")
+        for name in names:
             if rule.choices is not None and name not in rule.choices:
                 raise entries.error(name, name, f"one of {', '.join(rule.choices)}")
-            yield name_kind(name), _read(value_kind, rule, entries, name)
+            yield name_kind(name), _read(value_kind, value_rule, entries, name)
         return
     is_fixed = kinds[-1] is not Ellipsis
     entries = source.entries(key, len(kinds) if is_fixed else int(rule.minimum))
@@ -157,7 +163,8 @@ def _plain(value: Any, kind: Any) -> Any:
     if isinstance(value, tuple):
         kinds = get_args(kind)
         if _is_object(kinds):
-            return {str(name): item for name, item in value}
+            item_kind = _ruled(get_args(kinds[0])[1])[0]
+            return {str(name): _plain(item, item_kind) for name, item in value}
         return [_plain(item, _ruled(kinds[0])[0]) for item in value]
     if is_dataclass(value):
         return to_json(value)

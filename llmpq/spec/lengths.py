@@ -1,7 +1,6 @@
-"""LengthDistribution: how long prompts or answers are, as probabilities of whole numbers of tokens.
+"""Distributions of prompt and answer lengths, in whole tokens.
 
-What schedules are searched with (ExeGPT's P_E and P_D) and traces are drawn from. It refuses to
-know what a length is of.
+Schedules are searched with them (ExeGPT's P_E and P_D), and traces are drawn from them.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class LengthDistribution:
 
 
 def constant(length: int) -> LengthDistribution:
-    """Return the distribution of one length that everyone has."""
+    """Return the distribution with a single length."""
     return LengthDistribution(lengths=(length,), probabilities=(1.0,))
 
 

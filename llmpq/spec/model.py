@@ -1,9 +1,8 @@
-"""ModelSpec: what a plan must know of a model, as numbers; no weights, no framework.
+"""ModelSpec: the sizes of a model, without weights or framework.
 
-A decoder layer is the list of its real linear operators (so grouped-query attention, gated
-feed-forwards and experts count right) plus what always stays unquantized. Layers of one kind are
-identical in time and memory, which the planner exploits. Reading a ``config.json`` is
-``llmpq.spec.huggingface.families``; named models are ``llmpq.spec.catalog``.
+A decoder layer is the list of its linear operators plus the tensors that stay unquantized. Layers
+of one kind are identical in time and memory, which the planner uses. ``spec.huggingface.families``
+reads a ``config.json``; ``spec.catalog`` has named models.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class ModelSpec:
         head_parameters: the LM head, 0 when tied to the token embedding.
         dtype: the checkpoint's own number format.
         stored: precision of every layer in a checkpoint that is quantized already, empty for any
-            other. Such a layer can be served as it is and not otherwise.
+            other. Such a layer can be served only as it is stored.
     """
 
     name: str
@@ -163,7 +162,7 @@ class ModelSpec:
 
     @property
     def master_parameters(self) -> int:
-        """Parameters that sit with the master: embeddings, final norm and head."""
+        """Parameters of the master: embeddings, final norm and head."""
         return self.embedding_parameters + self.final_parameters + self.head_parameters
 
     @property
@@ -172,9 +171,9 @@ class ModelSpec:
         return tuple(self.layer_types[kind] for kind in self.layer_kinds)
 
     def precision(self, bits: int) -> Precision:
-        """Return what a bare bitwidth means: as layers are stored, else as a loader quantizes.
+        """Return the precision of a bitwidth: that of stored layers, else the default.
 
-        Where stored layers of one bitwidth differ in groups, that is the heaviest of them.
+        If stored layers of one bitwidth differ in groups, the one with the most bytes counts.
         """
         found = [precision for precision in self.stored if precision.bits == bits]
         return heaviest(found) if found else default_precision(bits)

@@ -57,7 +57,7 @@ class StageAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatching:
-    """Sequences that travel together: one size for prefill (``eta``), one for decode (``xi``)."""
+    """Sequences of a micro-batch: one size for prefill (``eta``), one for decode (``xi``)."""
 
     prefill: Annotated[int, Rule(minimum=1)]
     decode: Annotated[int, Rule(minimum=1)]
@@ -72,7 +72,7 @@ class MemoryParts:
         kv: preallocated key-value slots.
         temporary: worst operator of a layer over both phases, and message buffers.
         master: embeddings, final norm, head and logits; 0 off the first stage.
-        runtime: what the process itself holds.
+        runtime: memory of the process itself.
     """
 
     weights: int
@@ -89,7 +89,7 @@ class MemoryParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """What one stage is predicted to take.
+    """Predicted time and memory of one stage.
 
     Attributes:
         prefill_s: seconds of one prefill micro-batch, the master's own work included.
@@ -111,7 +111,7 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForecast:
-    """What one stage is forecast to do, as the runtime counts it.
+    """Forecast of one stage, as the runtime measures it.
 
     Attributes:
         prefill_s, decode_s: seconds of one full micro-batch, decode at mean context; the master's
@@ -127,7 +127,7 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanForecast:
-    """A plan played forward as the runtime executes it: every micro-batch, link and token.
+    """A simulation of the plan as the runtime executes it: every micro-batch, link and token.
 
     Attributes:
         latency_s: seconds for the whole batch, first prompt to last token.
@@ -147,15 +147,15 @@ class PlanForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimate:
-    """What the whole plan is predicted to take.
+    """Predicted time and quality of the whole plan.
 
     Attributes:
         latency_s: seconds for the whole batch, first prompt to last token, by the closed formula
             that was minimised.
         quality: normalised degradation; 1 is every layer at 4 bits, 0 is unquantized.
-        objective_s: latency plus the price of the degradation, what was minimised.
+        objective_s: latency plus the cost of the degradation, which was minimised.
         stages: one entry a stage, in order of rank.
-        forecast: the same plan played forward, ``None`` where nobody did.
+        forecast: the simulated plan, ``None`` without a simulation.
     """
 
     latency_s: float
@@ -166,13 +166,13 @@ class PlanEstimate:
 
     @property
     def predicted_s(self) -> float:
-        """What a run is held against: the forecast where there is one, else the formula."""
+        """The predicted latency of a run: the forecast if there is one, else the formula."""
         return self.latency_s if self.forecast is None else self.forecast.latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How the plan was found, and what was proven.
+    """How the plan was found, and its proof.
 
     Attributes:
         method: name of the planner.
@@ -203,12 +203,12 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where a generated file comes from.
+    """Origin of a generated file.
 
     Attributes:
         command: the command that wrote it.
         version: version of llmpq.
-        inputs: name and digest of everything it was made from.
+        inputs: name and digest of every input.
     """
 
     command: str
@@ -218,7 +218,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRef:
-    """Which model a plan is for.
+    """The model of a plan.
 
     Attributes:
         name: catalogue name or directory name.
@@ -233,7 +233,7 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A strategy: everything ``llmpq-dist`` needs to run and ``llmpq-check`` needs to argue.
+    """A strategy: all that ``llmpq-dist`` runs and ``llmpq-check`` verifies.
 
     Attributes:
         model, cluster, workload: what it is for.
@@ -290,17 +290,17 @@ class Plan:
     def slots_of(self, stage: StageAssignment) -> tuple[int, int]:
         """Return the KV slots of a stage, and the tokens of each.
 
-        A stage that only prefills keeps what it made until it is sent on: it has slots for the
-        micro-batch it computes and for the one before.
+        A stage that only prefills has slots for the micro-batch that it computes and for the one
+        that it sends.
         """
         if stage.phase is Phase.PREFILL:
             return PREFILL_BUFFERS * self.micro_batching.prefill, self.workload.prompt_tokens
         return self.workload.batch, self.workload.max_context_tokens
 
     def path(self, phase: Phase) -> tuple[int, ...]:
-        """Return the ranks that a micro-batch passes, from the master on.
+        """Return the ranks of a micro-batch in order, the master first.
 
-        The master embeds in both phases; where it only decodes, a prefill goes on at once.
+        The master embeds in both phases, even where its layers only decode.
         """
         ranks = tuple(stage.rank for stage in self.stages_of(phase))
         return ranks if ranks[0] == 0 else (0, *ranks)
@@ -331,7 +331,7 @@ def _check_stages(plan: Plan) -> None:
 
 
 def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
-    """Refuse stages that do not hold every layer once, in order, on devices that there are."""
+    """Check that the stages hold every layer once, in order, on existing devices."""
     layer = 0
     for stage in stages:
         where = f"plan: field 'stages[{stage.rank}]"
@@ -360,7 +360,7 @@ def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """Refuse two copies that are not of one model, and any policy that knows no such stages."""
+    """Check that prefill and decode stages have equal bits, and that the policy is WAA."""
     prefill = [bits for stage in plan.stages_of(Phase.PREFILL) for bits in stage.bits]
     if tuple(prefill) != plan.bits:
         raise SpecError(
@@ -370,7 +370,7 @@ def _check_split(plan: Plan) -> None:
     if plan.schedule is None or plan.schedule.policy != "waa":
         found = "none" if plan.schedule is None else f"'{plan.schedule.policy}'"
         raise SpecError(
-            f"plan: field 'schedule': found {found}, expected 'waa' for stages of either phase"
+            f"plan: field 'schedule': found {found}, expected 'waa' for separate stages"
         )
 
 

@@ -1,8 +1,7 @@
-"""Precision: at how many bits a decoder layer's linear weights are stored, and what that weighs.
+"""Precision of linear weights, and the bytes of a stored linear operator in every kernel.
 
-This is the one place that knows the size of a stored linear operator. The plan side prices memory
-with it and the tensor side's packed weights are tested against it, byte for byte. It refuses to
-know which kernel multiplies: that is ``llmpq.kernels``.
+The cost model computes memory with these functions, and the packed weights of the runtime are
+tested against them byte for byte.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def unquantized() -> Precision:
 
 
 def default_precision(bits: int) -> Precision:
-    """Return what a plan means by a bare bitwidth.
+    """Return the precision that a plan means by a bitwidth.
 
     16: untouched. 8: symmetric, one scale an output channel (the vector-wise weights of
     LLM.int8()). 4 and 3: min-max with groups of 128 (the GPTQ convention).
@@ -114,7 +113,7 @@ def default_precision(bits: int) -> Precision:
 
 
 def heaviest(precisions: Iterable[Precision]) -> Precision:
-    """Return the precision that stores most for each weight."""
+    """Return the precision with the most bytes per weight."""
     return max(precisions, key=lambda one: (linear_bytes(1, 1 << 14, one, 2), str(one)))
 
 
@@ -137,12 +136,12 @@ def linear_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLaw:
-    """What a kernel keeps of a weight ``[out_features, in_features]``.
+    """How the storage of a kernel differs from ``linear_bytes``.
 
     Attributes:
-        channel_bytes: kept for every output channel beside the law of ``linear_bytes``.
-        stored_bits: bits a code takes, ``None`` for those of the precision.
-        scale_bytes: bytes of a scale or zero point, ``None`` for the run's own.
+        channel_bytes: additional bytes per output channel.
+        stored_bits: bits of a code, ``None`` for those of the precision.
+        scale_bytes: bytes of a scale or zero point, ``None`` for those of the run's dtype.
     """
 
     channel_bytes: int = 0
@@ -151,31 +150,31 @@ class StorageLaw:
 
 
 LAWS: dict[str, StorageLaw] = {
-    # oneDNN's sums of every column, which undo the activations' zero point.
+    # oneDNN's column sums, which correct for the zero point of the activations.
     "cpu_int8": StorageLaw(channel_bytes=4),
-    # 3-bit codes kept in 4 bits each: a third more than a plan counts. By name only.
+    # 3-bit codes in 4 bits each, a third more than a plan counts. Chosen by name only.
     "cpu_int4_widened": StorageLaw(stored_bits=4),
     "bnb_int8": StorageLaw(scale_bytes=4),
     "bnb_int8_cpu": StorageLaw(scale_bytes=4),
 }
-"""Kernels that keep anything else than ``linear_bytes``; all others keep exactly that."""
+"""Kernels whose storage differs from ``linear_bytes``."""
 
 
 def stored_bytes(
     kernel: str | None, precision: Precision, dtype: Dtype, out_features: int, in_features: int
 ) -> int:
-    """Return the bytes of one weight as ``kernel`` keeps it, without bias.
+    """Return the bytes of one weight as ``kernel`` stores it, without bias.
 
     Args:
-        kernel: name in the registry of kernels; ``None`` is what is chosen by default, which on
-            machines that can compile keeps ``linear_bytes``.
+        kernel: name in the registry of kernels; ``None`` is the default, which stores
+            ``linear_bytes`` on machines with a compiler.
         precision: of the weight; 16 bits are ``linear_bytes`` in every kernel.
         dtype: number format of the run.
         out_features: rows of the weight.
         in_features: columns of the weight.
 
     Raises:
-        SpecError: a widened kernel is asked for a precision it cannot hold.
+        SpecError: the kernel does not support the precision.
     """
     law = LAWS.get(kernel or "", StorageLaw())
     value_bytes = DTYPE_BYTES[dtype]
@@ -190,9 +189,9 @@ def stored_bytes(
 
 
 def needs_scratch(precision: Precision, out_features: int, in_features: int) -> bool:
-    """Return whether no compiled CPU kernel fits: the weight is then widened at every call.
+    """Return whether no compiled CPU kernel fits, so that every call dequantizes the weight.
 
-    They take whole tiles of 16 outputs and 32 inputs, none of which spans two groups.
+    Compiled kernels need whole tiles of 16 outputs and 32 inputs that do not span two groups.
     """
     if precision.bits == 16:
         return False

@@ -9,21 +9,26 @@ that the files are intact.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import BITS
+
+SHAPES_KEY = "shapes_sha256"
+WEIGHTS_KEY = "weights_sha256"
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensitivityTable:
-    """How much each layer loses at each bitwidth.
+    """Quality loss of each layer at each bitwidth.
 
     Attributes:
         model: name of the model it was measured on.
@@ -32,10 +37,22 @@ class SensitivityTable:
         provenance: key and value pairs.
     """
 
+    SCHEMA: ClassVar[int] = SCHEMA
+
     model: str
     method: str
-    omega: tuple[tuple[int, tuple[float, ...]], ...]
-    provenance: tuple[tuple[str, str], ...] = ()
+    omega: Annotated[
+        tuple[tuple[int, Annotated[tuple[float, ...], Rule(minimum=1)]], ...],
+        Rule(minimum=1, choices=("3", "4", "8")),
+    ]
+    provenance: Annotated[tuple[tuple[str, Any], ...], Rule(optional=True)] = ()
+
+    def __post_init__(self) -> None:
+        if len({len(values) for _, values in self.omega}) > 1:
+            raise SpecError(
+                f"sensitivity table of {self.model}: field 'omega': found arrays of different "
+                "lengths, expected one value for each layer"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -71,67 +88,17 @@ class SensitivityTable:
 
 def read_sensitivity(path: str | Path) -> SensitivityTable:
     """Read a sensitivity JSON file."""
-    fields = Fields(read_json(path), str(path))
-    fields.schema()
-    model, method = fields.text("model"), fields.text("method")
-    columns = fields.take("omega")
-    if not isinstance(columns, dict) or not columns:
-        raise fields.error("omega", columns, "an object of one array per bitwidth")
-    omega = tuple((_width(fields, key), _column(fields, key, columns[key])) for key in columns)
-    if len({len(values) for _, values in omega}) != 1:
-        raise fields.error("omega", "arrays of unlike length", "one value a layer in each")
-    provenance = fields.take("provenance") if fields.has("provenance") else {}
-    if not isinstance(provenance, dict):
-        raise fields.error("provenance", provenance, "an object")
-    fields.done()
-    return SensitivityTable(
-        model=model,
-        method=method,
-        omega=omega,
-        provenance=tuple((str(key), str(value)) for key, value in provenance.items()),
-    )
+    table = from_json(SensitivityTable, Fields(read_json(path), str(path)))
+    return replace(table, provenance=tuple((key, str(value)) for key, value in table.provenance))
 
 
 def write_sensitivity(path: str | Path, table: SensitivityTable) -> None:
     """Write a sensitivity JSON file."""
-    value: dict[str, Any] = {
-        "schema": SCHEMA,
-        "model": table.model,
-        "method": table.method,
-        "omega": {str(bits): list(values) for bits, values in table.omega},
-        "provenance": dict(table.provenance),
-    }
-    write_text(path, dump_json(value))
-
-
-def _width(fields: Fields, key: str) -> int:
-    if key not in {str(bits) for bits in BITS if bits != 16}:
-        raise fields.error(f"omega.{key}", key, "3, 4 or 8")
-    return int(key)
-
-
-def _column(fields: Fields, key: str, values: object) -> tuple[float, ...]:
-    good = isinstance(values, list) and all(
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= 0
-        for value in values
-    )
-    if not good or not values:
-        raise fields.error(f"omega.{key}", values, "an array of finite values, none negative")
-    return tuple(float(value) for value in values)  # type: ignore[attr-defined]
-
-
-SHAPES_KEY = "shapes_sha256"
-WEIGHTS_KEY = "weights_sha256"
-
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
+    write_text(path, dump_json(to_json(table)))
 
 
 def shapes_digest(model: ModelSpec) -> str:
-    """Digest of every layer's operators and heads, in order; blind to the model's name."""
+    """Digest of the operators and heads of all layers, without the model's name."""
     kinds = [asdict(kind) for kind in model.layer_types]
     return digest_of({"kinds": kinds, "layers": list(model.layer_kinds)})
 
@@ -157,14 +124,13 @@ def weights_digest(model_dir: str | Path) -> str:
 def check_measured_on(
     table: SensitivityTable, model: ModelSpec, model_dir: str | Path | None, where: str
 ) -> None:
-    """Refuse a table that was measured on another model.
+    """Check that a table was measured on a model.
 
-    A table without digests, such as one written by hand, is held against the number of layers
-    alone.
+    For a table without digests, such as one written by hand, only the number of layers counts.
 
     Args:
         table: the table.
-        model: what is planned.
+        model: the model to plan.
         model_dir: its weights, ``None`` for a catalogue entry: then only shapes are compared.
         where: the table's file, for messages.
 

@@ -20,7 +20,7 @@ from llmpq.spec.precision import BITS, Phase
 LATENCY_HEADER = ("phase", "bits", "batch", "tokens", "seconds")
 COMM_HEADER = ("from", "to", "bytes", "seconds")
 ENDS_KEY = "ends_s"
-"""Provenance line of a link table, with two nodes: what an empty message takes of either end."""
+"""Provenance key of a link table: processor seconds of an empty message between two nodes."""
 _MAX_END_S = 3600.0
 
 
@@ -45,7 +45,7 @@ class LatencySample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyTable:
-    """Samples of one model on one device, with where they come from."""
+    """Samples of one model on one device, with their provenance."""
 
     samples: tuple[LatencySample, ...]
     provenance: tuple[tuple[str, str], ...] = ()
@@ -69,7 +69,7 @@ class CommSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommTable:
-    """Measured sends, with where they come from."""
+    """Measured sends, with their provenance."""
 
     samples: tuple[CommSample, ...]
     provenance: tuple[tuple[str, str], ...] = ()
@@ -77,11 +77,11 @@ class CommTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEnds:
-    """Seconds that an empty message takes of a processor, where nobody has to wait for it.
+    """Processor seconds of an empty message at either end of a link, without waiting.
 
     Attributes:
-        send_s: to hand it over.
-        receive_s: to take it in when it is there already.
+        send_s: of the sender.
+        receive_s: of the receiver, when the message has arrived.
     """
 
     send_s: float
@@ -94,10 +94,10 @@ def ends_line(between: tuple[str, str], ends: LinkEnds) -> tuple[str, str]:
 
 
 def ends_of(file: str, table: CommTable, between: tuple[str, str]) -> LinkEnds | None:
-    """Read what a message between two nodes takes of its ends; ``None`` without the line.
+    """Read the processor seconds of a message between two nodes; ``None`` without the line.
 
     Raises:
-        SpecError: the line says something else.
+        SpecError: the line is malformed.
     """
     said = dict(table.provenance)
     keys = (f"{ENDS_KEY} {first} {second}" for first, second in (between, between[::-1]))
@@ -120,27 +120,24 @@ def ends_of(file: str, table: CommTable, between: tuple[str, str]) -> LinkEnds |
 
 def read_latency_table(path: str | Path) -> LatencyTable:
     """Read a latency CSV; ``SpecError`` names file, line, column and value."""
-    rows, provenance = _read_csv(path, LATENCY_HEADER)
+    rows, provenance = read_csv(path, LATENCY_HEADER)
     samples = []
-    for line, row in rows:
-        where = f"{path}: line {line}"
+    for where, row in rows:
         phase = row["phase"]
         if phase not in tuple(Phase):
             raise bad_field(where, "phase", phase, "prefill or decode")
-        bits = _whole(where, "bits", row["bits"], minimum=0)
+        bits = whole_number(where, "bits", row["bits"], minimum=0)
         if bits not in (*BITS, 0):
             raise bad_field(where, "bits", bits, f"one of {BITS}, or 0 for the master's work")
         samples.append(
             LatencySample(
                 phase=Phase(phase),
                 bits=bits,
-                batch=_whole(where, "batch", row["batch"]),
-                tokens=_whole(where, "tokens", row["tokens"]),
+                batch=whole_number(where, "batch", row["batch"]),
+                tokens=whole_number(where, "tokens", row["tokens"]),
                 seconds=_positive(where, "seconds", row["seconds"]),
             )
         )
-    if not samples:
-        raise SpecError(f"{path}: found no samples, expected at least one row")
     return LatencyTable(samples=tuple(samples), provenance=provenance)
 
 
@@ -155,18 +152,16 @@ def write_latency_table(path: str | Path, table: LatencyTable) -> None:
 
 def read_comm_table(path: str | Path) -> CommTable:
     """Read a link CSV."""
-    rows, provenance = _read_csv(path, COMM_HEADER)
+    rows, provenance = read_csv(path, COMM_HEADER)
     samples = tuple(
         CommSample(
             source=row["from"],
             target=row["to"],
-            size_bytes=_whole(f"{path}: line {line}", "bytes", row["bytes"]),
-            seconds=_positive(f"{path}: line {line}", "seconds", row["seconds"]),
+            size_bytes=whole_number(where, "bytes", row["bytes"]),
+            seconds=_positive(where, "seconds", row["seconds"]),
         )
-        for line, row in rows
+        for where, row in rows
     )
-    if not samples:
-        raise SpecError(f"{path}: found no samples, expected at least one row")
     return CommTable(samples=samples, provenance=provenance)
 
 
@@ -179,33 +174,56 @@ def write_comm_table(path: str | Path, table: CommTable) -> None:
     write_text(path, _csv_text(COMM_HEADER, rows, table.provenance))
 
 
-def _read_csv(
-    path: str | Path, header: tuple[str, ...]
-) -> tuple[list[tuple[int, dict[str, str]]], tuple[tuple[str, str], ...]]:
-    path = Path(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes, expected a table")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
+def read_csv(
+    path: str | Path, *headers: tuple[str, ...], max_bytes: float = MAX_FILE_BYTES
+) -> tuple[list[tuple[str, dict[str, str]]], tuple[tuple[str, str], ...]]:
+    """Read a CSV file with one of the given headers.
+
+    Returns:
+        The place (file and line, for messages) and the cells of every row, and the provenance of
+        the lines that start with ``#``.
+
+    Raises:
+        SpecError: the file cannot be read, has another header, no rows, or a row of other length.
+    """
     provenance = []
     body = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(Path(path), max_bytes), start=1):
         if line.startswith("#"):
             key, _, value = line[1:].partition(":")
             provenance.append((key.strip(), value.strip()))
         elif line.strip():
-            body.append((number, next(csv.reader([line]))))
-    if not body or tuple(body[0][1]) != header:
-        found = ",".join(body[0][1]) if body else "nothing"
-        raise bad_field(str(path), "header", found, ",".join(header))
-    rows = []
-    for number, cells in body[1:]:
+            where = f"{path}: line {number}"
+            body.append((where, _cells(where, line)))
+    header = tuple(body[0][1]) if body else ()
+    if header not in headers:
+        found = ",".join(header)[:80] or "nothing"
+        raise bad_field(str(path), "header", found, " or ".join(map(",".join, headers)))
+    if len(body) == 1:
+        raise SpecError(f"{path}: found no rows, expected at least one")
+    for where, cells in body[1:]:
         if len(cells) != len(header):
-            raise SpecError(f"{path}: line {number}: {len(cells)} cells, expected {len(header)}")
-        rows.append((number, dict(zip(header, cells, strict=True))))
+            raise SpecError(f"{where}: found {len(cells)} columns, expected {len(header)}")
+    rows = [(where, dict(zip(header, cells, strict=True))) for where, cells in body[1:]]
     return rows, tuple(provenance)
+
+
+def _lines(path: Path, max_bytes: float) -> list[str]:
+    try:
+        if path.stat().st_size > max_bytes:
+            raise SpecError(f"{path}: larger than {max_bytes} bytes, expected a table")
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+
+
+def _cells(where: str, line: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line]))]
+    except csv.Error as error:
+        raise SpecError(f"{where}: not CSV: {error}") from None
 
 
 def _csv_text(
@@ -220,13 +238,14 @@ def _csv_text(
     return out.getvalue()
 
 
-def _whole(where: str, field: str, text: str, minimum: int = 1) -> int:
+def whole_number(where: str, field: str, text: str, minimum: int = 1, maximum: int = 2**62) -> int:
+    """Return a cell as a whole number in ``[minimum, maximum]``."""
     try:
         value = int(text)
     except ValueError:
         raise bad_field(where, field, text, "a whole number") from None
-    if value < minimum:
-        raise bad_field(where, field, text, f"a whole number of at least {minimum}")
+    if not minimum <= value <= maximum:
+        raise bad_field(where, field, text, f"a whole number in [{minimum}, {maximum}]")
     return value
 
 

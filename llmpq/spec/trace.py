@@ -1,4 +1,4 @@
-"""Trace: when requests come, how long their prompts are and how many tokens they get.
+"""Traces of requests: arrival time, prompt length and answer length.
 
 Two CSV layouts are read: our own, ``arrival_s,prompt_tokens,new_tokens`` (``#`` lines above carry
 provenance), and that of the public Azure traces, ``TIMESTAMP,ContextTokens,GeneratedTokens``.
@@ -6,16 +6,19 @@ provenance), and that of the public Azure traces, ``TIMESTAMP,ContextTokens,Gene
 
 from __future__ import annotations
 
-import csv
+import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import write_text
 from llmpq.spec.lengths import LengthDistribution
+from llmpq.spec.tables import read_csv, whole_number
+from llmpq.spec.workload import Workload
 
 HEADER = ("arrival_s", "prompt_tokens", "new_tokens")
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -55,10 +58,10 @@ def draw_trace(
 
     Args:
         count: how many.
-        prompt_tokens: law of the prompts' lengths.
-        new_tokens: law of the answers' lengths.
+        prompt_tokens: distribution of prompt lengths.
+        new_tokens: distribution of answer lengths.
         requests_per_s: rate of Poisson arrivals; ``None`` is all at once.
-        seed: of the chance.
+        seed: of the random numbers.
     """
     if count < 1 or (requests_per_s is not None and not requests_per_s > 0):
         raise SpecError(
@@ -81,18 +84,28 @@ def load_trace(path: str | Path) -> tuple[TraceRequest, ...]:
     """Read a trace, in order of arrival.
 
     Raises:
-        SpecError: the file cannot be read, has another header, no rows, or a row that is none.
+        SpecError: the file cannot be read, has another header, no rows, or a malformed row.
     """
-    path = Path(path)
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            requests = list(_rows(path, file))
-    except FileNotFoundError:
-        raise SpecError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
-    if not requests:
-        raise SpecError(f"{path}: found no requests, expected at least one")
+    rows, _ = read_csv(path, HEADER, AZURE_HEADER, max_bytes=math.inf)
+    is_azure = "TIMESTAMP" in rows[0][1]
+    arrival, prompt_tokens, new_tokens = AZURE_HEADER if is_azure else HEADER
+    first = _moment(rows[0][0], rows[0][1][arrival]) if is_azure else None
+    requests = []
+    for where, row in rows:
+        text = row[arrival]
+        if first is None:
+            arrival_s = _seconds(where, text)
+        else:
+            arrival_s = (_moment(where, text) - first).total_seconds()
+        requests.append(
+            TraceRequest(
+                arrival_s=arrival_s,
+                prompt_tokens=whole_number(
+                    where, prompt_tokens, row[prompt_tokens], maximum=MAX_TOKENS
+                ),
+                new_tokens=whole_number(where, new_tokens, row[new_tokens], maximum=MAX_TOKENS),
+            )
+        )
     return tuple(sorted(requests, key=lambda request: request.arrival_s))
 
 
@@ -106,52 +119,43 @@ def write_trace(
     write_text(path, "\n".join(lines) + "\n")
 
 
-def _rows(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
-    header: tuple[str, ...] = ()
-    first: datetime | None = None
-    for number, row in enumerate(csv.reader(lines), start=1):
-        if not row or row[0].startswith("#"):
-            continue
-        where = f"{path}: line {number}"
-        if not header:
-            header = _checked_header(where, row)
-            continue
-        if len(row) != len(header):
-            raise SpecError(f"{where}: found {len(row)} columns, expected {len(header)}")
-        if header == AZURE_HEADER:
-            moment = _moment(where, row[0])
-            first = first or moment
-            arrival_s = (moment - first).total_seconds()
-        else:
-            arrival_s = _seconds(where, row[0])
-        yield TraceRequest(
-            arrival_s=arrival_s,
-            prompt_tokens=_tokens(where, header[1], row[1]),
-            new_tokens=_tokens(where, header[2], row[2]),
-        )
+def fit_trace(
+    trace: Sequence[TraceRequest], work: Workload, too_long: Literal["refuse", "skip", "cut"]
+) -> tuple[Sequence[TraceRequest], int]:
+    """Return the requests that fit the slots of a workload, and the number of those left out.
 
+    Args:
+        trace: all requests.
+        work: its prompt length and context are the room of a slot.
+        too_long: whether a longer request is an error, left out or shortened.
 
-def _checked_header(where: str, row: Sequence[str]) -> tuple[str, ...]:
-    header = tuple(cell.strip() for cell in row)
-    if header not in (HEADER, AZURE_HEADER):
+    Raises:
+        SpecError: a request is too long, or none fits.
+    """
+    prompt, context = work.prompt_tokens, work.max_context_tokens
+    if too_long == "cut":
+        cut = [replace(item, prompt_tokens=min(item.prompt_tokens, prompt)) for item in trace]
+        return [
+            replace(item, new_tokens=min(item.new_tokens, context - item.prompt_tokens))
+            for item in cut
+        ], 0
+    fitting = [
+        item
+        for item in trace
+        if item.prompt_tokens <= prompt and item.prompt_tokens + item.new_tokens <= context
+    ]
+    skipped = len(trace) - len(fitting)
+    if skipped and too_long == "refuse":
+        first = next(item for item in trace if item not in fitting)
         raise SpecError(
-            f"{where}: found the header {','.join(header)[:80]}, expected {','.join(HEADER)} or "
-            f"{','.join(AZURE_HEADER)}"
+            f"requests: found {skipped} of {len(trace)} too long, the first with "
+            f"{first.prompt_tokens} prompt and {first.new_tokens} new tokens; the strategy has "
+            f"room for prompts of {prompt} and {context} tokens in all: plan with a larger --s "
+            "and --n, or give --too_long skip or cut"
         )
-    return header
-
-
-def _tokens(where: str, field: str, text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if not 1 <= value <= MAX_TOKENS:
-        raise SpecError(
-            f"{where}: field '{field}': found '{text}', "
-            f"expected a whole number in [1, {MAX_TOKENS}]"
-        )
-    return value
+    if not fitting:
+        raise SpecError("requests: none fits the strategy")
+    return fitting, skipped
 
 
 def _seconds(where: str, text: str) -> float:

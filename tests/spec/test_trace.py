@@ -38,9 +38,9 @@ def test_poisson_arrivals_have_their_rate():
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("", "no requests"),
-        ("a,b,c\n", "found the header a,b,c"),
-        ("arrival_s,prompt_tokens,new_tokens\n", "no requests"),
+        ("", "'header': found 'nothing'"),
+        ("a,b,c\n", "'header': found 'a,b,c', expected arrival_s,"),
+        ("arrival_s,prompt_tokens,new_tokens\n", "found no rows"),
         ("arrival_s,prompt_tokens,new_tokens\n1,2\n", "line 2: found 2 columns"),
         ("arrival_s,prompt_tokens,new_tokens\n-1,2,3\n", "'arrival_s': found '-1'"),
         ("arrival_s,prompt_tokens,new_tokens\n0,0,3\n", "'prompt_tokens': found '0'"),

@@ -1,8 +1,8 @@
 """llmpq-dist: run a strategy on prompts.
 
-Starts one process a stage on this host (or, with ``--nnodes``, this host's share of them), draws
-their progress on standard error, and prints what was predicted against what was measured. Under
-torchrun, give ``--no_auto``: each process then is one rank.
+It starts one process per stage (with ``--nnodes``: those of this host), shows their progress on
+standard error, and prints predicted and measured times. Under torchrun, with ``--no_auto``, each
+process is one rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
+    add_step_timeout_option,
     prediction_of,
     schedule_of,
 )
@@ -62,51 +63,49 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
     files = parser.add_argument_group("files")
     files.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
-    files.add_argument("--model", metavar="DIR", help="weights (default: the plan's own directory)")
-    files.add_argument("--prompts", required=True, metavar="FILE.jsonl")
-    files.add_argument("--output", required=True, metavar="FILE.jsonl")
+    files.add_argument(
+        "--model", metavar="DIR", help="weights (default: the directory in the plan)"
+    )
+    files.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="prompts")
+    files.add_argument("--output", required=True, metavar="FILE.jsonl", help="answers")
     files.add_argument(
         "--resume", action="store_true", help="skip the requests that --output already answers"
     )
     files.add_argument(
         "--report", metavar="FILE.json", help="write the predicted-against-measured report too"
     )
-    files.add_argument("--plot", metavar="FILE.png", help="draw it")
+    files.add_argument("--plot", metavar="FILE.png", help="draw the report")
     files.add_argument(
         "--trace",
         metavar="FILE.json",
-        help="write what every rank did when, to open in Perfetto or chrome://tracing",
+        help="write a timeline of all ranks, for Perfetto or chrome://tracing",
     )
     sampling = parser.add_argument_group("sampling (greedy by default)")
-    sampling.add_argument("--temperature", type=float, default=0.0)
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     sampling.add_argument("--top_k", type=int, default=0, help="0 is all tokens")
-    sampling.add_argument("--top_p", type=float, default=1.0)
-    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument(
+        "--top_p", type=float, default=1.0, help="share of probability to keep (default 1)"
+    )
+    sampling.add_argument("--seed", type=int, default=0, help="seed (default 0)")
     run = parser.add_argument_group("running")
     run.add_argument(
         "--no_pin",
         action="store_true",
-        help="let the kernel move CPU workers, though there is a core for every thread",
+        help="do not pin CPU workers to cores",
     )
     run.add_argument(
         "--no_cuda_graphs",
         action="store_true",
-        help="have Python launch every kernel of a decode step, on GPUs too",
+        help="do not capture the decode steps of GPUs in CUDA graphs",
     )
-    run.add_argument(
-        "--step_timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="a rank that gives no sign of life for so long has failed (default 10)",
-    )
+    add_step_timeout_option(run)
     add_fault_options(parser)
     add_policy_options(parser)
     add_drift_options(parser)
     add_store_options(parser.add_argument_group("loading"))
     hosts = add_host_options(parser)
     hosts.add_argument(
-        "--no_auto", action="store_true", help="be one rank, as torchrun's environment says"
+        "--no_auto", action="store_true", help="run one rank, as torchrun's environment says"
     )
     return parser
 
@@ -124,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_runs(plan: Plan, file: str) -> None:
-    """Refuse what is planned and simulated only.
+    """Check that the runtime supports the plan.
 
     Raises:
         SpecError: devices that share layers.
@@ -138,7 +137,7 @@ def _check_runs(plan: Plan, file: str) -> None:
 
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
-    """Run this host's ranks, over deaths and until told to end."""
+    """Run the ranks of this host, with restarts, until done or stopped."""
     progress = _bar(plan.model.num_layers)
     supervision = supervision_of(options)
     with supervision.stop.from_signals():
@@ -179,19 +178,19 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
 
 
 def _lengths_file(options: argparse.Namespace) -> Path:
-    """Return where the answers' lengths are written: as told, else beside the results."""
+    """Return the file of the answer lengths: that of the option, or next to the results."""
     return Path(options.lengths_out or f"{options.output}.lengths.json").resolve()
 
 
 def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
-    """Return what to obey; bins are made for the most tokens that each prompt asks for."""
+    """Return the schedule; multi-bin boundaries use the largest answers of the prompts."""
     prompts, _ = sort_prompts(options.prompts)
     wanted = [prompt.max_new_tokens or plan.workload.new_tokens for prompt in prompts]
     return schedule_of(options, plan, wanted)
 
 
 def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
-    """Run the rank that torchrun made this process."""
+    """Run the rank of this process under torchrun."""
     rank, world_size, local_rank, local_size = (
         _variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     )
@@ -217,7 +216,7 @@ def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
 
 
 def _bar(num_layers: int) -> BarProgress | SilentProgress:
-    """Draw on a terminal only: a log file would keep every redrawn line."""
+    """Return progress bars on a terminal, no progress in a log file."""
     return BarProgress(sys.stderr, num_layers) if sys.stderr.isatty() else SilentProgress()
 
 
@@ -229,7 +228,7 @@ def _variable(name: str) -> int:
 
 
 def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
-    """Print what was predicted against what was measured; write and draw it where asked."""
+    """Print predicted and measured times, and write and draw them as the options say."""
     assert job.schedule is not None  # ``_job`` says which
     report = build_report(plan, measurement)
     drift = drift_of_run(job.schedule, measurement)

@@ -1,7 +1,6 @@
-"""llmpq-dist doctor: examine every rank of a strategy before anything is loaded.
+"""llmpq-dist doctor: check every rank of a strategy without loading weights.
 
-Exit status: 0 when a run can start; 2 when something is wrong (the findings say what and where);
-4 when a rank did not come or a link failed.
+Exit status: 0 if a run can start, 2 with findings, 4 if a rank did not start or a link failed.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.options import add_step_timeout_option
 from llmpq.cli.run_options import add_host_options, hosts_of, rendezvous_of
 from llmpq.dist import model_dir_of, run_job
 from llmpq.dist.io.job import Job
@@ -29,10 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("llmpq-dist doctor", "Examine every rank of a strategy; load nothing.")
+    parser = make_parser(
+        "llmpq-dist doctor", "Check every rank of a strategy without loading weights."
+    )
     parser.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
     parser.add_argument("--model", metavar="DIR", help="weights (default: the plan's own)")
-    parser.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
+    add_step_timeout_option(parser)
     add_host_options(parser)
     return parser
 
@@ -55,7 +57,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         run_job(job, hosts=hosts_of(options))
         if not output.is_file():
-            return 0  # the master's host says what was found
+            return 0  # the host of the master reports the findings
         found = read_json(output)
     if options.json:
         print_json(found)

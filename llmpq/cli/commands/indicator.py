@@ -1,4 +1,4 @@
-"""llmpq-indicator: how much a model loses with each layer at fewer bits."""
+"""llmpq-indicator: the quality loss of a model with each layer at fewer bits."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from llmpq.cli.common import (
     require,
     run_command,
 )
+from llmpq.cli.options import add_calibration_options, calibration_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
@@ -42,18 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        NAME, "Tell how much a model loses with each layer at fewer bits, for llmpq-algo."
+        NAME, "Measure the quality loss of each layer at fewer bits, for llmpq-algo."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
     parser.add_argument(
         "--method",
         choices=METHODS,
-        help="divergence: measured on a few tokens (default); variance: the paper's (default "
-        "without a text); hessian, random: its rivals",
+        help="divergence: measured on the calibration text (default with one); variance: of the "
+        "paper, from the weights (default without one); hessian, random: for comparison",
     )
-    parser.add_argument(
-        "--calibration", metavar="FILE", help="text (.txt, .jsonl) to run through the model"
-    )
+    add_calibration_options(parser)
     parser.add_argument(
         "--bits", type=int, nargs="+", choices=sorted(BITS), default=[3, 4, 8], metavar="BITS"
     )
@@ -64,30 +63,24 @@ def _parser() -> argparse.ArgumentParser:
         "--average_bits",
         type=float,
         metavar="A",
-        help="tell the bits of every layer that lose least at A bits a weight",
+        help="also print the bits of every layer that lose least at A bits per weight",
     )
     how = parser.add_argument_group("running")
     how.add_argument(
         "--rounding",
         choices=("deterministic", "stochastic"),
         default="deterministic",
-        help="of variance: to the nearest (default) or at random",
+        help="of --method variance: to nearest (default) or stochastic",
     )
-    how.add_argument("--seed", type=int, default=0, help="of random; default: 0")
+    how.add_argument("--seed", type=int, default=0, help="of --method random (default 0)")
     how.add_argument(
         "--dtype",
         choices=("auto", *DTYPE_BYTES),
         default="float32",
-        help="to compute in; 8 bits lose less than bfloat16 itself (default: float32)",
+        help="number format of the computation (default float32)",
     )
-    how.add_argument("--device", default="cpu", help="such as cpu or cuda (default: cpu)")
-    how.add_argument("--threads", type=int, metavar="N", help="default: all cores")
-    how.add_argument(
-        "--calibration_sequences", type=int, default=128, metavar="N", help="default: 128"
-    )
-    how.add_argument(
-        "--calibration_tokens", type=int, default=512, metavar="T", help="of each; default: 512"
-    )
+    how.add_argument("--device", default="cpu", help="such as cpu or cuda (default cpu)")
+    how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
     return parser
 
 
@@ -137,24 +130,15 @@ def _method(options: argparse.Namespace) -> str:
 def _subject(options: argparse.Namespace) -> Subject:
     import torch
 
-    from llmpq.calibration import read_calibration
     from llmpq.indicator import Subject
     from llmpq.models import Checkpoint
 
     model_dir = Path(options.model)
-    calibration = None
-    if options.calibration is not None:
-        calibration = read_calibration(
-            options.calibration,
-            model_dir,
-            num_sequences=options.calibration_sequences,
-            sequence_tokens=options.calibration_tokens,
-        )
     is_auto = options.dtype == "auto"
     dtype = Checkpoint(model_dir).dtype if is_auto else getattr(torch, options.dtype)
     return Subject(
         model_dir=model_dir,
-        calibration=calibration,
+        calibration=calibration_of(options),
         bits=tuple(width for width in options.bits if width != 16),
         dtype=dtype,
         device=options.device,

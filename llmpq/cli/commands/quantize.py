@@ -1,4 +1,4 @@
-"""llmpq-quantize: make a GPTQ-format checkpoint of a model, layer by layer."""
+"""llmpq-quantize: write a GPTQ checkpoint of a model, layer by layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, print_json, progress_bar, require, run_command
+from llmpq.cli.options import add_calibration_options, calibration_of
 from llmpq.errors import SpecError
 from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import Precision, default_precision, unquantized
@@ -29,37 +30,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "llmpq-quantize",
-        "Make a GPTQ-format checkpoint that other tools read and llmpq-dist serves.",
+        "Write a GPTQ checkpoint for llmpq-dist and other tools.",
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
     bits = parser.add_mutually_exclusive_group(required=True)
-    bits.add_argument("--bits", type=int, choices=(3, 4, 8), help="of every layer")
+    bits.add_argument("--bits", type=int, choices=(3, 4, 8), help="bits of every layer")
     bits.add_argument("--strategy", metavar="FILE", help="bits of each layer, from llmpq-algo")
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory to make")
-    parser.add_argument("--method", choices=("gptq", "rtn"), default="gptq", help="default: gptq")
+    parser.add_argument("--output", required=True, metavar="DIR", help="new directory to write")
     parser.add_argument(
-        "--calibration", metavar="FILE", help="text (.txt, .jsonl) that gptq calibrates on"
+        "--method", choices=("gptq", "rtn"), default="gptq", help="quantizer (default gptq)"
     )
+    add_calibration_options(parser)
     parser.add_argument(
         "--group_size",
         type=int,
         metavar="N",
         help="inputs that share a scale, -1 for all; default: 128, and -1 at 8 bits",
     )
-    parser.add_argument(
-        "--sym", action="store_true", help="codes centred on zero at 3 and 4 bits, as at 8"
-    )
+    parser.add_argument("--sym", action="store_true", help="symmetric codes at 3 and 4 bits too")
     parser.add_argument(
         "--act_order", action="store_true", help="group inputs by importance (slower to run)"
     )
     parser.add_argument(
-        "--damping", type=float, default=0.01, help="share of the mean diagonal; default: 0.01"
-    )
-    parser.add_argument(
-        "--calibration_sequences", type=int, default=128, metavar="N", help="default: 128"
-    )
-    parser.add_argument(
-        "--calibration_tokens", type=int, default=512, metavar="T", help="of each; default: 512"
+        "--damping", type=float, default=0.01, help="share of the mean diagonal (default 0.01)"
     )
     return parser
 
@@ -93,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse what no run could do, before anything heavy is imported."""
+    """Check the options before torch is imported."""
     is_gptq = options.method == "gptq"
     if is_gptq and options.calibration is None:
         raise SpecError("--method gptq: expected a text to calibrate on, --calibration FILE")
@@ -107,25 +100,16 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace) -> QuantizeJob:
-    from llmpq.calibration import read_calibration
     from llmpq.calibration.quantize import QuantizeJob
     from llmpq.models import load_config
     from llmpq.quant.quantizers.gptq import GptqOptions
 
     model_dir = Path(options.model)
     bits = _bits(options, load_config(model_dir).num_hidden_layers)
-    calibration = None
-    if options.calibration is not None:
-        calibration = read_calibration(
-            options.calibration,
-            model_dir,
-            num_sequences=options.calibration_sequences,
-            sequence_tokens=options.calibration_tokens,
-        )
     return QuantizeJob(
         model_dir=model_dir,
         precisions=tuple(_precision(width, options) for width in bits),
-        calibration=calibration,
+        calibration=calibration_of(options),
         options=GptqOptions(damping=options.damping, order="full" if options.act_order else "none"),
     )
 
@@ -143,7 +127,7 @@ def _bits(options: argparse.Namespace, layers: int) -> tuple[int, ...]:
 
 
 def _precision(bits: int, options: argparse.Namespace) -> Precision:
-    """Return what a bitwidth means with the options given: its default where they say nothing."""
+    """Return the precision of a bitwidth: its default, changed by the options."""
     if bits == 16:
         return unquantized()
     default = default_precision(bits)

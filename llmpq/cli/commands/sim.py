@@ -1,10 +1,9 @@
-"""llmpq-sim: replay requests on a strategy, in simulated time."""
+"""llmpq-sim: simulate a strategy on requests."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.timeline import chrome_trace
 from llmpq.spec import catalog
 from llmpq.spec.fields import write_text
-from llmpq.spec.lengths import LengthDistribution, constant, load_lengths
+from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import Plan, read_plan
-from llmpq.spec.trace import TraceRequest, draw_trace, load_trace
-from llmpq.spec.workload import Workload, load_workload
+from llmpq.spec.trace import TraceRequest, draw_trace, fit_trace, load_trace
+from llmpq.spec.workload import load_workload
 from llmpq.units import format_seconds
 
 NAME = "llmpq-sim"
@@ -35,39 +34,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(NAME, "Replay requests on a strategy, in simulated time.")
-    parser.add_argument("--strategy", required=True, metavar="FILE", help="from llmpq-algo")
+    parser = make_parser(NAME, "Simulate a strategy on requests.")
+    parser.add_argument(
+        "--strategy", required=True, metavar="FILE", help="strategy file of llmpq-algo"
+    )
     parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     what = parser.add_argument_group("requests (default: the strategy's own workload)")
-    what.add_argument("--workload", metavar="FILE.json", help="equal requests, all at once")
+    what.add_argument("--workload", metavar="FILE.json", help="equal requests that arrive at once")
     what.add_argument(
         "--trace",
         metavar="FILE.csv",
-        help="arrival_s,prompt_tokens,new_tokens or the Azure traces' layout",
+        help="CSV of arrival_s,prompt_tokens,new_tokens, or an Azure trace",
     )
-    what.add_argument("--lengths", metavar="FILE.json", help="draw answers from this distribution")
+    what.add_argument(
+        "--lengths", metavar="FILE.json", help="distribution of answer lengths to draw from"
+    )
     what.add_argument(
         "--prompt_lengths",
         metavar="FILE.json",
-        help="with --lengths: draw prompts (default: all as long as the strategy's)",
+        help="with --lengths: distribution of prompt lengths (default: that of the strategy)",
     )
-    what.add_argument("--requests", type=int, default=1000, help="with --lengths: how many")
     what.add_argument(
-        "--rate", type=float, metavar="PER_S", help="with --lengths: Poisson arrivals"
+        "--requests",
+        type=int,
+        default=1000,
+        help="with --lengths: number of requests (default 1000)",
     )
-    what.add_argument("--seed", type=int, default=0)
+    what.add_argument(
+        "--rate", type=float, metavar="PER_S", help="with --lengths: rate of Poisson arrivals"
+    )
+    what.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
     what.add_argument(
         "--too_long",
         choices=("refuse", "skip", "cut"),
         default="refuse",
-        help="requests the strategy has no room for (default refuse)",
+        help="handling of requests longer than the strategy's slots (default refuse)",
     )
     add_policy_options(parser)
     parser.add_argument(
         "--replan",
         action="store_true",
-        help="with an RRA schedule: when answers leave the lengths it was made for, encode as "
-        "often as theirs ask for, as llmpq-dist --replan does",
+        help="rra: adjust the encoding frequency to the answer lengths, as llmpq-dist --replan",
     )
     parser.add_argument("--trace_out", metavar="FILE.json", help="write the timeline for Perfetto")
     return parser
@@ -75,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strategy)
-    trace, skipped = _fitting(_requests(options, plan), plan, options.too_long)
+    trace, skipped = fit_trace(_requests(options, plan), plan.workload, options.too_long)
     answers = [item.new_tokens for item in trace]
     schedule = schedule_of(options, plan, answers)
     shape = PipelineShape(
@@ -134,11 +141,8 @@ def _requests(options: argparse.Namespace, plan: Plan) -> Sequence[TraceRequest]
     if options.trace:
         return load_trace(options.trace)
     if options.lengths:
-        prompts: LengthDistribution = (
-            load_lengths(options.prompt_lengths)
-            if options.prompt_lengths
-            else constant(plan.workload.prompt_tokens)
-        )
+        file, longest = options.prompt_lengths, plan.workload.prompt_tokens
+        prompts = load_lengths(file) if file else constant(longest)
         return draw_trace(
             options.requests,
             prompts,
@@ -146,42 +150,9 @@ def _requests(options: argparse.Namespace, plan: Plan) -> Sequence[TraceRequest]
             requests_per_s=options.rate,
             seed=options.seed,
         )
-    return _equal(load_workload(options.workload) if options.workload else plan.workload)
-
-
-def _equal(work: Workload) -> list[TraceRequest]:
+    work = load_workload(options.workload) if options.workload else plan.workload
     item = TraceRequest(arrival_s=0.0, prompt_tokens=work.prompt_tokens, new_tokens=work.new_tokens)
     return [item] * work.batch
-
-
-def _fitting(
-    trace: Sequence[TraceRequest], plan: Plan, too_long: str
-) -> tuple[Sequence[TraceRequest], int]:
-    """Return the requests that fit the plan's slots, and how many were left out."""
-    prompt, context = plan.workload.prompt_tokens, plan.workload.max_context_tokens
-    if too_long == "cut":
-        cut = [replace(item, prompt_tokens=min(item.prompt_tokens, prompt)) for item in trace]
-        return [
-            replace(item, new_tokens=min(item.new_tokens, context - item.prompt_tokens))
-            for item in cut
-        ], 0
-    fitting = [
-        item
-        for item in trace
-        if item.prompt_tokens <= prompt and item.prompt_tokens + item.new_tokens <= context
-    ]
-    skipped = len(trace) - len(fitting)
-    if skipped and too_long == "refuse":
-        first = next(item for item in trace if item not in fitting)
-        raise SpecError(
-            f"requests: found {skipped} of {len(trace)} too long, the first with "
-            f"{first.prompt_tokens} prompt and {first.new_tokens} new tokens; the strategy has "
-            f"room for prompts of {prompt} and {context} tokens in all: plan with a larger --s "
-            "and --n, or give --too_long skip or cut"
-        )
-    if not fitting:
-        raise SpecError("requests: none fits the strategy")
-    return fitting, skipped
 
 
 def _stage_names(plan: Plan) -> list[str]:
@@ -216,8 +187,8 @@ def _text(plan: Plan, record: dict[str, Any], report: SimReport) -> str:
         ("per token", "time_per_token_s"),
     ):
         found = record[key]
-        told = ", ".join(f"{name} {format_seconds(value)}" for name, value in found.items())
-        lines.append(f"{title:<15}{told}")
+        times = ", ".join(f"{name} {format_seconds(value)}" for name, value in found.items())
+        lines.append(f"{title:<15}{times}")
     for rank, (name, share) in enumerate(
         zip(_stage_names(plan), report.busy_fractions, strict=True)
     ):

@@ -1,8 +1,7 @@
 """Typed access to the fields of a transformers ``config.json``.
 
-Unlike our own files (``llmpq.spec.fields``) a configuration is someone else's: fields nobody asks
-for are ignored, several spellings may mean one thing, and null means absent. What is asked for is
-checked as strictly.
+Unknown fields are ignored, some fields have several names, and null means absent. Fields that are
+read are checked as strictly as in ``llmpq.spec.fields``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ HEADS = ("num_attention_heads", "n_head")
 
 
 class Config:
-    """Typed access to a ``config.json``; null means absent, as it does to transformers."""
+    """Typed access to a ``config.json``; null means absent, as in transformers."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = values
@@ -33,7 +32,7 @@ class Config:
         return bad_field(self._where, field, found, expected)
 
     def has_key(self, field: str) -> bool:
-        """Tell whether the file mentions ``field``, null included."""
+        """Return whether the file has ``field``, null included."""
         return field in self._values
 
     def size(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
@@ -115,7 +114,7 @@ class Config:
     def dtype(self) -> Dtype:
         """Return the checkpoint's number format: ``dtype``, else ``torch_dtype``, else float32.
 
-        float32 is what torch builds when a configuration says nothing.
+        float32 is torch's default.
         """
         for name in ("dtype", "torch_dtype"):
             value = self._values.get(name)

@@ -1,10 +1,9 @@
-"""Families: a ``ModelSpec`` from any supported ``config.json``, without torch.
+"""Model families: a ``ModelSpec`` from any supported ``config.json``, without torch.
 
-Operators are named by their module path inside transformers' own decoder layer, because that is
-the object the tensor side builds. A size that defines the model must be in the file; what older
-files leave out (key-value heads, head size, biases, ties, windows) means what transformers takes it
-to mean, and those defaults differ by family. It refuses everything that is not a decoder-only
-model it knows, naming file and field.
+Operators have their module path inside transformers' decoder layer as name. Sizes that define the
+model must be in the file; fields that older files leave out (key-value heads, head size, biases,
+ties, windows) have the defaults of transformers, which differ by family. Models that are not
+decoder-only or of an unknown family are errors that name file and field.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     """Read ``config.json`` of a model directory; the model is named after the directory.
 
     Raises:
-        SpecError: what ``model_from_config`` and ``stored_precisions`` refuse.
+        SpecError: as ``model_from_config`` and ``stored_precisions``.
     """
     folder = Path(path)
     file = folder / "config.json"
@@ -43,7 +42,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         where: the file, for messages.
 
     Raises:
-        SpecError: not a decoder-only model of a known family, or a field is missing or nonsense.
+        SpecError: not a decoder-only model of a known family, or a field is missing or invalid.
     """
     if not isinstance(config, Mapping):
         raise bad_field(where, "(top level)", config, "a JSON object")
@@ -73,7 +72,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What a family's reader finds out."""
+    """Sizes that a family's reader finds."""
 
     layers: tuple[LayerSpec, ...]
     head_in_features: int
@@ -85,13 +84,13 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
-    """How a family differs from Llama: what its files may leave out, and fixed habits.
+    """How a family differs from Llama.
 
     Attributes:
-        kv_heads, head_dim: transformers' defaults; ``None`` is "as many as query heads" and "an
-            equal share of the width".
-        qkv_bias, out_bias: fixed habit, or ``None`` where ``attention_bias`` decides.
-        mlp_bias: whether ``mlp_bias`` of the file is honoured.
+        kv_heads, head_dim: transformers' defaults; ``None`` is the number of query heads, and the
+            hidden size divided by it.
+        qkv_bias, out_bias: whether there is one; ``None`` where ``attention_bias`` says.
+        mlp_bias: whether ``mlp_bias`` of the file counts.
         fused: query, key and value are one matrix, gate and up another (Phi-3).
         qk_norm: norms on query and key heads.
         norms: norms of width ``h`` in a layer.
@@ -120,11 +119,12 @@ def _llama_like(variant: _Variant, fields: Config) -> _Parts:
     layer = _attention_only(variant, fields)
     feed_forward = _gated(variant, fields, hidden, fields.size("intermediate_size"))
     whole = replace(layer, linears=layer.linears + feed_forward)
-    windows = variant.windows(fields)
-    return _rope_parts(variant, fields, [replace(whole, sliding_window=one) for one in windows])
+    layers = [replace(whole, sliding_window=one) for one in variant.windows(fields)]
+    return _parts(fields, layers, width=hidden, final=hidden, tied=variant.tied)
 
 
 def _mixtral(variant: _Variant, fields: Config) -> _Parts:
+    hidden = fields.size("hidden_size")
     layer = _attention_only(variant, fields)
     experts = _experts(
         fields,
@@ -133,8 +133,8 @@ def _mixtral(variant: _Variant, fields: Config) -> _Parts:
         fields.size("intermediate_size"),
     )
     whole = replace(layer, linears=layer.linears + experts)
-    windows = variant.windows(fields)
-    return _rope_parts(variant, fields, [replace(whole, sliding_window=one) for one in windows])
+    layers = [replace(whole, sliding_window=one) for one in variant.windows(fields)]
+    return _parts(fields, layers, width=hidden, final=hidden, tied=variant.tied)
 
 
 def _qwen3_moe(variant: _Variant, fields: Config) -> _Parts:
@@ -154,19 +154,29 @@ def _qwen3_moe(variant: _Variant, fields: Config) -> _Parts:
         is_sparse = index not in dense_layers and (index + 1) % step == 0
         linears = attention.linears + (experts if is_sparse else dense)
         layers.append(replace(attention, linears=linears, sliding_window=window))
-    return _rope_parts(variant, fields, layers)
+    return _parts(fields, layers, width=hidden, final=hidden, tied=variant.tied)
 
 
-def _rope_parts(variant: _Variant, fields: Config, layers: Iterable[LayerSpec]) -> _Parts:
-    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
-    is_tied = fields.flag("tie_word_embeddings", variant.tied)
+def _parts(
+    fields: Config, layers: Iterable[LayerSpec], *, width: int, final: int, tied: bool
+) -> _Parts:
+    """Return the parts of a model.
+
+    Args:
+        fields: the configuration.
+        layers: decoder layers in order.
+        width: features of a token embedding.
+        final: parameters of the final norm.
+        tied: default of ``tie_word_embeddings``.
+    """
+    matrix = fields.size("vocab_size") * width
     return _Parts(
         layers=tuple(layers),
-        head_in_features=hidden,
+        head_in_features=width,
         max_positions=fields.optional_size("max_position_embeddings"),
-        embedding_parameters=vocab * hidden,
-        final_parameters=hidden,
-        head_parameters=0 if is_tied else vocab * hidden,
+        embedding_parameters=matrix,
+        final_parameters=final,
+        head_parameters=0 if fields.flag("tie_word_embeddings", tied) else matrix,
     )
 
 
@@ -226,7 +236,7 @@ def _experts(fields: Config, count: int, active: int, intermediate: int) -> tupl
 
 
 def _opt(fields: Config) -> _Parts:
-    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    hidden = fields.size("hidden_size")
     ffn = fields.size("ffn_dim", default=3072)
     bias = fields.flag("enable_bias", default=True)
     norm = 2 * hidden if fields.flag("layer_norm_elementwise_affine", default=True) else 0
@@ -247,19 +257,17 @@ def _opt(fields: Config) -> _Parts:
     )
     # Learned positions start at 2 (the rows of padding); OPT-350m projects in and out of its width.
     projections = 0 if projected == hidden else 2 * projected * hidden
-    is_tied = fields.flag("tie_word_embeddings", default=True)
-    return _Parts(
-        layers=(layer,) * fields.layers(),
-        head_in_features=projected,
+    final = norm if has_final_norm else 0
+    parts = _parts(fields, [layer] * fields.layers(), width=projected, final=final, tied=True)
+    return replace(
+        parts,
         max_positions=positions,
-        embedding_parameters=vocab * projected + (positions + 2) * hidden + projections,
-        final_parameters=norm if has_final_norm else 0,
-        head_parameters=0 if is_tied else vocab * projected,
+        embedding_parameters=parts.embedding_parameters + (positions + 2) * hidden + projections,
     )
 
 
 def _bloom(fields: Config) -> _Parts:
-    hidden, vocab = fields.size(*HIDDEN), fields.size("vocab_size")
+    hidden = fields.size(*HIDDEN)
     layer = _plain_layer(
         fields,
         linears=(
@@ -270,19 +278,15 @@ def _bloom(fields: Config) -> _Parts:
         ),
         norm_parameters=4 * hidden,
     )
-    is_tied = fields.flag("tie_word_embeddings", default=True)
-    return _Parts(
-        layers=(layer,) * fields.layers(),
-        head_in_features=hidden,
-        max_positions=None,  # alibi has no last position
-        embedding_parameters=vocab * hidden + 2 * hidden,
-        final_parameters=2 * hidden,
-        head_parameters=0 if is_tied else vocab * hidden,
-    )
+    norm = 2 * hidden
+    parts = _parts(fields, [layer] * fields.layers(), width=hidden, final=norm, tied=True)
+    # ALiBi has no last position.
+    embedding = parts.embedding_parameters + norm
+    return replace(parts, max_positions=None, embedding_parameters=embedding)
 
 
 def _gpt_neox(fields: Config) -> _Parts:
-    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    hidden = fields.size("hidden_size")
     inner = fields.size("intermediate_size")
     bias = fields.flag("attention_bias", default=True)
     layer = _plain_layer(
@@ -295,19 +299,11 @@ def _gpt_neox(fields: Config) -> _Parts:
         ),
         norm_parameters=4 * hidden,
     )
-    is_tied = fields.flag("tie_word_embeddings", default=False)
-    return _Parts(
-        layers=(layer,) * fields.layers(),
-        head_in_features=hidden,
-        max_positions=fields.optional_size("max_position_embeddings"),
-        embedding_parameters=vocab * hidden,
-        final_parameters=2 * hidden,
-        head_parameters=0 if is_tied else vocab * hidden,
-    )
+    return _parts(fields, [layer] * fields.layers(), width=hidden, final=2 * hidden, tied=False)
 
 
 def _phi(fields: Config) -> _Parts:
-    hidden, vocab = fields.size("hidden_size"), fields.size("vocab_size")
+    hidden = fields.size("hidden_size")
     inner, kv_heads = fields.size("intermediate_size"), fields.kv_heads(None)
     heads, head_dim = fields.size("num_attention_heads"), fields.head_dim(None)
     query, key = heads * head_dim, kv_heads * head_dim
@@ -327,15 +323,9 @@ def _phi(fields: Config) -> _Parts:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
     )
-    is_tied = fields.flag("tie_word_embeddings", default=False)
-    return _Parts(
-        layers=(layer,) * fields.layers(),
-        head_in_features=hidden,
-        max_positions=fields.optional_size("max_position_embeddings"),
-        embedding_parameters=vocab * hidden,
-        final_parameters=2 * hidden,
-        head_parameters=vocab + (0 if is_tied else vocab * hidden),  # the head has a bias
-    )
+    parts = _parts(fields, [layer] * fields.layers(), width=hidden, final=2 * hidden, tied=False)
+    # The head has a bias.
+    return replace(parts, head_parameters=parts.head_parameters + fields.size("vocab_size"))
 
 
 def _plain_layer(
@@ -352,12 +342,12 @@ def _plain_layer(
 
 
 def _no_windows(fields: Config) -> Sequence[int | None]:
-    """No layer has one (Llama, Gemma)."""
+    """Return no window for any layer (Llama, Gemma)."""
     return [None] * fields.layers()
 
 
 def _windows_everywhere(default: int | None) -> Callable[[Config], Sequence[int | None]]:
-    """Every layer looks back on ``sliding_window``; null is all tokens (Mistral, Phi-3)."""
+    """Return a reader of ``sliding_window`` for all layers; null is none (Mistral, Phi-3)."""
 
     def windows(fields: Config) -> Sequence[int | None]:
         stated = fields.optional_size("sliding_window")
@@ -368,13 +358,13 @@ def _windows_everywhere(default: int | None) -> Callable[[Config], Sequence[int 
 
 
 def _windows_if_used(fields: Config) -> Sequence[int | None]:
-    """Every layer, where ``use_sliding_window`` says so (Qwen3-MoE)."""
+    """Return windows of all layers if ``use_sliding_window`` is set (Qwen3-MoE)."""
     used = fields.flag("use_sliding_window", default=False)
     return [_window(fields) if used else None] * fields.layers()
 
 
 def _windows_from_layer(fields: Config) -> Sequence[int | None]:
-    """Layers from ``max_window_layers`` on, where ``use_sliding_window`` says so (Qwen)."""
+    """Return windows from ``max_window_layers`` on if ``use_sliding_window`` is set (Qwen)."""
     count = fields.layers()
     window = _window(fields) if fields.flag("use_sliding_window", default=False) else None
     first = fields.size("max_window_layers", default=28, minimum=0)
@@ -384,7 +374,10 @@ def _windows_from_layer(fields: Config) -> Sequence[int | None]:
 def _windows_by_period(
     period: int, field: str | None = None
 ) -> Callable[[Config], Sequence[int | None]]:
-    """All layers but every ``period``-th one (Gemma 2), or as ``field`` says (Gemma 3)."""
+    """Return a reader of windows except in every ``period``-th layer (Gemma 2, 3).
+
+    ``field`` of the file overrides the period.
+    """
 
     def windows(fields: Config) -> Sequence[int | None]:
         window = _window(fields)
@@ -399,7 +392,7 @@ def _windows_by_period(
 def _by_name(
     fields: Config, pattern: Sequence[int | None], window: int | None
 ) -> Sequence[int | None]:
-    """Return what ``layer_types`` says where the file has it, ``pattern`` otherwise."""
+    """Return the windows by ``layer_types`` if the file has it, else ``pattern``."""
     names = fields.names("layer_types", len(pattern), ("full_attention", "sliding_attention"))
     if names is None:
         return pattern

@@ -1,8 +1,8 @@
-"""What a GPTQ checkpoint says about itself, and the precision of each of its layers.
+"""The quantization settings of a GPTQ checkpoint, and the precision of each of its layers.
 
-The fields are those that gptqmodel writes and vLLM and transformers read. ``dynamic`` gives groups
-of modules, named by regular expressions, a precision of their own (``+:``) or none (``-:``); the
-first that matches counts. This module reads names of tensors and refuses to read their bytes.
+The fields are those that gptqmodel writes and vLLM and transformers read. ``dynamic`` sets the
+precision of modules by regular expression (``+:``) or leaves them unquantized (``-:``); the first
+match counts. Only names of tensors are read, not their data.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from llmpq.spec.fields import read_json
 from llmpq.spec.precision import Precision, heaviest, unquantized
 
 FIELD = "quantization_config"
-# Older writers kept it in a file of its own.
+# Older checkpoints have it in a separate file.
 OLD_FILE = "quantize_config.json"
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-"""What zero points are stored less, by version of the format."""
+"""Amount subtracted from stored zero points, by version of the format."""
 
 QUANTIZED_BITS = (3, 4, 8)
 
@@ -53,7 +53,7 @@ class GptqConfig:
         where: the file, for messages.
         fields: ``bits``, ``group_size`` and ``sym`` of modules that no rule names.
         rules: exceptions, in order.
-        zero_offset: what zero points are stored less.
+        zero_offset: amount subtracted from stored zero points.
     """
 
     where: str
@@ -112,7 +112,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
     """Read a ``quantization_config``.
 
     Raises:
-        SpecError: another method or packing than GPTQ's own, or rules that cannot be read.
+        SpecError: the method or packing is not GPTQ's, or a rule is malformed.
     """
     expected = {"quant_method": ("gptq",), "pack_dtype": ("int32",), "lm_head": (False,)}
     for name, choices in expected.items():
@@ -136,12 +136,12 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
 
 
 def stored_precisions(model_dir: Path | str, num_layers: int) -> tuple[Precision, ...]:
-    """Return the precision of every layer as stored; none for a model that is not quantized.
+    """Return the stored precision of every layer; empty for a model that is not quantized.
 
-    A layer whose operators differ in groups or symmetry is told by the heaviest of them.
+    If operators of a layer differ in groups or symmetry, the one with the most bytes counts.
 
     Raises:
-        SpecError: quantized otherwise than by GPTQ, or operators of a layer differ in their bits.
+        SpecError: not quantized by GPTQ, or operators of a layer differ in bits.
     """
     fields = find_config(model_dir)
     if fields is None:
@@ -195,7 +195,7 @@ def _header(path: Path) -> object:
                 raise SpecError(f"{path}: found a header of {size} bytes, expected safetensors")
             return json.loads(stream.read(size))
     except OSError as error:
-        raise SpecError(f"{path}: cannot be read, and its layers' bits not told: {error}") from None
+        raise SpecError(f"{path}: cannot be read: {error}") from None
     except (ValueError, RecursionError):
         raise SpecError(f"{path}: found no header of safetensors") from None
 

@@ -1,0 +1,158 @@
+"""Evaluation of a model at given bits against 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.dist.metrics.progress import Progress
+from llmpq.errors import SpecError
+from llmpq.evals.checkpoint import GptqLayers
+from llmpq.evals.pipeline import pipeline_hidden
+from llmpq.evals.score import Quality, perplexity_and_kl
+from llmpq.evals.stream import Layers, LayerSource, stream_hidden
+from llmpq.evals.windows import Windows, read_windows
+from llmpq.models import Checkpoint, Master
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
+from llmpq.quant.loading.loader import load_master
+from llmpq.spec.plan import Plan
+
+Bars = Callable[[str], AbstractContextManager[Callable[..., None]]]
+"""Makes the progress bar of one pass over the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalTask:
+    """What to evaluate.
+
+    Attributes:
+        model_dir: weights.
+        text: text file to predict.
+        bits: bitwidth of every layer.
+        dtype: number format, or ``auto`` for that of the weights.
+        kv_bits: 8 for keys and values at 8 bits.
+        plan: strategy whose ranks run the model; ``None`` runs it in this process.
+        quantized: GPTQ checkpoint to evaluate instead.
+        kernel: kernel to use wherever it can run.
+        device: device of this process.
+        window: tokens of a window.
+        rows: windows of a batch.
+        max_tokens: tokens of the text to use.
+        step_timeout_s: seconds without a sign of life after which a rank has failed.
+    """
+
+    model_dir: Path
+    text: Path
+    bits: tuple[int, ...]
+    dtype: str = "auto"
+    kv_bits: int | None = None
+    plan: Plan | None = None
+    quantized: Path | None = None
+    kernel: str | None = None
+    device: str = "cpu"
+    window: int = 512
+    rows: int = 8
+    max_tokens: int | None = None
+    step_timeout_s: float = 10.0
+
+
+def evaluate(task: EvalTask, bars: Bars, progress: Progress) -> dict[str, Any]:
+    """Return perplexity, divergence from 16 bits, and the perplexity at 16 bits.
+
+    Args:
+        task: what to evaluate.
+        bars: progress of passes in this process.
+        progress: progress of a strategy's ranks.
+
+    Raises:
+        SpecError: the text or the checkpoint does not fit the model.
+        StageError: a rank failed.
+    """
+    windows = read_windows(
+        task.model_dir,
+        task.text,
+        window=task.window,
+        rows=task.rows,
+        max_tokens=task.max_tokens,
+    )
+    is_auto = task.dtype == "auto"
+    dtype = Checkpoint(task.model_dir).dtype if is_auto else getattr(torch, task.dtype)
+    device = torch.device(task.device)
+    master = load_master(task.model_dir, dtype=dtype, device=device)
+    run = _Run(task=task, windows=windows, dtype=dtype, device=device, bars=bars)
+    reference = run.stream(run.layers((16,) * len(task.bits)), master, None, "16 bit")
+    if task.quantized is not None:
+        found = _of_checkpoint(run, task.quantized, master, reference)
+    else:
+        if task.plan is not None:
+            states = run.pipeline(task.plan, progress)
+        elif set(task.bits) == {16} and task.kv_bits is None:
+            states = reference
+        else:
+            states = run.stream(run.layers(task.bits), master, task.kv_bits, "model")
+        found = perplexity_and_kl(master, windows, states, reference)
+    own = perplexity_and_kl(master, windows, reference)
+    return {**found.to_json(), "perplexity_16bit": own.perplexity}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    task: EvalTask
+    windows: Windows
+    dtype: torch.dtype
+    device: torch.device
+    bars: Bars
+
+    def layers(self, bits: tuple[int, ...]) -> LayerSource:
+        return LayerSource(
+            model_dir=self.task.model_dir,
+            bits=bits,
+            dtype=self.dtype,
+            device=self.device,
+            backend=self.task.kernel,
+        )
+
+    def stream(
+        self, layers: Layers, master: Master, kv_bits: int | None, label: str
+    ) -> list[Tensor]:
+        with self.bars(label) as show:
+            return stream_hidden(layers, master, self.windows, kv_bits=kv_bits, progress=show)
+
+    def pipeline(self, plan: Plan, progress: Progress) -> list[Tensor]:
+        states = pipeline_hidden(
+            plan,
+            self.task.model_dir,
+            self.windows,
+            step_timeout_s=self.task.step_timeout_s,
+            progress=progress,
+            kernel=self.task.kernel,
+        )
+        return [state.to(self.device) for state in states]
+
+
+def _of_checkpoint(
+    run: _Run, folder: Path, reference_master: Master, reference: list[Tensor]
+) -> Quality:
+    """Score a quantized checkpoint, which has its own embedding and head."""
+    layers = GptqLayers(
+        checkpoint=GptqCheckpoint(folder),
+        dtype=run.dtype,
+        device=run.device,
+        backend=run.task.kernel,
+    )
+    if layers.num_layers != len(run.task.bits):
+        raise SpecError(
+            f"{folder}: found {layers.num_layers} layers, expected the {len(run.task.bits)} of "
+            f"{run.task.model_dir}"
+        )
+    master = load_master(folder, dtype=run.dtype, device=run.device)
+    states = run.stream(layers, master, run.task.kv_bits, "model")
+    return perplexity_and_kl(
+        master, run.windows, states, reference, reference_master=reference_master
+    )
