@@ -68,7 +68,7 @@ def bad_field(where: str, field: str, found: object, expected: str) -> SpecError
     """Build the error of a field in a file or an option.
 
     Args:
-        where: the file or option group, as the user knows it.
+        where: name of the file or option group.
         field: dotted path of the field inside it.
         found: the offending value.
         expected: what would have been accepted, in words.

@@ -113,7 +113,7 @@ def _draw_layers(axis: Any, plan: Plan) -> None:
             )
             layer += length
         text = compact_bits(stage.bits) if stage.num_layers else "master only"
-        # Beside the axis, where no bar can be under it.
+        # Right of the axis, where there are no bars.
         axis.text(
             1.008,
             row,
@@ -287,7 +287,7 @@ def _quiet(axis: Any) -> None:
 
 
 def draw_run(report: dict[str, Any], path: str | Path) -> None:
-    """Draw predicted beside measured seconds, of the whole run and of every stage, by phase.
+    """Draw predicted and measured seconds, of the whole run and of every stage, by phase.
 
     Args:
         report: of ``llmpq.dist.metrics.report.build_report``, with or without its phases.

@@ -27,7 +27,7 @@ class Fields:
 
     Args:
         value: the parsed JSON value; anything but an object is an error.
-        where: the file as the user knows it.
+        where: name of the file, for messages.
         path: dotted path of this object inside the file, empty at the top.
     """
 

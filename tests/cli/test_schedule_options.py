@@ -54,7 +54,7 @@ def test_a_schedule_is_searched_written_and_simulated(tmp_path, lengths, capsys)
     assert found["throughput_requests_per_s"] == pytest.approx(tight["requests_per_s"], rel=0.15)
 
 
-def test_answers_that_are_not_those_planned_for_are_told_and_replanned(tmp_path, lengths, capsys):
+def test_workload_shift_is_reported_and_replanned(tmp_path, lengths, capsys):
     made = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)["schedule"]
     other = tmp_path / "other.json"
     other.write_text('{"schema": 1, "truncated_normal": {"mean": 60, "std": 13, "longest": 80}}')
@@ -107,9 +107,7 @@ def test_people_are_told_the_schedule(tmp_path, lengths, capsys):
     assert "requests/s; 62 tokens take" in text
 
 
-def test_waa_is_planned_with_stages_of_either_phase_checked_and_simulated(
-    tmp_path, lengths, capsys
-):
+def test_waa_plan_with_split_stages_is_checked_and_simulated(tmp_path, lengths, capsys):
     path = tmp_path / "p.json"
     small = ["--bits", "4", "--kv_bits", "8"]
     options = ["--policy", "waa", "--lengths", str(lengths), "--output", str(path), *small]
@@ -185,7 +183,7 @@ def _shared_tables(folder: Path, prefill_gain: float) -> Path:
 
 
 @pytest.mark.parametrize(("gain", "members"), [(1.9, 2), (1.05, 1)])
-def test_the_degree_that_answers_most_is_chosen_and_only_simulated(
+def test_tensor_parallel_degree_with_most_requests_is_chosen(
     tmp_path, lengths, capsys, gain, members
 ):
     tables = _shared_tables(tmp_path / "tables", gain)

@@ -45,7 +45,7 @@ def _places(value: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", FILES)
 @settings(max_examples=40, suppress_health_check=CHECKS)
 @given(data=st.data())
-def test_one_strange_value_is_read_or_refused(tmp_path, kind, data):
+def test_file_with_one_invalid_value_loads_or_raises_a_typed_error(tmp_path, kind, data):
     source, read = FILES[kind]
     value = json.loads(source.read_text())
     *path, last = data.draw(st.sampled_from(_places(value)))
@@ -67,7 +67,7 @@ def test_one_strange_value_is_read_or_refused(tmp_path, kind, data):
 @pytest.mark.parametrize("kind", FILES)
 @settings(max_examples=40, suppress_health_check=CHECKS)
 @given(data=st.data())
-def test_damaged_bytes_are_read_or_refused(tmp_path, kind, data):
+def test_file_with_damaged_bytes_loads_or_raises_a_typed_error(tmp_path, kind, data):
     source, read = FILES[kind]
     text = bytearray(source.read_bytes())
     at = data.draw(st.integers(0, len(text) - 1))

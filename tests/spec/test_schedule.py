@@ -24,7 +24,7 @@ SHAPE = PipelineShape(micro_batching=MicroBatching(prefill=2, decode=4), num_slo
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("slots", [1, 16])
-def test_every_policy_has_a_schedule_without_a_search(policy, slots):
+def test_default_schedule_exists_for_every_policy(policy, slots):
     schedule = default_schedule(policy, slots)
     text = json.dumps(to_json(schedule))
     assert from_json(Schedule, Fields(json.loads(text), "file")) == schedule
@@ -34,7 +34,7 @@ def test_every_policy_has_a_schedule_without_a_search(policy, slots):
     assert make_policy(schedule, shape).holds_finished == (policy in ("static", "multibin"))
 
 
-def test_estimates_travel():
+def test_schedule_with_estimate_round_trips():
     estimate = ScheduleEstimate(requests_per_s=2.5, latency_s=3.0, new_tokens=63)
     schedule = Schedule(
         policy="rra", encode_batch=2, decode_batch=8, decode_iterations=4, estimate=estimate
@@ -57,17 +57,17 @@ def test_estimates_travel():
         ({"policy": "hybrid", "extra": 1}, "extra"),
     ],
 )
-def test_mistakes_are_named(value, message):
+def test_invalid_schedules_name_the_field(value, message):
     with pytest.raises(SpecError, match=message):
         from_json(Schedule, Fields(value, "file"))
 
 
-def test_batches_beyond_the_slots_are_refused():
+def test_batch_larger_than_slots_raises_an_error():
     with pytest.raises(SpecError, match="'decode_batch': found 17, expected at most the plan's 16"):
         make_policy(Schedule(policy="static", decode_batch=17), SHAPE)
 
 
-def test_bins_need_a_predictor():
+def test_multibin_requires_a_predictor():
     schedule = Schedule(policy="multibin", decode_batch=4, boundaries=(8.0,))
     with pytest.raises(SpecError, match="no length predictor"):
         make_policy(schedule, SHAPE)

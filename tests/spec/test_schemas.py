@@ -1,4 +1,4 @@
-"""The JSON Schemas say what the readers do: both accept, or both refuse."""
+"""The JSON Schemas and the readers accept the same files."""
 
 import copy
 import json
@@ -169,12 +169,12 @@ def reads(kind: str, value: Any, folder) -> bool:
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
-def test_both_accept_a_good_file(kind, folder):
+def test_schema_and_reader_accept_a_valid_file(kind, folder):
     assert reads(kind, DOCUMENTS[kind], folder)
     assert accepts(SCHEMAS[kind], DOCUMENTS[kind])
 
 
-def test_both_know_stages_of_either_phase(folder):
+def test_schema_and_reader_accept_split_stages(folder):
     (first, *_), bits = (
         PLAN["stages"],
         [width for stage in PLAN["stages"] for width in stage["bits"]],
@@ -218,7 +218,7 @@ JUNK = [None, True, -1, 0, 1.5, "", "text", [], {}, [1], 10**7, 10**20, ["a", "b
 
 @settings(max_examples=400, deadline=None)
 @given(kind=st.sampled_from(sorted(DOCUMENTS)), data=st.data())
-def test_what_a_schema_refuses_the_reader_refuses(kind, data, folder):
+def test_reader_rejects_what_the_schema_rejects(kind, data, folder):
     document = DOCUMENTS[kind]
     path = data.draw(st.sampled_from([one for one in paths_of(document) if one]))
     action = data.draw(st.sampled_from(["drop", "replace", "add"]))
@@ -235,6 +235,5 @@ def test_what_a_schema_refuses_the_reader_refuses(kind, data, folder):
     if not accepts(SCHEMAS[kind], value):
         assert not reads(kind, value, folder)
     elif kind == "workload":
-        # Names that must be unique, or layers that must be covered, no schema can say; this format
-        # has nothing of the kind.
+        # A schema cannot express unique names or covered layers, which this format does not have.
         assert reads(kind, value, folder)

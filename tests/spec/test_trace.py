@@ -29,7 +29,7 @@ def test_the_azure_layout_counts_from_its_first_request(tmp_path):
     assert second.arrival_s == pytest.approx(4.314579)
 
 
-def test_poisson_arrivals_have_their_rate():
+def test_poisson_arrivals_have_the_given_rate():
     trace = draw_trace(20_000, constant(1), constant(1), requests_per_s=5.0, seed=1)
     assert len(trace) / trace[-1].arrival_s == pytest.approx(5, rel=0.03)
     assert all(item.arrival_s == 0 for item in draw_trace(5, constant(1), constant(1)))
@@ -48,7 +48,7 @@ def test_poisson_arrivals_have_their_rate():
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1\n", "'TIMESTAMP': found 'now'"),
     ],
 )
-def test_mistakes_are_named(tmp_path, text, found):
+def test_malformed_traces_name_line_and_field(tmp_path, text, found):
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(SpecError, match=found):

@@ -117,7 +117,7 @@ def test_results_that_exist_already(files, capsys):
         (["--nnodes", "2", "--master_addr", "127.0.0.1"], "nnodes"),
     ],
 )
-def test_a_senseless_option(files, capsys, options, names):
+def test_invalid_option_exits_with_2(files, capsys, options, names):
     assert _run(files, *options) == 2
     assert names in _error(capsys)
 
@@ -128,7 +128,7 @@ def test_a_senseless_option(files, capsys, options, names):
     [([], "rra"), (["--policy", "multibin", "--bins", "2", "--predictor", "noisy"], "multibin")],
     ids=["the strategy's own", "another"],
 )
-def test_a_run_obeys_a_schedule_and_tells_latencies(files, capsys, options, policy):
+def test_run_uses_its_schedule_and_reports_latencies(files, capsys, options, policy):
     schedule = Schedule(policy="rra", encode_batch=1, decode_batch=2, decode_iterations=2)
     write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
     lines = [
@@ -146,7 +146,7 @@ def test_a_run_obeys_a_schedule_and_tells_latencies(files, capsys, options, poli
 
 @pytest.mark.dist
 @pytest.mark.parametrize("replan", [False, True])
-def test_a_run_tells_when_answers_are_not_those_planned_for(files, capfd, tmp_path, replan):
+def test_run_reports_a_workload_shift(files, capfd, tmp_path, replan):
     schedule = Schedule(
         policy="rra", encode_batch=2, decode_batch=4, decode_iterations=1, mean_new_tokens=3.0
     )
@@ -172,7 +172,7 @@ def test_a_run_tells_when_answers_are_not_those_planned_for(files, capfd, tmp_pa
 
 
 @pytest.mark.dist
-def test_a_run_as_planned_tells_nothing_of_drift(files, capfd):
+def test_run_without_a_workload_shift_reports_none(files, capfd):
     schedule = Schedule(policy="rra", encode_batch=1, decode_batch=2, decode_iterations=4)
     write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
     line = {"id": "a", "prompt_token_ids": [1, 2], "max_new_tokens": 8, "ignore_eos": True}
