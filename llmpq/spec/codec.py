@@ -70,10 +70,10 @@ def from_json(kind: type[T], source: Fields) -> T:
         source.schema(version)
     values = {}
     for member in _members(kind):  # type: ignore[arg-type]  # a class is hashable
-        # Numbers and texts may be null where they may be absent; anything else is left out.
+        # A free number or text may be null where it may be absent; anything else is left out.
         if not member.optional or source.has(member.key):
             values[member.name] = _read(member.kind, member.rule, source, member.key)
-        elif member.kind in (int, float, str):
+        elif member.kind in (int, float, str) and member.rule.choices is None:
             source.drop_null(member.key)
     source.done()
     try:

@@ -103,7 +103,9 @@ def test_a_directory_wins_over_the_catalogue(tmp_path):
 
 
 def test_neither_directory_nor_name_says_both(tmp_path):
-    with pytest.raises(SpecError, match=r"does not know; did you mean.*directory of that name"):
+    with pytest.raises(
+        SpecError, match=r"expected a name of the catalogue; did you mean.*directory of that name"
+    ):
         catalog.resolve_model(tmp_path / "none")
 
 

@@ -41,6 +41,7 @@ class Tree:
     colour: Colour | None = None
     bits: Annotated[tuple[int, ...], Rule(optional=True)] = ()
     is_old: bool | None = None
+    soil: Annotated[str | None, Rule(choices=("clay", "sand"))] = None
 
 
 FULL = {
@@ -95,6 +96,8 @@ def test_null_number_or_text_is_read_as_absent(field):
         ({"rates": {"x": "fast"}}, "field 'rates.x': found 'fast', expected a finite number"),
         ({"colour": None}, "field 'colour': found None, expected no such field"),
         ({"bits": None}, "field 'bits'"),
+        ({"soil": None}, "field 'soil': found None, expected no such field"),
+        ({"soil": "mud"}, "field 'soil': found 'mud', expected one of clay, sand"),
         ({"is_old": 1}, "field 'is_old': found 1, expected true or false"),
         ({"surprise": 1}, "field 'surprise': found 1, expected no such field"),
     ],
