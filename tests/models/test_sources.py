@@ -1,5 +1,6 @@
 """Sources name the bytes of a tensor; reading notices changes of the file."""
 
+import mmap
 import os
 
 import pytest
@@ -49,6 +50,22 @@ def test_the_caller_chooses_the_memory(saved):
     found = files.load(files.source("cube"), lambda shape, dtype: slab.view(dtype).view(shape))
     assert found.data_ptr() == slab.data_ptr()
     assert torch.equal(slab.view(3, 4, 5), tensors["cube"])
+
+
+@pytest.mark.parametrize("shift", [0, 8])  # direct reads need memory that begins at a page
+@pytest.mark.parametrize("rows", [(0, 4000), (1, 3), (77, 3999)])
+def test_direct_reads_return_what_was_stored(tmp_path, shift, rows):
+    tensor = torch.randn(4000, 301, generator=torch.Generator().manual_seed(0))
+    save_file({"small": torch.zeros(3), "large": tensor}, tmp_path / "model.safetensors")
+
+    def allocate(shape, dtype):
+        assert len(shape) == 1
+        memory = mmap.mmap(-1, shape[0] + mmap.PAGESIZE)
+        return torch.frombuffer(memory, dtype=dtype, count=shape[0], offset=shift)
+
+    files = TensorFiles(tmp_path)
+    block = files.source("large").block(*rows)
+    assert torch.equal(files.load(block, allocate, is_direct=True), tensor[slice(*rows)])
 
 
 @pytest.mark.parametrize("change", ["truncate", "write", "replace", "remove"])

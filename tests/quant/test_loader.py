@@ -322,6 +322,10 @@ def test_weights_that_cannot_be_quantized_are_named_and_leave_no_entry(own_model
     assert not [t for t in threading.enumerate() if t.name.startswith("load-")]
 
 
+def has_storage(tensor):
+    return not tensor.is_meta and not tensor.is_mkldnn
+
+
 class LiveTensors:
     """Measures the peak bytes of the tensors that are made inside the block."""
 
@@ -343,7 +347,7 @@ class LiveTensors:
         while not self._stop.is_set():
             sizes = {}
             for tensor in gc.get_objects():
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta:
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_storage(tensor):
                     storage = tensor.untyped_storage()
                     sizes[storage.data_ptr()] = storage.nbytes()
                 del tensor

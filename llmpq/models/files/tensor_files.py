@@ -97,13 +97,15 @@ class TensorFiles:
             ranges=(ByteRange(file=file, begin=begin, nbytes=entry.end - entry.begin),),
         )
 
-    def load(self, source: TensorSource, allocate: Allocate = on_host) -> Tensor:
-        """Read a tensor into memory made by ``allocate``; several threads may do so at once.
+    def load(
+        self, source: TensorSource, allocate: Allocate = on_host, *, is_direct: bool = False
+    ) -> Tensor:
+        """Read a tensor, as :func:`read_source`; several threads may do so at once.
 
         Raises:
             SpecError: a file cannot be read, or has changed since it was checked.
         """
-        return read_source(self.directory, source, self._stamps, allocate)
+        return read_source(self.directory, source, self._stamps, allocate, is_direct=is_direct)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named tensors, each read when reached.

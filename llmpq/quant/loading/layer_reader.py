@@ -187,7 +187,7 @@ class LayerReader:
             yield ReadMatrix(
                 layer=load,
                 matrix=matrix,
-                weight=tensors.load(source, slot.allocate),
+                weight=tensors.load(source, slot.allocate, is_direct=True),
                 where=tensors.where(source.name),
                 slot=slot,
             )

@@ -6,6 +6,7 @@ slot from before it is read until the caller has used it, so at most that many a
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class Cancelled(Exception):  # noqa: N818  not an error: the caller has stopped
 class Slot:
     """The right to hold one item, with reusable host memory to read it into.
 
-    Reading into memory that was used before saves the page faults of fresh memory.
+    Reading into memory that was used before saves the page faults of fresh memory; it begins at a
+    page, so that a disk can write into it directly.
 
     Args:
         free: the queue that the slot returns to.
@@ -42,12 +44,22 @@ class Slot:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if self._buffer.nbytes < nbytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before it is replaced
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+            self._buffer = _pages(nbytes, is_pinned=self._is_pinned)
         return self._buffer[:nbytes].view(dtype).view(shape)
 
     def release(self) -> None:
         """Allow the next item to be read."""
         self._free.put(self)
+
+
+def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
+    """Return memory that begins at a page, as direct reads need."""
+    if is_pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # small pages make direct reads slow
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class Prefetcher(Generic[T]):
