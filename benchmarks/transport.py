@@ -5,7 +5,7 @@
 Two processes, each on a core of its own. A frame goes out and a small one returns; the figure is
 half the median round trip of each round, and the spread over the rounds. "Busy" adds one process a
 core that computes all the time, as a neighbour stage without a core of its own does. The
-transports take turns within every round, so that the machine's mood is shared.
+transports take turns within every round.
 """
 
 from __future__ import annotations
@@ -51,13 +51,17 @@ def frame(size: int) -> Frame:
 
 
 def end(rank: int, transport: str, folder: str, plan: tuple[int, int, float], out) -> None:
-    """Play one end: rank 0 times, rank 1 answers."""
+    """Run one end: rank 0 times, rank 1 answers."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    me = RankIdentity(rank=rank, world_size=2, name=f"rank {rank}", limits=LIMITS, timeout_s=30.0)
-    door = connect(me, Rendezvous(file=Path(folder) / "rendezvous"), transport).communicator
+    identity = RankIdentity(
+        rank=rank, world_size=2, name=f"rank {rank}", limits=LIMITS, timeout_s=30.0
+    )
+    communicator = connect(
+        identity, Rendezvous(file=Path(folder) / "rendezvous"), transport
+    ).communicator
     size, count, budget_s = plan
     there, back = frame(size), frame(4 * HIDDEN)
     times = []
@@ -66,24 +70,24 @@ def end(rank: int, transport: str, folder: str, plan: tuple[int, int, float], ou
         began = time.perf_counter()
         if rank == 0:
             is_last = number == count + 4 or time.perf_counter() - start > budget_s
-            door.send(Frame(kind=FrameKind.STATS, text=b"last") if is_last else there)
-            door.recv()
+            communicator.send(Frame(kind=FrameKind.STATS, text=b"last") if is_last else there)
+            communicator.recv()
             if is_last:
                 break
             times.append(time.perf_counter() - began)
         else:
-            is_last = door.recv().kind is FrameKind.STATS
-            door.send(back)
+            is_last = communicator.recv().kind is FrameKind.STATS
+            communicator.send(back)
             if is_last:
                 break
-    door.close()
+    communicator.close()
     if rank == 0:
         out.put(statistics.median(times[5:] or times))
     os._exit(0) if rank else None
 
 
 def burn(core: int) -> None:
-    """Compute on a core for ever."""
+    """Compute on a core until killed."""
     os.sched_setaffinity(0, {core})
     while True:
         sum(range(10_000))

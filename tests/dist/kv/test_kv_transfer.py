@@ -1,4 +1,4 @@
-"""Keys and values between ranks: whole, in their own slots, waited for only by who needs them."""
+"""Keys and values between ranks: whole, in their slots, and waited for by their own rows only."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_step_waits_for_its_own_slots_and_for_no_others(pair):
     assert waited == [True]
 
 
-def test_a_slots_new_owner_does_not_read_what_the_last_one_left(pair):
+def test_a_new_owner_of_a_slot_does_not_read_old_values(pair):
     old, new = rows_of([2], [4], origin=0), rows_of([2], [4], origin=7)
     sender = pair.start()
     sender.acquire(old)
@@ -191,22 +191,22 @@ def test_a_slots_new_owner_does_not_read_what_the_last_one_left(pair):
     assert not thread.is_alive()
 
 
-def send_for_ever(sender: KVSender, rows: list[Row]) -> None:
+def send_until_error(sender: KVSender, rows: list[Row]) -> None:
     for _ in itertools.count():
         sender.acquire(rows)
         sender.release(rows)
 
 
-def test_a_prefilling_stage_waits_for_the_link_and_says_who_does_not_take_anything(pair):
-    ends = socket.socketpair()  # nobody reads, and the kernel keeps little
+def test_a_prefill_stage_waits_for_the_link_and_names_a_peer_that_takes_nothing(pair):
+    ends = socket.socketpair()  # without a reader and with a small kernel buffer
     writer = FrameWriter(ends[0], limits())
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     send_link = replace(pair.send_link, writer=writer)
     sender = KVSender(pair.made, rows=ROWS, send_links=[send_link], timeout_s=0.3)
     rows = rows_of([0, 1], [6, 6], origin=0)
-    for _ in range(2):  # whoever asks again hears the same
+    for _ in range(2):  # the next call raises it again
         with pytest.raises(PeerLostError, match=r"stage 0: found no sign of life for 0.3 s") as it:
-            send_for_ever(sender, rows)
+            send_until_error(sender, rows)
         assert it.value.rank == 0
     ends[1].close()
     sender.close()
@@ -217,11 +217,11 @@ def test_a_decoding_rank_that_is_gone_is_named(pair):
     pair.receiver.close()
     rows = rows_of([0], [1], origin=0)
     with pytest.raises(PeerLostError, match="stage 0: closed"):
-        send_for_ever(sender, rows)
+        send_until_error(sender, rows)
     pair.receiver = KVReceiver(pair.held, receive_links=[], timeout_s=1.0)
 
 
-def test_a_prefilling_rank_that_is_gone_is_named_by_who_waits_for_it(pair):
+def test_a_prefill_rank_that_is_gone_is_named(pair):
     rows = rows_of([0], [1], origin=0)
     sender = pair.start()
     sender.acquire(rows)
@@ -277,7 +277,7 @@ def test_a_ring_takes_no_keys_and_values():
 @pytest.mark.parametrize(
     "frame", [Frame(kind=FrameKind.STATS, text=b"{}"), replace(kv_frame(), layer=2)]
 )
-def test_what_does_not_belong_on_a_link_ends_the_run_of_who_waits(frame):
+def test_a_frame_that_does_not_belong_on_a_link_is_an_error(frame):
     made, ends = cache(0, 3, is_transient=False), socket.socketpair()
     writer = FrameWriter(ends[0], limits())
     # This link carries layers 0 and 1 alone.

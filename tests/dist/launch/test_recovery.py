@@ -1,4 +1,4 @@
-"""Real ranks that die, and real runs that are told to end: every request is answered once."""
+"""Ranks that die and runs that are asked to end: every request is answered once."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ FORBIDDEN_ATTRIBUTES = {
 
 
 def findings(tree: ast.AST) -> list[str]:
-    """Return what a module does that could run a stranger's code."""
+    """Return what a module does that could run code of others."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -84,7 +84,7 @@ def test_the_search_would_find_it(text):
 def test_a_refused_prompt_is_not_quoted(caplog, tiny_model):
     model = load_model_dir(tiny_model("llama", seed=1))
     limits = request_limits(make_plan((0, 3)), model, ())
-    canary = "a canary that nobody may read"
+    canary = "a canary that no other user may read"
     prompt = Prompt(id="p", where="prompts.jsonl line 1", text=canary, max_new_tokens=10**9)
     with caplog.at_level(logging.DEBUG), pytest.raises(SpecError) as caught:
         make_request(prompt, limits, None)

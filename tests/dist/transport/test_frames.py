@@ -1,4 +1,4 @@
-"""Frames survive the wire unchanged, and nothing else does."""
+"""Frames: round trips, and headers that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large payloads in memory that two ends share: whole, in order, bounded, and nothing believed."""
+"""Large payloads in shared memory: whole, in order, bounded, and checked by the reader."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def same(got: Frame, sent: Frame) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_sending_and_taking_brings_every_frame_whole(any_link, seed):
+def test_frames_arrive_whole_in_any_order_of_writing_and_reading(any_link, seed):
     rng = random.Random(seed)
     waiting: list[Frame] = []
     for number in range(40):
@@ -113,7 +113,7 @@ def test_a_large_payload_leaves_only_its_header_in_the_stream(link):
     assert bytes_in_stream(link.out) > LIMITS.header_bytes + LEAST_BYTES // 2
 
 
-def test_without_a_free_place_a_payload_follows_in_the_stream(link):
+def test_without_a_free_buffer_a_payload_follows_in_the_stream(link):
     sent = [frame(number) for number in range(BUFFERS + 1)]
     for one in sent:
         link.writer.write(one)
@@ -123,7 +123,7 @@ def test_without_a_free_place_a_payload_follows_in_the_stream(link):
     assert torch.equal(held, sent[BUFFERS - 1].hidden)
 
 
-def test_a_payload_stays_until_the_reader_asks_for_the_next(link):
+def test_a_payload_stays_until_the_next_read(link):
     link.writer.write(frame(0))
     first = link.take()
     for number in (1, 2):
@@ -131,7 +131,7 @@ def test_a_payload_stays_until_the_reader_asks_for_the_next(link):
     assert same(first, frame(0))
 
 
-def test_what_was_sent_before_a_death_is_read_after_it(link):
+def test_frames_sent_before_the_end_are_read_after_it(link):
     link.writer.write(frame(0))
     link.into.shutdown(socket.SHUT_WR)
     assert same(link.take(), frame(0))
@@ -159,7 +159,7 @@ def test_no_descriptor_stays_open():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_an_end_that_shares_nothing_takes_no_memory_and_no_place():
+def test_a_reader_without_shared_memory_refuses_it():
     into, out = socket.socketpair()
     writer, reader = (
         FrameWriter(into, LIMITS, is_shared=True),
@@ -172,24 +172,24 @@ def test_an_end_that_shares_nothing_takes_no_memory_and_no_place():
     writer.close(0.0)
 
 
-@pytest.mark.parametrize("place", [2, 3, 255])
-def test_a_place_that_is_not_the_next_is_refused(link, place):
+@pytest.mark.parametrize("buffer", [2, 3, 255])
+def test_a_buffer_that_is_not_the_next_is_refused(link, buffer):
     link.writer.write(frame(0))
     link.take()
     link.writer.write(frame(1))
-    link.take()  # both places were used once: the first comes next
-    link.into.sendall(encode_header(frame(2), LIMITS, 2, place))
+    link.take()  # both buffers were used once: the first comes next
+    link.into.sendall(encode_header(frame(2), LIMITS, 2, buffer))
     with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
-def test_a_place_before_any_memory_was_offered_is_refused(link):
+def test_a_buffer_before_memory_was_offered_is_refused(link):
     link.into.sendall(encode_header(frame(0), LIMITS, 0, 1))
     with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
-def test_a_text_lies_in_no_shared_memory(link):
+def test_a_text_in_shared_memory_is_refused(link):
     link.writer.write(frame(0))
     link.take()
     link.into.sendall(encode_header(Frame(kind=FrameKind.STATS, text=b"x"), LIMITS, 1, 2))
@@ -225,7 +225,7 @@ def test_memory_that_could_shrink_or_has_another_size_is_refused():
         one.close_descriptor()
 
 
-def test_the_memory_cannot_be_taken_from_under_its_reader():
+def test_the_memory_cannot_shrink():
     writer = SharedMemoryWriter(1 << 20)
     reader = SharedMemoryReader(os.dup(writer.descriptor), 1 << 20)
     with pytest.raises(PermissionError):

@@ -1,4 +1,4 @@
-"""The ring over sockets: order, sizes, silence, death, and nothing believed that a peer sends."""
+"""The ring over sockets: order, sizes, silent and ended peers, and frames that are refused."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_frames_larger_than_the_kernel_takes_arrive_whole_and_in_order(ends):
     start = time.monotonic()
     for frame in sent:
         first.send(frame)
-    assert time.monotonic() - start < 1  # 4 MiB that nobody reads yet
+    assert time.monotonic() - start < 1  # 4 MiB without a reader
     for frame in sent:
         got = second.recv()
         assert (got.kind, got.micro_batch, got.rows) == (frame.kind, frame.micro_batch, frame.rows)
         assert torch.equal(got.hidden, frame.hidden)
 
 
-def test_a_frame_can_be_seen_before_it_is_taken(ends):
+def test_has_frame_leaves_the_frame_to_recv(ends):
     first, second = ends.rank(0), ends.rank(1)
     assert not first.has_frame()
     second.send(Frame(kind=FrameKind.STATS, text=b"{}"))
@@ -120,7 +120,7 @@ def test_a_frame_can_be_seen_before_it_is_taken(ends):
     assert not first.has_frame()
 
 
-def test_a_wait_ends_with_a_frame_or_with_its_time(ends):
+def test_await_frame_ends_with_a_frame_or_at_its_limit(ends):
     first, second = ends.rank(0), ends.rank(1)
     assert not second.await_frame(0.01)
     timer = threading.Timer(0.1, first.send, [decode(1)])
@@ -131,7 +131,7 @@ def test_a_wait_ends_with_a_frame_or_with_its_time(ends):
     assert not second.await_frame(0.0)
 
 
-def test_a_rank_that_computes_for_long_is_not_silent(ends):
+def test_heartbeats_keep_a_computing_rank_alive(ends):
     first, second = ends.rank(0, timeout_s=0.3), ends.rank(1, timeout_s=0.3)
     timer = threading.Timer(1.0, first.send, [decode(1)])
     timer.start()
@@ -142,7 +142,7 @@ def test_a_rank_that_computes_for_long_is_not_silent(ends):
 def test_a_silent_peer_is_named_in_time(ends):
     second = ends.rank(1, timeout_s=0.2)
     start = time.monotonic()
-    for _ in range(2):  # whoever asks again hears the same
+    for _ in range(2):  # the next call raises it again
         with pytest.raises(PeerLostError, match=r"rank 0.*no sign of life for 0.2 s") as caught:
             second.recv()
     assert caught.value.rank == 0
@@ -185,7 +185,7 @@ def test_closing_does_not_wait_for_a_peer_that_reads_nothing(ends):
     assert time.monotonic() - start < 2
 
 
-def test_nothing_is_open_afterwards(ends):
+def test_close_leaves_no_descriptor_and_no_thread(ends):
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208  names are all that counts
     made = Ends()
     made.rank(0)
@@ -231,7 +231,7 @@ def test_a_frame_that_is_not_the_next_one_of_this_run_is_refused(ends, data, nam
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_damaged_streams_end_in_typed_errors_or_in_what_was_sent(count):
+def test_damaged_streams_raise_typed_errors_or_give_the_frames_sent(count):
     """Three frames with bits flipped, bytes lost, doubled or swapped, over a live socket."""
     rng = random.Random(count)
     sent = [decode(0), Frame(kind=FrameKind.STATS, text=b"[1, 2]"), prefill(2, rows=1, tokens=2)]
@@ -277,7 +277,7 @@ def _damaged(rng: random.Random, parts: list[bytes]) -> bytes:
     return whole[:at] + rng.randbytes(rng.randint(1, 64)) + whole[at:]
 
 
-def test_a_claimed_size_costs_no_memory(ends):
+def test_an_announced_size_allocates_no_memory(ends):
     second = ends.rank(1)
     data = forged(decode(0), 48, "<Q", 2**40)
     before = _resident_bytes()
