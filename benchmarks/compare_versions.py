@@ -3,8 +3,8 @@
     python benchmarks/compare_versions.py --before DIR --folder WORK --rounds 5 --json FILE
 
 Every round runs each topic in the checkout ``--before`` and in this one, in turn, with this
-process's Python. A topic is a benchmark of the project that both checkouts have; seconds are collected
-under one name for each figure. Ratios are after / before: below 1 is faster.
+process's Python. A topic is a benchmark of the project that both checkouts have; seconds are
+collected under one name for each figure. Ratios are after / before: below 1 is faster.
 """
 
 from __future__ import annotations
