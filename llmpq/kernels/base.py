@@ -1,16 +1,16 @@
-"""The protocol of kernel backends and the form in which they keep a weight."""
+"""The base class of kernel backends and the form in which they keep a weight."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
 from llmpq.kernels.packed import PackedWeight
-from llmpq.spec.precision import Precision
+from llmpq.spec.precision import Precision, linear_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,16 +67,16 @@ class Capability:
         return on_device and bits in self.bits and dtype in self.dtypes
 
 
-class KernelBackend(Protocol):
-    """A way to multiply activations by a packed weight."""
+class KernelBackend(ABC):
+    """An algorithm that multiplies activations by a packed weight.
 
-    @property
-    def name(self) -> str:
-        """The name a user gives; its key in the registry."""
+    Attributes:
+        name: the name a user gives; its key in the registry.
+        capability: its row of the capability table.
+    """
 
-    @property
-    def capability(self) -> Capability:
-        """Its row of the capability table."""
+    name: str
+    capability: Capability
 
     def supports(
         self,
@@ -87,28 +87,51 @@ class KernelBackend(Protocol):
         in_features: int,
     ) -> bool:
         """Return whether it can run a weight ``[out_features, in_features]`` here."""
+        is_covered = self.capability.covers(device_type, precision.bits, dtype)
+        return is_covered and self.fits(precision, out_features, in_features)
+
+    @abstractmethod
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
+        """Return whether shape, group and machine allow a weight that ``capability`` covers."""
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
     ) -> int:
-        """Return the bytes that ``prepare`` keeps for such a weight."""
+        """Return the bytes that ``prepare`` keeps: ``linear_bytes`` unless overridden."""
+        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
 
     def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Return the weight in the backend's layout; keeps no reference to ``packed``."""
+        """Return the weight in the backend's layout; keeps no reference to ``packed``.
 
+        Raises:
+            SpecError: the backend does not support ``packed`` in the dtype of its scales.
+        """
+        self.check_supported(packed)
+        return PreparedWeight(
+            backend=self.name,
+            out_features=packed.out_features,
+            in_features=packed.in_features,
+            precision=packed.precision,
+            tensors=self.layout(packed),
+        )
+
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them; see ``prepare``."""
+        raise NotImplementedError
+
+    @abstractmethod
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
 
-
-def check_supported(backend: KernelBackend, packed: PackedWeight) -> None:
-    """Raise ``SpecError`` when ``backend`` cannot hold ``packed`` in the dtype of its scales."""
-    device_type = packed.codes.device.type
-    shape = (packed.out_features, packed.in_features)
-    if not backend.supports(device_type, packed.precision, packed.dtype, *shape):
-        raise SpecError(
-            f"kernel '{backend.name}': found a {packed.precision} weight {list(shape)} with "
-            f"{packed.dtype} scales on '{device_type}', expected {backend.capability.shapes}"
-        )
+    def check_supported(self, packed: PackedWeight) -> None:
+        """Raise ``SpecError`` when the backend does not support ``packed``."""
+        device_type = packed.codes.device.type
+        shape = (packed.out_features, packed.in_features)
+        if not self.supports(device_type, packed.precision, packed.dtype, *shape):
+            raise SpecError(
+                f"kernel '{self.name}': found a {packed.precision} weight {list(shape)} with "
+                f"{packed.dtype} scales on '{device_type}', expected {self.capability.shapes}"
+            )
 
 
 def tensor_bytes(tensor: Tensor) -> int:

@@ -5,23 +5,20 @@ Shape legend: N output features, K input features, G groups of a row.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
 from llmpq.kernels.scratch import Scratch
-from llmpq.spec.precision import Precision, linear_bytes
+from llmpq.spec.precision import Precision
 
 
-class ReferenceBackend:
+class ReferenceBackend(KernelBackend):
     """Weight-only: the integers become floats of x's dtype, then the library's own matmul runs."""
 
-    name: ClassVar[str] = "reference"
-    capability: ClassVar[Capability] = Capability(
+    name = "reference"
+    capability = Capability(
         device_types=(),
         bits=PACKED_BITS,
         dtypes=SCALE_DTYPES,
@@ -35,34 +32,15 @@ class ReferenceBackend:
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,  # noqa: ARG002  the protocol's signature
-        in_features: int,  # noqa: ARG002  the protocol's signature
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the precision has a packed form; every shape and device is supported."""
-        return self.capability.covers(device_type, precision.bits, dtype)
+        del precision, out_features, in_features
+        return True
 
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return ``linear_bytes``: the packed form is kept."""
-        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
-
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Keep the tensors of ``packed`` themselves."""
-        check_supported(self, packed)
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
         zeros = () if packed.zeros is None else (packed.zeros,)
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(packed.codes, packed.scales, *zeros),
-        )
+        return (packed.codes, packed.scales, *zeros)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""

@@ -7,12 +7,12 @@ of it. They exist where there is a C compiler, or a wheel that brought the libra
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight, check_supported
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import has_bf16_products, library
 from llmpq.kernels.cpu.switch import few_rows_limit
@@ -25,26 +25,26 @@ from llmpq.kernels.cpu.tiles import (
     to_tiles,
 )
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
-from llmpq.spec.precision import Precision, linear_bytes
+from llmpq.spec.precision import Precision
 
 
-@runtime_checkable
-class TileBackend(KernelBackend, Protocol):
+class TileBackend(KernelBackend):
     """A backend whose kernels read tiles."""
 
+    @abstractmethod
     def wrap(self, tiled: TiledWeight) -> PreparedWeight:
         """Return ``tiled`` without a copy; ``supports`` must be True for its shape."""
 
 
-class CpuPackedBackend:
+class CpuPackedBackend(TileBackend):
     """Weight-only: codes are decoded in registers or a cache-sized panel, scaled in float32.
 
     bf16 activations are multiplied as bf16 pairs where the processor can, and in float32
     elsewhere; so are float16 ones, for which torch itself has no fast matmul on a CPU.
     """
 
-    name: ClassVar[str] = "cpu_packed"
-    capability: ClassVar[Capability] = Capability(
+    name = "cpu_packed"
+    capability = Capability(
         device_types=("cpu",),
         bits=PACKED_BITS,
         dtypes=SCALE_DTYPES,
@@ -55,28 +55,14 @@ class CpuPackedBackend:
         "for 32 rows and 1.1 times for 512; float32 otherwise. No error beyond that of the codes",
     )
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the weight is whole tiles, and the library is there."""
-        covered = self.capability.covers(device_type, precision.bits, dtype)
         fits = fits_tiles(out_features, in_features, precision.effective_group(in_features))
-        return covered and fits and library() is not None
-
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return ``linear_bytes``: tiles hold the codes and nothing else."""
-        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+        return fits and library() is not None
 
     def prepare(self, packed: PackedWeight) -> PreparedWeight:
         """Rearrange the codes into tiles; the first call on a machine also measures the switch."""
-        check_supported(self, packed)
+        self.check_supported(packed)
         self._measure(packed.precision.bits, packed.dtype)
         return to_tiles(packed, self.name)
 
@@ -97,14 +83,14 @@ class CpuPackedBackend:
             few_rows_limit(bits)
 
 
-class CpuLlmInt8Backend:
+class CpuLlmInt8Backend(TileBackend):
     """LLM.int8(): each row of x is rounded to 8 bits, but for its outliers, in one pass.
 
     The default of 16-bit runs only; a float32 run asks for exactness, which weight-only gives.
     """
 
-    name: ClassVar[str] = "cpu_llm_int8"
-    capability: ClassVar[Capability] = Capability(
+    name = "cpu_llm_int8"
+    capability = Capability(
         device_types=("cpu",),
         bits=(8,),
         dtypes=SCALE_DTYPES,
@@ -120,30 +106,16 @@ class CpuLlmInt8Backend:
         """Split activations at ``threshold``; infinity splits off none that are finite."""
         self._threshold = threshold
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the weight is that of LLM.int8() in whole tiles, and VNNI is there."""
-        covered = self.capability.covers(device_type, precision.bits, dtype)
         per_channel = precision.effective_group(in_features) == in_features
         fits = fits_tiles(out_features, in_features, in_features)
         is_ready = has_bf16_products() and library() is not None
-        return covered and per_channel and precision.symmetric and fits and is_ready
-
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return ``linear_bytes``: what undoes the zero point is computed from x."""
-        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+        return per_channel and precision.symmetric and fits and is_ready
 
     def prepare(self, packed: PackedWeight) -> PreparedWeight:
         """Rearrange the codes into tiles."""
-        check_supported(self, packed)
+        self.check_supported(packed)
         return to_tiles(packed, self.name)
 
     def wrap(self, tiled: TiledWeight) -> PreparedWeight:

@@ -8,13 +8,11 @@ Shape legend: M rows of x, N output features, K input features, G groups of a ro
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.int4_layout import (
     BLOCK_ROWS,
     dequantize_int4pack_into,
@@ -34,7 +32,7 @@ OUTLIER_THRESHOLD = 6.0
 _INT4_DTYPES = (torch.bfloat16,)  # torch has the others in scalar code, 20 to 70 times slower
 
 
-class CpuInt4Backend:
+class CpuInt4Backend(KernelBackend):
     """``aten::_weight_int4pack_mm_for_cpu`` for few rows; dequantize and multiply for many.
 
     Weight-only. torch's kernel reads 4-bit codes as they are, which is what a few rows need; its
@@ -46,8 +44,8 @@ class CpuInt4Backend:
     it.
     """
 
-    name: ClassVar[str] = "cpu_int4"
-    capability: ClassVar[Capability] = Capability(
+    name = "cpu_int4"
+    capability = Capability(
         device_types=("cpu",),
         bits=(4,),
         dtypes=_INT4_DTYPES,
@@ -61,19 +59,11 @@ class CpuInt4Backend:
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the kernel's conditions on shape and group hold."""
-        covered = self.capability.covers(device_type, precision.bits, dtype)
         group = precision.effective_group(in_features)
         fits = out_features % 16 == 0 and group in (32, 64, 128, 256)
-        return covered and fits and not precision.symmetric
+        return fits and not precision.symmetric
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
@@ -83,19 +73,12 @@ class CpuInt4Backend:
         stored = Precision(bits=4, method=precision.method, group_size=group)
         return linear_bytes(out_features, in_features, stored, dtype.itemsize)
 
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Interleave the codes as the kernel reads them."""
-        check_supported(self, packed)
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
         assert packed.zeros is not None
         layout = _int4_layout(packed)  # [N, K/2]
         affine = torch.stack((packed.scales.t(), packed.zeros.t()), dim=-1)  # [G, N, 2]
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(layout, affine.contiguous()),
-        )
+        return (layout, affine.contiguous())
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; x must have the dtype of the scales."""
@@ -139,8 +122,8 @@ class CpuInt4WidenedBackend(CpuInt4Backend):
     counted on true 3-bit memory may not fit, so nothing chooses it unless asked by name.
     """
 
-    name: ClassVar[str] = "cpu_int4_widened"
-    capability: ClassVar[Capability] = Capability(
+    name = "cpu_int4_widened"
+    capability = Capability(
         device_types=("cpu",),
         bits=(3,),
         dtypes=_INT4_DTYPES,
@@ -151,7 +134,7 @@ class CpuInt4WidenedBackend(CpuInt4Backend):
     )
 
 
-class CpuInt8Backend:
+class CpuInt8Backend(KernelBackend):
     """oneDNN's u8 x s8 matmul: activations are rounded to 8 bits, one scale a row of x.
 
     Numbers of ``OUTLIER_THRESHOLD`` and more would cost all others of their row their precision, so
@@ -159,8 +142,8 @@ class CpuInt8Backend:
     any. It is the default of 16-bit runs only; a float32 run asks for exactness.
     """
 
-    name: ClassVar[str] = "cpu_int8"
-    capability: ClassVar[Capability] = Capability(
+    name = "cpu_int8"
+    capability = Capability(
         device_types=("cpu",),
         bits=(8,),
         dtypes=SCALE_DTYPES,
@@ -171,22 +154,14 @@ class CpuInt8Backend:
         "activations to 8 bits",
     )
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether oneDNN would run it without padding and without saturating.
 
         Without VNNI, oneDNN adds pairs of u8 x s8 products in 16 bits and saturates.
         """
-        covered = self.capability.covers(device_type, precision.bits, dtype)
         per_channel = precision.effective_group(in_features) == in_features
         whole_blocks = out_features % 64 == 0 and in_features % 64 == 0
-        return covered and per_channel and whole_blocks and precision.symmetric and has_u8_matmul()
+        return per_channel and whole_blocks and precision.symmetric and has_u8_matmul()
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
@@ -195,18 +170,11 @@ class CpuInt8Backend:
         law = linear_bytes(out_features, in_features, precision, dtype.itemsize)
         return law + 4 * out_features
 
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Reorder the codes into oneDNN's blocked layout."""
-        check_supported(self, packed)
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
         codes = packed.signed_rows(slice(None))  # [N, K]
         layout = torch.ops.onednn.qlinear_prepack(codes, None)
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(layout, packed.scales.view(-1)),
-        )
+        return (layout, packed.scales.view(-1))
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row, outliers apart.

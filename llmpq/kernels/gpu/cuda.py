@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight, check_supported
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.gpu import triton_int
 from llmpq.kernels.gpu.optional import is_usable, optional_module
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight
@@ -48,15 +47,15 @@ def cuda_backends() -> tuple[KernelBackend, ...]:
     )
 
 
-class CudaInt4Backend:
+class CudaInt4Backend(KernelBackend):
     """``aten::_weight_int4pack_mm`` (tinygemm) for few rows; read back and multiply for many.
 
     The kernel's time grows with every 16 rows. From 64 rows on, where Triton is at hand to read the
     layout back, the weight is written out in bf16 and the library's own matmul runs.
     """
 
-    name: ClassVar[str] = "cuda_int4"
-    capability: ClassVar[Capability] = Capability(
+    name = "cuda_int4"
+    capability = Capability(
         device_types=("cuda",),
         bits=(4,),
         dtypes=_INT4_DTYPES,
@@ -69,41 +68,20 @@ class CudaInt4Backend:
         "write of the weight where triton is installed. Not yet measured",
     )
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the kernel's conditions on shape, group and GPU hold."""
-        covered = self.capability.covers(device_type, precision.bits, dtype)
         group = precision.effective_group(in_features)
         fits = out_features % 8 == 0 and in_features % 32 == 0 and group in (32, 64, 128, 256)
-        return covered and fits and not precision.symmetric and _has_capability(AMPERE)
+        return fits and not precision.symmetric and _has_capability(AMPERE)
 
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return ``linear_bytes``: the same codes in another order."""
-        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
-
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Interleave the codes as the kernel reads them."""
-        check_supported(self, packed)
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
         assert packed.zeros is not None
         words = torch.ops.aten._convert_weight_to_int4pack(
             swapped_halves(packed.codes), inner_tiles(packed.in_features)
         )  # [N/8, K/(16 T), 32, T/2]
         affine = torch.stack((packed.scales.t(), packed.zeros.t()), dim=-1)  # [G, N, 2]
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(words, affine.contiguous()),
-        )
+        return (words, affine.contiguous())
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; x must have the dtype of the scales."""
@@ -166,24 +144,16 @@ def _can_read_back(device: torch.device) -> bool:
     return torch.equal(out, (codes - 8).to(torch.bfloat16))
 
 
-class _Int8Backend:
+class _Int8Backend(KernelBackend):
     """What the two 8-bit backends share: the weights they take."""
 
     capability: Capability
 
-    def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,
-        in_features: int,
-    ) -> bool:
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the weight is one of LLM.int8()'s and this machine can run it."""
-        covered = self.capability.covers(device_type, precision.bits, dtype)
         per_channel = precision.effective_group(in_features) == in_features
         fits = out_features % 8 == 0 and in_features % 8 == 0
-        return covered and per_channel and fits and precision.symmetric and self._runs_here()
+        return per_channel and fits and precision.symmetric and self._runs_here()
 
     def _runs_here(self) -> bool:
         raise NotImplementedError
@@ -198,7 +168,7 @@ class CudaInt8Backend(_Int8Backend):
         device_type: ``cuda``; ``cpu`` in tests.
     """
 
-    name: ClassVar[str] = "cuda_int8"
+    name = "cuda_int8"
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.capability = Capability(
@@ -215,22 +185,9 @@ class CudaInt8Backend(_Int8Backend):
     def _runs_here(self) -> bool:
         return "cpu" in self.capability.device_types or _has_capability(TURING)
 
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return ``linear_bytes``."""
-        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
-
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Keep signed codes and their scales."""
-        check_supported(self, packed)
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(packed.signed_rows(slice(None)), packed.scales.view(-1)),
-        )
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
+        return (packed.signed_rows(slice(None)), packed.scales.view(-1))
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``, x rounded to 8 bits a row except for outliers."""
@@ -298,18 +255,11 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         del dtype
         return linear_bytes(out_features, in_features, precision, 4)
 
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Keep signed codes, and the largest value of every channel."""
-        check_supported(self, packed)
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(
-                packed.signed_rows(slice(None)),
-                packed.scales.view(-1).to(torch.float32) * 127,
-            ),
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
+        return (
+            packed.signed_rows(slice(None)),
+            packed.scales.view(-1).to(torch.float32) * 127,
         )
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:

@@ -13,17 +13,17 @@ import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import Capability, PreparedWeight, check_supported
+from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.kernels.planes import plane_bytes, segments, to_planes
-from llmpq.spec.precision import Precision, linear_bytes
+from llmpq.spec.precision import Precision
 
 MANY_ROWS = 512
 """Number of rows from which the weight is dequantized first. Estimated, not yet measured:
@@ -45,14 +45,14 @@ class _Tiles:
     stages: int
 
 
-class TritonIntBackend:
+class TritonIntBackend(KernelBackend):
     """Weight-only multiplication by 3- and 4-bit codes that stay packed in memory.
 
     Args:
         device_type: where it runs: ``cuda``; or ``cpu``, in Triton's interpreter and for tests.
     """
 
-    name: ClassVar[str] = "triton_int"
+    name = "triton_int"
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.capability = Capability(
@@ -69,28 +69,19 @@ class TritonIntBackend:
         )
 
     def supports(
-        self,
-        device_type: str,
-        precision: Precision,
-        dtype: torch.dtype,
-        out_features: int,  # noqa: ARG002  the protocol's signature
-        in_features: int,
+        self, device_type: str, precision: Precision, dtype: torch.dtype, *shape: int
     ) -> bool:
-        """Return whether K is a multiple of the segments and a kernel can be launched."""
-        if not self.capability.covers(device_type, precision.bits, dtype):
-            return False
-        even = in_features % segments(precision.bits) == 0
-        return even and launch_failure(_device_of_type(device_type), dtype) is None
+        """Return whether it can run the weight, and a kernel can be launched."""
+        is_supported = super().supports(device_type, precision, dtype, *shape)
+        return is_supported and launch_failure(_device_of_type(device_type), dtype) is None
 
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return ``linear_bytes``: the planes hold the same bits in another order."""
-        return linear_bytes(out_features, in_features, precision, dtype.itemsize)
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
+        """Return whether K is a multiple of the segments."""
+        del out_features
+        return in_features % segments(precision.bits) == 0
 
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Reorder the codes into planes, some rows at a time; turn the scales to ``[G, N]``."""
-        check_supported(self, packed)
+    def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
+        """Return the tensors of ``packed`` as ``linear`` reads them."""
         bits = packed.precision.bits
         planes = torch.empty(
             (packed.out_features, plane_bytes(packed.in_features, bits)),
@@ -100,13 +91,7 @@ class TritonIntBackend:
         for rows in row_blocks(packed.out_features, packed.in_features):
             planes[rows] = to_planes(packed.signed_rows(rows), bits)
         zeros = () if packed.zeros is None else (packed.zeros.t().contiguous(),)
-        return PreparedWeight(
-            backend=self.name,
-            out_features=packed.out_features,
-            in_features=packed.in_features,
-            precision=packed.precision,
-            tensors=(planes, packed.scales.t().contiguous(), *zeros),
-        )
+        return (planes, packed.scales.t().contiguous(), *zeros)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; x has the dtype and the device of the scales."""
