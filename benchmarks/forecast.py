@@ -1,18 +1,15 @@
 """Forecasts against measurements on this machine: one layer at unseen shapes, and whole plans.
 
     python benchmarks/forecast.py FOLDER model links turns
-    python benchmarks/forecast_report.py FOLDER --picture docs/images/forecast_this_machine.png
+    python benchmarks/forecast.py FOLDER report --picture docs/images/forecast_this_machine.png
 
-Every step writes into FOLDER; ``turns`` goes on where it was stopped (``--seconds`` bounds a part).
+Every step writes into FOLDER; ``turns`` continues an interrupted run (``--seconds`` limits a part).
 A random Llama (12 layers, hidden 768, feed-forward 2048, 12/4 heads, vocabulary 32,000) is profiled
-on the planned grid at 3, 4, 8 and 16 bits, alone and beside a companion. Held out are batches 3, 5
-and 7 and lengths that are not on the grid: timed in turn with the grid's, since the memory of a
-shared machine is faster in one minute than in the next, and kept out of the table. Then random
-plans (1 to 3 stages, mixed bits, unlike micro-batches) are run. Both happen in ``--turns``: layers,
-all plans, layers again, so that a table is of the same minutes as the runs; medians count. Workers
-have one thread; three share two cores, which the cluster says (``cores``).
-
-Cores are kept awake and watched (``benchmarks/cores.py``); tables are brought to the calm level.
+on the planned grid at 3, 4, 8 and 16 bits. Batches 3, 5 and 7 and lengths that are not on the grid
+are held out: timed in the same rounds, and kept out of the table. Then random plans (1 to 3 stages,
+mixed bits, different micro-batches) are run. Both happen in ``--turns``: layers, all plans, layers
+again, so that a table is of the same minutes as the runs; medians count. Workers have one thread;
+three share two cores, which the cluster states (``cores``).
 """
 
 from __future__ import annotations
@@ -24,23 +21,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cores import WARM_S, CoreWatch, awake_cores
-from leveled import (
-    at_share,
-    by_phase,
-    share_of,
-    slowdown_key,
-    slowdown_of,
-    slowdown_words,
-    words_of,
-)
 from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.forecast import forecast
@@ -48,13 +34,17 @@ from llmpq.assigner.plan_estimate import evaluate_plan
 from llmpq.assigner.request import default_omega
 from llmpq.cli.commands.profile_layer import POINTS
 from llmpq.costmodel import ClusterCosts, build_costs
-from llmpq.costmodel.tables.latency import MASTER_BITS
-from llmpq.profiler.levels import Slowdown
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment, read_plan, write_plan
-from llmpq.spec.precision import BITS, Phase
-from llmpq.spec.tables import LatencySample, LatencyTable, read_latency_table, write_latency_table
+from llmpq.spec.precision import BITS
+from llmpq.spec.tables import (
+    MASTER_BITS,
+    LatencySample,
+    LatencyTable,
+    read_latency_table,
+    write_latency_table,
+)
 from llmpq.spec.workload import Workload
 
 LIMITS = {"batch": 16, "prompt": 256, "context": 384, "prefill": 2048}
@@ -65,10 +55,8 @@ HELD = {
 }
 STAGES = 3
 NUM_PLANS = 24
-ENDING_S = 0.3
-"""What a run takes behind its last token."""
 LEFT_S = 14.0
-"""A run is not begun with less time left."""
+"""Seconds that must be left to start a run."""
 
 
 def main() -> int:
@@ -79,11 +67,13 @@ def main() -> int:
         "model": write_model,
         "links": measure_links,
         "turns": take_turns,
+        "report": report,
     }
     parser.add_argument("steps", nargs="+", choices=steps)
     parser.add_argument("--budget", type=float, default=70.0, help="seconds of the layers, a turn")
     parser.add_argument("--seconds", type=float, default=360.0, help="of a part of the plans")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--picture", type=Path, help="scatter of predicted against measured")
     options = parser.parse_args()
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -99,47 +89,35 @@ def write_model(options: argparse.Namespace) -> None:
 
 def take_turns(options: argparse.Namespace) -> None:
     """Time layers and run all plans, again and again; a folder that was left goes on."""
-    with awake_cores() as watch:
-        for turn in range(options.turns):
-            if not (options.folder / f"layers-{turn}.csv").exists():
-                time_layers(options, turn)
-            run_plans(options, turn, watch)
+    for turn in range(options.turns):
+        if not (options.folder / f"layers-{turn}.csv").exists():
+            time_layers(options, turn)
+        run_plans(options, turn)
 
 
 def time_layers(options: argparse.Namespace, turn: int) -> None:
     """Time one layer on the planned grid and, in turn with it, on the held-out shapes."""
-    cores = len(os.sched_getaffinity(0))
     sizes = [word for name, value in LIMITS.items() for word in (f"--max_{name}", str(value))]
     for name, values in HELD.items():
         sizes += [f"--{name}", *map(str, values)]
     command([
         "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0", *sizes,
-        "--points", str(POINTS), "--companions", str(min(cores - 1, STAGES - 1)),
-        "--budget", str(options.budget), "--output", str(options.folder / f"layers-{turn}.csv"),
-        "--resume", "--seed", str(turn),
+        "--points", str(POINTS), "--budget", str(options.budget),
+        "--output", str(options.folder / f"layers-{turn}.csv"), "--resume", "--seed", str(turn),
     ])  # fmt: skip
     join_turns(options.folder)
 
 
 def join_turns(folder: Path) -> None:
-    """Make one calm table and one hold-out of all turns: a shape counts by its median over them."""
+    """Write one table and one hold-out from all turns; a shape counts by its median over them."""
     tables = [read_latency_table(file) for file in sorted(folder.glob("layers-*.csv"))]
-    calm = [at_share(table, -share_of(table)) for table in tables]
-    means = {}
-    for key in ("stage_s", "company", "disturbed"):
-        values = [by_phase(table, key) for table in calm]
-        means[key] = words_of({phase: statistics.mean(v[phase] for v in values) for phase in Phase})
-    means["disturbed share"] = "0%"
-    for phase in Phase:
-        for bits in (*BITS, MASTER_BITS):
-            key, values_of = slowdown_key(phase, bits), [slowdown_of(t, phase, bits) for t in calm]
-            rows = [rows for rows, _ in values_of[0].by_rows]
-            mean = tuple((r, statistics.mean(one.at(r) for one in values_of)) for r in rows)
-            means[key] = slowdown_words(Slowdown(mean))
-    provenance = tuple((key, means.get(key, value)) for key, value in tables[0].provenance)
-    for name, is_held in (("calm", False), ("held", True)):
-        samples = tuple(one for table in calm for one in table.samples if held_out(one) == is_held)
-        table = LatencyTable(samples=samples, provenance=provenance)
+    for name, is_held in (("table", False), ("held", True)):
+        seconds: dict[LatencySample, list[float]] = {}
+        for one in (one for table in tables for one in table.samples):
+            if held_out(one) == is_held:
+                seconds.setdefault(replace(one, seconds=0.0), []).append(one.seconds)
+        samples = (replace(one, seconds=statistics.median(all_s)) for one, all_s in seconds.items())
+        table = LatencyTable(samples=tuple(samples), provenance=tables[0].provenance)
         write_latency_table(folder / f"{name}.csv", table)
 
 
@@ -154,20 +132,9 @@ def measure_links(options: argparse.Namespace) -> None:
     command(["llmpq-profile", "link", "--output", str(options.folder / "links" / "links.csv")])
 
 
-def costs_of(folder: Path, shares: Sequence[float] = (0.0,) * STAGES) -> ClusterCosts:
-    """Return the costs of three workers on two cores.
-
-    Args:
-        folder: of the benchmark.
-        shares: of the time in which each worker's core is disturbed.
-    """
-    calm = read_latency_table(folder / "calm.csv")
-    for share in set(shares):
-        write_latency_table(folder / f"table-{share:.2f}.csv", at_share(calm, share))
-    groups = [
-        {"type": "cpu", "count": 1, "threads": 1, "profile": f"table-{share:.2f}.csv"}
-        for share in shares
-    ]
+def costs_of(folder: Path) -> ClusterCosts:
+    """Return the costs of three workers on two cores."""
+    groups = [{"type": "cpu", "count": STAGES, "threads": 1, "profile": "table.csv"}]
     cores = len(os.sched_getaffinity(0))
     cluster = {
         "schema": 1,
@@ -229,7 +196,7 @@ def priced(plan: Plan, costs: ClusterCosts) -> Plan:
     return replace(plan, estimate=replace(estimate, forecast=forecast(plan, costs)))
 
 
-def run_plans(options: argparse.Namespace, turn: int, watch: CoreWatch) -> None:
+def run_plans(options: argparse.Namespace, turn: int) -> None:
     """Run as many plans as fit into this part."""
     folder, start = options.folder, time.perf_counter()
     runs = folder / "runs"
@@ -250,17 +217,11 @@ def run_plans(options: argparse.Namespace, turn: int, watch: CoreWatch) -> None:
             return
         plan = random_plan(number, read_plan(base), costs)
         write_plan(runs / f"plan-{number:02}.json", plan)
-        crowded = len(plan.stages) > len(watch.cores)
-        with watch.resting() if crowded else nullcontext():
-            found = run(runs / f"plan-{number:02}.json", plan, runs)
-        end_s = time.time() - ENDING_S - (WARM_S if crowded else 0.0)
-        begin_s = end_s - found["elapsed_s"]
-        found["loops_s"] = watch.loops_s(begin_s, end_s, watch.cores[: len(plan.stages)])
+        found = run(runs / f"plan-{number:02}.json", plan, runs)
         done.write_text(json.dumps(found, indent=2) + "\n")
         latency = found["latency_s"]
         print(
-            f"{number:2} {latency['measured']:7.3f} s, on calm cores {latency['predicted']:7.3f}, "
-            f"loops {[round(1e3 * statistics.mean(own), 2) for own in found['loops_s'] if own]}",
+            f"{number:2} {latency['measured']:7.3f} s, forecast {latency['predicted']:7.3f}",
             flush=True,
         )
 
@@ -276,6 +237,132 @@ def run(strategy: Path, plan: Plan, folder: Path) -> dict[str, Any]:
         "--output", str(answers), "--json",
     ])  # fmt: skip
     return dict(json.loads(text))
+
+
+def report(options: argparse.Namespace) -> None:
+    """Print the errors, and draw them."""
+    folder = options.folder
+    costs = costs_of(folder)
+    held = read_latency_table(folder / "held.csv")
+    for key in ("rounds", "noise"):
+        print(f"{key}: {dict(held.provenance).get(key)}")
+    rows = [(one, predicted(costs, one)) for one in held.samples]
+    print_layers(rows)
+    runs = measured_runs(folder)
+    print("| plan | stages | micro-batches | predicted | measured | spread | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for one in runs:
+        print(
+            f"| {one['name']} | {one['stages']} | {one['sizes']} | {one['predicted']:.3f} | "
+            f"{one['measured']:.3f} | {one['spread']:.0%} | {one['error']:+.1%} |"
+        )
+    for stages in (*range(1, STAGES + 1), None):
+        errors = [abs(one["error"]) for one in runs if stages in (one["stages"], None)]
+        if errors:
+            print(f"| {stages or 'all'} stages | {len(errors)} plans | {line_of(errors)} |")
+    if options.picture is not None:
+        draw(options.picture, rows, runs)
+
+
+def print_layers(rows: list[tuple[LatencySample, float]]) -> None:
+    """Print the errors of one layer, by phase and bitwidth."""
+    print("| phase | bits | shapes | mean | p95 | most |\n| --- | --- | --- | --- | --- | --- |")
+    for phase in ("prefill", "decode"):
+        for bits in (*BITS, None, MASTER_BITS):
+            wanted = BITS if bits is None else (bits,)
+            chosen = [
+                abs(guess / one.seconds - 1)
+                for one, guess in rows
+                if one.phase == phase and one.bits in wanted
+            ]
+            name = {None: "all", MASTER_BITS: "master"}.get(bits, bits)
+            print(f"| {phase} | {name} | {len(chosen)} | {line_of(chosen)} |")
+    layers = [abs(guess / one.seconds - 1) for one, guess in rows if one.bits != MASTER_BITS]
+    print(f"| both | all | {len(layers)} | {line_of(layers)} |")
+
+
+def line_of(errors: list[float]) -> str:
+    """Return mean, 95th percentile and maximum."""
+    p95 = statistics.quantiles(errors, n=20, method="inclusive")[-1] if errors[1:] else errors[0]
+    return f"{statistics.mean(errors):.1%} | {p95:.1%} | {max(errors):.1%}"
+
+
+def predicted(costs: ClusterCosts, one: LatencySample) -> float:
+    """Return what a plan is priced with at a shape."""
+    device = costs.cluster.devices[0]
+    if one.bits == MASTER_BITS:
+        return costs.master_s(device, one.phase, one.batch, one.tokens)
+    return costs.layer_s(device, one.phase, one.bits, one.batch, one.tokens, 0)
+
+
+def measured_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return the measurements of every plan and today's forecast of it."""
+    costs, found = costs_of(folder), []
+    for file in sorted((folder / "runs").glob("plan-*.json")):
+        number = file.stem.removeprefix("plan-")
+        plan = read_plan(file)
+        reports = [json.loads(one.read_text()) for one in file.parent.glob(f"{number}-[0-9].json")]
+        if not reports:
+            continue
+        seconds = [one["latency_s"]["measured"] for one in reports]
+        middle, sizes = statistics.median(seconds), plan.micro_batching
+        forecast_s = priced(plan, costs).estimate.predicted_s
+        found.append(
+            {
+                "name": number,
+                "stages": len(plan.stages),
+                "sizes": f"{plan.workload.batch}: {sizes.prefill}, {sizes.decode}",
+                "predicted": forecast_s,
+                "measured": middle,
+                "spread": (max(seconds) - min(seconds)) / middle,
+                "error": forecast_s / middle - 1,
+            }
+        )
+    return found
+
+
+def draw(
+    picture: Path, rows: list[tuple[LatencySample, float]], runs: list[dict[str, Any]]
+) -> None:
+    """Draw predicted against measured: layers on the left, plans on the right."""
+    import matplotlib as mpl  # noqa: PLC0415  only for the picture
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    for phase, marker in (("prefill", "s"), ("decode", "o")):
+        for bits in BITS:
+            chosen = [(one.seconds, g) for one, g in rows if (one.phase, one.bits) == (phase, bits)]
+            left.scatter(
+                [1e3 * x for x, _ in chosen], [1e3 * y for _, y in chosen],
+                s=16, marker=marker, label=f"{phase}, {bits} bits", alpha=0.8,
+            )  # fmt: skip
+    for stages, marker in ((1, "o"), (2, "s"), (3, "^")):
+        ran = [one for one in runs if one["stages"] == stages]
+        right.scatter(
+            [one["measured"] for one in ran], [one["predicted"] for one in ran],
+            s=28, marker=marker, label=f"{stages} stage{'s' if stages > 1 else ''}",
+        )  # fmt: skip
+    for axes, unit, title in (
+        (left, "ms", "One layer, shapes not in the table"),
+        (right, "s", "Whole plans"),
+    ):
+        places = [xy for dots in axes.collections for xy in dots.get_offsets().tolist()]
+        low, high = min(map(min, places)), max(map(max, places))
+        axes.set(xscale="log", yscale="log", title=title)
+        axes.plot([low, high], [low, high], color="black", linewidth=0.8)
+        axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
+                          color="black", alpha=0.1, label="within 5 %")  # fmt: skip
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            if high < 10 * low:
+                axis.set_minor_formatter("{x:.1g}")
+        axes.set_xlabel(f"measured, {unit}")
+        axes.set_ylabel(f"predicted, {unit}")
+        axes.legend(fontsize=7)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def measure_tables(options: argparse.Namespace) -> None:
         words += ["--cpu_isa", kind.isa] if kind.isa else []
         call([sys.executable, "-m", "llmpq.cli.commands.profile", "layer", "--resume", "--model",
               str(options.folder / "model"), "--points", "10", "--layers", "6", *words, "--core",
-              str(min(os.sched_getaffinity(0))), "--companions", "1", "--budget",
+              str(min(os.sched_getaffinity(0))), "--budget",
               str(options.budget), "--output", str(table)])  # fmt: skip
 
 

@@ -5,15 +5,16 @@
     benchmarks/memory.py table rows.csv [--plot errors.png]
 
 Rows already in the file are not measured again, so a run may be stopped at any time. ``table``
-prints Markdown with the forecast of today's cost model against the peaks in the file: it reads the
-models again, and measures nothing. Models come from scripts/make_tiny_model.py; several hundred
-megabytes a stage make per cents mean something.
+prints Markdown with the current forecast against the peaks in the file; it reads the models but
+measures nothing. Models come from scripts/make_tiny_model.py, several hundred megabytes a stage.
+With ``--requests`` the prompts have random lengths, otherwise all slots are filled once.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from llmpq.cli.commands.profile_memory import even_plan
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.plan import Plan
 
-KEY = ("model", "bits", "kv_bits", "stages", "shape", "micro_batch", "seed")
+KEY = ("model", "bits", "kv_bits", "stages", "shape", "micro_batch", "seed", "requests")
 HELD = ("weights", "master", "kv", "buffers", "load_peak")
 FIELDS = (*KEY, "rank", "measured", *HELD)
 Row = dict[str, str]
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--shape", type=int, nargs=3, default=[8, 248, 8])
     run.add_argument("--micro_batch", type=int, nargs=2, default=[4, 8])
     run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--requests", type=int, help="prompts of random lengths from 4 tokens on")
     run.add_argument("--output", type=Path, required=True)
     table = commands.add_parser("table")
     table.add_argument("rows", type=Path)
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> None:
-    known = {tuple(row[name] for name in KEY) for row in _read(options.output)}
+    known = {tuple(row.get(name, "") for name in KEY) for row in _read(options.output)}
     for folder in options.models:
         for stages in options.stages:
             for bits in options.bits:
@@ -69,6 +71,7 @@ def _measure(options: argparse.Namespace) -> None:
                     "shape": _joined(options.shape),
                     "micro_batch": _joined(options.micro_batch),
                     "seed": options.seed,
+                    "requests": options.requests or "",
                 }
                 if tuple(str(key[name]) for name in KEY) not in known:
                     _append(options.output, _rows({name: str(key[name]) for name in KEY}))
@@ -77,8 +80,14 @@ def _measure(options: argparse.Namespace) -> None:
 def _rows(key: Row) -> list[dict[str, Any]]:
     """Run one plan and return a row for each of its stages."""
     found = []
+    chance, longest = random.Random(int(key["seed"])), _numbers(key["shape"])[1]
+    lengths = [chance.randint(4, longest) for _ in range(int(key["requests"] or 0))]
     stages = measure_memory(
-        _plan(key), Path(key["model"]).resolve(), seed=int(key["seed"]), step_timeout_s=200
+        _plan(key),
+        Path(key["model"]).resolve(),
+        lengths=lengths or None,
+        seed=int(key["seed"]),
+        step_timeout_s=200,
     )
     for stats in stages:
         assert stats.held is not None
@@ -121,10 +130,10 @@ def _print(compared: Iterable[tuple[Row, float, float, bool]]) -> None:
             f"| {'equal' if is_exact else 'DIFFER'} |"
         )
     if errors:
-        good = sum(-0.01 <= error <= 0.03 for error in errors)
+        good = sum(-0.01 <= error <= 0.10 for error in errors)
         print(
             f"\n{len(errors)} stages: {min(errors):+.1%} to {max(errors):+.1%}, mean "
-            f"{sum(errors) / len(errors):+.1%}; {good} between -1 % and +3 %"
+            f"{sum(errors) / len(errors):+.1%}; {good} between -1 % and +10 %"
         )
 
 
@@ -139,7 +148,7 @@ def _plot(compared: Sequence[tuple[Row, float, float, bool]], path: Path) -> Non
         families.setdefault(family, []).append((measured / 1e6, 100 * (predicted / measured - 1)))
     for marker, (family, points) in zip("osD^v<>P", families.items(), strict=False):
         axes.plot(*zip(*points, strict=True), marker, label=family, markersize=5, alpha=0.8)
-    axes.axhspan(-1, 3, color="0.92", zorder=0, label="aimed at")
+    axes.axhspan(-1, 10, color="0.92", zorder=0, label="required")
     axes.axhline(0, color="0.5", linewidth=0.8)
     axes.set_xlabel("measured peak resident memory of a stage, MB")
     axes.set_ylabel("predicted, % above measured")

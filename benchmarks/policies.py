@@ -23,13 +23,8 @@ two micro-batch sizes, before every task of every turn, and ``llmpq-profile reca
 the table by all of these runs. No run that is forecast is among them. What is simulated on that
 table is compared with the median of a policy's runs.
 
-A core of this machine runs on one of two levels (``benchmarks/cores.py``): cores are kept awake and
-watched. Calibrating runs are brought to the calm level (``calm.csv``), and a run is compared with
-what is simulated at the levels that its cores had. What a user forecasts who watches nothing, with
-``table.csv``, is told beside it.
-
 Schedules are searched as ``llmpq-algo --policy rra|waa|auto`` does: those of the first turn on what
-is known before it, those for a bound behind it, when the drift of some minutes is known. A bound is
+is known before it, those for a bound after it. A bound is
 what static batches of 24 or 16 keep for 99 % of the requests when played, and as surely as the
 schedule is to keep it: the guard (``assigner/schedules/guard.py``) is on both.
 """
@@ -45,7 +40,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cores import awake_cores
 from policies_bench import (
     BIN_RUNS,
     BIN_TASK,
@@ -93,9 +87,8 @@ def main() -> int:
     options.until_s = time.perf_counter() + options.seconds
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True, exist_ok=True)
-    with awake_cores() as options.watch:
-        for step in options.steps:
-            steps[step](options)
+    for step in options.steps:
+        steps[step](options)
     return 0
 
 
@@ -111,7 +104,6 @@ def profile(options: argparse.Namespace) -> None:
         "llmpq-profile", "layer", "--model", str(folder / "model"), "--core", "0",
         "--bits", str(BITS), "--batches", *map(str, TIMED_ROWS),
         "--prompt_tokens", "4", "8", "16", "32", "--context_tokens", "16", "64", "192",
-        "--companions", "1",
         "--budget", str(options.budget), "--output", str(folder / "measured.csv"), "--resume",
     ])  # fmt: skip
     shutil.copy(folder / "measured.csv", folder / "table.csv")
@@ -172,7 +164,7 @@ def _run_all(options: argparse.Namespace, tasks: Sequence[str], names: Sequence[
                 return
             if name == missing[0]:
                 calibrate(options)
-            bench.run(name, options.turn, options.watch)
+            bench.run(name, options.turn)
 
 
 if __name__ == "__main__":

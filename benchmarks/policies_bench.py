@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cores import CoreWatch
-from leveled import State, at_share
 from workbench import command, write_prompts
 
 from llmpq.assigner.schedules.plan import (
@@ -31,7 +28,6 @@ from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.plan import MicroBatching, Plan, read_plan, write_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule, default_schedule
-from llmpq.spec.tables import read_latency_table, write_latency_table
 from llmpq.spec.trace import TraceRequest, draw_trace
 
 SLOTS, STAGES, PROMPT, NEW = 32, 2, 32, 160
@@ -57,8 +53,6 @@ BIN_REQUESTS = 256
 BIN_RUNS = {"bins1": (1, 0.0), "bins8": (BINS, 0.0), "noisy8": (BINS, 0.3)}
 CONFIDENCE = 0.95
 """How sure a bound is to be kept, of what the table knows of itself: the default of llmpq-algo."""
-ENDING_S = 0.3
-"""What a run takes behind its last token."""
 
 
 class Bench:
@@ -72,34 +66,18 @@ class Bench:
         self.folder = folder / "runs" / task
         self.folder.mkdir(parents=True, exist_ok=True)
         self.root = folder
-        self.costs = self._costs(["table.csv"] * STAGES)
-        self._by_state: dict[State, ClusterCosts] = {}
-
-    def _costs(self, tables: Sequence[str]) -> ClusterCosts:
-        """Return the costs of workers that take the times of a table each."""
         model, _ = resolve_model(str(self.root / "model"))
         (node,) = self.plan.cluster.nodes
-        groups = tuple(
-            replace(node.devices[0], count=1, profile=str(self.root / table)) for table in tables
-        )
-        cluster = replace(self.plan.cluster, nodes=(replace(node, devices=groups),))
-        return build_costs(
+        group = replace(node.devices[0], profile=str(self.root / "table.csv"))
+        cluster = replace(self.plan.cluster, nodes=(replace(node, devices=(group,)),))
+        self.costs: ClusterCosts = build_costs(
             model, cluster, dtype="bfloat16", kv_bits=16, profile_dir=self.root / "links"
         )
 
-    def costs_of(self, state: State) -> ClusterCosts:
-        """Return the costs on cores of which some are disturbed all the time."""
-        if state not in self._by_state:
-            calm = read_latency_table(self.root / "calm.csv")
-            write_latency_table(self.root / "disturbed.csv", at_share(calm, 1.0))
-            tables = ["disturbed.csv" if one else "calm.csv" for one in state]
-            self._by_state[state] = self._costs(tables)
-        return self._by_state[state]
-
-    def simulate(self, name: str, costs: ClusterCosts) -> SimReport:
+    def simulate(self, name: str) -> SimReport:
         """Play the requests under the schedule that a run is called for."""
         plan, error = self.plan_of(name), BIN_RUNS.get(name, (0, 0.0))[1]
-        return played(plan, costs, self.many if name in BIN_RUNS else self.trace, error)
+        return played(plan, self.costs, self.many if name in BIN_RUNS else self.trace, error)
 
     def plan_of(self, name: str) -> Plan:
         """Return what a run is called for; what is searched is searched once and kept."""
@@ -155,18 +133,17 @@ class Bench:
     def _wanted(self) -> ScheduleRequest:
         return ScheduleRequest(prompt_tokens=self.prompts, new_tokens=self.answers)
 
-    def run(self, name: str, turn: int, watch: CoreWatch) -> None:
+    def run(self, name: str, turn: int) -> None:
         """Run what is called for."""
         self.plan_of(name)
         prompts = self.folder / "prompts.jsonl"
         trace = self.many if name in BIN_RUNS else self.trace
         write_prompts(prompts, [(item.prompt_tokens, item.new_tokens) for item in trace])
         strategy = self.folder / f"plan-{name}.json"
-        found = run_plan(strategy, prompts, watch, BIN_RUNS.get(name, (0, 0.0))[1])
+        found = run_plan(strategy, prompts, BIN_RUNS.get(name, (0, 0.0))[1])
         counts = {key: found[key] for key in ("generated_tokens", "requests")}
         row = figures(found["per_request"] | counts, found["elapsed_s"])
-        kept = {key: found[key] for key in ("stages", "loops_s")}
-        text = json.dumps({**row, **kept}, indent=2)
+        text = json.dumps({**row, "stages": found["stages"]}, indent=2)
         (self.folder / f"{name}-{turn}.json").write_text(text + "\n")
         print(
             self.folder.name, name, turn, f"{row['tokens_per_s']:.1f} tokens/s, 99 % in "
@@ -201,18 +178,15 @@ def laws_of(task: str) -> tuple[LengthDistribution, LengthDistribution]:
     )
 
 
-def run_plan(strategy: Path, prompts: Path, watch: CoreWatch, error: float = 0.0) -> dict[str, Any]:
-    """Return the report of a run, and the loops of its cores."""
+def run_plan(strategy: Path, prompts: Path, error: float = 0.0) -> dict[str, Any]:
+    """Return the report of a run."""
     answers = prompts.with_name("answers.jsonl")
     answers.unlink(missing_ok=True)
-    found = dict(json.loads(command([
+    return dict(json.loads(command([
         "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts),
         "--output", str(answers), "--predictor", "noisy", "--predictor_error", str(error),
         "--json",
     ])))  # fmt: skip
-    end_s = time.time() - ENDING_S
-    found["loops_s"] = watch.loops_s(end_s - found["elapsed_s"], end_s, watch.cores[:STAGES])
-    return found
 
 
 def bound_runs() -> Iterator[str]:

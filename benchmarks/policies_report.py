@@ -2,11 +2,8 @@
 
     python benchmarks/policies_report.py FOLDER [--picture FILE.png]
 
-Each run is simulated with either core calm or disturbed, with the table that every calibrating run
-has corrected, and held against these in the shares of its time that it met them; errors are medians
-over the turns. ``plain`` errors are those of the same table at the level of the calibrating runs,
-against the median of the turns. Gains are over static batches of the same turn; the last column has
-both brought to calm cores, in the mean of the turns.
+Each run is simulated with the table that every calibrating run has corrected; errors are against
+the median of the turns. Gains are over static batches of the same turn.
 """
 
 from __future__ import annotations
@@ -14,33 +11,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from cores import state_shares
-from leveled import State, mixed
 from policies_bench import (
     BIN_RUNS,
     POLICIES,
-    STAGES,
     TASKS,
     Bench,
     bound_runs,
     figures,
     words,
 )
-from policies_table import calm_s_of, recalibrate, stage_shares
-
-from llmpq.costmodel import ClusterCosts
-from llmpq.spec.tables import read_latency_table
+from policies_table import recalibrate
 
 HEAD = (
-    "schedule", "runs", "disturbed", "tokens/s", "spread", "simulated", "error", "plain",
+    "schedule", "runs", "tokens/s", "spread", "simulated", "error",
     "mean latency, s", "simulated", "error", "99 % in service, s", "bound, s", "gain in each turn",
-    "gain, as on calm cores",
 )  # fmt: skip
 ALL = (*POLICIES, *bound_runs(), *BIN_RUNS)
 
@@ -78,96 +66,43 @@ def tell(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
         "everything": list(rows.values()),
     }
     for kind, found in kinds.items():
-        for of in ("errors", "plain"):
-            for place, what in enumerate(("tokens/s", "mean latency", "99 % in service")):
-                errors = [abs(row[of][place]) for row in found]
-                if errors:
-                    print(f"\n{kind}, {what}: {len(errors)} {of}, mean {fmean(errors):.1%}, "
-                          f"most {max(errors):.1%}")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One run.
-
-    Attributes:
-        made: its figures.
-        played: simulated, in the states that its cores had.
-        calm_per_s: tokens a second, simulated on calm cores.
-        disturbed: share of the time, in the mean of its cores.
-    """
-
-    made: dict[str, float]
-    played: dict[str, float]
-    calm_per_s: float
-    disturbed: float
-
-    @property
-    def as_calm_per_s(self) -> float:
-        """Tokens a second as it had made them on calm cores."""
-        return self.made["tokens_per_s"] * self.calm_per_s / self.played["tokens_per_s"]
-
-
-@cache
-def turns_of(bench: Bench, name: str) -> dict[int, Turn]:
-    """Return what was run of a name, by turn."""
-    measured = read_latency_table(bench.root / "measured.csv")
-    found = _runs(bench, name)
-    shares = {
-        turn: state_shares(row["loops_s"], calm_s_of(measured)) for turn, row in found.items()
-    }
-    calm: State = (False,) * STAGES
-    states = {calm}.union(*shares.values()) if found else ()
-    by_state = {state: _played(bench, name, bench.costs_of(state)) for state in states}
-    return {
-        turn: Turn(
-            made=row,
-            played=mixed(by_state, shares[turn]),
-            calm_per_s=by_state[calm]["tokens_per_s"],
-            disturbed=fmean(stage_shares(row["loops_s"], measured)),
-        )
-        for turn, row in found.items()
-    }
+        for place, what in enumerate(("tokens/s", "mean latency", "99 % in service")):
+            errors = [abs(row["errors"][place]) for row in found]
+            if errors:
+                print(f"\n{kind}, {what}: {len(errors)} errors, mean {fmean(errors):.1%}, "
+                      f"most {max(errors):.1%}")  # fmt: skip
 
 
 def row_of(bench: Bench, name: str) -> dict[str, Any] | None:
     """Return one run's medians and errors, and its line of the table."""
-    turns = turns_of(bench, name)
+    turns = _runs(bench, name)
     if not turns:
         return None
     kinds = ("tokens_per_s", "latency_s", "service_p99_s")
-    played = {key: median(one.played[key] for one in turns.values()) for key in kinds}
-    made = {key: median(one.made[key] for one in turns.values()) for key in kinds}
-    usual = _played(bench, name, bench.costs)
-    rates = [one.made["tokens_per_s"] for one in turns.values()]
+    report = bench.simulate(name)
+    played = figures(report.to_json(), report.makespan_s)
+    made = {key: median(one[key] for one in turns.values()) for key in kinds}
+    rates = [one["tokens_per_s"] for one in turns.values()]
     spread = (max(rates) - min(rates)) / made["tokens_per_s"]
-    errors = [
-        median(one.played[key] / one.made[key] for one in turns.values()) - 1 for key in kinds
+    errors = [played[key] / made[key] - 1 for key in kinds]
+    base = _runs(bench, _base_of(name))
+    gains = [
+        one["tokens_per_s"] / base[turn]["tokens_per_s"]
+        for turn, one in turns.items()
+        if turn in base
     ]
-    plain = [usual[key] / made[key] - 1 for key in kinds]
-    base = turns_of(bench, _base_of(name))
-    pairs = [(one, base[turn]) for turn, one in turns.items() if turn in base]
-    gains = [one.made["tokens_per_s"] / other.made["tokens_per_s"] for one, other in pairs]
-    calm = [one.as_calm_per_s / other.as_calm_per_s for one, other in pairs]
     bound_s = bench.bound_s(name)
     cells = [
         words(bench.plan_of(name)), str(len(turns)),
-        ", ".join(f"{one.disturbed:.0%}" for one in turns.values()),
         f"{made['tokens_per_s']:.0f}", f"{spread:.0%}", f"{played['tokens_per_s']:.0f}",
-        f"{errors[0]:+.1%}", f"{plain[0]:+.1%}", f"{made['latency_s']:.2f}",
+        f"{errors[0]:+.1%}", f"{made['latency_s']:.2f}",
         f"{played['latency_s']:.2f}", f"{errors[1]:+.1%}",
-        ", ".join(f"{one.made['service_p99_s']:.2f}" for one in turns.values()),
+        ", ".join(f"{one['service_p99_s']:.2f}" for one in turns.values()),
         "" if bound_s is None else f"{bound_s:.2f}",
         ", ".join(f"{gain:.2f}" for gain in gains),
-        f"{fmean(calm):.2f}" if calm else "",
     ]  # fmt: skip
-    return {"made": made, "played": played, "errors": errors, "plain": plain, "gains": gains,
+    return {"made": made, "played": played, "errors": errors, "gains": gains,
             "text": " | ".join(cells)}  # fmt: skip
-
-
-def _played(bench: Bench, name: str, costs: ClusterCosts) -> dict[str, float]:
-    played = bench.simulate(name, costs)
-    return figures(played.to_json(), played.makespan_s)
 
 
 def _runs(bench: Bench, name: str) -> dict[int, dict[str, Any]]:

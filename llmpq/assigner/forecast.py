@@ -114,4 +114,4 @@ class _ThinnedCosts(PlanCosts):
             return super().stage_s(rank, shape)
         made = shape.longest - self._prompt_tokens
         context = self._prompt_tokens + 0.5 + (made - 0.5) * self.stretch
-        return self.layers_s(rank, shape.phase, shape.rows, context) + self.loop_s(rank)
+        return self.layers_s(rank, shape.phase, shape.rows, context)

@@ -1,7 +1,7 @@
-"""The protocols of the cost models: what a planner may ask, whatever answers.
+"""Protocols of the cost models, in seconds and bytes.
 
-Seconds and bytes. A model answers for one type of device and one ``ModelSpec``; ``ClusterCosts``
-puts one behind every device of a cluster.
+A model covers one type of device and one ``ModelSpec``; ``ClusterCosts`` holds one for every device
+of a cluster.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from llmpq.spec.precision import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """An answer and how far to trust it.
+    """A prediction and its uncertainty.
 
     Attributes:
         seconds: of one layer.
-        is_extrapolated: the shape lies outside the measured batches or lengths, or nothing was
-            measured at all.
+        is_extrapolated: the shape is outside the measured batches or lengths, or nothing was
+            measured.
         relative_deviation: one standard deviation, as a share of ``seconds``.
     """
 
@@ -55,7 +55,7 @@ class LatencyModel(Protocol):
     def layer_estimate(
         self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
     ) -> Estimate:
-        """Return the seconds of ``layer_s`` with how far to trust them; raises as it does."""
+        """Return the seconds of ``layer_s`` with their uncertainty; raises as it does."""
         ...
 
     def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
@@ -74,5 +74,5 @@ class CommModel(Protocol):
         ...
 
     def end_s(self, source: Device, target: Device) -> float | None:
-        """Return the seconds of work an empty message is at either end, ``None`` if not known."""
+        """Return the processor time of an empty message at either end, ``None`` if unknown."""
         ...

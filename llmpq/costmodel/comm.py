@@ -23,7 +23,7 @@ class AlphaBetaCommModel:
         cluster: names the links; a node's own devices use the sender's figures otherwise.
         specs: figures of every group of the cluster, by ``Device.group``.
         measured: links that replace the cluster's.
-        ends: what messages of measured links take of their ends, by the two nodes.
+        ends: processor time of messages at the ends of measured links, by the two nodes.
     """
 
     cluster: Cluster
@@ -32,16 +32,16 @@ class AlphaBetaCommModel:
     ends: tuple[tuple[tuple[str, str], LinkEnds], ...] = ()
 
     def send_s(self, source: Device, target: Device, size_bytes: int) -> float:
-        """Return ``latency + size / bandwidth``; a device sends to itself in no time."""
+        """Return ``latency + size / bandwidth``, and 0 for a device and itself."""
         if source == target:
             return 0.0
         link = self._link(source, target)
         return link.latency_s + size_bytes / link.bytes_per_s
 
     def end_s(self, source: Device, target: Device) -> float | None:
-        """Return the seconds of work an empty message is at either end, ``None`` if not measured.
+        """Return the processor time of an empty message at either end, ``None`` if not measured.
 
-        The mean of both: every rank of a ring sends as often as it receives.
+        It is the mean of both ends: every rank of a ring sends as often as it receives.
         """
         nodes = {source.node, target.node}
         for between, ends in self.ends:
@@ -60,11 +60,11 @@ class AlphaBetaCommModel:
 def fit_links(samples: Sequence[CommSample]) -> tuple[LinkSpec, ...]:
     """Fit latency and bandwidth of every pair of nodes, both directions together.
 
-    The relative error is minimised, so that small messages decide the latency and large ones the
-    bandwidth; neither comes out negative.
+    Minimizes the relative error, so that small messages determine the latency and large ones the
+    bandwidth; neither is negative.
 
     Raises:
-        SpecError: a pair was measured at one size only, which cannot tell latency from bandwidth.
+        SpecError: a pair was measured at one size only, which does not determine both.
     """
     pairs = dict.fromkeys(tuple(sorted((one.source, one.target))) for one in samples)
     links = []

@@ -6,16 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
 from llmpq.costmodel.importers.public import public_source, public_table
-from llmpq.costmodel.memory import memory
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
 from llmpq.costmodel.tables.profiles import (
-    Company,
     Profile,
     ProfileKey,
-    SchedulerOverhead,
     StageOverhead,
     find_profile,
     read_folder,
@@ -31,10 +29,8 @@ from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload
 
 LatencySource = Literal["table", "fit", "roofline"]
-"""How a table speaks: its points and our regression between them, or the paper's fit alone.
-
-``roofline`` asks no table at all, installed or named: the same answers on every machine.
-"""
+"""How latency is predicted: by a table and a regression between its points, by the paper's fit of a
+table, or by the roofline alone, which reads no table."""
 
 _ISA_HALF_RATES = {
     "sse4": {"bfloat16": 0.1, "float16": 0.1},
@@ -71,21 +67,14 @@ class ClusterCosts:
     """Seconds and bytes of one model on one cluster; equal devices of one group cost the same.
 
     Attributes:
-        model, cluster: what is priced.
-        dtype: number format of whatever is not quantized.
+        model, cluster: the model and the cluster.
+        dtype: number format of unquantized weights and activations.
         kv_bits: bits of a cached key or value.
         specs: figures of every group, by ``Device.group``.
         latency: the latency model of every group, by ``Device.group``.
         comm: the links.
-        stage: seconds that a stage takes for a micro-batch apart from its layers (positions,
-            masks, a message unpacked), in prefill and in decode, by ``Device.group``.
-        company: how much longer a device computes while other workers of its host do, by
-            ``Device.group``.
-        loop: what the master's own loop takes beside the model, by ``Device.group``.
-        stage_loop: seconds that the loop of a stage that is no master takes of a micro-batch beside
-            all that, by ``Device.group``.
-        drift: one standard deviation of a device's speed from moment to moment, as a share, by
-            ``Device.group``.
+        stage: seconds per micro-batch that a stage takes in addition to its layers (positions,
+            masks, unpacking a message), in prefill and in decode, by ``Device.group``.
     """
 
     model: ModelSpec
@@ -96,21 +85,17 @@ class ClusterCosts:
     latency: tuple[LatencyModel, ...]
     comm: CommModel
     stage: tuple[StageOverhead, ...] = ()
-    company: tuple[Company, ...] = ()
-    loop: tuple[SchedulerOverhead, ...] = ()
-    stage_loop: tuple[float, ...] = ()
-    drift: tuple[float, ...] = ()
 
     def capacity_bytes(self, device: Device) -> int:
-        """Return the memory the owner gives: the cluster's figure, or the catalogue's.
+        """Return the usable memory: the cluster's figure, or the catalogue's.
 
-        Devices that share their layers hold equal parts of weights and slots: their memories add.
+        Devices that share their layers hold equal parts of weights and slots, so memories add.
         """
         own = device.memory_bytes or self.specs[device.group].memory_bytes
         return device.members * own
 
     def runtime_bytes(self, device: Device) -> int:
-        """Return what the process and its context hold before any tensor of ours."""
+        """Return what the process and its context hold before any tensor."""
         return device.members * self.specs[device.group].runtime_bytes
 
     def layer_s(
@@ -122,7 +107,7 @@ class ClusterCosts:
     def layer_estimate(
         self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
     ) -> Estimate:
-        """Return the seconds of ``layer_s`` with how far to trust them."""
+        """Return the seconds of ``layer_s`` with their uncertainty."""
         return self.latency[device.group].layer_estimate(phase, bits, batch, tokens, kind)
 
     def master_s(self, device: Device, phase: Phase, batch: int, tokens: int) -> float:
@@ -130,35 +115,13 @@ class ClusterCosts:
         return self.latency[device.group].master_s(phase, batch, tokens)
 
     def stage_s(self, device: Device, phase: Phase) -> float:
-        """Return what a stage takes for a micro-batch apart from its layers and the master."""
+        """Return the seconds per micro-batch of a stage in addition to layers and master."""
         return self.stage[device.group].seconds(phase) if self.stage else 0.0
 
-    def company_factor(self, device: Device, phase: Phase) -> float:
-        """Return how much longer a device takes while others of its host compute, at least 1.
-
-        They have cores of their own: what is meant is memory, caches and clock; see ``crowding``.
-        """
-        return self.company[device.group].factor(phase) if self.company else 1.0
-
-    def loop_s(self, device: Device, rows: int) -> float:
-        """Return what the master's own loop takes of a micro-batch of ``rows`` beside the model."""
-        if not self.loop:
-            return 0.0
-        own = self.loop[device.group]
-        return own.step_s + own.row_s * rows
-
-    def stage_loop_s(self, device: Device) -> float:
-        """Return what the loop of a stage that is no master takes of a micro-batch."""
-        return self.stage_loop[device.group] if self.stage_loop else 0.0
-
-    def drift_share(self, device: Device) -> float:
-        """Return one standard deviation of the speed of a device from moment to moment."""
-        return self.drift[device.group] if self.drift else 0.0
-
     def crowding(self, device: Device) -> float:
-        """Return how much slower a device computes while all workers of its host do, at least 1.
+        """Return the slowdown of a device if its host has more threads than cores, at least 1.
 
-        More threads than cores share them. On a device that is no CPU worker it is 1.
+        It is 1 for a device that is not a CPU worker.
         """
         node = self.cluster.node_of(device)
         if node.cores is None or device.threads is None:
@@ -170,7 +133,7 @@ class ClusterCosts:
     ) -> float:
         """Return the seconds to send a micro-batch's hidden states ``[batch, tokens, h]``.
 
-        In decode one token a sequence travels, whatever ``tokens`` says.
+        In decode one token per sequence is sent, whatever ``tokens`` is.
         """
         rows = batch * tokens if phase is Phase.PREFILL else batch
         size_bytes = rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
@@ -178,14 +141,14 @@ class ClusterCosts:
 
     def layer_weight_bytes(self, device: Device, kind: int, bits: int) -> int:
         """Return the bytes of one layer's weights as the device's kernels store them."""
-        del device  # its kernels keep what every default kernel keeps
+        del device  # all default kernels store the same
         return memory.layer_weight_bytes(self.model, kind, bits, self.dtype)
 
     def layer_kv_bytes(self, kind: int, slots: int, max_tokens: int) -> int:
         """Return the bytes of one layer's preallocated key-value slots."""
         return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, self.kv_bits)
 
-    def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
+    def temporary_bytes(  # noqa: PLR0913  a step and its place
         self,
         device: Device,
         workload: Workload,
@@ -229,10 +192,10 @@ def build_costs(
     profile_dir: Path | None = None,
     latency: LatencySource = "table",
 ) -> ClusterCosts:
-    """Build the costs of a model on a cluster: measured where there are tables, else roofline.
+    """Build the costs of a model on a cluster, from tables where there are any, else the roofline.
 
-    A table of the cluster's or the folder's comes first, then one of the public database where
-    the ``profiles`` extra is installed.
+    A table that the cluster names or the folder holds comes first, then one of the public database
+    if the ``profiles`` extra is installed.
 
     Args:
         model: the model.
@@ -241,7 +204,7 @@ def build_costs(
         kv_bits: bits of a cached key or value.
         profile_dir: a folder of tables, searched for latency tables whose provenance matches a
             device and for link tables of this cluster's nodes.
-        latency: how tables answer; devices without one are roofline either way.
+        latency: how tables are read; devices without one use the roofline in any case.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
@@ -278,10 +241,6 @@ def build_costs(
         latency=tuple(models),
         comm=read_links(profile_dir, cluster, tuple(specs)),
         stage=tuple(StageOverhead() if one is None else one.stage for one in profiles),
-        company=tuple(Company() if one is None else one.company for one in profiles),
-        loop=tuple(SchedulerOverhead() if one is None else one.loop for one in profiles),
-        stage_loop=tuple(0.0 if one is None else one.stage_loop_s for one in profiles),
-        drift=tuple(0.0 if one is None else one.drift for one in profiles),
     )
 
 
@@ -310,7 +269,7 @@ def _measured(
 
 
 def _figures(device: Device, dtype: Dtype) -> DeviceSpec:
-    """Return the catalogue's figures, a CPU's as its instructions and the dtype change them."""
+    """Return the catalogue's figures; those of a CPU depend on its instructions and the dtype."""
     spec = catalog.device(device.type)
     if spec.kind != "cpu":
         return spec

@@ -1,7 +1,7 @@
-"""Features: the arithmetic and the values moved by one decoder layer or by the master, by phase.
+"""Features: arithmetic and values moved by one decoder layer or by the master, by phase.
 
-Pure counting, no device. A context is never cut at a sliding window: the runtime keeps whole
-sequences in its slots and masks what lies outside, so a window saves neither bytes nor time.
+They do not depend on a device. A sliding window does not reduce them: the runtime keeps whole
+sequences in its slots and masks what is outside the window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KV_SCALE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """What one micro-batch asks of one decoder layer.
+    """The work of one micro-batch in one decoder layer.
 
     Attributes:
         rows: tokens that pass through it ``v s``, or ``v`` in decode.
@@ -52,7 +52,7 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
 
 
 def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
-    """Return the bytes of scales that one token leaves in a layer beside its keys and values."""
+    """Return the bytes of the scales of one token's keys and values in a layer."""
     return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
 
 
@@ -61,7 +61,7 @@ def experts_hit(op: LinearSpec, rows: float) -> float:
 
     A token picks ``k`` of ``E`` experts; with even, independent routing an expert is missed by all
     of ``T`` tokens with probability ``(1 - k/E)^T``, so ``E (1 - (1 - k/E)^T)`` are read. One
-    matrix for a dense operator. Real routing is uneven, which only makes this an upper estimate.
+    matrix for a dense operator. Real routing is uneven, so this is an upper estimate.
     """
     if op.count == op.active:
         return float(op.count)

@@ -1,9 +1,9 @@
-"""Roofline: seconds from a device's figures alone, where nothing was measured.
+"""Roofline: seconds from a device's figures alone, used where nothing was measured.
 
-Arithmetic and weight streaming overlap imperfectly: the slower of the two counts whole, the faster
-one with 15 percent. Attention, widening of quantized weights and launches add. The constants are
-those of the LLM-PQ cluster study behind the catalogue's efficiencies; a measured table replaces all
-of it. The estimate is positive and never falls with batch or tokens.
+Arithmetic and weight streaming overlap imperfectly: the slower of the two counts in full, the
+faster one with 15 percent. Attention, widening of quantized weights and launches are added. The
+constants are those of the LLM-PQ cluster study, which the catalogue's efficiencies are from. The
+estimate is positive and never decreases with batch or tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DECODE_ARITHMETIC = 0.5
 ATTENTION_ARITHMETIC = 0.35
 ATTENTION_STREAM = 0.8
 DEVIATION = 0.4
-"""How far a roofline may be off: its spread around the measured A100, L40S, H100 and H200 layers
-(docs/evidence/forecasts.md), where nothing says it is better elsewhere."""
+"""Relative standard deviation of the roofline, around measured layers of A100, L40S, H100 and H200
+(docs/evidence/forecasts.md)."""
 BANDWIDTH_THREADS = 8
 """CPU threads after which more of them do not stream faster."""
 THREADS_ARITHMETIC = 0.7
@@ -75,7 +75,7 @@ class RooflineLatencyModel:
         weights_s = (stored / cost.stream_of(phase, work.rows) + kept) / self._stream
         is_prefill = phase is Phase.PREFILL
         share = 1.0 if is_prefill else DECODE_ARITHMETIC / cost.thin
-        # A short prompt does not fill the device: as if it had that many more tokens.
+        # A short prompt does not fill the device; it counts with that many more tokens.
         rows = work.rows + (self.device.saturation_tokens if is_prefill else 0.0)
         compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
         seconds = _overlapped(weights_s, compute_s)
@@ -91,7 +91,7 @@ class RooflineLatencyModel:
     def layer_estimate(
         self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
     ) -> Estimate:
-        """Return the same with how far to trust it; see ``LatencyModel``."""
+        """Return the seconds of ``layer_s`` with their uncertainty; see ``LatencyModel``."""
         return Estimate(
             seconds=self.layer_s(phase, bits, batch, tokens, kind),
             is_extrapolated=True,

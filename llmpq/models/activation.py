@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-BLOCK_VALUES = 2**18
-"""Values of a block: half a mebibyte in bfloat16."""
+from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES
 
 
 class InBlocks(nn.Module):
@@ -27,7 +26,7 @@ class InBlocks(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """Return ``[..., features]``."""
         features = values.shape[-1]
-        rows = max(1, BLOCK_VALUES // features)
+        rows = max(1, ACTIVATION_BLOCK_VALUES // features)
         if values.numel() <= rows * features or values.device.type != "cpu":
             result: Tensor = self.activation(values)
             return result

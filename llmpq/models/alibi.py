@@ -21,9 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from llmpq.models.attention import KVView
 from llmpq.models.slot_attention import SlotMask
-
-BLOCK_TOKENS = 64
-"""Queries attended with at a time: of each row where all share one bias, else of all together."""
+from llmpq.spec.runtime_constants import BIAS_BLOCK_TOKENS
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -81,7 +79,7 @@ def attend_biased(
     tokens, bias = key.shape[2], bias.to(query.dtype)
     out = query.new_empty(rows, width, heads, dim)
     places = torch.arange(tokens, device=query.device)
-    many = BLOCK_TOKENS if visible is None else max(1, BLOCK_TOKENS // rows)
+    many = BIAS_BLOCK_TOKENS if visible is None else max(1, BIAS_BLOCK_TOKENS // rows)
     for first in range(0, width, many):
         block = slice(first, min(first + many, width))
         if visible is None:

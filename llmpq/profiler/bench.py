@@ -1,10 +1,10 @@
-"""The objects under test: the runtime's own stages at every bitwidth, and the master's engine.
+"""The objects that are timed: the runtime's own stages at every bitwidth, and the master's engine.
 
-What is timed is what runs. A stage is timed with a few and with more layers in a row: their
-difference is what one layer takes, and what is left is what a stage takes apart from its layers.
-The master's own work is timed by letting the engine answer requests over a stage without layers, so
-that embedding, head, sampling and the book of requests are all in it. In their place other memory
-is read, off the clock: a run's layers push the head out of the caches too.
+A stage is timed with few and with more layers in a row: the difference is the time of a layer, and
+the rest is the overhead of a stage. The master's work is timed by letting the engine answer
+requests over a stage without layers, so that embedding, head, sampling and scheduler are included.
+In place of the layers other memory is read, outside the timing: the layers of a run evict the head
+from the caches too.
 
 Shapes: ``[R, T, H]`` rows (sequences), tokens, hidden size.
 """
@@ -39,21 +39,19 @@ from llmpq.profiler.grid import Shape
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
+from llmpq.spec.tables import MASTER_BITS
 
-MASTER_BITS = 0
-"""Marks the master's own work in a table: embedding, final norm, head and the choice of a token."""
 MASTER_STEPS = 4
 """Decode steps after every prefill of the master; the first of them is not timed."""
 OTHER_SHAPE = (3072, 4096)
-"""Of the float32 matrix that is read in place of layers: 48 MiB, more than most last caches."""
+"""Shape of the float32 matrix read in place of layers: 48 MiB, more than most last-level caches."""
 BURST = 3
-"""Times that a short trial is run and timed, behind one that is not: the median counts. A stage of
-a pipeline runs the same layers again and again, and finds what it left in the caches and in the
-processor's tables of pages and branches; a lone run took a quarter longer. How much longer the
-first one takes is kept: a step of a pipeline pays it that follows a wait, or the master's work."""
+"""Timed runs of a short trial after one that warms the caches, as in a busy pipeline; their median
+counts. How much longer the first one takes is part of a stage's overhead: a pipeline's step follows
+a wait or the master's work."""
 FEW_ROWS = 256
-"""Rows up to which a prefill is timed with more layers too: beyond, a stage's own time is lost in
-the noise of one layer."""
+"""Rows up to which a prefill is timed with more layers too; beyond, the overhead of a stage is
+small against the spread of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +70,7 @@ class Trial:
 
 
 def is_short(trial: Trial) -> bool:
-    """Whether a run is so short that where it begins matters."""
+    """Whether a run is so short that the state of the caches matters."""
     shape = trial.shape
     return trial.bits != MASTER_BITS and (
         shape.phase is Phase.DECODE or shape.batch * shape.tokens <= FEW_ROWS
@@ -95,12 +93,11 @@ class LayerJob:
         model_dir: directory with ``config.json`` and safetensors.
         bits: bitwidths.
         shapes: the grid.
-        dtype: number format of activations and of whatever is not quantized.
+        dtype: number format of activations and unquantized weights.
         device: where to run.
-        layers: decoder layers timed in a row, at most; a third of them is timed too.
+        layers: most decoder layers timed in a row; a third of them (at most 2) is timed too.
         budget_s: seconds to spend on timing; every point is timed at least three times.
         seed: order of the points.
-        companions: cores that processes keep busy while company's effect is measured.
     """
 
     model_dir: Path
@@ -111,7 +108,6 @@ class LayerJob:
     layers: int = 6
     budget_s: float = 60.0
     seed: int = 0
-    companions: tuple[int, ...] = ()
 
     @property
     def max_batch(self) -> int:
@@ -126,11 +122,11 @@ class LayerJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OtherMemory(StageRunner):
-    """A stage without layers that reads other memory, and tells how long it did.
+    """A stage without layers that reads other memory and records how long that took.
 
     Attributes:
-        other: what is read.
-        spent_s: of every micro-batch so far.
+        other: the memory.
+        spent_s: seconds, one entry a micro-batch.
     """
 
     other: Tensor
@@ -147,10 +143,10 @@ class _OtherMemory(StageRunner):
 
 
 class Bench:
-    """One short stage a bitwidth, the master, and KV slots.
+    """One short stage per bitwidth, the master, and KV slots.
 
     Attributes:
-        cold_s: by phase, how much longer the first run of each burst of few layers took.
+        first_run_s: by phase, extra seconds of the first run of each burst of few layers.
 
     Raises:
         SpecError: the grid does not fit the model's positions.
@@ -167,7 +163,7 @@ class Bench:
         self.job = job
         self.depth: int = min(job.layers, config.num_hidden_layers)
         self.few: int = max(1, min(2, self.depth // 3))
-        self.cold_s: dict[Phase, list[float]] = {phase: [] for phase in Phase}
+        self.first_run_s: dict[Phase, list[float]] = {phase: [] for phase in Phase}
         stages: dict[tuple[int, int], DecoderStage] = {}
         for width in job.bits:
             stage = load_stage(
@@ -190,7 +186,7 @@ class Bench:
         tune_malloc_for_serving()  # as a rank does once it is loaded
 
     def trials(self) -> list[list[Trial]]:
-        """Return what is to be timed, one list a bitwidth; the master's is the last."""
+        """Return the trials, one list per bitwidth; the master's is the last."""
         wide = [[t for s in self.job.shapes for t in self._depths(s, b)] for b in self.job.bits]
         prompts = [shape for shape in self.job.shapes if shape.phase is Phase.PREFILL]
         missing = {shape.batch for shape in self.job.shapes} - {s.batch for s in prompts}
@@ -210,7 +206,7 @@ class Bench:
 
     @torch.inference_mode()
     def run(self, trial: Trial) -> list[Timing]:
-        """Time a trial once; the master's answers with decode steps of its batch too."""
+        """Time a trial once; a trial of the master also times decode steps of its batch."""
         if trial.bits == MASTER_BITS:
             return self._run_master(trial.shape)
         if not is_short(trial):
@@ -218,7 +214,7 @@ class Bench:
         first_s, *seconds = [self._run_once(trial) for _ in range(1 + BURST)]
         seconds_s = median(seconds)
         if trial.layers == self.few:
-            self.cold_s[trial.shape.phase].append(first_s - seconds_s)
+            self.first_run_s[trial.shape.phase].append(first_s - seconds_s)
         return [Timing(trial=trial, seconds=seconds_s)]
 
     def _run_once(self, trial: Trial) -> float:
@@ -229,7 +225,7 @@ class Bench:
         first = shape.tokens - new
         rows = [Row(slot=slot, first=first, length=shape.tokens) for slot in range(shape.batch)]
         if runner.graphs is not None and new == 1:
-            runner.run(hidden, rows)  # captures a shape that was not there yet, or lost its place
+            runner.run(hidden, rows)  # captures the shape unless it is captured
         synchronize(self.job.device)
         start = time.perf_counter()
         runner.run(hidden, rows)
@@ -237,7 +233,7 @@ class Bench:
         return time.perf_counter() - start
 
     def _runner(self, stage: DecoderStage) -> StageRunner:
-        """Return what a rank would run: a batch of any size is a full micro-batch of some plan."""
+        """Return a runner as a rank has it, with graphs for a batch of any size."""
         return StageRunner(
             layers=stage,
             cache=self._cache,
@@ -247,7 +243,7 @@ class Bench:
         )
 
     def _run_master(self, shape: Shape) -> list[Timing]:
-        """Let an engine answer the prompts over no layers at all; every landing is a moment."""
+        """Let an engine answer prompts over a stage without layers; time its steps."""
         sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
         runner = _OtherMemory(
             layers=None, cache=None, device=self.job.device, is_last=True,
@@ -270,11 +266,11 @@ class Bench:
             )
             for number in range(shape.batch)
         ]
-        moments = [time.perf_counter()]
-        engine.run(requests, _forget, lambda _: moments.append(time.perf_counter()))
+        step_ends_s = [time.perf_counter()]
+        engine.run(requests, _forget, lambda _: step_ends_s.append(time.perf_counter()))
         spans = [
             after - before - spent_s
-            for (before, after), spent_s in zip(pairwise(moments), runner.spent_s, strict=True)
+            for (before, after), spent_s in zip(pairwise(step_ends_s), runner.spent_s, strict=True)
         ]
         decode = Shape(phase=Phase.DECODE, batch=shape.batch, tokens=1)
         timed = [(shape, spans[0]), *((decode, span) for span in spans[2:])]

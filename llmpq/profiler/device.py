@@ -1,4 +1,4 @@
-"""What this machine is: its cores and vector extensions, as a cluster file would say it."""
+"""The cores and vector extensions of this machine, in the terms of a cluster file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cpu_isas() -> tuple[str, ...]:
 
 
 def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return how many cores' time the kernel lets this process have, ``None`` for no limit.
+    """Return the CPU quota of this process in cores, ``None`` for no limit.
 
     Containers and ``scripts/hetbox`` set such a quota (control groups, version 1 or 2).
     """
@@ -47,7 +47,7 @@ def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
 
 
 def _quotas(names: str, path: str) -> list[float | None]:
-    """Return the quota of a control group and of those it is in."""
+    """Return the quotas of a control group and of its parents."""
     root = CGROUPS if names == "" else CGROUPS / names
     group = root / path.strip("/")
     return [_quota(one) for one in (group, *group.parents) if one.is_relative_to(root)]
@@ -62,7 +62,7 @@ def _quota(group: Path) -> float | None:
             period = (group / "cpu.cfs_period_us").read_text()
         return None if quota in ("max", "-1") else int(quota) / int(period)
     except OSError:
-        return None  # the group's files are not to be seen from here
+        return None  # the files of the group are not visible from here
 
 
 def cpu_name() -> str:

@@ -1,12 +1,11 @@
 """The shapes to time: few points that cover what a plan may ask for.
 
-A latency law bends where kernels change regime, and nobody knows beforehand where: so the points
-are spread evenly in octaves, rather than put into the corners where an optimal design for one
-straight law would have them. Candidates are the sizes 1, 2, 4, 6, 8, 12, 16, 24 ... of batch and
-tokens; the smallest and the largest are taken first, and then again and again the candidate that is
-farthest from all that were taken. Distances are measured where the time is made: prefill in
-octaves of rows (tokens of the micro-batch, what matrix products see) and of length (attention);
-decode in octaves of batch, which weigh half as much again, and of context.
+Latency changes slope where kernels change regime, at sizes that are not known beforehand, so the
+points are spread evenly in octaves. Candidates are the sizes 1, 2, 4, 6, 8, 12, 16, 24 ... of batch
+and tokens. The smallest and the largest are taken first, then repeatedly the candidate farthest
+from all that were taken (farthest-point sampling). Distances are measured in prefill in octaves of
+rows (tokens of the micro-batch) and of length (attention); in decode in octaves of batch, with a
+weight of 1.5, and of context.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class GridLimits:
     Attributes:
         batch: sequences of a micro-batch.
         prompt_tokens, context_tokens: longest prompt and longest context.
-        prefill_tokens: tokens of a prefill micro-batch; large products take long and are the easy
-            part of a law.
+        prefill_tokens: tokens of a prefill micro-batch.
     """
 
     batch: int = 32
@@ -76,7 +74,7 @@ def planned_grid(limits: GridLimits, points: int) -> tuple[Shape, ...]:
             for tokens in _sizes(min(MIN_TOKENS, longest), longest)
             if phase is Phase.DECODE or batch * tokens <= max(limits.prefill_tokens, longest)
         ]
-        found += _spread(candidates, points)
+        found += _farthest_points(candidates, points)
     return tuple(found)
 
 
@@ -86,7 +84,7 @@ def product_grid(
     context_tokens: tuple[int, ...],
     prefill_tokens: int = 8192,
 ) -> tuple[Shape, ...]:
-    """Return every combination, prefill micro-batches of more than ``prefill_tokens`` left out."""
+    """Return every combination, without prefill micro-batches above ``prefill_tokens``."""
     prefill = [
         Shape(phase=Phase.PREFILL, batch=batch, tokens=tokens)
         for batch in batches
@@ -108,21 +106,21 @@ def _sizes(low: int, high: int) -> list[int]:
     return sorted({low, high, *(size for size in powers + halves if low <= size <= high)})
 
 
-def _place(shape: Shape) -> tuple[float, float]:
+def _position(shape: Shape) -> tuple[float, float]:
     if shape.phase is Phase.PREFILL:
         return math.log2(shape.batch * shape.tokens), math.log2(shape.tokens)
     return _BATCH_WEIGHT * math.log2(shape.batch), math.log2(shape.tokens)
 
 
-def _spread(candidates: list[Shape], points: int) -> list[Shape]:
-    """Return the candidates chosen farthest first; of equals the smaller, which is cheaper."""
+def _farthest_points(candidates: list[Shape], points: int) -> list[Shape]:
+    """Return the candidates chosen by farthest-point sampling; of equals the smaller."""
     order = sorted(candidates, key=lambda shape: (shape.batch * shape.tokens, shape.batch))
-    places = {shape: _place(shape) for shape in order}
+    positions = {shape: _position(shape) for shape in order}
     chosen = list(dict.fromkeys((order[0], order[-1])))
-    gaps = {s: min(math.dist(places[s], places[one]) for one in chosen) for s in order}
+    gaps = {s: min(math.dist(positions[s], positions[one]) for one in chosen) for s in order}
     while len(chosen) < min(points, len(order)):
         farthest = max(order, key=lambda shape: gaps[shape])
         chosen.append(farthest)
         for shape in order:
-            gaps[shape] = min(gaps[shape], math.dist(places[shape], places[farthest]))
+            gaps[shape] = min(gaps[shape], math.dist(positions[shape], positions[farthest]))
     return sorted(chosen, key=lambda shape: (shape.batch, shape.tokens))

@@ -1,7 +1,7 @@
-"""Journal: every single timing on disk as it is made, so that an interrupted run can go on.
+"""Journal: writes every timing to disk at once, so that an interrupted run can be resumed.
 
-CSV with the header of :data:`HEADER` behind ``# key: value`` lines that
-say what was measured. Those lines must equal the new run's own, or the old timings are refused.
+CSV with the header of :data:`HEADER` after ``# key: value`` lines that state what was measured.
+A run can resume a journal only if these lines equal its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from types import TracebackType
 from llmpq.errors import SpecError, bad_field
 from llmpq.profiler.bench import Timing, Trial
 from llmpq.profiler.grid import Shape
-from llmpq.profiler.levels import Timed
 from llmpq.spec.precision import Phase
 
-HEADER = ("phase", "bits", "batch", "tokens", "layers", "seconds", "before_s", "after_s")
+HEADER = ("phase", "bits", "batch", "tokens", "layers", "seconds")
 Identity = Sequence[tuple[str, str]]
 
 
 def journal_file(table: Path) -> Path:
-    """Where the timings of a table are kept until it is written."""
+    """Return the file that keeps the timings of a table until it is written."""
     return table.with_name(table.name + ".part")
 
 
@@ -32,22 +31,22 @@ class Journal:
     Args:
         path: the file.
         identity: what is measured, on what, by what.
-        resume: take up the timings of an earlier run; else they are overwritten.
+        resume: read the timings of an earlier run; otherwise they are overwritten.
 
     Raises:
-        SpecError: the earlier run measured something else, or the file is no journal.
+        SpecError: the earlier run measured something else, or the file is not a journal.
     """
 
     def __init__(self, path: Path, identity: Identity, *, resume: bool) -> None:
         self._path = path
-        self.timed: list[Timed] = []
+        self.timings: list[Timing] = []
         if resume and path.exists():
-            self.timed = read_journal(path, identity)
+            self.timings = read_journal(path, identity)
         lines = [f"# {key}: {value}" for key, value in identity]
         text = "\n".join([*lines, ",".join(HEADER), ""])
         self._file = path.open("w", encoding="utf-8")
         self._file.write(text)
-        self.add(self.timed)
+        self.add(self.timings)
 
     def __enter__(self) -> Journal:
         return self
@@ -58,13 +57,13 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the file; what is in it stays."""
+        """Close the file and keep it."""
         self._file.close()
 
-    def add(self, timed: Iterable[Timed]) -> None:
-        """Write timings down at once."""
-        for one in timed:
-            trial = one.timing.trial
+    def add(self, timings: Iterable[Timing]) -> None:
+        """Write timings and flush."""
+        for one in timings:
+            trial = one.trial
             shape = trial.shape
             cells = (
                 shape.phase.value,
@@ -72,49 +71,43 @@ class Journal:
                 shape.batch,
                 shape.tokens,
                 trial.layers,
-                repr(one.timing.seconds),
-                repr(one.before_s),
-                repr(one.after_s),
+                repr(one.seconds),
             )
             self._file.write(",".join(str(cell) for cell in cells) + "\n")
         self._file.flush()
 
     def remove(self) -> None:
-        """Delete the file: the table is written."""
+        """Delete the file, once the table is written."""
         self._path.unlink(missing_ok=True)
 
 
-def read_journal(path: Path, identity: Identity) -> list[Timed]:
-    """Read the timings of an interrupted run; a last line cut short is left out.
+def read_journal(path: Path, identity: Identity) -> list[Timing]:
+    """Read the timings of an interrupted run; an incomplete last line is skipped.
 
     Raises:
         SpecError: see ``Journal``.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    said = [line[1:].partition(":") for line in lines if line.startswith("#")]
-    found = {key.strip(): value.strip() for key, _, value in said}
+    stated = [line[1:].partition(":") for line in lines if line.startswith("#")]
+    found = {key.strip(): value.strip() for key, _, value in stated}
     for key, value in identity:
         if found.get(key) != value:
             raise SpecError(
                 f"{path}: field '{key}': found '{found.get(key)}', expected '{value}' as in this "
-                "run; without --resume it starts afresh"
+                "run; run without --resume to start again"
             )
     whole = [line for line in lines if line.endswith("\n") and not line.startswith("#")]
     rows = list(csv.reader(whole))
     if not rows or tuple(rows[0]) != HEADER:
         raise bad_field(str(path), "header", ",".join(rows[0]) if rows else "", ",".join(HEADER))
-    return [_timed(path, row) for row in rows[1:]]
+    return [_timing(path, row) for row in rows[1:]]
 
 
-def _timed(path: Path, row: list[str]) -> Timed:
+def _timing(path: Path, row: list[str]) -> Timing:
     try:
-        phase, bits, batch, tokens, layers, seconds, before_s, after_s = row
+        phase, bits, batch, tokens, layers, seconds = row
         shape = Shape(phase=Phase(phase), batch=int(batch), tokens=int(tokens))
         trial = Trial(shape=shape, bits=int(bits), layers=int(layers))
-        return Timed(
-            timing=Timing(trial=trial, seconds=float(seconds)),
-            before_s=float(before_s),
-            after_s=float(after_s),
-        )
+        return Timing(trial=trial, seconds=float(seconds))
     except ValueError:
         raise bad_field(str(path), "row", ",".join(row), ",".join(HEADER)) from None

@@ -1,16 +1,16 @@
 """Time messages between two ranks, through the communicator that the runtime itself uses.
 
-Two clocks of two hosts cannot be compared, so what is timed is there and back: a frame of one size
-goes out and one of another size returns. Large out and small back tells the bandwidth of one
-direction, small out and large back that of the other; the smallest both ways is twice the latency,
-which is taken to be the same in both directions, as nobody can tell it apart.
+The clocks of two hosts cannot be compared, so round trips are timed: a frame of one size goes out
+and one of another size returns. Large out and small back gives the bandwidth of one direction,
+small out and large back that of the other. The smallest in both directions is twice the latency,
+which is taken to be equal in both.
 
-Between two messages of a run a rank reads its weights, so that what sends and receives is no longer
-in its caches: 0.15 ms instead of 0.07 at either end. So the smallest is timed in that state too,
-and half of the difference is added to every size.
+Between two messages of a run a rank reads its weights, which evicts the sending and receiving code
+from its caches: 0.15 ms instead of 0.07 at either end. The smallest frame is timed in that state
+too, and half of the difference is added to every size.
 
-A rank that is busy finds its message waiting. Then the way between does not count, but what send
-and receive take of either processor does: both are timed apart, in that state, at the first rank.
+For a busy rank the message is already there, and only the processor time of send and receive
+counts. Both are timed separately, in the same state, at the first rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 
@@ -27,18 +27,19 @@ from llmpq import __version__
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import SpecError, StageError
+from llmpq.profiler.layer import spread_line, spread_of, warn_if_noisy
 from llmpq.spec.tables import CommSample, CommTable, LinkEnds, ends_line
 
 UNIT_BYTES = 512
 """Sizes are whole multiples of this: a frame of one row of tokens of 256 bfloat16 values."""
 DEFAULT_SIZES = (UNIT_BYTES, 4096, 32_768, 262_144, 1_048_576, 4_194_304)
 MIN_ROUNDS = 5
-STIRRED_SIZE = 3584
+EVICTING_SIZE = 3584
 """Rows and columns of the matrix that is read in between: 49 MiB, more than most last caches."""
-STIRRED_AFTER = 0.5
-"""How much longer rank 0 stays busy, as a share: the other end is then done, and seldom asleep."""
-SURELY_THERE = 2.0
-"""An answer is taken to be there after so many times an exchange."""
+BUSY_AFTER = 0.5
+"""Share by which rank 0 stays busy longer, so that the other end is done, and seldom asleep."""
+ARRIVED_AFTER = 2.0
+"""Multiple of an exchange after which the answer is taken to have arrived."""
 _LEAST_S = 1e-9
 _DTYPE = torch.bfloat16
 
@@ -47,12 +48,12 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkJob:
-    """What to measure; equal on both ranks.
+    """What to measure; the same on both ranks.
 
     Attributes:
         between: names of the nodes of rank 0 and of rank 1.
-        sizes: bytes of the messages; the smallest one also is what returns.
-        budget_s: seconds to spend; at least five rounds are made.
+        sizes: bytes of the messages; the smallest one is also the answer to the others.
+        budget_s: seconds to spend; at least ``MIN_ROUNDS`` rounds are made.
         seed: order of the messages.
     """
 
@@ -64,8 +65,8 @@ class LinkJob:
     def __post_init__(self) -> None:
         if len(set(self.sizes)) < 2 or any(size < 1 or size % UNIT_BYTES for size in self.sizes):
             raise SpecError(
-                f"link sizes: found {list(self.sizes)}, expected at least two unlike multiples of "
-                f"{UNIT_BYTES} bytes"
+                f"link sizes: found {list(self.sizes)}, expected at least two different "
+                f"multiples of {UNIT_BYTES} bytes"
             )
 
     @property
@@ -76,7 +77,7 @@ class LinkJob:
 
     @property
     def limits(self) -> FrameLimits:
-        """What the frames of a measurement may be."""
+        """Limits of the frames of a measurement."""
         tokens = max(self.sizes) // UNIT_BYTES
         return FrameLimits(
             digest=b"linkprof",
@@ -93,44 +94,48 @@ class LinkJob:
 def measure_link(
     communicator: Communicator, job: LinkJob, progress: Progress | None = None
 ) -> CommTable | None:
-    """Play one end of a link: rank 0 measures and returns the table, rank 1 answers.
+    """Run one end of a link: rank 0 measures and returns the table, rank 1 answers.
+
+    Logs a warning if the timings vary much.
 
     Raises:
-        StageError: the other end is gone, or answers something else than it was asked.
+        StageError: the other end is gone, or its answer is of another exchange.
         SpecError: there are not two ranks.
     """
     if len(communicator.names) != 2:
         raise SpecError(f"link: found {len(communicator.names)} ranks, expected 2")
     frames = {size: _hidden(size) for pair in job.exchanges for size in pair}
-    stir = _Stirring()
+    evict = _CacheEviction()
     if communicator.rank != 0:
-        _answer(communicator, job, frames, stir)
+        _answer(communicator, job, frames, evict)
         return None
-    times, cold, ends = _exchange_all(communicator, job, frames, stir, progress)
+    times, cold, ends = _exchange_all(communicator, job, frames, evict, progress)
     communicator.send(Frame(kind=FrameKind.SHUTDOWN))
     communicator.recv()
     cold_s = max(0.0, (median(cold) - median(times[0])) / 2.0)
+    noise = median(spread_of(values) for values in times)
+    warn_if_noisy(noise)
     return CommTable(
         samples=_samples(job, times, cold_s),
-        provenance=(*_provenance(job, times, cold_s), ends_line(job.between, ends)),
+        provenance=(*_provenance(job, times, cold_s, noise), ends_line(job.between, ends)),
     )
 
 
-class _Stirring:
-    """Reads more than caches hold, as a rank does between two messages."""
+class _CacheEviction:
+    """Reads more memory than caches hold, as a rank does between two messages."""
 
     def __init__(self) -> None:
-        self._matrix = torch.ones(STIRRED_SIZE, STIRRED_SIZE)
+        self._matrix = torch.ones(EVICTING_SIZE, EVICTING_SIZE)
 
     def __call__(self, after: float = 0.0) -> None:
-        """Read it, and stay busy for a share of that time longer."""
+        """Read the matrix, and stay busy for a share ``after`` of that time longer."""
         start = time.perf_counter()
         torch.mv(self._matrix, self._matrix[0])
         _spin(start + (1.0 + after) * (time.perf_counter() - start))
 
 
 def _spin(end_s: float) -> None:
-    """Stay busy until a moment of ``time.perf_counter``."""
+    """Busy-wait until ``time.perf_counter()`` reaches ``end_s``."""
     while time.perf_counter() < end_s:
         pass
 
@@ -145,7 +150,7 @@ def _frame(kind_of: int, hidden: torch.Tensor) -> Frame:
 
 
 def _answer(
-    communicator: Communicator, job: LinkJob, frames: dict[int, torch.Tensor], stir: _Stirring
+    communicator: Communicator, job: LinkJob, frames: dict[int, torch.Tensor], evict: _CacheEviction
 ) -> None:
     while True:
         frame = communicator.recv()
@@ -158,20 +163,21 @@ def _answer(
         _, back = job.exchanges[0 if is_before_cold else frame.micro_batch]
         communicator.send(_frame(frame.micro_batch, frames[back]))
         if is_before_cold:
-            stir()
+            evict()
 
 
 def _exchange_all(
     communicator: Communicator,
     job: LinkJob,
     frames: dict[int, torch.Tensor],
-    stir: _Stirring,
+    evict: _CacheEviction,
     progress: Progress | None,
 ) -> tuple[list[list[float]], list[float], LinkEnds]:
     """Repeat every exchange in shuffled rounds; the first round is not counted.
 
-    Also returns the smallest between two ranks that have read other memory since, and what it then
-    takes of either end.
+    Returns:
+        Seconds of every exchange; those of the smallest after both ranks have read other memory;
+        and the processor time of either end in that state.
     """
     shuffle = random.Random(job.seed)
     times: list[list[float]] = [[] for _ in job.exchanges]
@@ -185,10 +191,10 @@ def _exchange_all(
         for kind in order:
             times[kind].append(_exchange(communicator, kind, frames[job.exchanges[kind][0]]))
         _exchange(communicator, len(job.exchanges), small)
-        stir(STIRRED_AFTER)
+        evict(BUSY_AFTER)
         cold.append(_exchange(communicator, 0, small))
         _exchange(communicator, len(job.exchanges), small)
-        ends.append(_time_ends(communicator, small, stir, SURELY_THERE * cold[-1]))
+        ends.append(_time_ends(communicator, small, evict, ARRIVED_AFTER * cold[-1]))
         if progress is not None:
             share = min((time.perf_counter() - start) / job.budget_s, len(times[0]) / MIN_ROUNDS)
             progress(min(1.0, share))
@@ -198,18 +204,18 @@ def _exchange_all(
 
 
 def _time_ends(
-    communicator: Communicator, hidden: torch.Tensor, stir: _Stirring, answered_s: float
+    communicator: Communicator, hidden: torch.Tensor, evict: _CacheEviction, answered_s: float
 ) -> tuple[float, float]:
-    """Return the seconds of a send, and those of receiving an answer that is there already.
+    """Return the seconds of a send, and those of receiving an answer that has arrived already.
 
-    The answer is left alone for ``answered_s``, and for as long as reading memory takes.
+    The receive starts ``answered_s`` after the send, plus the time of reading memory.
     """
-    stir(STIRRED_AFTER)
+    evict(BUSY_AFTER)
     start = time.perf_counter()
     communicator.send(_frame(0, hidden))
     send_s = time.perf_counter() - start
     _spin(start + answered_s)
-    stir()
+    evict()
     start = time.perf_counter()
     communicator.recv()
     return send_s, time.perf_counter() - start
@@ -243,17 +249,13 @@ def _samples(job: LinkJob, times: list[list[float]], cold_s: float) -> tuple[Com
 
 
 def _provenance(
-    job: LinkJob, times: list[list[float]], cold_s: float
+    job: LinkJob, times: list[list[float]], cold_s: float, noise: float
 ) -> tuple[tuple[str, str], ...]:
-    spreads = []
-    for values in times:
-        low, middle, high = quantiles(values, n=4)
-        spreads.append((high - low) / middle)
     return (
         ("seconds of", "a frame from the start of its send until the receiver holds it"),
         ("of these", f"{cold_s:.6f} because memory was read since the last one"),
         ("rounds", str(len(times[0]))),
-        ("noise", f"{median(spreads):.1%} median interquartile range over median"),
+        spread_line(noise),
         ("torch", torch.__version__),
         ("llmpq", __version__),
         ("seed", str(job.seed)),

@@ -1,14 +1,15 @@
-"""Measure the memory of a plan's stages: run it once, at its full size, and read what was held.
+"""Measure the memory of a plan's stages: run it once, at its full size, and read the peaks.
 
-What is measured is what serves: the ranks are the processes that ``llmpq-dist`` starts, loaded from
-the same files and fed as many prompts of the full length as the plan has slots, so that every slot
-is written to its end. It refuses to predict; a command puts the forecast beside it.
+The ranks are the processes that ``llmpq-dist`` starts, loaded from the same files. By default they
+get as many prompts of the full length as the plan has slots, so that every slot is written to its
+end.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.dist import Job, Prompt, run_job
@@ -23,18 +24,20 @@ def measure_memory(
     plan: Plan,
     model_dir: Path,
     *,
+    lengths: Sequence[int] | None = None,
     seed: int = 0,
     step_timeout_s: float = 60.0,
     progress: Progress | None = None,
 ) -> tuple[StageStats, ...]:
-    """Run ``plan`` with random prompts that fill it, and return what each stage held.
+    """Run ``plan`` with random prompts that fill it, and return the statistics of each stage.
 
     Args:
         plan: the strategy; all of its ranks run on this host.
         model_dir: where the weights are.
+        lengths: tokens of every prompt; ``None`` for one full prompt per slot.
         seed: of the prompts.
-        step_timeout_s: how long a rank may give no sign of life.
-        progress: takes events.
+        step_timeout_s: seconds after which a silent rank counts as failed.
+        progress: receives events.
 
     Returns:
         The statistics of every stage, in order of rank.
@@ -53,24 +56,23 @@ def measure_memory(
             step_timeout_s=step_timeout_s,
         )
         write_plan(job.strategy, plan)
-        write_prompts(job.prompts, _full_prompts(plan, vocab_size, seed))
+        write_prompts(job.prompts, _prompts(plan, lengths, vocab_size, seed))
         measurement = run_job(job, progress=progress)
     assert measurement is not None  # rank 0 runs on this host
     return measurement.stages
 
 
-def _full_prompts(plan: Plan, vocab_size: int, seed: int) -> list[Prompt]:
-    """Return one prompt a slot, as long as the plan allows, that no end token cuts short."""
+def _prompts(plan: Plan, lengths: Sequence[int] | None, vocab_size: int, seed: int) -> list[Prompt]:
+    """Return random prompts whose answers have the plan's full length."""
     chance = random.Random(seed)
+    work = plan.workload
     return [
         Prompt(
             id=number,
             where=f"prompt {number}",
-            token_ids=tuple(
-                chance.randrange(vocab_size) for _ in range(plan.workload.prompt_tokens)
-            ),
-            max_new_tokens=plan.workload.new_tokens,
+            token_ids=tuple(chance.randrange(vocab_size) for _ in range(tokens)),
+            max_new_tokens=work.new_tokens,
             ignore_eos=True,
         )
-        for number in range(plan.workload.batch)
+        for number, tokens in enumerate(lengths or [work.prompt_tokens] * work.batch)
     ]

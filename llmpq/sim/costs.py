@@ -60,8 +60,6 @@ class Layout:
         threads: cores each rank occupies while it works.
         hosts: the host of each rank.
         cores: cores of a host that its ranks share; a host that is not named has enough.
-        company: of each rank, how much longer it takes while another rank of its host works, in
-            prefill and in decode; empty where that changes nothing.
     """
 
     num_ranks: int
@@ -70,7 +68,6 @@ class Layout:
     threads: tuple[int, ...]
     hosts: tuple[str, ...]
     cores: dict[str, int] = field(default_factory=dict, hash=False)
-    company: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for path in (self.prefill_path, self.decode_path):
@@ -89,10 +86,6 @@ class Layout:
     def path(self, phase: Phase) -> tuple[int, ...]:
         """Return the way of a phase."""
         return self.prefill_path if phase is Phase.PREFILL else self.decode_path
-
-    def slowdown(self, rank: int, phase: Phase) -> float:
-        """Return how much longer a rank takes while another rank of its host works."""
-        return self.company[rank][phase is Phase.DECODE] if self.company else 1.0
 
     @property
     def ways(self) -> Ways:

@@ -253,9 +253,6 @@ class _Simulation:
         rates = [1.0] * len(self._workers)
         for worker in busy:
             beside = [other for other in busy if other.host == worker.host]
-            if len(beside) > 1:
-                assert worker.message is not None
-                rates[worker.rank] /= layout.slowdown(worker.rank, worker.message.shape.phase)
             if worker.host in layout.cores:
                 threads = sum(other.threads for other in beside)
                 rates[worker.rank] *= min(1.0, layout.cores[worker.host] / max(1, threads))

@@ -7,8 +7,7 @@
 - In decode the compiled attention of a CPU reads each row as far as it goes: what it takes is
   linear in the rows' contexts, so that a ragged micro-batch is charged for their mean. Elsewhere
   rows are read as far as the longest goes. Prompts are padded to the longest everywhere.
-- Workers that share cores (``cores`` of a node) share them evenly while they compute, and with a
-  core each still slow each other down (``company`` of a table).
+- Workers that share cores (``cores`` of a node) share them evenly while they compute.
 """
 
 from __future__ import annotations
@@ -60,13 +59,6 @@ class PlanCosts:
             threads=tuple(device.threads or 1 for device in own),
             hosts=tuple(device.node for device in own),
             cores={name: count for name, count in cores.items() if count is not None},
-            company=tuple(
-                (
-                    costs.company_factor(device, Phase.PREFILL),
-                    costs.company_factor(device, Phase.DECODE),
-                )
-                for device in own
-            ),
         )
         self._takes_own_lengths = [costs.specs[device.group].kind == "cpu" for device in own]
         self._stages = plan.stages
@@ -86,11 +78,7 @@ class PlanCosts:
             return 0.0
         is_own = shape.phase is Phase.DECODE and self._takes_own_lengths[rank]
         tokens = shape.mean if is_own else shape.longest
-        return self.layers_s(rank, shape.phase, shape.rows, tokens) + self.loop_s(rank)
-
-    def loop_s(self, rank: int) -> float:
-        """Return what a stage's loop takes of a micro-batch; the master's is in ``project_s``."""
-        return self._costs.stage_loop_s(self._devices[rank]) if rank else 0.0
+        return self.layers_s(rank, shape.phase, shape.rows, tokens)
 
     def has_layers(self, rank: int, phase: Phase) -> bool:
         """Whether a rank computes layers; a master may only embed and project."""
@@ -113,13 +101,11 @@ class PlanCosts:
         return 0.0
 
     def project_s(self, shape: Shape) -> float:
-        """Return the seconds of embedding, final norm, head, sampling and the master's loop."""
+        """Return the seconds of embedding, final norm, head, sampling and scheduler."""
         tokens = shape.longest if shape.phase is Phase.PREFILL else 1
         key = shape.phase, shape.rows, tokens
         if key not in self._project:
-            master = self._devices[0]
-            loop_s = self._costs.loop_s(master, shape.rows)
-            self._project[key] = self._costs.master_s(master, *key) + loop_s
+            self._project[key] = self._costs.master_s(self._devices[0], *key)
         return self._project[key]
 
     def hop(self, rank: int, shape: Shape) -> Hop:

@@ -8,3 +8,22 @@ SHARED_FROM_BYTES: Final = 256 * 1024
 """Payloads from this size on lie in memory that the ranks of one host share."""
 SHARED_BUFFERS: Final = 2
 """Payloads of one link that can be under way, or in the reader's hands, at once."""
+MATRICES_UNDER_WAY: Final = 3
+"""16-bit matrices counted for loading, in addition to what is placed: one being read, one being
+quantized, and temporaries."""
+MAPPED_FROM_BYTES: Final = 16 * 1024 * 1024
+"""While serving, tensors above this size are mapped separately and leave no holes in the heap."""
+KV_BLOCK_TOKENS: Final = 128
+"""Tokens whose keys and values are converted to 8 bits at a time."""
+BIAS_BLOCK_TOKENS: Final = 64
+"""Queries whose attention bias (ALiBi) is materialized at a time."""
+ACTIVATION_BLOCK_VALUES: Final = 2**18
+"""Values to which a stepwise activation is applied at a time."""
+SLOT_LANES: Final = 16
+"""The attention kernel that reads slots in place takes heads of a multiple of this size."""
+MAX_SLOT_HEAD_DIM: Final = 256
+"""Largest head of that kernel."""
+PRODUCT_ROWS: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of rows that 16-bit matrix products on a CPU are split and filled up to. oneDNN keeps
+0.3 to 0.5 MB of compiled code for the life of the process for each combination of a number of rows
+and a weight shape, whatever the capacity of its primitive cache."""

@@ -17,6 +17,8 @@ from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import MAX_FILE_BYTES, write_text
 from llmpq.spec.precision import BITS, Phase
 
+MASTER_BITS = 0
+"""Bits of the rows that hold the master's own work: embedding, final norm, head, sampling."""
 LATENCY_HEADER = ("phase", "bits", "batch", "tokens", "seconds")
 COMM_HEADER = ("from", "to", "bytes", "seconds")
 ENDS_KEY = "ends_s"

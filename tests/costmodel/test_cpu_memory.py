@@ -1,4 +1,4 @@
-"""A CPU worker's temporaries against the tensors that really live while layers run."""
+"""A CPU worker's temporaries against the tensors that are alive while layers run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmpq.costmodel.memory.cpu_memory import (
-    DENSE_USE_BYTES,
-    KEPT_KERNELS,
-    KERNEL_BYTES,
-    MASTER_USE_BYTES,
+from llmpq.costmodel.memory import (
+    MASTER_BYTES,
+    PRODUCT_BYTES,
     Step,
     live_bytes,
     loading_bytes,
+    temporary_bytes,
 )
-from llmpq.costmodel.memory.memory import temporary_bytes
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.spec import catalog
@@ -82,7 +79,7 @@ LIVE = {
 }  # fmt: skip
 
 
-# Rows of unlike length in slots out of order: masks are built and slots are picked.
+# Rows of different length in slots out of order: masks are built and slots are picked.
 PREFILL = (4, 250, [0] * 4, [250, 249, 248, 247])
 DECODE = (8, 1, [299 - row for row in range(8)], [1] * 8)
 
@@ -129,7 +126,7 @@ def counted_bytes(folder, step, *, dtype, kv_bits):
 @pytest.mark.parametrize("kv_bits", [None, 8])
 @pytest.mark.parametrize("step", [PREFILL, DECODE], ids=["prefill", "decode"])
 @pytest.mark.parametrize("family", sorted(set(LIVE) - {"mixtral"}))
-def test_tensors_counted_are_those_that_lived(tmp_path, family, step, kv_bits):
+def test_counted_tensors_are_those_that_are_alive(tmp_path, family, step, kv_bits):
     (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))
     lived = lived_bytes(tmp_path, step, bits=3, dtype=torch.bfloat16, kv_bits=kv_bits)
     counted = counted_bytes(tmp_path, step, dtype=torch.bfloat16, kv_bits=kv_bits)
@@ -141,7 +138,7 @@ def test_tensors_counted_are_those_that_lived(tmp_path, family, step, kv_bits):
 @pytest.mark.parametrize("bits", [16, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "mixtral"])
-def test_tensors_counted_cover_every_dtype_and_width(tmp_path, family, dtype, bits):
+def test_counted_tensors_cover_every_dtype_and_bitwidth(tmp_path, family, dtype, bits):
     (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))
     lived = lived_bytes(tmp_path, PREFILL, bits=bits, dtype=dtype, kv_bits=None)
     counted = counted_bytes(tmp_path, PREFILL, dtype=dtype, kv_bits=None)
@@ -154,15 +151,14 @@ def test_tensors_counted_cover_every_dtype_and_width(tmp_path, family, dtype, bi
         dtype=str(dtype).removeprefix("torch."),
         device_kind="cpu",
         is_master=False,
-        dense_layers=0,  # tensors alone, not what oneDNN keeps
+        dense_layers=0,  # tensors alone, without oneDNN's products
     )
     decoding = lived_bytes(tmp_path, DECODE, bits=bits, dtype=dtype, kv_bits=None)
     assert max(lived, decoding) <= predicted
-    # Not absurdly much.
     assert predicted < 6 * max(lived, decoding)
 
 
-def test_long_contexts_cost_a_decode_step_nothing_where_slots_are_read_in_place():
+def test_a_long_context_takes_no_memory_where_slots_are_read_in_place():
     def of(head_dim, context):
         config = {**LIVE["llama"], "head_dim": head_dim}
         model = model_from_config(config, "m", "here")
@@ -182,8 +178,7 @@ def peak(model, workload, micro_batching, *, dtype="bfloat16", **known):
     return temporary_bytes(model, workload, sizes, dtype=dtype, device_kind="cpu", **known)
 
 
-def test_loading_peaks_before_slots_are_written():
-    """What counts is the later peak: of a step beside its slots, or of loading without any."""
+def test_the_peak_of_loading_excludes_slots():
     model = model_from_config(LIVE["opt"], "m", "here")
     work = Workload(batch=1, prompt_tokens=4, new_tokens=2)
 
@@ -204,31 +199,24 @@ def test_hidden_states_are_held_for_every_link_of_a_stage(prompt, places):
     middle, last = peak(model, work, 4), peak(model, work, 4, is_last=True)
     assert middle - last == of_a_link
     first = peak(model, work, 4, is_master=True)
-    assert first - last == MASTER_USE_BYTES
+    assert first - last == MASTER_BYTES
     alone = peak(model, work, 4, is_master=True, is_last=True)
     assert first - alone == of_a_link - 4 * prompt * 128 * 2  # its embedded tokens
 
 
-def test_what_products_at_16_bits_keep_is_counted_where_a_layer_has_them():
+def test_compiled_products_are_counted_where_a_layer_has_16_bits():
     model = model_from_config(LIVE["opt"], "m", "here")
-    work = Workload(batch=4, prompt_tokens=100, new_tokens=2)
-    known, unknown = peak(model, work, 4, dense_layers=0), peak(model, work, 4)
-    assert unknown - known == DENSE_USE_BYTES
-    assert peak(model, work, 4, dense_layers=1) == unknown
+    shapes = 3  # attention, up, down
+    for prompt, sizes in ((1, 1), (5, 2), (25, 6), (100, 10), (1000, 12), (5000, 12)):
+        work = Workload(batch=4, prompt_tokens=prompt, new_tokens=2)
+        without, some, unknown = (
+            peak(model, work, 4, dense_layers=layers, kv_bytes=10**9) for layers in (0, 1, None)
+        )
+        assert unknown - without == PRODUCT_BYTES * shapes * sizes
+        assert some == unknown
 
 
-def test_experts_at_16_bits_keep_a_product_for_every_number_of_rows_up_to_what_is_kept():
-    config = {**LIVE["mixtral"], "num_local_experts": 8, "num_hidden_layers": 40}
-    model = model_from_config(config, "m", "here")
-    work = Workload(batch=8, prompt_tokens=248, new_tokens=2)
-    none, *some = (peak(model, work, 4, dense_layers=layers) for layers in (0, 1, 2, 40))
-    kept = [(each - none - DENSE_USE_BYTES) / KERNEL_BYTES for each in some]
-    # Two shapes of product; of 31 numbers of rows 16 experts get 13 different ones, 32 get 20.
-    assert kept == pytest.approx([25.3, 40.3, 62.0], abs=0.1)
-    assert cpu_environment(1)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(KEPT_KERNELS)
-
-
-def test_a_small_step_takes_what_loading_took():
+def test_a_small_step_takes_the_peak_of_loading():
     tiny = Workload(batch=1, prompt_tokens=1, new_tokens=1)
     assert peak(OPT_30B, tiny, 1, dtype="float16") == loading_bytes(OPT_30B)
     assert loading_bytes(OPT_30B) == 3 * 2 * 7168 * 4 * 7168  # three matrices at 16 bits

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.memory.memory import (
+from llmpq.costmodel.memory import (
     layer_kv_bytes,
     layer_weight_bytes,
     master_bytes,

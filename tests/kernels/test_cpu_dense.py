@@ -13,10 +13,17 @@ from hypothesis import strategies as st
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.kernels.cpu import dense as cpu_dense
 from llmpq.kernels.cpu import switch
-from llmpq.kernels.cpu.dense import can_prepack, few_dense_rows, prepack, prepacked_linear
+from llmpq.kernels.cpu.dense import (
+    can_prepack,
+    few_dense_rows,
+    prepack,
+    prepacked_linear,
+    product_rows,
+)
 from llmpq.kernels.cpu.native import has_bf16_products, library
 from llmpq.kernels.cpu.switch import TRIED_ROWS
 from llmpq.kernels.cpu.tiles import dense_product, panels_of
+from llmpq.spec.runtime_constants import PRODUCT_ROWS
 
 torch.set_num_threads(1)
 
@@ -199,3 +206,30 @@ def test_what_would_be_padded_is_refused():
     assert not can_prepack("cpu", torch.bfloat16, 96, 64)
     assert not can_prepack("cpu", torch.bfloat16, 64, 96)
     assert not can_prepack("cpu", torch.float32, 64, 64)
+
+
+@given(count=st.integers(1, 5000))
+def test_rows_are_split_into_few_sizes_and_at_most_15_are_added(count):
+    parts = product_rows(count)
+    assert set(parts) <= set(PRODUCT_ROWS)
+    assert sum(parts[:-1]) < count <= sum(parts)
+    assert sum(parts) - count < 16
+
+
+@pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products here")
+def test_products_of_any_number_of_rows_are_compiled_for_few_sizes(monkeypatch):
+    plain, bias = _drawn(0, 128, 64, scale=0.05), _drawn(1, 128)
+    weight, compiled = prepack(plain), set()
+    product = cpu_dense._compiled_product
+
+    def counted(x, *more):
+        compiled.add(x.shape[:-1].numel())
+        return product(x, *more)
+
+    monkeypatch.setattr(cpu_dense, "_compiled_product", counted)
+    for rows in range(1, 1200, 7):
+        x = _drawn(rows, 1, rows, 64)
+        y = cpu_dense._onednn_product(x, weight, bias)
+        expected = torch.nn.functional.linear(x.float(), plain.float(), bias.float())
+        torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
+    assert compiled <= set(PRODUCT_ROWS)

@@ -9,19 +9,19 @@ from transformers.activations import NewGELUActivation
 from transformers.models.bloom.configuration_bloom import BloomConfig
 from transformers.models.bloom.modeling_bloom import BloomBlock, BloomGelu
 
-from llmpq.models.activation import BLOCK_VALUES, InBlocks, install_blocks
+from llmpq.models.activation import InBlocks, install_blocks
 from llmpq.models.alibi import (
-    BLOCK_TOKENS,
     AlibiAttention,
     alibi_bias,
     attend_biased,
     install_alibi,
 )
 from llmpq.models.attention import MicroBatch, additive, visible_keys
+from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, BIAS_BLOCK_TOKENS
 
 torch.set_num_threads(1)
 
-LONG = 2 * BLOCK_TOKENS + 7
+LONG = 2 * BIAS_BLOCK_TOKENS + 7
 WHOLE = (3, LONG, [0, 0, 0], [LONG, LONG - 1, 5])
 LATE = (3, 70, [LONG, 3, 0], [70, 1, 66])
 ONE = (2, 1, [40, 9], [1, 1])
@@ -98,7 +98,7 @@ def test_a_layer_answers_as_the_library_does(fields):
 @pytest.mark.parametrize("activation", [BloomGelu, NewGELUActivation])
 @pytest.mark.parametrize("rows", [1, 4, 9])
 def test_blocks_of_an_activation_are_the_whole_to_the_bit(activation, rows):
-    features = BLOCK_VALUES // 4  # four rows a block
+    features = ACTIVATION_BLOCK_VALUES // 4  # four rows a block
     values = torch.randn(1, rows, features).to(torch.bfloat16)
     right = activation()(values)
     made = InBlocks(activation())(values)
@@ -107,7 +107,7 @@ def test_blocks_of_an_activation_are_the_whole_to_the_bit(activation, rows):
 
 
 def test_a_features_row_larger_than_a_block_is_a_block():
-    values = torch.randn(2, BLOCK_VALUES + 1)
+    values = torch.randn(2, ACTIVATION_BLOCK_VALUES + 1)
     right = torch.tanh(values)
     assert torch.equal(InBlocks(nn.Tanh())(values), right)
 

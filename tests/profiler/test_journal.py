@@ -1,4 +1,4 @@
-"""The journal keeps every timing, and refuses those of another measurement."""
+"""The journal keeps every timing and rejects those of another measurement."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from llmpq.errors import SpecError
 from llmpq.profiler.bench import Timing, Trial
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.journal import Journal, journal_file, read_journal
-from llmpq.profiler.levels import Timed
 from llmpq.spec.precision import Phase
 
 WHO = (("model", "tiny"), ("threads", "1"))
 TIMINGS = [
-    Timed(
-        timing=Timing(
-            trial=Trial(shape=Shape(phase=phase, batch=2, tokens=7), bits=4, layers=3),
-            seconds=0.125,
-        ),
-        before_s=0.001,
-        after_s=0.1 + 0.2,
+    Timing(
+        trial=Trial(shape=Shape(phase=phase, batch=2, tokens=7), bits=4, layers=3),
+        seconds=0.1 + 0.2,
     )
     for phase in Phase
 ]
@@ -38,36 +33,36 @@ def test_timings_are_read_back(path):
     assert read_journal(path, WHO) == TIMINGS
 
 
-def test_a_resumed_journal_keeps_the_old_and_adds_the_new(path):
+def test_a_resumed_journal_keeps_old_timings_and_appends_new_ones(path):
     with Journal(path, WHO, resume=True) as journal:
-        assert journal.timed == TIMINGS
+        assert journal.timings == TIMINGS
         journal.add(TIMINGS[:1])
     assert read_journal(path, WHO) == [*TIMINGS, TIMINGS[0]]
 
 
-def test_without_resume_it_starts_afresh(path):
+def test_without_resume_the_journal_starts_empty(path):
     with Journal(path, WHO, resume=False) as journal:
-        assert journal.timed == []
+        assert journal.timings == []
     assert read_journal(path, WHO) == []
 
 
-def test_a_last_line_cut_short_is_left_out(path):
+def test_an_incomplete_last_line_is_skipped(path):
     path.write_text(path.read_text()[:-4])
     assert read_journal(path, WHO) == TIMINGS[:1]
 
 
-def test_timings_of_something_else_are_refused(path):
+def test_timings_of_another_measurement_are_rejected(path):
     with pytest.raises(SpecError, match=r"threads.*found '1', expected '2'"):
         Journal(path, (("model", "tiny"), ("threads", "2")), resume=True)
 
 
-def test_a_malformed_line_is_refused(path):
+def test_a_malformed_line_is_rejected(path):
     path.write_text(path.read_text() + "decode,4,2,7,3,soon\n")
     with pytest.raises(SpecError, match="soon"):
         read_journal(path, WHO)
 
 
-def test_a_finished_run_leaves_nothing(path):
+def test_a_finished_run_deletes_the_journal(path):
     with Journal(path, WHO, resume=True) as journal:
         journal.remove()
     assert not path.exists()

@@ -10,7 +10,7 @@ from helpers.in_process_ring import in_process_ring
 
 from llmpq.costmodel.comm import fit_links
 from llmpq.errors import SpecError, StageError
-from llmpq.profiler.link import UNIT_BYTES, LinkJob, _Stirring, measure_link
+from llmpq.profiler.link import UNIT_BYTES, LinkJob, _CacheEviction, measure_link
 from llmpq.spec.tables import ends_of
 
 JOB = LinkJob(between=("old", "desk"), sizes=(512, 4096, 65_536), budget_s=0.05)
@@ -92,7 +92,7 @@ def test_an_end_that_goes_away_is_an_error():
 
 def test_what_a_message_costs_more_after_other_memory_was_read_is_added(monkeypatch):
     cold = threading.local()
-    real = _Stirring.__call__
+    real = _CacheEviction.__call__
 
     def stir(self, after=0.0):
         real(self, after)
@@ -115,7 +115,7 @@ def test_what_a_message_costs_more_after_other_memory_was_read_is_added(monkeypa
             self._warm()
             return frame
 
-    monkeypatch.setattr(_Stirring, "__call__", stir)
+    monkeypatch.setattr(_CacheEviction, "__call__", stir)
     monkeypatch.setitem(globals(), "Slow", Cooled)
     table = measured()
     assert all(0.003 < one.seconds < 0.008 for one in table.samples)

@@ -1,4 +1,6 @@
-"""A plan's stages, run at full size: what they hold is what was predicted."""
+"""The measured memory of a plan's stages is the predicted memory."""
+
+import random
 
 import pytest
 
@@ -26,7 +28,7 @@ def test_weights_and_slots_are_allocated_as_predicted(tiny_model, family, kv_bit
 
 
 @pytest.mark.dist
-def test_no_stage_takes_more_than_was_predicted(tiny_model):
+def test_no_stage_takes_more_than_predicted(tiny_model):
     folder = tiny_model("llama", shape={**WIDE, "max_positions": 256})
     plan = even_plan(
         folder, bits=(4, 16), stages=2, shape=(4, 200, 4), micro_batch=(2, 4), dtype="bfloat16"
@@ -34,3 +36,17 @@ def test_no_stage_takes_more_than_was_predicted(tiny_model):
     for stats in measure_memory(plan, folder):
         predicted = plan.estimate.stages[stats.rank].memory.total
         assert -0.01 <= predicted / stats.memory_bytes - 1 <= 0.05
+
+
+@pytest.mark.dist
+def test_prompts_of_many_lengths_take_no_more_than_predicted(tiny_model):
+    """Before rows were split into few sizes, every new number of rows left compiled code behind."""
+    folder = tiny_model("llama", shape={**WIDE, "hidden": 256, "max_positions": 128})
+    plan = even_plan(
+        folder, bits=(16,), stages=1, shape=(8, 60, 4), micro_batch=(4, 8), dtype="bfloat16"
+    )
+    chance = random.Random(0)
+    lengths = [chance.randint(4, 60) for _ in range(160)]
+    (stats,) = measure_memory(plan, folder, lengths=lengths)
+    predicted = plan.estimate.stages[0].memory.total
+    assert -0.01 <= predicted / stats.memory_bytes - 1 <= 0.10

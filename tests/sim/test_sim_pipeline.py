@@ -175,37 +175,3 @@ def test_split_stages_prefill_and_decode_at_the_same_time(handover):
     assert report.makespan_s == pytest.approx(40 * 4 + handover + 4, abs=2)
     assert report.busy_fractions[1] > 0.95
     assert report.requests[0].first_token_s == pytest.approx(4 + handover)
-
-
-@dataclass
-class CompanyCosts(FlatCosts):
-    """Ranks of one host with a core each, which slow each other down in decode."""
-
-    factor: float = 1.0
-
-    @property
-    def layout(self) -> Layout:
-        ranks = tuple(range(len(self.prefill_s)))
-        return Layout(
-            num_ranks=len(ranks),
-            prefill_path=ranks,
-            decode_path=ranks,
-            threads=(1,) * len(ranks),
-            hosts=("here",) * len(ranks),
-            cores={"here": len(ranks)},
-            company=((1.0, self.factor),) * len(ranks),
-        )
-
-
-def test_ranks_that_work_at_one_time_slow_each_other_down_and_only_then():
-    alone = CompanyCosts((1.0, 1.0), (1.0, 1.0), factor=1.5)
-    # One micro-batch is in one place at a time: nobody has company.
-    assert simulate(alone, _hybrid(4, 4, 2), _batch(4, 5), num_slots=4).makespan_s == 2 + 4 * 2
-    both = CompanyCosts((0.0, 0.0), (1.0, 1.0), factor=1.5)
-    even = CompanyCosts((0.0, 0.0), (1.0, 1.0))
-    seconds = [
-        simulate(costs, _hybrid(2, 4, 2), _batch(4, 101), num_slots=4).makespan_s
-        for costs in (both, even)
-    ]
-    # Two micro-batches keep both ranks at work, but for the first and the last step.
-    assert seconds[0] / seconds[1] == pytest.approx(1.5, abs=0.01)

@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.forecast import forecast
 from llmpq.assigner.request import costs_of
-from llmpq.costmodel.tables.profiles import SchedulerOverhead
 from llmpq.sim import Shape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
@@ -65,13 +63,6 @@ def test_prompts_are_padded_everywhere(on_cpu):
     assert costs.stage_s(0, ragged) == costs.stage_s(0, replace(ragged, total=4 * 160))
 
 
-def test_the_master_s_loop_takes_its_time(on_cpu):
-    plan, costs = on_cpu
-    bare = PlanCosts(plan, costs)
-    loop = PlanCosts(plan, replace(costs, loop=(SchedulerOverhead(step_s=0.5, row_s=0.25),)))
-    assert loop.project_s(EVEN) - bare.project_s(EVEN) == pytest.approx(1.5)
-
-
 @dataclass(frozen=True)
 class Wire:
     """Links that take ``way_s`` and a microsecond a byte, and ``work_s`` of either end."""
@@ -111,17 +102,6 @@ def _two(nodes, wire, device):
 
 def _hop(nodes, wire, device="cpu"):
     return PlanCosts(*_two(nodes, wire, device)).hop(0, EVEN)
-
-
-def test_the_loop_of_a_stage_is_charged_to_all_but_the_master():
-    plan, costs = _two(1, Wire(way_s=1e-4, work_s=None), "cpu")
-    slow = replace(costs, stage_loop=(0.5,))
-    bare, loop = PlanCosts(plan, costs), PlanCosts(plan, slow)
-    assert loop.stage_s(1, EVEN) - bare.stage_s(1, EVEN) == pytest.approx(0.5)
-    assert loop.stage_s(0, EVEN) == bare.stage_s(0, EVEN)
-    steps = 128 * -(-8 // plan.micro_batching.decode)
-    more_s = forecast(plan, slow).latency_s - forecast(plan, costs).latency_s
-    assert more_s == pytest.approx(0.5 * steps, rel=0.1)
 
 
 COPY_S = 4 * 768 * 2 * 1e-6

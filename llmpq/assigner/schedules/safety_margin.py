@@ -1,14 +1,13 @@
 """The safety margin of a latency bound: a factor on simulated latencies.
 
-A forecast is a mean: half of all runs are slower. Profiles state how uncertain they are: one
-standard deviation of a shape that was not measured or was measured with noise, and of the machine's
-speed over time (``drift``). Both apply to the seconds of layers, and a pipeline's latency grows no
-faster than these. The least certain stage and phase counts. A roofline states no uncertainty.
+A forecast is a mean: half of all runs are slower. The margin follows from the standard deviation
+that a latency model states for a shape that was not measured, or was measured with noise. It is a
+share of the layers' seconds; a pipeline's latency grows no faster than these. The stage and phase
+with the largest deviation count. A roofline is not measured and gives no margin.
 """
 
 from __future__ import annotations
 
-import math
 from statistics import NormalDist
 
 from llmpq.costmodel import ClusterCosts
@@ -49,7 +48,7 @@ def _deviation(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> float
     ]
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
     layers = set(zip(kinds, stage.bits, strict=True))
-    worst = max(
+    return max(
         (
             costs.layer_estimate(device, phase, bits, batch, tokens, kind).relative_deviation
             for phase, batch, tokens in shapes
@@ -58,4 +57,3 @@ def _deviation(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> float
         ),
         default=0.0,
     )
-    return math.hypot(worst, costs.drift_share(device))

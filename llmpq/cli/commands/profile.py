@@ -1,4 +1,4 @@
-"""llmpq-profile: measure devices and write the tables a plan is priced with."""
+"""llmpq-profile: measure devices and write the tables that plans are priced with."""
 
 from __future__ import annotations
 

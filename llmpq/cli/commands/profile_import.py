@@ -1,4 +1,4 @@
-"""llmpq-profile import: latency and link tables of devices that others measured."""
+"""llmpq-profile import: latency and link tables from published measurements."""
 
 from __future__ import annotations
 
@@ -29,25 +29,29 @@ NAME = "llmpq-profile"
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add ``import`` to the commands."""
-    take = commands.add_parser("import", help="a table of a device that others measured")
+    take = commands.add_parser(
+        "import", help="write a table from published measurements of a device"
+    )
     take.add_argument("--from", required=True, dest="layout", choices=LAYOUTS)
     take.add_argument("--device", help="the database's name, such as a100_sxm")
     take.add_argument("--device_type", help="catalogue name written into the table")
     take.add_argument("--model", help="catalogue name or directory")
     take.add_argument("--output", required=True, type=Path, help="table to write (CSV)")
     take.add_argument("--path", type=Path, help="the database (default: the installed package)")
-    take.add_argument("--engine", help="whose kernels (default: the first that was measured)")
+    take.add_argument("--engine", help="inference engine (default: the first that was measured)")
     take.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
     take.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    take.add_argument("--context_tokens", type=int, default=512, help="where a layout has none")
+    take.add_argument(
+        "--context_tokens", type=int, default=512, help="context length, where the layout has none"
+    )
     take.add_argument(
         "--tensor_parallel", type=int, default=1, metavar="N",
-        help="seconds of a layer that N devices share, all-reduces included (aiconfigurator)",
+        help="devices that share a layer; its seconds include all-reduces (aiconfigurator)",
     )  # fmt: skip
     take.add_argument(
         "--between", nargs=2, metavar=("NODE", "NODE"),
-        help="a link table of these nodes instead, from the send_recv.csv of --path (vidur); "
-        "twice the same for two devices of one node",
+        help="write a link table of these nodes instead, from the send_recv.csv of --path (vidur); "
+        "the same name twice for two devices of one node",
     )  # fmt: skip
     take.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
 
@@ -59,7 +63,9 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
         return _links(options, command)
     for name in ("device", "model"):
         if getattr(options, name) is None:
-            raise SpecError(f"--{name}: found nothing, expected one (only --between needs none)")
+            raise SpecError(
+                f"--{name}: found nothing, expected a value (it is optional only with --between)"
+            )
     model, _ = resolve_model(options.model)
     request = ImportRequest(
         model=model,

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 NAME = "llmpq-profile"
 _LISTS = ("batches", "prompt_tokens", "context_tokens")
 POINTS = 24
-"""Of the planned grid, a phase."""
+"""Points of the planned grid, per phase."""
 BEYOND_CACHES = 200e6
-"""Bytes of 16-bit layers that no processor's last cache holds."""
+"""Bytes of 16-bit layers that exceed the last-level cache of every processor."""
 DEPTHS = (6, 12)
 
 
@@ -60,15 +60,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )  # fmt: skip
     layer.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
     layer.add_argument(
-        "--companions", type=int, default=0, metavar="N",
-        help="also measure how much longer everything takes while N other workers keep cores busy",
+        "--companions", type=int, default=0, metavar="N", help="has no effect (deprecated)",
     )  # fmt: skip
     layer.add_argument("--seed", type=int, default=0)
-    layer.add_argument(
-        "--resume", action="store_true", help="take up the timings of an interrupted run"
-    )
-    # A worker's threads and vector extension are fixed when torch is imported; this marks the
-    # process that was started with them set.
+    layer.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    # Threads and vector extension are fixed when torch is imported; this option marks the process
+    # that was started with them set.
     layer.add_argument("--in_worker", action="store_true", help=argparse.SUPPRESS)
     layer.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
 
@@ -77,7 +74,7 @@ def _add_grid(layer: argparse.ArgumentParser) -> None:
     planned = layer.add_argument_group("the planned grid: few points over everything up to")
     limits = GridLimits()
     planned.add_argument(
-        "--points", type=int, help=f"a phase (default {POINTS}; beside own sizes: none)"
+        "--points", type=int, help=f"points per phase (default {POINTS}; with own sizes: none)"
     )
     planned.add_argument("--max_batch", type=int, default=limits.batch)
     planned.add_argument("--max_prompt", type=int, default=limits.prompt_tokens)
@@ -119,21 +116,15 @@ def _check(options: argparse.Namespace) -> None:
         raise SpecError(f"--budget: found {options.budget}, expected seconds above 0")
     if options.cpu_isa is not None and options.cpu_isa not in cpu_isas():
         raise SpecError(
-            f"--cpu_isa: found {options.cpu_isa}, expected one of what this processor has: "
+            f"--cpu_isa: found {options.cpu_isa}, expected an extension of this processor: "
             f"{', '.join(cpu_isas()) or 'none known'}"
-        )
-    free = len(available_cores()) - options.threads
-    if not 0 <= options.companions <= max(0, free):
-        raise SpecError(
-            f"--companions: found {options.companions}, expected 0 to {max(0, free)}: cores that "
-            "the measured worker leaves free"
         )
     if options.core is not None and options.core not in available_cores():
         raise SpecError(f"--core: found {options.core}, expected one of {list(available_cores())}")
 
 
 def shapes_of(options: argparse.Namespace) -> tuple[Shape, ...]:
-    """Return the planned grid, the product of the lists, or both where both are asked for."""
+    """Return the planned grid, the product of the lists, or both if both are given."""
     own = _own_shapes(options)
     if own and options.points is None:
         return own
@@ -176,9 +167,9 @@ def _measure(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LatencyT
     from llmpq.profiler.layer import job_identity, profile_layer
 
     job = _job(options, shapes)
-    who = _who(options)
-    # What was asked may differ between the runs (a longer budget); what is measured may not.
-    identity = (*who[1:], *job_identity(job))
+    origin = _origin(options)
+    # The command may differ between the runs (a longer budget); what is measured may not.
+    identity = (*origin[1:], *job_identity(job))
     bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left"
     with (
         Journal(journal_file(options.output), identity, resume=options.resume) as journal,
@@ -192,21 +183,14 @@ def _measure(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LatencyT
             bar.update(max(0.0, share - bar.n))
 
         table = profile_layer(job, progress, journal)
-        table = LatencyTable(samples=table.samples, provenance=(*who, *table.provenance))
+        table = LatencyTable(samples=table.samples, provenance=(*origin, *table.provenance))
         write_latency_table(options.output, table)
         journal.remove()
     return table
 
 
 def _job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
-    """Return what to measure, in a process that from now on keeps to its own cores."""
-    job = _unpinned_job(options, shapes)
-    if options.core is not None or options.companions:
-        os.sched_setaffinity(0, _own_cores(options))
-    return job
-
-
-def _unpinned_job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
+    """Return what to measure; with ``--core``, pin this process."""
     import torch
 
     from llmpq.models import Checkpoint
@@ -214,6 +198,9 @@ def _unpinned_job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> Lay
 
     torch.set_num_threads(options.threads)
     dtype = options.dtype
+    if options.core is not None:
+        own = [core for core in available_cores() if core >= options.core]
+        os.sched_setaffinity(0, own[: options.threads])
     return LayerJob(
         model_dir=Path(options.model),
         bits=tuple(dict.fromkeys(options.bits)),
@@ -223,48 +210,35 @@ def _unpinned_job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> Lay
         layers=options.layers or _depth(options.model),
         budget_s=options.budget,
         seed=options.seed,
-        companions=_companion_cores(options),
     )
 
 
 def _depth(model: str) -> int:
-    """Return how many layers are timed in a row: more than a cache holds, where that is cheap."""
+    """Return how many layers to time in a row: up to 12 if layers are small enough for a cache."""
     spec, _ = resolve_model(model)
     smallest = min(layer.parameters for layer in spec.layers)
     wanted = math.ceil(BEYOND_CACHES / (2 * smallest))
     return min(max(wanted, DEPTHS[0]), DEPTHS[1])
 
 
-def _companion_cores(options: argparse.Namespace) -> tuple[int, ...]:
-    """Return a core for each companion, none of which is the measured worker's."""
-    own = _own_cores(options)
-    return tuple(core for core in available_cores() if core not in own)[: options.companions]
-
-
-def _own_cores(options: argparse.Namespace) -> tuple[int, ...]:
-    """Return the cores of the measured worker."""
-    first = 0 if options.core is None else options.core
-    return tuple(core for core in available_cores() if core >= first)[: options.threads]
-
-
-def _who(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+def _origin(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     model, _ = resolve_model(options.model)
     arguments = [word for word in sys.argv[1:] if word != "--in_worker"]
-    who = [
+    origin = [
         ("command", command_line(NAME, arguments)),
         ("model", model.name),
         ("device", options.device_type or options.device.partition(":")[0]),
         ("processor", cpu_name()),
     ]
     if options.cpu_isa is not None:
-        who.append(("cpu_isa", options.cpu_isa))
+        origin.append(("cpu_isa", options.cpu_isa))
     share = options.cpu_share or _share_of_quota(options.threads)
     if share < 1.0:
-        who.append(("cpu_share", str(share)))
-    return tuple(who)
+        origin.append(("cpu_share", str(share)))
+    return tuple(origin)
 
 
 def _share_of_quota(threads: int) -> float:
-    """Return what a container's quota leaves of the threads' time."""
+    """Return the share of the threads' time that the CPU quota of this process allows."""
     quota = cpu_quota()
     return 1.0 if quota is None else min(1.0, round(quota / threads, 4))

@@ -1,7 +1,7 @@
 """llmpq-profile link: time messages between two nodes, or between two workers of this machine.
 
-Between two hosts, each runs this command with its ``--node_rank``; without one, both ends are
-started here, each on a core of its own.
+Between two hosts, each runs this command with its ``--node_rank``. Without one, both ends are
+started on this host, each on a core of its own.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     link.add_argument("--output", required=True, type=Path, help="link table to write (CSV)")
     link.add_argument(
         "--between", nargs=2, metavar=("NODE", "NODE"), default=["here", "here"],
-        help="their names in the cluster file; twice the same for two workers of this host",
+        help="their names in the cluster file; the same name twice for two workers of this host",
     )  # fmt: skip
-    link.add_argument("--cluster", help="name of the cluster, for a table of no other one")
+    link.add_argument(
+        "--cluster", help="name of the cluster; the table then counts for this cluster only"
+    )
     link.add_argument("--sizes", type=int, nargs="+", help="bytes, multiples of 512")
     link.add_argument("--budget", type=float, default=5.0, help="seconds to spend (default 5)")
     link.add_argument("--seed", type=int, default=0)
@@ -56,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    """Measure, as one of the two ends or as the process that starts both."""
+    """Measure as one of the two ends, or start both."""
     require("torch")
     if options.budget <= 0:
         raise SpecError(f"--budget: found {options.budget}, expected seconds above 0")
@@ -123,7 +125,10 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
     if options.rendezvous is not None:
         rendezvous = Rendezvous(file=options.rendezvous)
     communicator = connect(me, rendezvous).communicator
-    with tqdm(total=1.0, leave=False, disable=options.node_rank or None, file=sys.stderr) as bar:
+    with tqdm(
+        total=1.0, desc="measuring", leave=False, disable=options.node_rank or None,
+        bar_format="{l_bar}{bar}| {elapsed}, {remaining} left", file=sys.stderr,
+    ) as bar:  # fmt: skip
 
         def progress(share: float) -> None:
             bar.update(max(0.0, share - bar.n))
@@ -144,7 +149,7 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
 
 
 def _joined(old: CommTable, new: CommTable) -> CommTable:
-    """Return both tables as one; a pair measured again counts by the new table."""
+    """Return both tables as one; the new table replaces pairs that both measured."""
     measured = {frozenset((one.source, one.target)) for one in new.samples}
     kept = [one for one in old.samples if frozenset((one.source, one.target)) not in measured]
     pairs = dict.fromkeys((one.source, one.target) for one in kept)

@@ -1,4 +1,4 @@
-"""llmpq-profile memory: run a plan at its full size and compare what it held with the forecast."""
+"""llmpq-profile memory: run a plan at its full size and compare its memory with the forecast."""
 
 from __future__ import annotations
 

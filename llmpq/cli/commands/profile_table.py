@@ -1,4 +1,4 @@
-"""What a freshly written latency table holds, for people."""
+"""A summary of a latency table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llmpq.units import format_seconds
 
 
 def table_summary(table: LatencyTable) -> str:
-    """Return one line a phase and bitwidth: the smallest and the largest shape."""
+    """Return one line per phase and bitwidth with the smallest and the largest shape."""
     lines = ["phase    bits  smallest shape            largest shape"]
     seen: dict[tuple[str, int], list[str]] = {}
     for sample in sorted(table.samples, key=lambda one: one.batch * one.tokens):

@@ -1,8 +1,9 @@
-"""Profiles: which measured table speaks for which device.
+"""Profiles: find the measured tables of a device.
 
-What a table was measured on stands in its provenance lines, never in its file name. A cluster file
-that names a table for a device must name one of this model; a folder of tables is searched for
-those that match, and tables of the same device are read as one.
+The provenance lines of a table state what it was measured on; its file name says nothing. A table
+that the cluster file names for a device must be of this model. A folder of tables is searched for
+those that match, and tables of the same device are read as one. Provenance lines that are not read
+here (also ``drift``, ``company`` and ``loop_s`` of older versions) have no effect.
 """
 
 from __future__ import annotations
@@ -27,18 +28,8 @@ from llmpq.spec.tables import (
 )
 
 STAGE_KEY = "stage_s"
-"""Provenance line of a latency table: what a stage takes apart from its layers."""
-COMPANY_KEY = "company"
-"""Provenance line: how much longer a layer takes while other workers keep the host's cores busy."""
-LOOP_KEY = "loop_s"
-"""Provenance line: what the master's own loop takes of a micro-batch beside the model."""
-STAGE_LOOP_KEY = "stage_loop_s"
-"""Provenance line: what a stage that is no master takes of a micro-batch beside the model."""
-DRIFT_KEY = "drift"
-"""Provenance line: how far the device's speed differs from one moment to the next."""
+"""Provenance line of a latency table: per-stage overhead, in addition to the layers."""
 MAX_S = 3600.0
-MAX_COMPANY = 100.0
-MAX_DRIFT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,155 +45,47 @@ class StageOverhead:
 
     @classmethod
     def of(cls, file: str, provenance: dict[str, str]) -> StageOverhead:
-        """Read ``stage_s: prefill 0.0004 decode 0.0003``; without the line both are 0.
+        """Read ``stage_s: prefill 0.0004 decode 0.0003``; both are 0 without the line.
 
         Raises:
-            SpecError: the line says something else.
+            SpecError: the line is malformed.
         """
-        found = _pair(file, provenance, STAGE_KEY, _PHASES, (0.0, MAX_S))
-        return cls() if found is None else cls(prefill=found[0], decode=found[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Company:
-    """How much longer layers take while other workers of the host compute, by phase, at least 1.
-
-    Workers with a core each still share memory bandwidth, the last cache and the clock.
-    """
-
-    prefill: float = 1.0
-    decode: float = 1.0
-
-    def factor(self, phase: Phase) -> float:
-        """Return the factor in a phase."""
-        return self.prefill if phase is Phase.PREFILL else self.decode
-
-    @classmethod
-    def of(cls, file: str, provenance: dict[str, str]) -> Company:
-        """Read ``company: prefill 1.03 decode 1.12``; without the line both are 1.
-
-        Raises:
-            SpecError: the line says something else.
-        """
-        found = _pair(file, provenance, COMPANY_KEY, _PHASES, (1.0, MAX_COMPANY))
-        return cls() if found is None else cls(prefill=found[0], decode=found[1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerOverhead:
-    """What the master's own loop takes of a micro-batch beside the model: requests, rows, records.
-
-    Attributes:
-        step_s: of every micro-batch.
-        row_s: of every row of it.
-    """
-
-    step_s: float = 0.0
-    row_s: float = 0.0
-
-    @classmethod
-    def of(cls, file: str, provenance: dict[str, str]) -> SchedulerOverhead:
-        """Read ``loop_s: step 0.0004 row 0.00003``; without the line both are 0.
-
-        Raises:
-            SpecError: the line says something else.
-        """
-        found = _pair(file, provenance, LOOP_KEY, ("step", "row"), (0.0, MAX_S))
-        return cls() if found is None else cls(step_s=found[0], row_s=found[1])
-
-
-def drift_of(file: str, provenance: dict[str, str]) -> float:
-    """Read ``drift: 0.08``: one standard deviation of the level, as a share of it.
-
-    It is between spans of a few seconds, or between the runs that a table was corrected by; without
-    the line it is 0.
-
-    Raises:
-        SpecError: the line says something else.
-    """
-    return _number(file, provenance, DRIFT_KEY, "a share", MAX_DRIFT)
-
-
-def stage_loop_of(file: str, provenance: dict[str, str]) -> float:
-    """Read ``stage_loop_s: 0.00006``, seconds of a micro-batch; without the line it is 0.
-
-    Raises:
-        SpecError: the line says something else.
-    """
-    return _number(file, provenance, STAGE_LOOP_KEY, "seconds", MAX_S)
-
-
-def _number(file: str, provenance: dict[str, str], key: str, what: str, limit: float) -> float:
-    """Return the one figure of a line, in ``[0, limit)``; 0 without the line."""
-    text = provenance.get(key, "0")
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0.0 <= found < limit:
-        raise SpecError(
-            f"{file}: provenance '{key}': found '{text}', expected {what} of at least 0 and below "
-            f"{limit:g}"
-        )
-    return found
-
-
-_PHASES = ("prefill", "decode")
-
-
-def _pair(
-    file: str,
-    provenance: dict[str, str],
-    key: str,
-    names: tuple[str, str],
-    limits: tuple[float, float],
-) -> tuple[float, float] | None:
-    """Return the figures of a line ``KEY: NAME X NAME Y``, ``None`` without the line."""
-    text = provenance.get(key)
-    if text is None:
-        return None
-    low, high = limits
-    try:
-        first, one, second, other = text.split()
-        found = float(one), float(other)
-    except ValueError:
-        first, second, found = "", "", limits
-    if (first, second) != names or not all(low <= x < high for x in found):
-        raise SpecError(
-            f"{file}: provenance '{key}': found '{text}', expected '{names[0]} X {names[1]} Y', "
-            f"both at least {low:g} and below {high:g}"
-        )
-    return found
+        text = provenance.get(STAGE_KEY)
+        if text is None:
+            return cls()
+        try:
+            first, prefill, second, decode = text.split()
+            found = float(prefill), float(decode)
+        except ValueError:
+            first, second, found = "", "", (-1.0, -1.0)
+        if (first, second) != ("prefill", "decode") or not all(0 <= x < MAX_S for x in found):
+            raise SpecError(
+                f"{file}: provenance '{STAGE_KEY}': found '{text}', expected 'prefill X decode Y', "
+                f"both at least 0 and below {MAX_S:g}"
+            )
+        return cls(prefill=found[0], decode=found[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """A table that speaks for a device.
+    """The measured table of a device.
 
     Attributes:
         table: its samples.
         file: where they come from.
         layer: index of the decoder layer that was measured.
-        stage: what a stage takes apart from its layers.
-        company: how much longer everything takes beside other workers.
-        loop: what the master's own loop takes beside the model.
-        stage_loop_s: what the loop of any other stage takes of a micro-batch.
-        drift: one standard deviation of the device's speed from moment to moment, as a share.
+        stage: what a stage takes in addition to its layers.
     """
 
     table: LatencyTable
     file: str
     layer: int
     stage: StageOverhead = StageOverhead()
-    company: Company = Company()
-    loop: SchedulerOverhead = SchedulerOverhead()
-    stage_loop_s: float = 0.0
-    drift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileKey:
-    """What a table must have been measured on; a table that does not say so is taken to match."""
+    """What a table must have been measured on; a key that its provenance lacks matches."""
 
     model: ModelSpec
     dtype: Dtype
@@ -255,7 +138,7 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
     layers = {_layer(file, table, key.model) for file, table in matching.items()}
     if len(layers) > 1:
         raise SpecError(
-            f"{', '.join(matching)}: found tables of unlike layers {sorted(layers)} for one "
+            f"{', '.join(matching)}: found tables of different layers {sorted(layers)} for one "
             "device, expected one layer"
         )
     samples = tuple(sample for table in matching.values() for sample in table.samples)
@@ -268,31 +151,18 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
 def _profile(
     tables: dict[str, LatencyTable], file: str, layer: int, whole: LatencyTable | None = None
 ) -> Profile:
-    """Return tables of one device as one profile.
-
-    What they say beside their samples is the first that any of them says; of drifts the largest.
-    """
-    origins = {name: dict(table.provenance) for name, table in tables.items()}
-    stages = [StageOverhead.of(name, origin) for name, origin in origins.items()]
-    company = [Company.of(name, origin) for name, origin in origins.items()]
-    loops = [SchedulerOverhead.of(name, origin) for name, origin in origins.items()]
+    """Return the tables of one device as one profile; the first stated stage overhead counts."""
+    stages = [StageOverhead.of(name, dict(one.provenance)) for name, one in tables.items()]
     return Profile(
         table=next(iter(tables.values())) if whole is None else whole,
         file=file,
         layer=layer,
         stage=next((one for one in stages if one != StageOverhead()), StageOverhead()),
-        company=next((one for one in company if one != Company()), Company()),
-        loop=next((one for one in loops if one != SchedulerOverhead()), SchedulerOverhead()),
-        stage_loop_s=next(
-            (found for name, origin in origins.items() if (found := stage_loop_of(name, origin))),
-            0.0,
-        ),
-        drift=max(drift_of(name, origin) for name, origin in origins.items()),
     )
 
 
 def read_folder(folder: Path | None) -> dict[str, LatencyTable]:
-    """Read every latency table of a folder, by file; other CSV files are not looked into.
+    """Read every latency table of a folder, by file; other CSV files are skipped.
 
     Raises:
         SpecError: no such folder, or a latency table in it is malformed.
@@ -308,9 +178,9 @@ def read_folder(folder: Path | None) -> dict[str, LatencyTable]:
 def read_links(
     folder: Path | None, cluster: Cluster, specs: tuple[DeviceSpec, ...]
 ) -> AlphaBetaCommModel:
-    """Fit the links of a cluster from the link tables of a folder; without one, as it states them.
+    """Fit the links of a cluster from the link tables of a folder; without one, use the cluster's.
 
-    A table whose provenance names another cluster is left out, and so are nodes the cluster lacks.
+    Tables whose provenance names another cluster, and nodes that the cluster lacks, are skipped.
     """
     if folder is None:
         return AlphaBetaCommModel(cluster=cluster, specs=specs)
@@ -332,7 +202,7 @@ def read_links(
 
 
 def _tables(folder: Path, header: str) -> list[Path]:
-    """Return the CSV files whose first line behind the provenance is ``header``."""
+    """Return the CSV files whose first line after the provenance is ``header``."""
     return [file for file in sorted(folder.glob("*.csv")) if _header(file) == header]
 
 

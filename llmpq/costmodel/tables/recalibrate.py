@@ -1,42 +1,38 @@
-"""Recalibration: a latency table corrected by runs of plans that were priced from it.
+"""Recalibration: correct a latency table by runs of plans that were priced from it.
 
-A run tells, for every stage, phase and kind of micro-batch, what all its layers took together. The
-table says what each bitwidth would have taken. One factor is sought for every phase and bitwidth,
-so that the sums agree: least squares of the relative errors, weighted by the time they stand for,
-and as little correction as they allow (a ridge towards 1), for a run that mixes bitwidths cannot
-always tell them apart. Bitwidths that did not run take the mean correction of their phase. The
-master's own work is measured apart and corrected by itself.
+A run report states, for every stage, phase and kind of micro-batch, what all its layers took
+together; the table states what each bitwidth should have taken. One factor per phase and bitwidth
+is fitted so that the sums agree: least squares of the relative errors, weighted by time, with a
+ridge towards a factor that all bitwidths share, because a run that mixes bitwidths cannot always
+separate them. Bitwidths that did not run take the mean factor of their phase. The master's own work
+has a factor of its own; it contains the scheduler, as the profiled rows of 0 bits do.
 
-What the loops of the master and of other stages take beside the model is known from runs alone, so
-it is added. Several
-runs also tell how far the machine differs from one to the next, after all corrections.
-
-It corrects seconds, never shapes: a table of the wrong kernel deserves a new measurement.
+Only seconds are corrected, by a factor for all shapes: a table of the wrong kernel needs a new
+measurement.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from llmpq.costmodel.tables.nnls import fit_relative
-from llmpq.costmodel.tables.profiles import (
-    DRIFT_KEY,
-    LOOP_KEY,
-    STAGE_LOOP_KEY,
-    SchedulerOverhead,
-    drift_of,
-)
+from llmpq.costmodel.costs import ClusterCosts, build_costs
 from llmpq.errors import SpecError
+from llmpq.spec.catalog import resolve_model
+from llmpq.spec.cluster import DeviceGroup, Node
+from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import Phase
-from llmpq.spec.tables import LatencySample, LatencyTable
+from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable, read_latency_table
 
-MASTER_BITS = 0
 RIDGE = 1e-4
-"""Weight of "as all bitwidths" against a relative error of all of a phase's time."""
+"""Weight of a common factor against a relative error of all of a phase's time."""
 LIMITS = (0.05, 20.0)
+_SHARES = ("busy_fraction", "wait_fraction", "send_fraction")
 
 Factors = Mapping[tuple[Phase, int], float]
 
@@ -48,31 +44,43 @@ class Observation:
     Attributes:
         phase: prefill or decode.
         predicted: by bitwidth, the seconds that the table gives; bits 0 is the master's own work.
-        apart_s: predicted seconds that no factor corrects (what a stage takes itself).
-        measured_s: all of it, measured.
-        run: which run it is of.
+        apart_s: predicted seconds that no factor corrects (the stage's overhead).
+        measured_s: measured seconds.
     """
 
     phase: Phase
     predicted: Mapping[int, float]
     apart_s: float
     measured_s: float
-    run: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopObservation:
-    """What a stage of one run did that was neither work on the model nor waiting nor sending.
+def recalibrated_table(
+    table: Path,
+    runs: Sequence[tuple[Path, Path]],
+    *,
+    node: str | None = None,
+    model: str | None = None,
+) -> tuple[LatencyTable, dict[tuple[Phase, int], float]]:
+    """Return a table corrected by runs, and the factors.
 
-    Attributes:
-        micro_batches: that it worked on, or that came back to the master.
-        rows: of all of them.
-        seconds: of all of them.
+    Args:
+        table: the latency table to correct.
+        runs: for every run its report (``llmpq-dist --report``) and the strategy file that ran.
+        node: use only the stages of this node; ``None`` for every stage whose device the table
+            matches.
+        model: directory or name of the model, ``None`` for the plan's own.
+
+    Raises:
+        SpecError: a malformed file, a report of another plan, or a plan whose stages share cores.
     """
-
-    micro_batches: int
-    rows: int
-    seconds: float
+    observations: list[Observation] = []
+    for report, strategy in runs:
+        plan = read_plan(strategy)
+        _check_own_cores(plan)
+        costs = _costs_with(table, plan, node, model)
+        observations += _observations(plan, costs, report, strategy)
+    factors = correction_factors(observations)
+    return corrected(read_latency_table(table), factors), factors
 
 
 def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase, int], float]:
@@ -91,56 +99,10 @@ def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase,
     return factors
 
 
-def drift_between(observations: Sequence[Observation], factors: Factors) -> float:
-    """Return one standard deviation of what runs took, as a share of what the corrections give.
+def corrected(table: LatencyTable, factors: Factors) -> LatencyTable:
+    """Return the table with its seconds multiplied, and the factors in its provenance.
 
-    What the corrected table gets wrong of a run and what the machine does from one run to the next
-    are both in it. 0 for a single run, which cannot tell.
-    """
-    ratios = []
-    for run in sorted({one.run for one in observations}):
-        own = [one for one in observations if one.run == run]
-        given_s = sum(
-            one.apart_s + sum(factors[one.phase, bits] * s for bits, s in one.predicted.items())
-            for one in own
-        )
-        ratios.append(sum(one.measured_s for one in own) / given_s)
-    return float(np.std(ratios, ddof=1)) if len(ratios) > 1 else 0.0
-
-
-def master_loop(observations: Sequence[LoopObservation]) -> SchedulerOverhead:
-    """Return the master's loop, by micro-batch and by row where runs are unlike enough to tell."""
-    found = [one for one in observations if one.micro_batches and one.seconds > 0]
-    if not found:
-        return SchedulerOverhead()
-    features = np.array([[float(one.micro_batches), float(one.rows)] for one in found])
-    step_s, row_s = fit_relative(features, np.array([one.seconds for one in found]))
-    return SchedulerOverhead(step_s=float(step_s), row_s=float(row_s))
-
-
-def stage_loop(observations: Sequence[LoopObservation]) -> float:
-    """Return the seconds of a micro-batch of all stages but the master, in the mean."""
-    count = sum(one.micro_batches for one in observations)
-    return sum(one.seconds for one in observations) / count if count else 0.0
-
-
-def corrected(
-    table: LatencyTable,
-    factors: Factors,
-    loop: SchedulerOverhead | None = None,
-    drift: float = 0.0,
-    stage_loop_s: float | None = None,
-) -> LatencyTable:
-    """Return the table with its seconds multiplied, and what was done in its provenance.
-
-    A bitwidth that did not run takes the mean factor of the phase's others.
-
-    Args:
-        table: to correct.
-        factors: on its seconds.
-        loop: what the master's own loop takes, ``None`` to leave what the table says.
-        drift: between the runs; what the table says where that is more.
-        stage_loop_s: what any other stage's loop takes, ``None`` to leave what the table says.
+    A bitwidth that did not run takes the geometric mean of the phase's other factors.
     """
 
     def factor(sample: LatencySample) -> float:
@@ -156,26 +118,146 @@ def corrected(
         f"{phase.value} {bits or 'master'} x{value:.4g}"
         for (phase, bits), value in sorted(factors.items())
     )
-    said = {"recalibrated": words}
-    if loop is not None:
-        said[LOOP_KEY] = f"step {loop.step_s!r} row {loop.row_s!r}"
-    if stage_loop_s is not None:
-        said[STAGE_LOOP_KEY] = repr(stage_loop_s)
-    if drift > drift_of("table", dict(table.provenance)):
-        said[DRIFT_KEY] = f"{drift:.4f}"
+    kept = (line for line in table.provenance if line[0] != "recalibrated")
     return LatencyTable(
         samples=tuple(
             replace(sample, seconds=sample.seconds * factor(sample)) for sample in table.samples
         ),
-        provenance=(*(line for line in table.provenance if line[0] not in said), *said.items()),
+        provenance=(*kept, ("recalibrated", words)),
     )
+
+
+def _check_own_cores(plan: Plan) -> None:
+    """Raise ``SpecError`` for a plan with more threads than cores: its seconds correct nothing."""
+    for node in plan.cluster.nodes:
+        used = [
+            device for stage in plan.stages if (device := plan.device_of(stage)).node == node.name
+        ]
+        threads = sum(device.threads or 0 for device in used)
+        if node.cores is not None and threads > node.cores:
+            raise SpecError(
+                f"plan: node '{node.name}': found {threads} threads on {node.cores} cores, "
+                "expected a plan whose stages have cores of their own"
+            )
+
+
+def _costs_with(table: Path, plan: Plan, node: str | None, model: str | None) -> ClusterCosts:
+    """Return the plan's costs with ``table`` as the profile of every device that it matches."""
+    spec, _ = resolve_model(model or plan.model.source or plan.model.name)
+    origin = dict(read_latency_table(table).provenance)
+
+    def profiled(one: Node) -> Node:
+        is_wanted = node in (None, one.name)
+        groups = (
+            replace(group, profile=str(table) if is_wanted and _matches(origin, group) else None)
+            for group in one.devices
+        )
+        return replace(one, devices=tuple(groups))
+
+    cluster = replace(plan.cluster, nodes=tuple(profiled(one) for one in plan.cluster.nodes))
+    return build_costs(spec, cluster, dtype=plan.dtype, kv_bits=plan.kv_bits)
+
+
+def _matches(origin: dict[str, str], group: DeviceGroup) -> bool:
+    """Whether what a table and a group of devices both state is equal."""
+    stated = {
+        "device": group.type,
+        "threads": group.threads,
+        "cpu_isa": group.cpu_isa,
+        "cpu_share": group.cpu_share or 1.0,
+    }
+    return all(
+        value is None or origin.get(key, str(value)) == str(value) for key, value in stated.items()
+    )
+
+
+def _observations(
+    plan: Plan, costs: ClusterCosts, report: Path, strategy: Path
+) -> list[Observation]:
+    """Return what a report states of the stages whose device has a profile."""
+    fields = Fields(read_json(report), str(report))
+    stages = fields.children("stages", minimum=1)
+    if len(stages) != len(plan.stages):
+        raise SpecError(
+            f"{report}: field 'stages': found {len(stages)}, expected the {len(plan.stages)} of "
+            f"{strategy}"
+        )
+    found: list[Observation] = []
+    for rank, stage in enumerate(stages):
+        if costs.cluster.devices[plan.stages[rank].device].profile is None:
+            continue
+        if not stage.has("work"):
+            raise SpecError(f"{report}: field 'stages[{rank}].work': found none")
+        work = stage.children("work")
+        extra_s = 0.0 if rank else _scheduler_s(fields, stage)
+        count = sum(one.integer("count", minimum=1) for one in work)
+        for one in work:
+            found += _observed(plan, costs, rank, one, extra_s / count)
+    return found
+
+
+def _scheduler_s(report: Fields, master: Fields) -> float:
+    """Return the seconds that the master neither computed nor waited nor sent; 0 if unknown."""
+    elapsed_s = report.optional_number("elapsed_s")
+    shares = [master.optional_number(name) for name in _SHARES]
+    known = [share for share in shares if share is not None]
+    if elapsed_s is None or len(known) < len(_SHARES):
+        return 0.0
+    return max(0.0, 1.0 - sum(known)) * elapsed_s
+
+
+def _observed(
+    plan: Plan, costs: ClusterCosts, rank: int, work: Fields, scheduler_s: float
+) -> list[Observation]:
+    """Return what one kind of work states of the layers and of the master.
+
+    Args:
+        plan: what ran.
+        costs: with the table to correct.
+        rank: of the stage.
+        work: one entry of the stage's ``work``.
+        scheduler_s: seconds of the master's scheduler, a micro-batch.
+    """
+    stage = plan.stages[rank]
+    device = costs.cluster.devices[stage.device]
+    phase = Phase(work.text("phase", tuple(phase.value for phase in Phase)))
+    rows, tokens = work.integer("rows", minimum=1), work.number("tokens")
+    count = work.integer("count", minimum=1)
+    seconds, master_s = work.number("seconds"), work.number("master_s")
+    work.done()
+    kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
+    predicted: dict[int, float] = {}
+    for (kind, bits), layers in Counter(zip(kinds, stage.bits, strict=True)).items():
+        layer_s = costs.layer_s(device, phase, bits, rows, tokens, kind)
+        predicted[bits] = predicted.get(bits, 0.0) + layers * count * layer_s
+    found = []
+    if predicted:
+        found.append(
+            Observation(
+                phase=phase,
+                predicted=predicted,
+                apart_s=count * costs.stage_s(device, phase),
+                measured_s=seconds,
+            )
+        )
+    if master_s > 0:
+        prompt = round(tokens) if phase is Phase.PREFILL else 1
+        found.append(
+            Observation(
+                phase=phase,
+                predicted={MASTER_BITS: count * costs.master_s(device, phase, rows, prompt)},
+                apart_s=0.0,
+                measured_s=master_s + count * scheduler_s,
+            )
+        )
+    return found
 
 
 def _fit(observations: Sequence[Observation]) -> dict[int, float]:
     """Return the factors of one phase: ``sum_b f_b predicted_b + apart = measured``.
 
-    What the runs do not tell apart gets the factor that all bitwidths share: a machine is sooner
-    slower throughout than at one of them.
+    The ridge pulls every factor towards the common factor of the phase: a machine is more likely
+    to be slower at all bitwidths than at one of them.
     """
     widths = sorted({bits for one in observations for bits in one.predicted})
     total_s = sum(one.measured_s for one in observations)
@@ -186,7 +268,7 @@ def _fit(observations: Sequence[Observation]) -> dict[int, float]:
     measured = weights * np.array([one.measured_s - one.apart_s for one in observations])
     whole = predicted.sum(axis=1)
     common = float(whole @ measured / (whole @ whole)) if whole.any() else 1.0
-    # Solved for what a factor differs from the common one, so that the ridge is towards that.
+    # The unknowns are differences from the common factor, so that the ridge is towards it.
     matrix = np.vstack([predicted, np.sqrt(RIDGE) * np.eye(len(widths))])
     target = np.concatenate([measured - common * whole, np.zeros(len(widths))])
     found = np.linalg.lstsq(matrix, target, rcond=None)[0]

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.slot_attention import SlotHeads
 from llmpq.models import KVShape, MicroBatch
+from llmpq.spec.runtime_constants import KV_BLOCK_TOKENS
 
 STEPS = 127
 """Steps between zero and the largest value of a token and head."""
 SCALE_DTYPE = torch.bfloat16
-BLOCK_TOKENS = 128
-"""Tokens whose keys and values are in float32 at a time, on a CPU."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 """Least divisor: a smaller scale is that of values that become zero."""
 
@@ -294,14 +293,14 @@ def quantize_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         value: likewise.
     """
     rows, heads, width, dim = key.shape
-    if rows * width <= BLOCK_TOKENS or key.device.type != "cpu":
+    if rows * width <= KV_BLOCK_TOKENS or key.device.type != "cpu":
         return quantize_tokens(torch.cat((key, value), dim=1))
     codes = torch.empty((rows, 2 * heads, width, dim), dtype=torch.int8)
     scales = torch.empty((rows, 2 * heads, width), dtype=SCALE_DTYPE)
-    block_rows = max(1, BLOCK_TOKENS // width)
-    starts = range(0, rows, block_rows), range(0, width, BLOCK_TOKENS)
+    block_rows = max(1, KV_BLOCK_TOKENS // width)
+    starts = range(0, rows, block_rows), range(0, width, KV_BLOCK_TOKENS)
     for row, first in itertools.product(*starts):
-        block = slice(row, row + block_rows), slice(None), slice(first, first + BLOCK_TOKENS)
+        block = slice(row, row + block_rows), slice(None), slice(first, first + KV_BLOCK_TOKENS)
         codes[block], scales[block] = quantize_tokens(torch.cat((key[block], value[block]), dim=1))
     return codes, scales
 

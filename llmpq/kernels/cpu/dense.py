@@ -21,6 +21,7 @@ from llmpq.kernels.cpu.native import Weight, has_bf16_products, library
 from llmpq.kernels.cpu.switch import crossing, fastest, kept_limit
 from llmpq.kernels.cpu.tiles import dense_product, panels_of
 from llmpq.spec.precision import default_precision
+from llmpq.spec.runtime_constants import PRODUCT_ROWS
 
 DENSE_BACKEND = "cpu_bf16"
 """Name of this backend, next to the names in ``registry.BACKENDS``."""
@@ -65,7 +66,40 @@ def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> 
     return _onednn_product(x, weight, bias)
 
 
+def product_rows(count: int) -> list[int]:
+    """Return the numbers of rows whose products together cover ``count`` rows.
+
+    All are of ``PRODUCT_ROWS``, so that few products are compiled. The last one may be up to 15 rows
+    larger than what is left.
+    """
+    found, left = [], count
+    while left > 0:
+        size = next((rows for rows in PRODUCT_ROWS if 0 <= rows - left < PRODUCT_ROWS[0]), None)
+        size = size or max(rows for rows in PRODUCT_ROWS if rows < left)
+        found.append(size)
+        left -= size
+    return found
+
+
 def _onednn_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply ``x`` ``[..., K]`` in parts of ``PRODUCT_ROWS`` rows."""
+    rows = x.reshape(-1, weight.in_features)
+    count = len(rows)
+    parts = product_rows(count)
+    if parts == [count]:
+        return _compiled_product(x, weight, bias)
+    y = x.new_empty(count, weight.out_features)
+    first = 0
+    for size in parts:
+        part = rows[first : first + size]
+        if len(part) < size:
+            part = torch.nn.functional.pad(part, (0, 0, 0, size - len(part)))
+        y[first : first + size] = _compiled_product(part, weight, bias)[: count - first]
+        first += size
+    return y.view(*x.shape[:-1], weight.out_features)
+
+
+def _compiled_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.tensors[0], bias, "none", [], "")
     return y
 
@@ -113,6 +147,6 @@ def _measure() -> int:
     def timed(count: int) -> tuple[float, float]:
         x = torch.ones(count, _TRIED_SHAPE[1], dtype=torch.bfloat16)
         few = fastest(partial(dense_product, x, own, None))
-        return few, fastest(partial(_onednn_product, x, own, None))
+        return few, fastest(partial(_compiled_product, x, own, None))
 
     return crossing(timed)

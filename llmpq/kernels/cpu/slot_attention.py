@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.native import TYPES, Attention, has_attention, instruction_set, library
+from llmpq.spec.runtime_constants import MAX_SLOT_HEAD_DIM, SLOT_LANES
 
-MOST_HEAD_DIM = 256
-_LANES = 16
 _STORED_TYPES = {**TYPES, torch.int8: 3}
 
 
 def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int) -> bool:
     """Return whether queries of ``dtype`` can attend to heads stored as ``stored`` here."""
-    fits = head_dim % _LANES == 0 and head_dim <= MOST_HEAD_DIM
+    fits = head_dim % SLOT_LANES == 0 and head_dim <= MAX_SLOT_HEAD_DIM
     is_known = dtype in TYPES and stored in _STORED_TYPES
     return fits and is_known and library() is not None and has_attention(instruction_set())
 

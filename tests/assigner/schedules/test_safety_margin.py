@@ -40,7 +40,7 @@ def seconds(phase, batch, tokens):
 
 @pytest.fixture(scope="module")
 def problem(tmp_path_factory):
-    """A plan on two processors whose table states a drift of 10 %, and its costs."""
+    """A plan on two processors with a table, and its costs."""
     file = tmp_path_factory.mktemp("tables") / "cpu.csv"
     samples = [
         LatencySample(
@@ -52,7 +52,7 @@ def problem(tmp_path_factory):
     ]
     write_latency_table(
         file,
-        LatencyTable(samples=tuple(samples), provenance=(("device", "cpu"), ("drift", "0.1"))),
+        LatencyTable(samples=tuple(samples), provenance=(("device", "cpu"),)),
     )
     group = DeviceGroup(type="cpu", count=2, threads=1, profile=str(file))
     request = PlanRequest(
@@ -72,20 +72,18 @@ def played_p99_s(plan, costs):
     return percentile([record.service_s for record in report.requests], 99)
 
 
-def test_the_safety_factor_covers_drift_and_uncertain_shapes(problem):
+def test_the_safety_factor_grows_with_the_deviation_of_the_shapes(problem):
     plan, costs = problem
     assert safety_factor(plan, costs, 0.5) == 1.0
-    assert safety_factor(plan, costs, 0.95) >= 1.0 + Z95 * 0.1
-    calm = replace(costs, drift=(0.0,))
-    assert 1.0 <= safety_factor(plan, calm, 0.95) < 1.0 + Z95 * 0.1
+    assert safety_factor(plan, costs, 0.95) > safety_factor(plan, costs, 0.7) >= 1.0
     wider = replace(plan, micro_batching=replace(plan.micro_batching, decode=32))
-    assert plan.micro_batching.decode <= 16 < 32  # which nobody measured
-    assert safety_factor(wider, calm, 0.95) > 1.01 * safety_factor(plan, calm, 0.95)
+    assert plan.micro_batching.decode <= 16 < 32  # 32 is outside the measured batches
+    assert safety_factor(wider, costs, 0.95) > 1.01 * safety_factor(plan, costs, 0.95)
 
 
-def test_a_roofline_has_no_safety_margin(problem):
+def test_a_roofline_gives_no_margin(problem):
     plan, costs = problem
-    guess = replace(costs, latency=(costs.latency[0].analytic,), drift=(0.1,))
+    guess = replace(costs, latency=(costs.latency[0].analytic,))
     assert safety_factor(plan, guess, 0.95) == 1.0
 
 

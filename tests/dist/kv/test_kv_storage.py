@@ -11,7 +11,7 @@ from helpers.tiny_models import Pipeline, Sequences, load_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.memory.memory import layer_kv_bytes
+from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import quantize_keys_values, quantize_tokens

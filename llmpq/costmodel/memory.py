@@ -1,0 +1,438 @@
+"""Memory: bytes of one stage by cause, operator by operator (LLM-PQ, Sec. 4.1).
+
+Weights and slots are exact: the runtime allocates to the same formulas. Temporaries are the tensors
+alive at the worst moment of a step, times a margin for the allocator. On a CPU every moment is a
+list of the tensors alive in one statement of transformers' decoder layers
+(``tests/costmodel/test_cpu_memory.py`` compares the lists with running layers), and ``HEAP_MARGIN``
+is added for the holes that glibc's heap keeps between tensors of different sizes. Measured peaks of
+whole processes are then 1 % more to 10 % less than the forecast. Elsewhere one documented upper
+estimate of a decoder layer's worst moment is taken, plus ``GPU_MARGIN``.
+
+Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.costmodel.features import kv_scale_bytes
+from llmpq.spec.cluster import DeviceKind
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
+from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch, stored_bytes
+from llmpq.spec.runtime_constants import (
+    ACTIVATION_BLOCK_VALUES,
+    BIAS_BLOCK_TOKENS,
+    KV_BLOCK_TOKENS,
+    MAPPED_FROM_BYTES,
+    MATRICES_UNDER_WAY,
+    MAX_SLOT_HEAD_DIM,
+    PRODUCT_ROWS,
+    SHARED_BUFFERS,
+    SHARED_FROM_BYTES,
+    SLOT_LANES,
+)
+from llmpq.spec.workload import Workload
+from llmpq.units import MIB
+
+GPU_MARGIN = 0.1
+"""Share added to the temporaries of a GPU."""
+GPU_WORKSPACE_BYTES = 4 * MIB
+"""What kernels of a GPU hold whatever the shape: blocks of a weight being widened."""
+HEAP_MARGIN = 0.7
+"""Share added to the temporaries of a CPU worker, up to ``MAPPED_FROM_BYTES`` of each tensor."""
+MASTER_BYTES = 2_000_000
+"""What embedding, projection and sampling keep on the master."""
+PRODUCT_BYTES = 500_000
+"""oneDNN's code and work space for one weight shape and number of rows (``PRODUCT_ROWS``)."""
+EXPERT_SHARE = 2.0
+"""Rows of the busiest expert, as a multiple of an even share."""
+SCORES_ATTENTION = ("gemma2",)
+"""Families whose attention writes out its scores (they are capped)."""
+BIASED_ATTENTION = ("bloom",)
+"""Families whose attention adds a bias of the keys: on a CPU for a block of queries, on a GPU for
+all."""
+STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
+"""Families whose activation is a formula of tensor operations: results alive besides its input."""
+INDEX_BYTES = 48
+"""Positions and slot indices of one row of a step: six 64-bit integers."""
+
+Moment = list[int]
+"""Bytes of each tensor alive at once."""
+
+
+def layer_weight_bytes(
+    model: ModelSpec, kind: int, bits: int, dtype: Dtype, kernel: str | None = None
+) -> int:
+    """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases.
+
+    Args:
+        model: the model.
+        kind: index into its ``layer_types``.
+        bits: bitwidth of the layer.
+        dtype: number format of the run.
+        kernel: name of the kernel, ``None`` for the default one.
+    """
+    layer, precision = model.layer_types[kind], model.precision(bits)
+    total = layer.weight_bytes(precision, DTYPE_BYTES[dtype])
+    for op in layer.linears:
+        if op.quantizable:
+            shape = op.out_features, op.in_features
+            plain = stored_bytes(None, precision, dtype, *shape)
+            total += op.count * (stored_bytes(kernel, precision, dtype, *shape) - plain)
+    return total
+
+
+def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
+    """Return the bytes of one layer's preallocated slots ``2 v (s + n) k d`` values.
+
+    At 8 bits a token keeps a 16-bit scale for each of its ``2 k`` keys and values in addition.
+    """
+    layer = model.layer_types[kind]
+    per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
+    return math.ceil(slots * max_tokens * per_token)
+
+
+def master_bytes(model: ModelSpec, dtype: Dtype) -> int:
+    """Return the bytes of embeddings, final norm and head, tied ones once."""
+    return model.master_parameters * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward step of a micro-batch: ``batch`` sequences of ``tokens``, over ``context``."""
+
+    model: ModelSpec
+    dtype: Dtype
+    kv_bits: int
+    batch: int
+    tokens: int
+    context: int
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the step."""
+        return self.batch * self.tokens
+
+    def of(self, features: int, value_bytes: int | None = None) -> int:
+        """Bytes of ``[rows, features]``, in the run's dtype by default."""
+        return self.rows * features * (value_bytes or DTYPE_BYTES[self.dtype])
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states."""
+        return self.of(self.model.hidden_size)
+
+
+def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
+    model: ModelSpec,
+    workload: Workload,
+    micro_batching: MicroBatching,
+    *,
+    dtype: Dtype,
+    device_kind: DeviceKind,
+    is_master: bool,
+    kv_bits: int = 16,
+    is_last: bool = False,
+    dense_layers: int | None = None,
+    kv_bytes: int = 0,
+) -> int:
+    """Return the peak bytes that live only during a step.
+
+    On a CPU this is the larger of the peak of a step and the peak of loading. There ``kv_bits``
+    counts, and what a finished plan states of a stage: ``is_last``, ``dense_layers`` (layers with
+    16 bits) and ``kv_bytes`` of its slots; without these the result is an upper bound. Elsewhere,
+    with ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
+
+        4 MiB + 1.1 * max over (prefill, decode) of
+              2 R h e                      messages: received, to be sent
+            + 2 R h e                      the residual and the normed copy
+            + max( 2 R h 4                 norm in float32
+                   attention, feed-forward, worst operator's rows )
+            + widened                      the largest weight matrix in the dtype: out in e
+            + v V (e + 2 * 4)              on the master: logits, in float32, and their sorted copy
+
+        attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
+                     + 2 v C (k + x) d e                     keys and values picked from the slots
+                     + v T C e                               mask of T query and C context tokens
+                     + v q T C (2 e + 8)                     scores, where they are written out
+        feed-forward = R a (p + c f) e                       outputs of its operators, activated
+        rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
+
+    ``x`` is ``q`` where heads are grouped and repeated (a masked prefill, written-out scores), else
+    0; ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
+    outputs; ``c`` results of the activation alive at once; ``w`` bytes of a value on its way to 8
+    bits, 1 (float32 runs widen instead).
+    What quantized layers need is always counted.
+    """
+    sizes = (
+        (micro_batching.prefill, workload.prompt_tokens, workload.prompt_tokens),
+        (micro_batching.decode, 1, workload.max_context_tokens),
+    )
+    steps = [
+        Step(model=model, dtype=dtype, kv_bits=kv_bits, batch=batch, tokens=tokens, context=context)
+        for batch, tokens, context in sizes
+    ]
+    if device_kind == "cpu":
+        links = (not is_master) + (not is_last)
+        worst = max(_cpu_peak(step, is_master=is_master, links=links) for step in steps)
+        worst += _scratch_bytes(model, dtype) + read_buffer_bytes(steps)
+        worst += MASTER_BYTES if is_master else 0
+        if dense_layers is None or dense_layers:
+            worst += product_bytes(steps)
+        # Slots are not written by the time a stage loads.
+        return max(worst, loading_bytes(model) - kv_bytes)
+    worst = max(_gpu_peak(step, is_master=is_master) for step in steps)
+    return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
+
+
+def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
+    """Return the most bytes that a step takes for tensors and their holes.
+
+    Hidden states of a step are held for each link that carries whole ones (the last stage returns
+    last tokens only): in the receive buffer or on their way out; large ones in buffers shared with
+    the neighbour. A pipeline of one stage holds its embedded tokens.
+    """
+    held = SHARED_BUFFERS if step.hidden >= SHARED_FROM_BYTES else 1
+    found = [
+        sum(_shared(step, layer)) + max(map(_with_holes, _moments(step, layer)))
+        for layer in step.model.layer_types
+    ]
+    if is_master:  # by then the layers' own tensors are gone
+        found.append(_with_holes(_logits(step)))
+    return max(1, links * held) * step.hidden + max(found)
+
+
+def _with_holes(moment: Moment) -> int:
+    holes = sum(min(size, MAPPED_FROM_BYTES) for size in moment)
+    return sum(moment) + math.ceil(HEAP_MARGIN * holes)
+
+
+def product_bytes(steps: Sequence[Step]) -> int:
+    """Return what oneDNN keeps for products of 16-bit layers, whatever the lengths of prompts."""
+    shapes = {
+        (op.out_features, op.in_features)
+        for layer in steps[0].model.layer_types
+        for op in layer.linears
+        if op.quantizable
+    }
+    most = max(step.rows for step in steps)
+    sizes = 1 + sum(rows < most for rows in PRODUCT_ROWS[:-1])
+    return PRODUCT_BYTES * len(shapes) * sizes
+
+
+def loading_bytes(model: ModelSpec) -> int:
+    """Return what loading takes in addition to what it has placed."""
+    largest = max(
+        op.out_features * op.in_features
+        for layer in model.layer_types
+        for op in layer.linears
+        if op.quantizable
+    )
+    return MATRICES_UNDER_WAY * 2 * largest
+
+
+def live_bytes(step: Step) -> int:
+    """Return the most bytes of tensors alive at once in a layer, with its input."""
+    return max(
+        sum(_shared(step, layer)) + max(map(sum, _moments(step, layer)))
+        for layer in step.model.layer_types
+    )
+
+
+def read_buffer_bytes(steps: Sequence[Step]) -> int:
+    """Return the bytes of the buffer that 8-bit keys and values are read into."""
+    step = steps[0]
+    if step.kv_bits != 8:
+        return 0
+    widest = max(layer.num_kv_heads * layer.head_dim for layer in step.model.layer_types)
+    tokens = max(one.batch * one.context for one in steps)
+    return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
+
+
+def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
+    """Return the tensors alive in the statements of a layer that may be its worst."""
+    found = [
+        [step.hidden, *[step.of(step.model.hidden_size, 4)] * 2],  # a norm in float32
+        _attention(step, layer),
+        *_products(step, layer),
+    ]
+    if step.kv_bits == 8 and not _reads_in_place(step, layer):
+        found.append(_quantized_slots(step, layer))
+    return [*found, _experts(step, layer) if _has_experts(layer) else _feed_forward(step, layer)]
+
+
+def _has_experts(layer: LayerSpec) -> bool:
+    return any(op.count > 1 for op in layer.linears if op.quantizable)
+
+
+def _shared(step: Step, layer: LayerSpec) -> Moment:
+    """Tensors that all layers of a step share: cosines, sines, a bias, positions, slot indices."""
+    bias = layer.num_heads * step.context * 4 if step.model.family in BIASED_ATTENTION else 0
+    return [*[step.of(layer.head_dim)] * 2, bias, INDEX_BYTES * step.rows]
+
+
+def _attention(step: Step, layer: LayerSpec) -> Moment:
+    """Queries and keys being rotated, or keys repeated for groups; or written-out scores.
+
+    The kernel that reads slots in place copies nothing from them in decode. Elsewhere keys and
+    values are picked from the slots, and repeated for every query head where heads are grouped.
+    """
+    value_bytes = DTYPE_BYTES[step.dtype]
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    cached = step.batch * step.context * value_bytes
+    mask = step.rows * step.context * value_bytes
+    picked = [cached * key] * 2
+    repeated = [cached * query] * 2 if key < query else []
+    own = [*[step.hidden] * 2, *[step.of(query)] * 4, *[step.of(key)] * 2]
+    if step.model.family in BIASED_ATTENTION and not _reads_in_place(step, layer):
+        return _biased_attention(step, layer, picked)
+    if step.model.family in SCORES_ATTENTION:
+        scores = step.rows * layer.num_heads * step.context
+        own = [*[step.hidden] * 2, *[step.of(query)] * 2, *[step.of(key)] * 2]
+        return [*own, *picked, *repeated, mask, *[scores * value_bytes] * 2, *[scores * 4] * 2]
+    if step.tokens > 1 or _reads_in_place(step, layer):
+        return own
+    if step.kv_bits == 8:
+        picked = [cached * key // value_bytes]
+    return [*own, mask, *picked, *repeated]
+
+
+def _biased_attention(step: Step, layer: LayerSpec, picked: Moment) -> Moment:
+    """A joined product, picked keys and values, the output; bias and output of a query block."""
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    value_bytes = DTYPE_BYTES[step.dtype]
+    tokens = min(step.tokens, BIAS_BLOCK_TOKENS)
+    # The rows of a prefill share a bias; in decode each has its own length.
+    rows = step.batch if step.tokens == 1 else 1
+    bias = rows * layer.num_heads * tokens * step.context * value_bytes
+    block = step.batch * tokens * query * value_bytes
+    return [*[step.hidden] * 2, step.of(query + 2 * key), step.of(query), *picked, bias, block]
+
+
+def _reads_in_place(step: Step, layer: LayerSpec) -> bool:
+    """Whether a decode step's attention reads the slots in place."""
+    fits = layer.head_dim % SLOT_LANES == 0 and layer.head_dim <= MAX_SLOT_HEAD_DIM
+    return step.tokens == 1 and fits and step.model.family not in SCORES_ATTENTION
+
+
+def _quantized_slots(step: Step, layer: LayerSpec) -> Moment:
+    """New keys and values being quantized: all codes; of a block also values, float32 and codes."""
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    codes = step.of(2 * key, 1)
+    scales = step.of(2 * layer.num_kv_heads, 4 + 4 + 2)
+    block = min(step.rows, KV_BLOCK_TOKENS) * 2 * key
+    in_work = [block * DTYPE_BYTES[step.dtype], *[4 * block] * 2, block]
+    return [*[step.hidden] * 2, step.of(query), *[step.of(key)] * 2, codes, scales, *in_work]
+
+
+def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
+    """The inner tensors of the feed-forward, the layer's input, the residual, the normed copy."""
+    *ups, down = [op for op in layer.linears if not _is_attention(op)]
+    inner = step.of(down.in_features)
+    residual = [step.hidden] * 2
+    alive = STEPWISE_ACTIVATION.get(step.model.family)
+    if alive is not None:
+        block = min(inner, ACTIVATION_BLOCK_VALUES * DTYPE_BYTES[step.dtype])
+        return [*residual, step.hidden, inner, *[block] * alive]
+    if sum(op.out_features for op in ups) == down.in_features:
+        return [*residual, inner, inner]
+    joined = [2 * inner] if len(ups) == 1 else [inner]
+    # Gate and up, or up; activated gate; product.
+    return [*residual, step.hidden, *joined, inner, inner]
+
+
+def _experts(step: Step, layer: LayerSpec) -> Moment:
+    """The busiest expert on the rows routed to it, and the sum of all experts."""
+    *_, down = [op for op in layer.linears if op.count > 1]
+    inner = math.ceil(step.of(down.in_features) * _share(down))
+    return [*[step.hidden] * 4, 2 * inner, inner, inner]
+
+
+def _share(op: LinearSpec) -> float:
+    """Return the share of a step's rows that one operator gets."""
+    return 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
+
+
+def _products(step: Step, layer: LayerSpec) -> list[Moment]:
+    """Every operator's input and output, and its input in 8 bits or in float32."""
+    found = []
+    for op in layer.linears:
+        if not op.quantizable:
+            continue
+        operands = [
+            step.of(op.in_features),
+            step.of(op.out_features),
+            step.of(op.in_features, 1),
+            *([step.of(op.in_features + op.out_features, 4)] if step.dtype == "float16" else []),
+        ]
+        share = _share(op)
+        found.append([*[step.hidden] * 2, *(math.ceil(share * size) for size in operands)])
+    return found
+
+
+def _logits(step: Step) -> Moment:
+    """Scores of the vocabulary, in float32, and a sampler's sorted copy."""
+    scores = step.batch * step.model.vocab_size
+    return [scores * DTYPE_BYTES[step.dtype], scores * 4, scores * 4]
+
+
+def _scratch_bytes(model: ModelSpec, dtype: Dtype) -> int:
+    """Return the largest weight that no compiled kernel takes, widened; it stays allocated."""
+    widened = [
+        op.out_features * op.in_features * DTYPE_BYTES[dtype]
+        for layer in model.layer_types
+        for op in layer.linears
+        for bits in BITS
+        if op.quantizable and needs_scratch(model.precision(bits), op.out_features, op.in_features)
+    ]
+    return max(widened, default=0)
+
+
+def _is_attention(op: LinearSpec) -> bool:
+    return op.name.startswith(("self_attn.", "self_attention.", "attention."))
+
+
+def _gpu_peak(step: Step, *, is_master: bool) -> int:
+    """Return the upper estimate of the bytes alive in a step; see ``temporary_bytes``."""
+    value_bytes = DTYPE_BYTES[step.dtype]
+    peaks = []
+    for layer in step.model.layer_types:
+        quantizable = [op for op in layer.linears if op.quantizable]
+        widened = max(op.out_features * op.in_features for op in quantizable) * value_bytes
+        worst = max(
+            step.of(2 * step.model.hidden_size, 4),  # a norm in float32
+            _gpu_attention(step, layer),
+            _gpu_feed_forward(step, layer),
+            *(_gpu_operator_rows(step, op) for op in quantizable),
+        )
+        peaks.append(worst + widened)
+    logits = step.batch * step.model.vocab_size * (value_bytes + 8) if is_master else 0
+    return 4 * step.hidden + max(peaks) + logits
+
+
+def _gpu_attention(step: Step, layer: LayerSpec) -> int:
+    value_bytes = DTYPE_BYTES[step.dtype]
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    is_written_out = step.model.family in (*SCORES_ATTENTION, *BIASED_ATTENTION)
+    is_repeated = key < query and (step.tokens > 1 or is_written_out)
+    picked = key + (query if is_repeated else 0)
+    values = step.rows * (2 * (query + key) + key + query)
+    values += 2 * step.batch * step.context * picked + step.rows * step.context
+    scores = step.rows * layer.num_heads * step.context if is_written_out else 0
+    return values * value_bytes + scores * (2 * value_bytes + 8)
+
+
+def _gpu_feed_forward(step: Step, layer: LayerSpec) -> int:
+    outputs = [op.active * op.out_features for op in layer.linears if not _is_attention(op)]
+    copies = 3 if step.model.family in STEPWISE_ACTIVATION else 1
+    return step.of(sum(outputs) + copies * max(outputs))
+
+
+def _gpu_operator_rows(step: Step, op: LinearSpec) -> int:
+    one = (op.in_features + op.out_features) * DTYPE_BYTES[step.dtype]
+    if step.dtype != "float32":
+        one += op.in_features + 4 * op.out_features
+    return step.rows * op.active * one

@@ -1,1 +1,0 @@
-"""Predicted memory of a stage."""
