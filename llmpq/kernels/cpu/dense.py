@@ -69,8 +69,8 @@ def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> 
 def product_rows(count: int) -> list[int]:
     """Return the numbers of rows whose products together cover ``count`` rows.
 
-    All are of ``PRODUCT_ROWS``, so that few products are compiled. The last one may be up to 15 rows
-    larger than what is left.
+    All are in ``PRODUCT_ROWS``, so that few products are compiled. The last one may exceed the
+    remaining rows by up to 15.
     """
     found, left = [], count
     while left > 0:
