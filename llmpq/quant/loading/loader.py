@@ -29,8 +29,8 @@ from llmpq.quant.quantizers.methods import quantize
 from llmpq.spec.precision import Precision, default_precision
 
 SLOTS = 2
-"""16-bit matrices held at once: one is being read, one quantized. ``costmodel.memory``
-counts three (``spec.runtime_constants``): the third covers temporaries. Only one of a checkpoint of wider numbers."""
+"""16-bit matrices held at once: one is being read, one quantized; only one of a checkpoint of wider
+numbers. The cost model counts ``MATRICES_UNDER_WAY``, which includes temporaries."""
 
 _BLOCK_WEIGHTS = 1 << 21
 """Weights quantized at once: their codes stay in a core's cache until they are in tiles."""
