@@ -149,10 +149,10 @@ def test_tables_of_one_device_are_read_as_one(tmp_path):
     ) == pytest.approx(0.3)
 
 
-def test_tables_of_unlike_layers_are_refused(tmp_path):
+def test_tables_of_different_layers_are_rejected(tmp_path):
     write(tmp_path / "a.csv", 0.2, device="cpu", layer="0")
     write(tmp_path / "b.csv", 0.4, device="cpu", layer="1")
-    with pytest.raises(SpecError, match="unlike layers"):
+    with pytest.raises(SpecError, match="different layers"):
         costs_of(one_node(DeviceGroup(type="cpu", count=1)), tmp_path)
 
 

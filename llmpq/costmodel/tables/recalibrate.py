@@ -54,6 +54,27 @@ class Observation:
     measured_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """All micro-batches of one kind on one stage, as a report states them.
+
+    Attributes:
+        phase: prefill or decode.
+        rows: sequences of a micro-batch.
+        tokens: prompt length, or mean context of decode.
+        count: micro-batches.
+        seconds: all of them, without the master's own work.
+        master_s: the master's own work on them.
+    """
+
+    phase: Phase
+    rows: int
+    tokens: float
+    count: int
+    seconds: float
+    master_s: float
+
+
 def recalibrated_table(
     table: Path,
     runs: Sequence[tuple[Path, Path]],
@@ -188,12 +209,25 @@ def _observations(
             continue
         if not stage.has("work"):
             raise SpecError(f"{report}: field 'stages[{rank}].work': found none")
-        work = stage.children("work")
-        extra_s = 0.0 if rank else _scheduler_s(fields, stage)
-        count = sum(one.integer("count", minimum=1) for one in work)
+        work = [_read_work(one) for one in stage.children("work")]
+        scheduler_s = 0.0 if rank else _scheduler_s(fields, stage)
+        count = sum(one.count for one in work)
         for one in work:
-            found += _observed(plan, costs, rank, one, extra_s / count)
+            found += _observed(plan, costs, rank, one, scheduler_s / count)
     return found
+
+
+def _read_work(fields: Fields) -> _Work:
+    work = _Work(
+        phase=Phase(fields.text("phase", tuple(phase.value for phase in Phase))),
+        rows=fields.integer("rows", minimum=1),
+        tokens=fields.number("tokens"),
+        count=fields.integer("count", minimum=1),
+        seconds=fields.number("seconds"),
+        master_s=fields.number("master_s"),
+    )
+    fields.done()
+    return work
 
 
 def _scheduler_s(report: Fields, master: Fields) -> float:
@@ -207,7 +241,7 @@ def _scheduler_s(report: Fields, master: Fields) -> float:
 
 
 def _observed(
-    plan: Plan, costs: ClusterCosts, rank: int, work: Fields, scheduler_s: float
+    plan: Plan, costs: ClusterCosts, rank: int, work: _Work, scheduler_s: float
 ) -> list[Observation]:
     """Return what one kind of work states of the layers and of the master.
 
@@ -215,16 +249,12 @@ def _observed(
         plan: what ran.
         costs: with the table to correct.
         rank: of the stage.
-        work: one entry of the stage's ``work``.
+        work: one kind of the stage's work.
         scheduler_s: seconds of the master's scheduler, a micro-batch.
     """
     stage = plan.stages[rank]
     device = costs.cluster.devices[stage.device]
-    phase = Phase(work.text("phase", tuple(phase.value for phase in Phase)))
-    rows, tokens = work.integer("rows", minimum=1), work.number("tokens")
-    count = work.integer("count", minimum=1)
-    seconds, master_s = work.number("seconds"), work.number("master_s")
-    work.done()
+    phase, rows, tokens, count = work.phase, work.rows, work.tokens, work.count
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
     predicted: dict[int, float] = {}
     for (kind, bits), layers in Counter(zip(kinds, stage.bits, strict=True)).items():
@@ -237,17 +267,17 @@ def _observed(
                 phase=phase,
                 predicted=predicted,
                 apart_s=count * costs.stage_s(device, phase),
-                measured_s=seconds,
+                measured_s=work.seconds,
             )
         )
-    if master_s > 0:
+    if work.master_s > 0:
         prompt = round(tokens) if phase is Phase.PREFILL else 1
         found.append(
             Observation(
                 phase=phase,
                 predicted={MASTER_BITS: count * costs.master_s(device, phase, rows, prompt)},
                 apart_s=0.0,
-                measured_s=master_s + count * scheduler_s,
+                measured_s=work.master_s + count * scheduler_s,
             )
         )
     return found
