@@ -26,7 +26,8 @@ table is compared with the median of a policy's runs.
 Schedules are searched as ``llmpq-algo --policy rra|waa|auto`` does: those of the first turn on what
 is known before it, those for a bound after it. A bound is
 what static batches of 24 or 16 keep for 99 % of the requests when played, and as surely as the
-schedule is to keep it: the guard (``assigner/schedules/guard.py``) is on both.
+schedule is to keep it: both use the safety factor of
+``assigner/schedules/safety_margin.py``.
 """
 
 from __future__ import annotations
