@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
+from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import MIB
 
 # Of ATen's own kernels, of oneDNN's products and of MKL's products.
@@ -45,9 +46,6 @@ _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
 LOADING_MMAP_BYTES = 2 * MIB
-SERVING_MMAP_BYTES = 16 * MIB
-"""Larger blocks are mapped on their own: in the heap, holes of that size made the peak of one plan
-differ by 190 MB between runs."""
 _NEVER = 2**31 - 1
 
 
@@ -100,5 +98,5 @@ def tune_malloc_for_serving() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.malloc_trim(0)
-        libc.mallopt(_M_MMAP_THRESHOLD, SERVING_MMAP_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
