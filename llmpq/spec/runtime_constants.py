@@ -12,8 +12,8 @@ MATRICES_UNDER_WAY: Final = 3
 """16-bit matrices counted for loading, in addition to what is placed: one being read, one being
 quantized, and temporaries."""
 MAPPED_FROM_BYTES: Final = 16 * 1024 * 1024
-"""While serving, larger blocks are mapped on their own and leave no holes in the heap, where holes of
-that size made the peak of one plan differ by 190 MB between runs."""
+"""While serving, larger blocks are mapped on their own. In the heap, holes of that size made the
+peak of one plan differ by 190 MB between runs."""
 KV_BLOCK_TOKENS: Final = 128
 """Tokens whose keys and values are converted to 8 bits at a time."""
 BIAS_BLOCK_TOKENS: Final = 64
