@@ -142,4 +142,3 @@ def test_options_of_all_commands_exist(block: Block):
 
 def test_marks_are_known():
     assert {block.mode for block in ALL} <= {"run", "parse", "none"}
-    assert all(block.mode == "run" for block in ALL if block.language == "python")
