@@ -30,7 +30,7 @@ from workbench import call, command, make_model, write_prompts
 
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row

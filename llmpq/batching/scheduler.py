@@ -96,10 +96,19 @@ class Scheduler:
         policy: decides.
         num_slots: sequences that may hold a slot at once.
         watch: is told of every answer that begins and ends, ``None`` for nobody.
+        first_number: number of the first micro-batch.
+
+    Attributes:
+        next_number: number of the next micro-batch.
     """
 
     def __init__(
-        self, *, policy: BatchingPolicy, num_slots: int, watch: DriftWatch | None = None
+        self,
+        *,
+        policy: BatchingPolicy,
+        num_slots: int,
+        watch: DriftWatch | None = None,
+        first_number: int = 0,
     ) -> None:
         self._policy = policy
         self._watch = watch
@@ -108,7 +117,7 @@ class Scheduler:
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
         self._flying: dict[int, ReadySequence] = {}  # by slot
         self._flights: dict[int, InFlightBatch] = {}  # by number, in order
-        self._launched = 0
+        self.next_number = first_number
         self._unfinished = 0  # sequences that hold a slot and whose answer is incomplete
         self._is_closed = False
 
@@ -183,12 +192,12 @@ class Scheduler:
             sequences = self._take_ready(decision)
         phase = Phase.PREFILL if isinstance(decision, Prefill) else Phase.DECODE
         flight = InFlightBatch(
-            number=self._launched,
+            number=self.next_number,
             phase=phase,
             requests=tuple(sequence.request for sequence in sequences),
             slots=tuple(sequence.slot for sequence in sequences),
         )
-        self._launched += 1
+        self.next_number += 1
         self._flights[flight.number] = flight
         self._flying.update((sequence.slot, sequence) for sequence in sequences)
         return decision, Step(flight=flight, sequences=tuple(sequences))

@@ -12,33 +12,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.dist.engine.policy import schedule_of
-from llmpq.dist.io.job import Job, Rendezvous, SamplingParams, check_plan
+from llmpq.dist.io.job import Job, Rendezvous, check_plan
 from llmpq.dist.io.prompts import (
     Prompt,
     RequestLimits,
     request_limits,
     sort_prompts,
     sort_requests,
-    write_prompts,
 )
-from llmpq.dist.io.results import Result, finished_ids, read_results
+from llmpq.dist.io.results import Result, finished_ids
+from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.launch.launcher import ranks_of_node
 from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.dist.launch.supervisor import Supervision, Supervisor
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Progress, SilentProgress
+from llmpq.dist.session import Session
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, read_plan, write_plan
+from llmpq.spec.plan import Plan, read_plan
 
 __all__ = [
     "Hosts",
     "Job",
-    "Meeting",
     "Prompt",
+    "Rendezvous",
     "Result",
-    "Sampling",
+    "SamplingParams",
+    "Session",
     "Supervision",
     "check_job",
     "generate_offline",
@@ -62,17 +64,16 @@ class Hosts:
     address: tuple[str, int] | None = None
 
 
-def generate_offline(  # noqa: PLR0913  the library's front door
+def generate_offline(
     plan: Plan,
     prompts: Sequence[Prompt],
     *,
     model_dir: str | Path | None = None,
-    sampling: SamplingParams | None = None,
+    sampling: SamplingParams = GREEDY,
     step_timeout_s: float = 10.0,
     progress: Progress | None = None,
-    supervision: Supervision | None = None,
 ) -> list[Result]:
-    """Answer prompts with the ranks of ``plan`` as processes of this host.
+    """Answer prompts with the ranks of ``plan``, loaded for this call alone.
 
     Args:
         plan: the strategy.
@@ -81,30 +82,17 @@ def generate_offline(  # noqa: PLR0913  the library's front door
         sampling: how tokens are chosen; greedy by default.
         step_timeout_s: how long a rank may give no sign of life.
         progress: takes events.
-        supervision: how often lost ranks are started anew; never by default.
 
     Returns:
         The results in the order of the prompts.
 
     Raises:
         LlmpqError: ``SpecError`` for bad prompts or files, ``CapacityError`` when memory ran out,
-            ``StageError`` when a rank died, hung or failed, ``StoppedError`` when told to end.
+            ``StageError`` when a rank died, hung or failed.
     """
-    with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
-        folder = Path(name)
-        job = Job(
-            strategy=folder / "strategy.json",
-            model_dir=model_dir_of(plan, model_dir),
-            prompts=folder / "prompts.jsonl",
-            output=folder / "results.jsonl",
-            sampling=sampling or SamplingParams(),
-            step_timeout_s=step_timeout_s,
-        )
-        write_plan(job.strategy, plan)
-        write_prompts(job.prompts, prompts)
-        run_job(job, progress=progress, supervision=supervision)
-        results = {result.id: result for result in read_results(job.output)}
-        return [results[prompt.id] for prompt in prompts]
+    folder = model_dir_of(plan, model_dir)
+    with Session(plan, folder, step_timeout_s=step_timeout_s, progress=progress) as session:
+        return session.generate(prompts, sampling)
 
 
 def run_job(
@@ -127,7 +115,7 @@ def run_job(
         The measurement, ``None`` on a host without the master.
 
     Raises:
-        LlmpqError: as for :func:`generate_offline`.
+        LlmpqError: as for :func:`generate_offline`, and ``StoppedError`` when asked to end early.
     """
     plan = check_job(job)
     hosts = hosts or Hosts()
@@ -159,7 +147,7 @@ def check_job(job: Job) -> Plan:
     check_plan(plan, job.model_dir, model.num_layers)
     schedule_of(plan, job.schedule)
     check_transport(job.transport, topology_of(plan))
-    _check_prompts(job, request_limits(plan, model, ()))
+    _check_prompts(job, request_limits(plan, model, (), job.sampling))
     finished_ids(job.output, resume=job.resume)
     return plan
 

@@ -26,9 +26,9 @@ from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.engine.engine import MasterEngine
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.io.job import SamplingParams
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.stats import StageClock, synchronize

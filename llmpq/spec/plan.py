@@ -7,6 +7,7 @@ constructed. Reading and writing a file again gives the same bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -18,6 +19,7 @@ from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.schedule import Schedule
 from llmpq.spec.workload import Workload
+from llmpq.units import format_bytes, format_seconds
 
 Status = Literal["optimal", "feasible"]
 Formula = Literal["steady", "paper"]
@@ -308,6 +310,33 @@ class Plan:
     def device_of(self, stage: StageAssignment) -> Device:
         """Return the device a stage runs on."""
         return self.cluster.devices[stage.device]
+
+    def summary(self) -> str:
+        """Return the plan as a short text: the task, each stage, what it is predicted to take."""
+        work, estimate = self.workload, self.estimate
+        lines = [
+            f"{self.model.name} on {self.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
+            f"tokens, {work.new_tokens} new tokens each, {self.dtype}"
+        ]
+        for stage, cost in zip(self.stages, estimate.stages, strict=True):
+            bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
+            lines.append(
+                f"stage {stage.rank}: {self.device_of(stage).label}, layers "
+                f"[{stage.first_layer}, {stage.end_layer}), bits {bits or 'none'}, "
+                f"{format_bytes(cost.memory.total)} of {format_bytes(cost.capacity_bytes)}"
+            )
+        tokens = work.batch * work.new_tokens
+        lines.append(
+            f"predicted: {format_seconds(estimate.predicted_s)}, "
+            f"{tokens / estimate.predicted_s if estimate.predicted_s > 0 else 0:.4g} tokens/s; "
+            f"quality loss {estimate.quality:.3g} (1 is every layer at 4 bits); "
+            f"{self.search.status}"
+        )
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a strategy file."""
+        write_plan(path, self)
 
 
 def _check_stages(plan: Plan) -> None:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from llmpq.dist import generate_offline
 from llmpq.dist.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, Work
-from llmpq.dist.io.job import SamplingParams
 from llmpq.dist.io.prompts import Prompt, Request
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import RankContext, run_master
 from llmpq.dist.metrics.progress import SilentProgress

@@ -12,6 +12,7 @@ PLAN_SIDE = (
     "llmpq.batching",
     "llmpq.costmodel",
     "llmpq.assigner",
+    "llmpq.api",
     "llmpq.cli.commands.algo",
 )
 HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
@@ -27,6 +28,11 @@ def modules_after(statement: str) -> set[str]:
 @pytest.mark.parametrize("module", PLAN_SIDE)
 def test_plan_side_imports_without_torch(module):
     assert not {"torch", "transformers"} & modules_after(f"import {module}")
+
+
+def test_names_of_the_package_load_without_torch():
+    statement = "from llmpq import Pipeline, SamplingParams, load_plan, plan"
+    assert not {"torch", "transformers"} & modules_after(statement)
 
 
 def test_importing_llmpq_loads_the_standard_library_only():

@@ -12,8 +12,8 @@ from helpers.tiny_models import load_reference
 from llmpq.batching import Decision, Decode, Prefill, SchedulerView, Wait
 from llmpq.dist.engine.engine import MasterEngine
 from llmpq.dist.engine.sampler import Sampler
-from llmpq.dist.io.job import SamplingParams
 from llmpq.dist.io.prompts import Request
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import RankContext, load_runner
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.dist.metrics.stats import StageClock

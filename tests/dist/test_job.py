@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llmpq.batching.length import Prediction
-from llmpq.dist.io.job import DriftHandling, Job, Rendezvous, SamplingParams, read_job, write_job
+from llmpq.dist.io.job import DriftHandling, Job, Rendezvous, read_job, write_job
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import Schedule
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from helpers.tiny_models import write_tokenizer
 from transformers import LlamaConfig
 
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.errors import SpecError
 
-
-def _write_tokenizer(folder: Path) -> None:
-    words = {"<unk>": 0, "</s>": 1, "one": 2, "two": 3, "three": 4}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
-    )
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+WORDS = ["<unk>", "</s>", "one", "two", "three"]
 
 
 def test_text_to_tokens_and_back(tmp_path):
-    _write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, WORDS)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer.encode("two three one") == [3, 4, 2]
@@ -37,7 +27,7 @@ def test_a_directory_without_tokenizer_has_none(tmp_path):
 
 
 def test_a_broken_tokenizer_is_named(tmp_path):
-    _write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, WORDS)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SpecError, match="the tokenizer cannot be read"):
         load_tokenizer(tmp_path)

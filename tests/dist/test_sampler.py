@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmpq.dist.engine.sampler import Sampler
-from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError, StageError
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()

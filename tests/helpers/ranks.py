@@ -12,9 +12,9 @@ from typing import Any
 
 from helpers.in_process_ring import in_process_ring
 
-from llmpq.dist.io.job import SamplingParams
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_master, run_stage
 from llmpq.dist.metrics.measurement import Measurement

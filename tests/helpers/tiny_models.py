@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -50,6 +52,18 @@ def save_tiny_model(
     config = script.make_config(family, script.Shape(**(shape or {})), overrides)
     model = script.make_model(config, seed=seed)
     return script.save_model(model, output, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
+    """Save a tokenizer that knows these words; a word's token is its place."""
+    tokenizer = Tokenizer(
+        models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=words[0])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words[1]})
+    )
 
 
 def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -34,9 +34,10 @@ from llmpq.cli.run_options import (
     supervision_of,
 )
 from llmpq.dist import check_job, model_dir_of, run_job
-from llmpq.dist.io.job import DriftHandling, Job, SamplingParams
+from llmpq.dist.io.job import DriftHandling, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.quantizer import quantizer_of
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import BarProgress, SilentProgress

@@ -49,11 +49,13 @@ from llmpq.models import Master
 from llmpq.spec.precision import Phase
 
 OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
-OnTokens = Callable[[int], None]
-"""Told how many tokens a step made; 0 before waiting with nothing under way."""
+OnTokens = Callable[[Sequence[tuple[Request, int]]], None]
+"""Called after each step with its new tokens by request; with none when the engine goes idle."""
 Ids = NDArray[np.int64]
 ShouldDrain = Callable[[], bool]
-"""Asked at every step: whether to finish what has begun and to begin nothing else."""
+"""Returns True once the engine should drain: finish running requests and admit no new ones."""
+ShouldAbort = Callable[[], bool]
+"""Returns True once the engine should end running requests after their next token."""
 
 MAX_IDLE_WAIT_S = 0.5
 """Longest wait for something to do: whoever watches the master sees it alive."""
@@ -93,6 +95,8 @@ class MasterEngine:
         num_slots: KV slots of every stage.
         split: for prefill and decode stages of their own; ``None`` where they do both.
         watch: compares answers with the policy's schedule; ``None`` for nobody.
+        first_number: number of the first micro-batch; an engine that follows another one on the
+            same ranks goes on with that one's ``next_number``.
     """
 
     def __init__(  # noqa: PLR0913  the parts a pipeline's head is made of
@@ -107,6 +111,7 @@ class MasterEngine:
         num_slots: int,
         split: PhaseSplit | None = None,
         watch: DriftWatch | None = None,
+        first_number: int = 0,
     ) -> None:
         self._master = master
         self._runners = dict.fromkeys(Phase, runner)
@@ -114,7 +119,9 @@ class MasterEngine:
         self._communicator = communicator
         self._sampler = sampler
         self._clock = clock
-        self._scheduler = Scheduler(policy=policy, num_slots=num_slots, watch=watch)
+        self._scheduler = Scheduler(
+            policy=policy, num_slots=num_slots, watch=watch, first_number=first_number
+        )
         self._watch = watch
         self._holds_finished = policy.holds_finished
         self._ways = straight_ways(1 if communicator is None else len(communicator.names))
@@ -135,20 +142,28 @@ class MasterEngine:
         self._start_s = 0.0
         self._prefill_s = 0.0
 
+    @property
+    def next_number(self) -> int:
+        """Number of the next micro-batch."""
+        return self._scheduler.next_number
+
     def run(
         self,
         requests: Sequence[Request],
         on_finish: OnFinish,
         on_tokens: OnTokens | None = None,
-        leave: ShouldDrain | None = None,
+        should_drain: ShouldDrain | None = None,
+        should_abort: ShouldAbort | None = None,
     ) -> EngineStats:
-        """Answer every request, or those that have begun when it is time to leave.
+        """Answer every request.
 
         Args:
-            requests: all of them; each enters the queue when its time has come.
-            on_finish: called once for each, when its last token is known.
-            on_tokens: called with the number of new tokens of every step.
-            leave: asked at every step; once it says so, no further request begins.
+            requests: each enters the queue at its arrival time.
+            on_finish: called once for each request, when its last token is known.
+            on_tokens: called after each step with its new tokens.
+            should_drain: called before each step; once true, only running requests are answered.
+            should_abort: called before each step; once true, running requests end after their next
+                token, without ``on_finish``.
 
         Raises:
             StageError: a stage failed, hangs, or answers something else than it was asked.
@@ -157,7 +172,7 @@ class MasterEngine:
         self._start_s = self._clock.now()
         self._take_arrivals()
         try:
-            self._serve(on_finish, on_tokens, leave)
+            self._serve(on_finish, on_tokens, should_drain, should_abort)
         finally:
             self._hand_over(on_finish)  # what is complete is kept, whatever ends the run
         return EngineStats(
@@ -170,9 +185,13 @@ class MasterEngine:
         )
 
     def _serve(
-        self, on_finish: OnFinish, on_tokens: OnTokens | None, leave: ShouldDrain | None
+        self,
+        on_finish: OnFinish,
+        on_tokens: OnTokens | None,
+        should_drain: ShouldDrain | None,
+        should_abort: ShouldAbort | None,
     ) -> None:
-        while not self._is_over(leave):
+        while not self._is_over(should_drain, should_abort):
             open_phases = self._ways.open_phases(self._scheduler)
             if self._must_complete(open_phases):
                 self._land(on_tokens)
@@ -186,16 +205,21 @@ class MasterEngine:
     def _hand_over(self, on_finish: OnFinish) -> None:
         while self._finished:
             answer = self._finished.popleft()
-            assert answer.finish_reason is not None
+            if answer.finish_reason is None:
+                continue  # aborted
             on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
 
     def _now_s(self) -> float:
         return self._clock.now() - self._start_s
 
-    def _is_over(self, leave: ShouldDrain | None) -> bool:
-        if leave is not None and leave():
+    def _is_over(self, should_drain: ShouldDrain | None, should_abort: ShouldAbort | None) -> bool:
+        aborts = should_abort is not None and should_abort()
+        if aborts or (should_drain is not None and should_drain()):
             self._arrived = len(self._requests)
             self._scheduler.drain()
+        if aborts:
+            for answer in self._answers.values():
+                answer.is_aborted = True
         return self._scheduler.is_done
 
     def _take_arrivals(self) -> None:
@@ -226,7 +250,7 @@ class MasterEngine:
         nap_s = min(max(wake_s - self._now_s(), 0.0), MAX_IDLE_WAIT_S)
         if self._scheduler.is_idle:
             if on_tokens is not None:
-                on_tokens(0)
+                on_tokens(())
             self._clock.sleep(nap_s)
         else:
             assert self._communicator is not None  # else the answer were here
@@ -343,12 +367,13 @@ class MasterEngine:
                 answer.first_token_s = now_s
         # A finished sequence that its batch holds is computed like any other and thrown away.
         going_on = [not item.is_finished for item in sent.step.sequences]
+        made: list[tuple[Request, int]] = []
         for answer, token, is_new in zip(answers, tokens, going_on, strict=True):
             if is_new:
                 answer.token_ids.append(token)
-        made = sum(going_on)
-        self._tokens += made
-        is_complete = [answer.finish_reason is not None for answer in answers]
+                made.append((answer.request, token))
+        self._tokens += len(made)
+        is_complete = [answer.is_complete for answer in answers]
         for number in self._scheduler.land(sent.step.flight.number, is_complete):
             answer = self._answers[number]
             self._records.append(record_of(number, answer, now_s))

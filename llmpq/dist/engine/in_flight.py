@@ -24,6 +24,12 @@ class RunningRequest:
     origin: int  # the prefill micro-batch that filled its slot
     first_token_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further token is made for it."""
+        return self.is_aborted or self.finish_reason is not None
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.dist.io.job import SamplingParams
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import StageError
 
 

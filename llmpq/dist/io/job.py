@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from llmpq.batching.length import ORACLE, Prediction, PredictorName
+from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, sampling_from_fields
 from llmpq.errors import SpecError
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
@@ -19,7 +20,7 @@ from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.spec.schedule import Schedule
 from llmpq.units import GIB
 
-Task = Literal["generate", "hidden", "doctor"]
+Task = Literal["generate", "serve", "hidden", "doctor"]
 Transport = Literal["auto", "gloo"]
 MIN_STEP_TIMEOUT_S = 0.5
 BEATS_PER_TIMEOUT = 5
@@ -27,31 +28,6 @@ BEATS_PER_TIMEOUT = 5
 DEFAULT_STORE_LIMIT_BYTES = 32 * GIB
 START_TIMEOUT_S = 120.0
 """How long a rank may take to start and to meet the others: importing torch takes a while."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen.
-
-    Attributes:
-        temperature: divides the scores; 0 is greedy.
-        top_k: only the k best tokens; 0 is all.
-        top_p: only the smallest set of best tokens that holds this probability, in (0, 1].
-        seed: of all random numbers of the run.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SpecError(f"temperature: found {self.temperature}, expected at least 0")
-        if self.top_k < 0:
-            raise SpecError(f"top_k: found {self.top_k}, expected at least 0")
-        if not 0 < self.top_p <= 1:
-            raise SpecError(f"top_p: found {self.top_p}, expected a number in (0, 1]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +73,13 @@ class Job:
     Attributes:
         strategy: the strategy file.
         model_dir: where the weights are, on every host.
-        prompts: the prompt file; only the master reads it.
-        output: the result file; only the master writes it.
-        task: ``generate`` answers the prompts; ``hidden`` passes them through all layers and writes
-            the states after the last one, as safetensors, one tensor a micro-batch; ``doctor``
-            only examines what a run would need.
+        prompts: the prompt file, or the socket that ``serve`` takes requests from; only the master
+            reads it.
+        output: the result file; only the master writes it, and not under ``serve``.
+        task: ``generate`` answers the prompts; ``serve`` answers batches of requests until the
+            other end of the socket closes it; ``hidden`` passes the prompts through all layers and
+            writes the states after the last one, as safetensors, one tensor a micro-batch;
+            ``doctor`` only examines what a run would need.
         resume: whether to skip what the result file already holds.
         sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
@@ -128,7 +106,7 @@ class Job:
     output: Path
     task: Task = "generate"
     resume: bool = False
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = GREEDY
     step_timeout_s: float = 10.0
     rendezvous: Rendezvous = Rendezvous(from_environment=True)
     transport: Transport = "auto"
@@ -186,7 +164,7 @@ def read_job(path: Path) -> Job:
         output=Path(fields.text("output")),
         task=cast(Task, fields.text("task", choices=get_args(Task))),
         resume=fields.flag("resume"),
-        sampling=_sampling(fields.child("sampling")),
+        sampling=sampling_from_fields(fields.child("sampling")),
         step_timeout_s=fields.number("step_timeout_s"),
         rendezvous=_rendezvous(fields.child("rendezvous")),
         transport=cast(Transport, fields.text("transport", choices=get_args(Transport))),
@@ -246,17 +224,6 @@ def _job_to_json(job: Job) -> dict[str, Any]:
 def _optional_path(fields: Fields, name: str) -> Path | None:
     text = fields.optional_text(name)
     return None if text is None else Path(text)
-
-
-def _sampling(fields: Fields) -> SamplingParams:
-    sampling = SamplingParams(
-        temperature=fields.number("temperature"),
-        top_k=fields.integer("top_k"),
-        top_p=fields.number("top_p"),
-        seed=fields.integer("seed"),
-    )
-    fields.done()
-    return sampling
 
 
 def _prediction(fields: Fields) -> Prediction:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields
 from llmpq.spec.model import ModelSpec
@@ -93,6 +94,7 @@ class RequestLimits:
         max_positions: longest sequence of the model, ``None`` when unlimited.
         vocab_size: tokens are below.
         eos_token_ids: the model's own end tokens.
+        stop_token_ids: further tokens that end every answer.
     """
 
     prompt_tokens: int
@@ -101,17 +103,24 @@ class RequestLimits:
     max_positions: int | None
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: tuple[int, ...] = ()
 
 
-def request_limits(plan: Plan, model: ModelSpec, eos_token_ids: Iterable[int]) -> RequestLimits:
-    """Return what a request of this plan and model may be at most."""
+def request_limits(
+    plan: Plan,
+    model: ModelSpec,
+    eos_token_ids: Iterable[int],
+    sampling: SamplingParams = GREEDY,
+) -> RequestLimits:
+    """Return what a request of this plan and model may be at most, and when it ends."""
     return RequestLimits(
         prompt_tokens=plan.workload.prompt_tokens,
         context_tokens=plan.workload.max_context_tokens,
-        new_tokens=plan.workload.new_tokens,
+        new_tokens=sampling.max_tokens or plan.workload.new_tokens,
         max_positions=model.max_positions,
         vocab_size=model.vocab_size,
-        eos_token_ids=frozenset(eos_token_ids),
+        eos_token_ids=frozenset() if sampling.ignore_eos else frozenset(eos_token_ids),
+        stop_token_ids=sampling.stop_token_ids,
     )
 
 
@@ -143,7 +152,7 @@ def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
     for number, line in _lines(path):
         try:
             fields = Fields(_parse(path, number, line), f"{path}: line {number}")
-            prompt = _prompt(fields)
+            prompt = prompt_from_fields(fields)
             if prompt.id in first_line:
                 raise fields.error(
                     "id", prompt.id, f"an id not yet used in line {first_line[prompt.id]}"
@@ -188,10 +197,11 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
             )
         token_ids = tuple(tokenizer.encode(prompt.text or ""))
     _check_tokens(prompt.where, "prompt_token_ids", token_ids, limits.vocab_size)
-    _check_tokens(prompt.where, "stop_token_ids", prompt.stop_token_ids, limits.vocab_size)
+    stop_token_ids = (*prompt.stop_token_ids, *limits.stop_token_ids)
+    _check_tokens(prompt.where, "stop_token_ids", stop_token_ids, limits.vocab_size)
     new_tokens = prompt.max_new_tokens or limits.new_tokens
     _check_lengths(prompt.where, len(token_ids), new_tokens, limits)
-    stops = set(prompt.stop_token_ids) | (set() if prompt.ignore_eos else limits.eos_token_ids)
+    stops = set(stop_token_ids) | (set() if prompt.ignore_eos else limits.eos_token_ids)
     return Request(
         id=prompt.id,
         prompt_token_ids=token_ids,
@@ -205,10 +215,11 @@ def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
     """Write a prompt file that :func:`read_prompts` reads back."""
     with Path(path).open("w", encoding="utf-8") as file:
         for prompt in prompts:
-            file.write(json.dumps(_prompt_to_json(prompt), ensure_ascii=False) + "\n")
+            file.write(json.dumps(prompt_to_json(prompt), ensure_ascii=False) + "\n")
 
 
-def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    """Return the JSON object of a prompt, a line of a prompt file."""
     line: dict[str, Any] = {"id": prompt.id}
     if prompt.token_ids is None:
         line["prompt"] = prompt.text
@@ -253,7 +264,8 @@ def _parse(path: Path, number: int, line: bytes) -> object:
         raise SpecError(f"{path}: line {number}: not JSON: {error}") from None
 
 
-def _prompt(fields: Fields) -> Prompt:
+def prompt_from_fields(fields: Fields) -> Prompt:
+    """Build a prompt from its JSON object, strictly."""
     name = request_id(fields)
     text, token_ids = None, None
     if fields.has("prompt_token_ids") == fields.has("prompt"):
@@ -263,7 +275,7 @@ def _prompt(fields: Fields) -> Prompt:
     if fields.has("prompt_token_ids"):
         token_ids = token_ids_of(fields, "prompt_token_ids", minimum=1)
     else:
-        text = fields.text("prompt")
+        text = _unicode(fields, "prompt", fields.text("prompt"))
     prompt = Prompt(
         id=name,
         where=fields.where,
@@ -284,12 +296,20 @@ def _prompt(fields: Fields) -> Prompt:
 
 def request_id(fields: Fields) -> RequestId:
     """Take the field ``id``."""
-    name = fields.take("id")
+    name: Any = fields.take("id")
     is_number = isinstance(name, int) and not isinstance(name, bool)
     if not is_number and not (isinstance(name, str) and 0 < len(name) <= MAX_ID_LENGTH):
         raise fields.error("id", name, f"a whole number or 1 to {MAX_ID_LENGTH} characters")
-    found: RequestId = name
-    return found
+    return name if is_number else _unicode(fields, "id", name)
+
+
+def _unicode(fields: Fields, field: str, text: str) -> str:
+    """Return the text; JSON can hold halves of characters, which no tokenizer or file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise fields.error(field, text, "text without lone surrogates") from None
+    return text
 
 
 def token_ids_of(fields: Fields, field: str, minimum: int = 0) -> tuple[int, ...]:

@@ -6,13 +6,14 @@ A line is ``{"id", "token_ids", "text", "finish_reason"}``. Needs no torch.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, cast
+from typing import IO, Any, Literal, cast
 
 from llmpq.dist.io.prompts import RequestId, json_lines, request_id, token_ids_of
 from llmpq.errors import SpecError
+from llmpq.spec.fields import Fields
 
 FinishReason = Literal["stop", "length"]
 
@@ -60,13 +61,8 @@ class ResultWriter:
         """Append one result; a second one of the same id is our own bug."""
         assert result.id not in self._written, f"request {result.id!r} was answered twice"
         self._written.add(result.id)
-        line = {
-            "id": result.id,
-            "token_ids": list(result.token_ids),
-            "text": result.text,
-            "finish_reason": result.finish_reason,
-        }
-        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        line = json.dumps(result_to_json(result), ensure_ascii=False)
+        self._file.write(line.encode() + b"\n")
         self._file.flush()
 
     def __enter__(self) -> ResultWriter:
@@ -101,17 +97,24 @@ def read_results(path: str | Path) -> list[Result]:
     """Read a result file; a last line without its end is left out."""
     path = Path(path)
     end = _end_of_last_line(path)
-    results = []
-    for _, fields in json_lines(path, end=end):
-        result = Result(
-            id=request_id(fields),
-            token_ids=token_ids_of(fields, "token_ids"),
-            text=str(fields.take("text")),
-            finish_reason=cast(FinishReason, fields.text("finish_reason", ("stop", "length"))),
-        )
-        fields.done()
-        results.append(result)
-    return results
+    return [result_from_fields(fields) for _, fields in json_lines(path, end=end)]
+
+
+def result_from_fields(fields: Fields) -> Result:
+    """Build a result from its JSON object, strictly."""
+    result = Result(
+        id=request_id(fields),
+        token_ids=token_ids_of(fields, "token_ids"),
+        text=str(fields.take("text")),
+        finish_reason=cast(FinishReason, fields.text("finish_reason", ("stop", "length"))),
+    )
+    fields.done()
+    return result
+
+
+def result_to_json(result: Result) -> dict[str, Any]:
+    """Return the JSON object of a result, a line of a result file."""
+    return asdict(result)
 
 
 def _end_of_last_line(path: Path) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,15 +17,22 @@ from transformers import PreTrainedConfig
 
 from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.engine.cuda_graphs import graphs_of
-from llmpq.dist.engine.engine import MasterEngine, OnFinish, ShouldDrain
+from llmpq.dist.engine.engine import (
+    MasterEngine,
+    OnFinish,
+    OnTokens,
+    ShouldAbort,
+    ShouldDrain,
+)
 from llmpq.dist.engine.in_flight import split_of
 from llmpq.dist.engine.policy import policy_of, schedule_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
-from llmpq.dist.io.job import TOLD_ONLY, DriftHandling, SamplingParams, check_plan
+from llmpq.dist.io.job import TOLD_ONLY, DriftHandling, check_plan
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink, kv_connector
@@ -39,6 +46,7 @@ from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
     as_llmpq_error,
     error_frame,
+    error_from_frame,
     shut_down,
     wait_until_ready,
 )
@@ -76,7 +84,7 @@ class RankContext:
         schedule: the batching policy to obey; ``None`` is the plan's own.
         prediction: what policies are told of answer lengths.
         drift: what is done when answers are not those that the schedule was made for.
-        leave: asked at every step whether to begin no further request.
+        should_drain: returns True once the master should admit no new requests.
     """
 
     plan: Plan
@@ -92,7 +100,7 @@ class RankContext:
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
     drift: DriftHandling = TOLD_ONLY
-    leave: ShouldDrain | None = None
+    should_drain: ShouldDrain | None = None
     send_links: Sequence[KVSendLink] = ()
     receive_links: Sequence[KVReceiveLink] = ()
     step_timeout_s: float = 10.0
@@ -310,10 +318,24 @@ def run_master(
     Raises:
         LlmpqError: what went wrong here or on any other rank.
     """
+    with master_rank(context) as master:
+        master.answer(requests, sampling, on_finish)
+        return master.finish()
+
+
+@contextlib.contextmanager
+def master_rank(context: RankContext) -> Iterator[MasterRank]:
+    """Load the master and wait for the other ranks; end the run when the context ends.
+
+    An error inside the context is sent to the other ranks.
+
+    Raises:
+        LlmpqError: what went wrong here or on any other rank.
+    """
     try:
-        played = _Master(context, sampling, requests)
-        with contextlib.closing(played.runner):
-            return played.run(on_finish)
+        master = MasterRank(context)
+        with contextlib.closing(master.runner):
+            yield master
     except Exception as error:
         found = as_llmpq_error(error, context.name)
         if context.communicator is not None:
@@ -324,77 +346,135 @@ def run_master(
             context.communicator.close()
 
 
-class _Master:
-    """The master's parts."""
+class MasterRank:
+    """A loaded master: answers batches of requests, one after the other.
 
-    def __init__(
-        self, context: RankContext, sampling: SamplingParams, requests: Sequence[Request]
-    ) -> None:
+    Args:
+        context: of rank 0.
+
+    Attributes:
+        runner: the layers of its own stage.
+    """
+
+    def __init__(self, context: RankContext) -> None:
         plan = context.plan
         self._context = context
-        self._requests = requests
         self._schedule = schedule_of(plan, context.schedule)
-        policy = policy_of(plan, self._schedule, context.prediction, requests)
         self._clock = StageClock(micro_batching=plan.micro_batching)
         self._device = use_device(plan, 0)
         start = self._clock.now()
-        master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
+        self._master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
         runner = self.runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
-        self._clock.held = held_bytes(runner, master)
+        self._clock.held = held_bytes(runner, self._master)
         _warm_up_layers(context, runner)
-        warm_up_master(plan, master, runner)
-        communicator = context.recorded(self._clock)
-        if communicator is not None:
-            wait_until_ready(communicator)
-        self._communicator = communicator
-        sampler = Sampler(sampling)
-        self._watch_master(master, runner, sampler)
+        warm_up_master(plan, self._master, runner)
+        self._communicator = context.recorded(self._clock)
+        if self._communicator is not None:
+            wait_until_ready(self._communicator)
+        self._watch_master()
         self._load_s = self._clock.now() - start
-        self._engine = MasterEngine(
-            master=master,
-            runner=runner,
-            communicator=communicator,
+        self._next_number = 0
+        self._made = Measurement(
+            requests=0,
+            generated_tokens=0,
+            latency_s=0.0,
+            load_s=self._load_s,
+            stages=(),
+            prefill_s=0.0,
+            policy=self._schedule.policy,
+        )
+
+    def answer(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        on_finish: OnFinish,
+        on_tokens: OnTokens | None = None,
+        should_abort: ShouldAbort | None = None,
+    ) -> None:
+        """Answer a batch of requests.
+
+        Args:
+            requests: in order of arrival.
+            sampling: how tokens are chosen.
+            on_finish: called once for each request.
+            on_tokens: called after each step with its new tokens.
+            should_abort: returns True once the batch should end early.
+
+        Raises:
+            LlmpqError: what went wrong here or on any other rank.
+        """
+        expected = sum(request.max_new_tokens for request in requests)
+        progress = TokenProgress(self._context.progress, expected)  # says that serving begins
+
+        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
+            progress.expect_fewer(request.max_new_tokens - len(token_ids))
+            on_finish(request, token_ids, reason)
+
+        def count(tokens: Sequence[tuple[Request, int]]) -> None:
+            progress.add(len(tokens))
+            if on_tokens is not None:
+                on_tokens(tokens)
+
+        engine = self._engine(requests, sampling)
+        made = engine.run(requests, finish, count, self._context.should_drain, should_abort)
+        self._next_number = engine.next_number
+        progress.tell()
+        total = self._made
+        self._made = replace(
+            total,
+            requests=total.requests + made.requests,
+            generated_tokens=total.generated_tokens + made.generated_tokens,
+            latency_s=total.latency_s + made.elapsed_s,
+            prefill_s=(total.prefill_s or 0.0) + made.prefill_s,
+            records=made.records,
+            adjusted=made.adjusted,
+            not_served=total.not_served + len(requests) - made.requests,
+        )
+
+    def check_stages(self) -> None:
+        """Look whether the other ranks still work, between two batches.
+
+        Raises:
+            LlmpqError: why one of them does not.
+        """
+        if self._communicator is not None and self._communicator.has_frame():
+            raise error_from_frame(self._communicator.recv())
+
+    def finish(self) -> Measurement:
+        """End the other ranks and return the measurement of all batches.
+
+        The requests' records are those of the last batch.
+        """
+        stages = [self._clock.stats(0, self._device)]
+        if self._communicator is not None:
+            stages += shut_down(self._communicator)
+        return replace(self._made, stages=tuple(stages))
+
+    def _engine(self, requests: Sequence[Request], sampling: SamplingParams) -> MasterEngine:
+        plan = self._context.plan
+        policy = policy_of(plan, self._schedule, self._context.prediction, requests)
+        sampler = Sampler(sampling)
+        if self._context.recorder is not None:
+            self._context.recorder.watch(sampler, "sample", "sample", self._device)
+        return MasterEngine(
+            master=self._master,
+            runner=self.runner,
+            communicator=self._communicator,
             policy=policy,
             sampler=sampler,
             clock=self._clock,
             num_slots=plan.workload.batch,
             split=split_of(plan, self._device),
-            watch=watch_for(self._schedule, policy, context.drift),
+            watch=watch_for(self._schedule, policy, self._context.drift),
+            first_number=self._next_number,
         )
 
-    def run(self, on_finish: OnFinish) -> Measurement:
-        """Answer the requests and gather what every stage measured."""
-        expected = sum(request.max_new_tokens for request in self._requests)
-        told = TokenProgress(self._context.progress, expected)  # says that serving begins
-
-        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-            told.expect_fewer(request.max_new_tokens - len(token_ids))
-            on_finish(request, token_ids, reason)
-
-        made = self._engine.run(self._requests, finish, told.add, self._context.leave)
-        told.tell()
-        stages = [self._clock.stats(0, self._device)]
-        if self._communicator is not None:
-            stages += shut_down(self._communicator)
-        return Measurement(
-            requests=made.requests,
-            generated_tokens=made.generated_tokens,
-            latency_s=made.elapsed_s,
-            load_s=self._load_s,
-            stages=tuple(stages),
-            prefill_s=made.prefill_s,
-            policy=self._schedule.policy,
-            records=made.records,
-            adjusted=made.adjusted,
-            not_served=len(self._requests) - made.requests,
-        )
-
-    def _watch_master(self, master: Master, runner: StageRunner, sampler: Sampler) -> None:
+    def _watch_master(self) -> None:
         recorder = self._context.recorder
         if recorder is None:
             return
-        recorder.watch(master, "embed", "embed", self._device)
-        _watch(self._context, runner)
-        recorder.watch(master, "logits", "project", self._device)
-        recorder.watch(sampler, "sample", "sample", self._device)
+        recorder.watch(self._master, "embed", "embed", self._device)
+        _watch(self._context, self.runner)
+        recorder.watch(self._master, "logits", "project", self._device)

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from llmpq.dist.engine.engine import ShouldDrain
 from llmpq.dist.engine.hidden_states import run_teacher_forcing
-from llmpq.dist.io.job import BEATS_PER_TIMEOUT, Job, read_job
+from llmpq.dist.engine.serve import serve
+from llmpq.dist.io.control_channel import ControlChannel
+from llmpq.dist.io.job import BEATS_PER_TIMEOUT, START_TIMEOUT_S, Job, read_job
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.dist.io.prompts import (
     Request,
@@ -110,6 +113,8 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
         return None
     if job.task == "hidden":
         return _write_hidden(job, plan, progress)
+    if job.task == "serve":
+        return _serve(job, plan, progress)
     with ResultWriter(job.output, resume=job.resume) as writer:
         tokenizer = load_tokenizer(job.model_dir)
         requests, refused = _requests(job, plan, tokenizer)
@@ -128,6 +133,17 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
         names = [context.name] if context.communicator is None else context.communicator.names
         write_text(job.trace, json.dumps(context.recorder.to_json(names)))
     return measurement
+
+
+def _serve(job: Job, plan: Plan, progress: Progress) -> Measurement:
+    """Answer batches of requests from the socket of the session that started this process."""
+    model = load_model_dir(job.model_dir)
+    eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
+    limits_of = partial(request_limits, plan, model, eos)
+    with Endpoint(path=str(job.prompts)).connect(START_TIMEOUT_S) as sock:
+        sock.settimeout(None)
+        tokenizer = load_tokenizer(job.model_dir)
+        return serve(_context(job, plan, 0, progress), ControlChannel(sock), tokenizer, limits_of)
 
 
 def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
@@ -187,7 +203,7 @@ def _requests(
     """Return what can be answered; bad prompts are refused before any weight is read."""
     config = checked_config(plan, job.model_dir)
     eos = eos_token_ids(job.model_dir, config)
-    limits = request_limits(plan, load_model_dir(job.model_dir), eos)
+    limits = request_limits(plan, load_model_dir(job.model_dir), eos, job.sampling)
     prompts, refused = sort_prompts(job.prompts)
     requests, unfit = sort_requests(prompts, limits, tokenizer)
     refused += unfit
@@ -222,11 +238,11 @@ def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext
         store=None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes),
         kernel=job.kernel,
         captures=job.captures,
-        leave=_leaving(job),
+        should_drain=_drain_watch(job),
     )
 
 
-def _leaving(job: Job) -> ShouldDrain | None:
+def _drain_watch(job: Job) -> ShouldDrain | None:
     """Look for the launcher's sign to begin nothing else; torchrun has none to give."""
     folder = job.rendezvous.folder if job.rendezvous.file is None else job.rendezvous.file.parent
     return None if folder is None else DrainFlag(folder)

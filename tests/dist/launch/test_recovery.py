@@ -15,7 +15,7 @@ from helpers.processes import At, is_running, wait_for, workers_of
 from helpers.ranks import make_plan, run_threads
 
 from llmpq.cli.commands.dist import main
-from llmpq.dist import Supervision, generate_offline
+from llmpq.dist import Job, Supervision, run_job
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
 from llmpq.errors import StageError
@@ -51,30 +51,25 @@ def kill(rank: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_run_survives_the_death_of_a_rank(tiny_model, victim):
+def test_a_run_survives_the_death_of_a_rank(tiny_model, tmp_path, victim):
     model_dir = tiny_model("llama", seed=1)
-    results = generate_offline(
-        PLAN,
-        PROMPTS,
-        model_dir=model_dir,
-        progress=At(150, lambda: kill(victim)),
-        supervision=Supervision(max_restarts=1),
-    )
-    assert {result.id: result.token_ids for result in results} == undisturbed(model_dir)
+    job = job_of(tmp_path, model_dir)
+    progress = At(150, lambda: kill(victim))
+    run_job(job, progress=progress, supervision=Supervision(max_restarts=1))
+    found = {result.id: result.token_ids for result in read_results(job.output)}
+    assert found == undisturbed(model_dir)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_again_and_again_ends_the_run(tiny_model):
+def test_a_rank_that_dies_again_and_again_ends_the_run(tiny_model, tmp_path):
     class Always(At):
         def report(self, event):
             self.time_s = 0.0
             super().report(event)
 
     with pytest.raises(StageError, match=r"stage 1 .*SIGKILL.*started anew 1 of 1 times"):
-        generate_offline(
-            PLAN,
-            PROMPTS,
-            model_dir=tiny_model("llama", seed=1),
+        run_job(
+            job_of(tmp_path, tiny_model("llama", seed=1)),
             progress=Always(1, lambda: kill(1)),
             supervision=Supervision(max_restarts=1),
         )
@@ -142,6 +137,16 @@ def start(files: list[str], tmp_path: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env=dict(os.environ) | {"TMPDIR": str(tmp_path / "private")},
+    )
+
+
+def job_of(folder: Path, model_dir: Path) -> Job:
+    write_files(folder, model_dir)
+    return Job(
+        strategy=folder / "strategy.json",
+        model_dir=model_dir,
+        prompts=folder / "prompts.jsonl",
+        output=folder / "results.jsonl",
     )
 
 

@@ -1,0 +1,325 @@
+"""The Python API: ``plan``, ``load_plan`` and ``Pipeline``. Import the names from ``llmpq``.
+
+A plan is made without torch, on any machine. A pipeline starts one process for each stage of a
+plan, loads the weights once and answers any number of calls. It works in scripts and notebooks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.task import DEFAULT_GAP
+from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
+from llmpq.dist.metrics.progress import Progress
+from llmpq.errors import SpecError
+from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
+from llmpq.spec.codec import from_json
+from llmpq.spec.fields import Fields
+from llmpq.spec.plan import Plan, read_plan
+from llmpq.spec.precision import DTYPE_BYTES, Dtype
+from llmpq.spec.workload import Workload
+
+__all__ = ["Output", "OutputChunk", "Pipeline", "SamplingParams", "load_plan", "plan"]
+
+ClusterLike = Cluster | str | Path | Mapping[str, Any]
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def plan(  # noqa: PLR0913  what a plan is made from
+    model: str | Path,
+    *,
+    batch: int,
+    prompt: int,
+    new: int,
+    cluster: ClusterLike | None = None,
+    device_names: Sequence[str] = (),
+    device_numbers: Sequence[int] = (),
+    method: str = "llmpq",
+    dtype: str = "auto",
+    kv_bits: int = 16,
+    theta: float | None = None,
+    **options: Any,
+) -> Plan:
+    """Plan which device runs which layers, at how many bits, in micro-batches of what size.
+
+    Args:
+        model: catalogue name or directory with ``config.json``.
+        batch: number of sequences in the batch.
+        prompt: longest prompt, in tokens.
+        new: new tokens of each sequence.
+        cluster: a ``Cluster``, a cluster file, or the content of one as a mapping.
+        device_names: instead of a cluster, device types of the catalogue, one node each.
+        device_numbers: how many devices of each type.
+        method: planning method, a name in ``llmpq.assigner.METHODS``.
+        dtype: number format of what is not quantized; ``auto`` is the checkpoint's own.
+        kv_bits: bits of a cached key or value; 16 keeps them in ``dtype``.
+        theta: price of "every layer at 4 bits", in seconds.
+        options: further fields of ``llmpq.assigner.PlanRequest``, such as ``bits``,
+            ``quality_budget``, ``sensitivity``, ``time_limit_s``, ``profile_dir``.
+
+    Raises:
+        SpecError: an input cannot be accepted.
+        InfeasibleError: no plan exists; the message says why.
+
+    Example:
+        >>> found = plan("facebook/opt-30b", device_names=["T4-16G", "V100-32G"],
+        ...              device_numbers=[3, 1], batch=32, prompt=512, new=100)
+        >>> found.workload.batch, len(found.bits)
+        (32, 48)
+        >>> print(found.summary().splitlines()[0])
+        facebook/opt-30b on t4-16gx3-v100-32gx1: 32 x 512 prompt tokens, 100 new tokens each, ...
+    """
+    spec, source = catalog.resolve_model(model)
+    number_format = spec.dtype if dtype == "auto" else cast(Dtype, dtype)
+    if number_format not in DTYPE_BYTES:
+        raise SpecError(f"dtype: found '{dtype}', expected auto, {', '.join(DTYPE_BYTES)}")
+    if kv_bits not in (8, 16):
+        raise SpecError(f"kv_bits: found {kv_bits}, expected 8 or 16")
+    if "gap" not in options and options.get("solver", "exact") != "exact":
+        options["gap"] = DEFAULT_GAP
+    unknown = sorted(set(options) - set(PlanRequest.__dataclass_fields__))
+    if unknown:
+        raise SpecError(f"plan: found option '{unknown[0]}', expected a field of PlanRequest")
+    request = PlanRequest(
+        model=spec,
+        model_source=None if source is None else str(source),
+        cluster=_cluster(cluster, device_names, device_numbers),
+        workload=Workload(batch=batch, prompt_tokens=prompt, new_tokens=new),
+        dtype=number_format,
+        kv_bits=8 if kv_bits == 8 else 8 * DTYPE_BYTES[number_format],
+        theta_s=theta,
+        **options,
+    )
+    return make_plan(keep_stored_bits(request), method, command="llmpq.plan")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a strategy file, as ``Plan.save`` and ``llmpq-algo`` write it.
+
+    Raises:
+        SpecError: names the file and the field that is wrong.
+    """
+    return read_plan(path)
+
+
+def keep_stored_bits(request: PlanRequest) -> PlanRequest:
+    """Return the request with the bits of layers that the checkpoint holds quantized.
+
+    Raises:
+        SpecError: the request does not allow these bits.
+    """
+    widths = [precision.bits for precision in request.model.stored]
+    if not widths:
+        return request
+    bits = tuple(sorted(set(widths), reverse=True))
+    if not set(bits) <= set(request.bits):
+        raise SpecError(
+            f"bits: found {list(request.bits)}, expected {list(bits)} among them: layers of "
+            f"{request.model_source} are stored at these and can be served at no others"
+        )
+    if len(bits) == 1:
+        return replace(request, bits=bits)
+    runs, first = [], 0
+    for width, layers in groupby(widths):
+        end = first + len(list(layers))
+        runs.append((first, end, width))
+        first = end
+    overrides = replace(request.overrides, layer_bits=tuple(runs))
+    return replace(request, bits=bits, overrides=overrides)
+
+
+def _cluster(cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int]) -> Cluster:
+    if cluster is None:
+        if not names or len(names) != len(numbers) or len(set(names)) != len(names):
+            raise SpecError(
+                f"device_names, device_numbers: found {list(names)} and {list(numbers)}, expected "
+                "a cluster, or each type once and a number for each"
+            )
+        return cluster_of_types(dict(zip(names, numbers, strict=True)))
+    if names or numbers:
+        raise SpecError("cluster: found together with device_names, expected one of them")
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, Mapping):
+        return from_json(Cluster, Fields(dict(cluster), "cluster"))
+    return load_cluster(cluster)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The answer to a prompt.
+
+    Attributes:
+        id: place of the prompt in the call, from 0.
+        prompt: the prompt, as given.
+        token_ids: the new tokens; a stop token is the last one.
+        text: the same as text, without special tokens; empty for a model without a tokenizer.
+        finish_reason: ``stop`` by a stop token, ``length`` by reaching ``max_tokens``.
+    """
+
+    id: int
+    prompt: str | tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputChunk:
+    """What one step adds to an answer.
+
+    Attributes:
+        id: place of the prompt in the call, from 0.
+        token_ids: the new tokens; none in the last chunk of an answer.
+        text: the new text; the texts of all chunks together are the answer's text.
+        finish_reason: as of ``Output`` in the last chunk, ``None`` before.
+    """
+
+    id: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+
+
+class Pipeline:
+    """The ranks of a plan as processes of this host: load once, answer many times.
+
+    One call runs at a time; calls of several threads wait for each other. When a rank dies, the
+    call raises a ``StageError`` that names it, all other ranks end, and later calls raise too.
+    Interrupting a call (Ctrl-C) cancels its requests and keeps the pipeline.
+
+    Args:
+        strategy: a plan, or a strategy file.
+        model: directory with the weights; the plan's own by default.
+        step_timeout_s: seconds without a sign of life after which a rank has failed.
+        store: folder that keeps quantized layers from run to run; ``None`` quantizes each time.
+        kernel: backend to prefer; ``None`` takes the fastest.
+        progress: receives loading and token events.
+
+    Raises:
+        LlmpqError: ``SpecError`` when the plan is not for this model, ``CapacityError`` when memory
+            runs out, ``StageError`` when a rank fails.
+
+    Example:
+        >>> with Pipeline(strategy, model=model_dir) as llm:
+        ...     first = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))
+        ...     again = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+        >>> [len(output.token_ids) for output in first]
+        [4, 4]
+        >>> again[0].token_ids == first[0].token_ids
+        True
+    """
+
+    def __init__(
+        self,
+        strategy: Plan | str | Path,
+        model: str | Path | None = None,
+        *,
+        step_timeout_s: float = 10.0,
+        store: str | Path | None = None,
+        kernel: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.plan = strategy if isinstance(strategy, Plan) else load_plan(strategy)
+        self._lock = threading.Lock()
+        self._session = Session(
+            self.plan,
+            model_dir_of(self.plan, model),
+            step_timeout_s=step_timeout_s,
+            store=None if store is None else Path(store).resolve(),
+            kernel=kernel,
+            progress=progress,
+        )
+
+    def generate(self, prompts: Prompts, sampling: SamplingParams | None = None) -> list[Output]:
+        """Answer prompts; return when all of them are finished.
+
+        Args:
+            prompts: one text, several texts, or several lists of token ids.
+            sampling: how tokens are chosen; greedy by default.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            SpecError: a prompt cannot be served (empty, too long for the plan, unknown tokens); no
+                other one is answered either.
+            StageError: a rank died, hung or failed, or the pipeline is closed.
+        """
+        batch = _as_prompts(prompts)
+        with self._lock:
+            results = self._session.generate(batch, sampling or SamplingParams())
+        return [
+            Output(
+                id=number,
+                prompt=item.text if item.text is not None else item.token_ids or (),
+                token_ids=result.token_ids,
+                text=result.text,
+                finish_reason=result.finish_reason,
+            )
+            for number, (item, result) in enumerate(zip(batch, results, strict=True))
+        ]
+
+    def stream(
+        self, prompts: Prompts, sampling: SamplingParams | None = None
+    ) -> Iterator[OutputChunk]:
+        """Answer prompts; yield every token as it is made.
+
+        Leaving the loop early cancels what is not finished, and so does a later call.
+
+        Args:
+            prompts: as for :meth:`generate`.
+            sampling: how tokens are chosen; greedy by default.
+
+        Raises:
+            LlmpqError: as :meth:`generate`.
+        """
+        with self._lock:
+            answers = self._session.run(
+                _as_prompts(prompts), sampling or SamplingParams(), streams=True
+            )
+        texts: dict[object, str] = {}
+        while True:
+            with self._lock:
+                item = next(answers, None)
+            if item is None:
+                return
+            number = cast(int, item.id)
+            before = texts.get(number, "")
+            if isinstance(item, Result):
+                rest = item.text.removeprefix(before) if item.text.startswith(before) else ""
+                yield OutputChunk(
+                    id=number, token_ids=(), text=rest, finish_reason=item.finish_reason
+                )
+            else:
+                texts[number] = before + item.text
+                yield OutputChunk(id=number, token_ids=(item.token_id,), text=item.text)
+
+    def close(self) -> None:
+        """End all ranks; no process is left when this returns."""
+        self._session.close()
+
+    def __enter__(self) -> Pipeline:
+        """Return itself; the ranks are loaded since construction."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the pipeline."""
+        self.close()
+
+
+def _as_prompts(prompts: Prompts) -> list[Prompt]:
+    found: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else [*prompts]
+    return [
+        Prompt(id=number, where=f"prompt {number}", text=item)
+        if isinstance(item, str)
+        else Prompt(id=number, where=f"prompt {number}", token_ids=tuple(item))
+        for number, item in enumerate(found)
+    ]

@@ -1,0 +1,160 @@
+"""The master of a session: loads once, then answers batches of requests from a control channel."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from llmpq.dist.engine.engine import MAX_IDLE_WAIT_S
+from llmpq.dist.io.control_channel import ControlChannel, Message
+from llmpq.dist.io.prompts import (
+    Request,
+    RequestId,
+    RequestLimits,
+    Tokenizer,
+    make_request,
+    prompt_from_fields,
+)
+from llmpq.dist.io.results import FinishReason, Result, result_to_json
+from llmpq.dist.io.sampling_params import SamplingParams, sampling_from_fields
+from llmpq.dist.launch.rank import MasterRank, RankContext, master_rank
+from llmpq.dist.metrics.measurement import Measurement
+from llmpq.errors import SpecError
+from llmpq.spec.fields import Fields
+
+CANCEL_POLL_S = 0.02
+"""How often a running batch looks for ``cancel``."""
+INCOMPLETE = "\ufffd"
+"""What a tokenizer decodes bytes to that are not a whole character yet."""
+
+LimitsOf = Callable[[SamplingParams], RequestLimits]
+
+
+def serve(
+    context: RankContext,
+    channel: ControlChannel,
+    tokenizer: Tokenizer | None,
+    limits_of: LimitsOf,
+) -> Measurement:
+    """Answer batches of requests until the other end closes the channel.
+
+    Args:
+        context: of rank 0.
+        channel: where the requests come from.
+        tokenizer: of the model, ``None`` when it has none.
+        limits_of: returns what a request may be at most under given sampling parameters.
+
+    Raises:
+        LlmpqError: what went wrong here or on any other rank.
+    """
+    with master_rank(context) as master:
+        with contextlib.suppress(EOFError):
+            channel.send("ready")
+            while True:
+                message = channel.receive(MAX_IDLE_WAIT_S)
+                if message is None:
+                    master.check_stages()
+                elif message["kind"] == "batch":
+                    _Batch(channel, tokenizer, streams=message["streams"]).run(
+                        master, message, limits_of
+                    )
+        return master.finish()
+
+
+class _Batch:
+    """The messages of one batch while the engine answers it."""
+
+    def __init__(
+        self, channel: ControlChannel, tokenizer: Tokenizer | None, *, streams: bool
+    ) -> None:
+        self._channel = channel
+        self._tokenizer = tokenizer
+        self._streams = streams
+        self._decoders: defaultdict[RequestId, IncrementalDecoder] = defaultdict(
+            lambda: IncrementalDecoder(tokenizer)
+        )
+        self._is_cancelled = False
+        self._poll_s = 0.0
+
+    def run(self, master: MasterRank, message: Message, limits_of: LimitsOf) -> None:
+        """Answer the batch, or refuse it whole.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        try:
+            sampling = sampling_from_fields(Fields(message["sampling"], "sampling"))
+            limits = limits_of(sampling)
+            requests = [
+                make_request(
+                    prompt_from_fields(Fields(line, f"prompt {line['id']}")),
+                    limits,
+                    self._tokenizer,
+                )
+                for line in message["prompts"]
+            ]
+        except SpecError as error:
+            self._channel.send("refused", message=str(error))
+            return
+        on_tokens = self._send_tokens if self._streams else None
+        master.answer(requests, sampling, self._send_result, on_tokens, self._should_abort)
+        self._channel.send("done")
+
+    def _send_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
+        lines = [
+            [request.id, token, self._decoders[request.id].add(token)] for request, token in tokens
+        ]
+        if lines:
+            self._send("tokens", tokens=lines)
+
+    def _send_result(
+        self, request: Request, token_ids: tuple[int, ...], reason: FinishReason
+    ) -> None:
+        text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
+        result = Result(id=request.id, token_ids=token_ids, text=text, finish_reason=reason)
+        self._send("result", result=result_to_json(result))
+
+    def _send(self, kind: str, **fields: object) -> None:
+        # The batch ends in an orderly way also when no one reads its answers any more.
+        try:
+            self._channel.send(kind, **fields)
+        except EOFError:
+            self._is_cancelled = True
+
+    def _should_abort(self) -> bool:
+        now_s = time.monotonic()
+        if not self._is_cancelled and now_s >= self._poll_s:
+            self._poll_s = now_s + CANCEL_POLL_S
+            try:
+                self._is_cancelled = self._channel.receive(0.0) is not None
+            except EOFError:
+                self._is_cancelled = True
+        return self._is_cancelled
+
+
+class IncrementalDecoder:
+    """Text of an answer, token by token.
+
+    Args:
+        tokenizer: of the model; without one all text is empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._start = 0  # the tokens decoded together with new ones, for their spaces
+        self._read = 0  # the tokens whose text was returned
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes; empty inside a character of several tokens."""
+        if self._tokenizer is None:
+            return ""
+        self._token_ids.append(token)
+        known = self._tokenizer.decode(self._token_ids[self._start : self._read])
+        text = self._tokenizer.decode(self._token_ids[self._start :])
+        if len(text) <= len(known) or text.endswith(INCOMPLETE):
+            return ""
+        self._start, self._read = self._read, len(self._token_ids)
+        return text[len(known) :]
