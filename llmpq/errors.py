@@ -19,9 +19,15 @@ from __future__ import annotations
 
 
 class LlmpqError(Exception):
-    """Base class of all errors of llmpq; ``exit_status`` is the exit status of a command."""
+    """Base class of all errors of llmpq.
+
+    Attributes:
+        exit_status: of a command that ends with it.
+        is_permanent: whether starting the ranks of a run again would give the same error.
+    """
 
     exit_status = 1
+    is_permanent = True
 
 
 class SpecError(LlmpqError, ValueError):
@@ -56,6 +62,10 @@ class StageError(LlmpqError):
     """A rank of the pipeline died, hung or broke the protocol; names stage, rank and host."""
 
     exit_status = 4
+
+    def __init__(self, message: str, *, is_permanent: bool = False) -> None:
+        super().__init__(message)
+        self.is_permanent = is_permanent
 
 
 class StoppedError(LlmpqError):

@@ -39,7 +39,8 @@ class Sampler:
         if bool(logits.gather(-1, best[:, None]).isnan().any()):
             raise StageError(
                 "the model's scores are not numbers (NaN): found an overflow in the layers, "
-                "expected finite values; try --dtype bfloat16 or float32 when planning"
+                "expected finite values; try --dtype bfloat16 or float32 when planning",
+                is_permanent=True,
             )
         if self._sampling.temperature == 0:
             return [int(token) for token in best.tolist()]

@@ -5,6 +5,7 @@ A line is ``{"id", "token_ids", "text", "finish_reason"}``. Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, cast
 
 from llmpq.dist.io.prompts import RequestId, json_lines, request_id, token_ids_of
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, StageError
 from llmpq.spec.fields import Fields
 
 FinishReason = Literal["stop", "length"]
@@ -36,11 +37,14 @@ class Result:
 
 
 class ResultWriter:
-    """Appends results to a file; each reaches the disk's queue before the next is made.
+    """Appends results to a file; each is handed to the operating system before the next is made.
 
     Args:
         path: the file, in an existing or a new directory.
         resume: keep what an earlier run wrote; a last line cut short by its end is dropped.
+
+    Attributes:
+        done: ids of the results that the file held before.
 
     Raises:
         SpecError: the file holds something and ``resume`` is false, or it is not a result file.
@@ -50,20 +54,41 @@ class ResultWriter:
         self._path = Path(path)
         self.done: frozenset[RequestId] = frozenset(finished_ids(self._path, resume=resume))
         self._written = set(self.done)
+        self._error: StageError | None = None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = self._path.open("ab")
-            self._file.truncate(_end_of_last_line(self._path))
+            self._file: IO[bytes] = self._path.open("ab", buffering=0)
+            self._end = _end_of_last_line(self._path)
+            self._file.truncate(self._end)
         except OSError as error:
             raise SpecError(f"{path}: cannot be written: {error.strerror}") from None
 
     def write(self, result: Result) -> None:
-        """Append one result; a second one of the same id is our own bug."""
+        """Append one result; a second one of the same id is our own bug.
+
+        Raises:
+            StageError: the file cannot grow, for example on a full disk. It keeps the results
+                before this one, and takes no other.
+        """
         assert result.id not in self._written, f"request {result.id!r} was answered twice"
+        if self._error is not None:
+            raise self._error
+        line = json.dumps(result_to_json(result), ensure_ascii=False).encode() + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._error = StageError(
+                f"{self._path}: cannot be written: {error.strerror}; it holds "
+                f"{len(self._written)} answers, --resume goes on from there",
+                is_permanent=True,
+            )
+            with contextlib.suppress(OSError):  # else the next reader drops the part of a line
+                self._file.truncate(self._end)
+            raise self._error from None
+        self._end += len(line)
         self._written.add(result.id)
-        line = json.dumps(result_to_json(result), ensure_ascii=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
 
     def __enter__(self) -> ResultWriter:
         """Return itself; the file is open since construction."""

@@ -67,6 +67,7 @@ class ErrorRecord:
         exit_status: of its kind of error.
         time_s: on this host's monotonic clock.
         lost_rank: the peer that it lost, if that is the whole error.
+        is_permanent: whether another start would fail in the same way.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class ErrorRecord:
     exit_status: int
     time_s: float
     lost_rank: int | None = None
+    is_permanent: bool = False
 
 
 def write_error_record(folder: Path, record: ErrorRecord) -> None:
@@ -348,7 +350,8 @@ def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: P
         _error_records(workers, folder), key=lambda one: (one.lost_rank is not None, one.time_s)
     )
     if records:
-        return error_from_status(records[0].exit_status, records[0].message)
+        first = records[0]
+        return error_from_status(first.exit_status, first.message, is_permanent=first.is_permanent)
     rank = next(rank for rank, worker in workers.items() if worker.poll())
     log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
     status = workers[rank].poll()

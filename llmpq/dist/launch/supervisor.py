@@ -2,8 +2,8 @@
 
 When a rank dies or hangs, the launcher ends the others, and the running requests are lost. Finished
 answers are in the result file, so a new start answers the rest and nothing twice. Errors that
-another start does not cure (bad input, too little memory, a full disk, our own bugs) end the run at
-once; so do two starts in a row without a token. Needs no torch.
+another start does not cure (bad input, too little memory, a full disk, scores that are NaN, our own bugs) end
+the run at once; so do two starts in a row without a token. Needs no torch.
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ class Supervisor:
         limit, done = self._supervision.max_restarts, len(self._restarts)
         # Only the master counts tokens.
         is_idle = 0 in self._ranks and self._health.tokens == 0
-        if self._supervision.stop.is_requested or self._job.task != "generate" or limit == 0:
+        is_final = error.is_permanent or limit == 0
+        if is_final or self._supervision.stop.is_requested or self._job.task != "generate":
             return error
         if done == limit or (is_idle and self._was_idle):
             why = "none of the last two starts made a token" if done < limit else "no more allowed"

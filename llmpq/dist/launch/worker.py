@@ -84,13 +84,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         measurement = run_rank(job, rank, progress)
     except LlmpqError as error:
-        lost_rank = error.rank if isinstance(error, PeerLostError) else None
-        _write_error(job_file, rank, str(error), error.exit_status, lost_rank)
+        _write_error(job_file, rank, error)
         return error.exit_status
     except Exception as error:
         traceback.print_exc()
-        _write_error(job_file, rank, f"{type(error).__name__}: {error}", 1, None)
-        return 1
+        _write_error(job_file, rank, LlmpqError(f"{type(error).__name__}: {error}"))
+        return LlmpqError.exit_status
     finally:
         pulse.stop()
     if measurement is not None:
@@ -258,15 +257,14 @@ def _me(job: Job, plan: Plan, rank: int) -> RankIdentity:
     )
 
 
-def _write_error(
-    job_file: Path, rank: int, message: str, exit_status: int, lost_rank: int | None
-) -> None:
+def _write_error(job_file: Path, rank: int, error: LlmpqError) -> None:
     record = ErrorRecord(
         rank=rank,
-        message=message,
-        exit_status=exit_status,
-        lost_rank=lost_rank,
+        message=str(error),
+        exit_status=error.exit_status,
+        lost_rank=error.rank if isinstance(error, PeerLostError) else None,
         time_s=time.monotonic(),
+        is_permanent=error.is_permanent,
     )
     write_error_record(job_file.parent, record)
 

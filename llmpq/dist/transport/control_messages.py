@@ -44,20 +44,24 @@ def shut_down(communicator: Communicator) -> list[StageStats]:
 
 def error_frame(error: LlmpqError) -> Frame:
     """Return the frame that reports why a rank ends."""
-    text = json.dumps(
-        {"exit_status": error.exit_status, "message": str(error)[:MAX_MESSAGE_LENGTH]}
-    )
-    return Frame(kind=FrameKind.ERROR, text=text.encode())
+    fields = {
+        "exit_status": error.exit_status,
+        "message": str(error)[:MAX_MESSAGE_LENGTH],
+        "is_permanent": error.is_permanent,
+    }
+    return Frame(kind=FrameKind.ERROR, text=json.dumps(fields).encode())
 
 
 def error_from_frame(frame: Frame) -> LlmpqError:
     """Return the error of an error frame."""
     try:
         found = json.loads(frame.text)
-        status, message = found["exit_status"], found["message"]
+        status, message, permanent = (
+            found[name] for name in ("exit_status", "message", "is_permanent")
+        )
     except (ValueError, TypeError, KeyError):
         return StageError("a stage failed and sent no readable reason")
-    return error_from_status(status, message)
+    return error_from_status(status, message, is_permanent=permanent is True)
 
 
 def _expect(communicator: Communicator, kind: FrameKind) -> Frame:
@@ -80,7 +84,7 @@ def _stats(frame: Frame) -> StageStats:
 def as_llmpq_error(error: Exception, name: str) -> LlmpqError:
     """Return any exception of a rank as an ``LlmpqError`` that names the stage."""
     if isinstance(error, StageError) and not str(error).startswith("stage "):
-        return StageError(f"{name}: {error}")
+        return StageError(f"{name}: {error}", is_permanent=error.is_permanent)
     if isinstance(error, LlmpqError):
         return error
     is_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

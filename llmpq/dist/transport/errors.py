@@ -36,7 +36,11 @@ def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
     return f"stage {rank} (rank {rank}, {where})"
 
 
-def error_from_status(status: object, message: object) -> LlmpqError:
+def error_from_status(
+    status: object, message: object, *, is_permanent: bool = False
+) -> LlmpqError:
     """Return the error of an exit status that another process reported."""
-    kinds: dict[object, type[LlmpqError]] = {2: SpecError, 3: CapacityError, 4: StageError}
+    if status == StageError.exit_status:
+        return StageError(str(message), is_permanent=is_permanent)
+    kinds: dict[object, type[LlmpqError]] = {2: SpecError, 3: CapacityError}
     return kinds.get(status, LlmpqError)(str(message))

@@ -103,7 +103,15 @@ def test_a_host_without_the_master_does_not_count_tokens(tmp_path, monkeypatch):
     run.run()
 
 
-@pytest.mark.parametrize("error", [SpecError("bad"), CapacityError("full"), ValueError("bug")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        StageError("full", is_permanent=True),
+        SpecError("bad"),
+        CapacityError("full"),
+        ValueError("bug"),
+    ],
+)
 def test_what_another_start_would_not_cure_ends_the_run(tmp_path, monkeypatch, error):
     generations, run = supervise(tmp_path, monkeypatch, dies(5, error=error), max_restarts=3)
     with pytest.raises(type(error)):

@@ -88,10 +88,19 @@ def test_work_is_told_by_the_tokens_that_a_forecast_charges(phase, device, token
     assert tokens_read(phase, ROWS, torch.device(device)) == tokens
 
 
-@pytest.mark.parametrize("error", [SpecError("a"), CapacityError("b"), StageError("stage 1: c")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        SpecError("a"),
+        CapacityError("b"),
+        StageError("stage 1: c"),
+        StageError("stage 1: d", is_permanent=True),
+    ],
+)
 def test_errors_keep_their_kind_on_the_way(error):
     found = error_from_frame(error_frame(error))
     assert (type(found), str(found)) == (type(error), str(error))
+    assert found.is_permanent == error.is_permanent
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff"])

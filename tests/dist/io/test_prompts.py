@@ -15,7 +15,6 @@ from llmpq.dist.io.prompts import (
     sort_requests,
     write_prompts,
 )
-from llmpq.dist.io.results import Result, ResultWriter, read_results
 from llmpq.errors import SpecError
 
 LIMITS = RequestLimits(
@@ -143,51 +142,6 @@ def test_text_needs_a_tokenizer(tmp_path):
     assert "secret" not in str(caught.value)
 
 
-def _result(name: str) -> Result:
-    return Result(id=name, token_ids=(1, 2), text="é", finish_reason="length")
-
-
-def test_results_are_on_disk_at_once(tmp_path):
-    path = tmp_path / "new" / "results.jsonl"
-    with ResultWriter(path) as writer:
-        writer.write(_result("a"))
-        assert read_results(path) == [_result("a")]
-
-
-def test_a_result_is_never_written_twice(tmp_path):
-    with ResultWriter(tmp_path / "results.jsonl") as writer:
-        writer.write(_result("a"))
-        with pytest.raises(AssertionError, match="twice"):
-            writer.write(_result("a"))
-
-
-def test_existing_results_are_not_overwritten(tmp_path):
-    path = tmp_path / "results.jsonl"
-    with ResultWriter(path) as writer:
-        writer.write(_result("a"))
-    with pytest.raises(SpecError, match=r"already exists.*--resume"):
-        ResultWriter(path)
-
-
-def test_resume_drops_the_line_that_was_cut_short(tmp_path):
-    path = tmp_path / "results.jsonl"
-    with ResultWriter(path) as writer:
-        writer.write(_result("a"))
-        writer.write(_result("b"))
-    path.write_bytes(path.read_bytes()[:-5])
-    with ResultWriter(path, resume=True) as writer:
-        assert writer.done == {"a"}
-        writer.write(_result("b"))
-    assert read_results(path) == [_result("a"), _result("b")]
-
-
-def test_resume_refuses_a_file_of_something_else(tmp_path):
-    path = tmp_path / "results.jsonl"
-    path.write_text('{"id": "a", "prompt": "x"}\n')
-    with pytest.raises(SpecError, match=r"results.jsonl: line 1"):
-        ResultWriter(path, resume=True)
-
-
 def test_a_bad_line_harms_no_other(tmp_path):
     good = {"id": "a", "prompt_token_ids": [1]}
     path = _file(tmp_path, good, {"id": "a", "prompt": "x"}, {"prompt": "x"}, good | {"id": "b"})
@@ -200,3 +154,12 @@ def test_a_bad_line_harms_no_other(tmp_path):
     requests, unfit = sort_requests(prompts, LIMITS, None)
     assert [request.id for request in requests] == ["a", "b"]
     assert [str(error).partition("line ")[2][:2] for error in unfit] == ["6:"]
+
+
+@pytest.mark.parametrize("field", ["prompt", "id"])
+def test_a_lone_surrogate_harms_its_line_alone(tmp_path, field):
+    lines = [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"} | {field: "x\udc80"}]
+    prompts, refused = sort_prompts(_file(tmp_path, *lines))
+    assert [prompt.id for prompt in prompts] == ["a"]
+    assert rf"line 2: field '{field}': found 'x\udc80', expected text" in str(refused[0])
+    assert str(refused[0]).encode()

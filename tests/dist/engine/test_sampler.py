@@ -79,5 +79,6 @@ def test_senseless_options_are_refused(options):
 
 
 def test_scores_that_are_no_numbers_are_an_error():
-    with pytest.raises(StageError, match="NaN"):
+    with pytest.raises(StageError, match="NaN") as caught:
         Sampler(SamplingParams()).sample(torch.tensor([[math.nan, 1.0]]), [("a", 1)])
+    assert caught.value.is_permanent  # another start would read the same weights
