@@ -94,4 +94,4 @@ def test_a_script_that_ends_leaves_no_process_and_no_folder(tiny_model, tmp_path
         script.kill()
         script.communicate()
     wait_for(lambda: [pid for pid in pids.values() if is_running(pid)], lambda left: not left)
-    wait_for(lambda: list(private.iterdir()), lambda left: not left)
+    wait_for(lambda: list(private.glob("*/job.json")), lambda left: not left)

@@ -55,6 +55,7 @@ from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.dist.metrics.progress import PipeProgress, Progress, Pulse
 from llmpq.dist.metrics.recorder import Recorder
 from llmpq.dist.transport.channels import RankChannels
+from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.dist.transport.errors import PeerLostError, stage_name
 from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.dist.transport.topology import topology_of

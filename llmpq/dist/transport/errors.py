@@ -36,9 +36,7 @@ def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
     return f"stage {rank} (rank {rank}, {where})"
 
 
-def error_from_status(
-    status: object, message: object, *, is_permanent: bool = False
-) -> LlmpqError:
+def error_from_status(status: object, message: object, *, is_permanent: bool = False) -> LlmpqError:
     """Return the error of an exit status that another process reported."""
     if status == StageError.exit_status:
         return StageError(str(message), is_permanent=is_permanent)
