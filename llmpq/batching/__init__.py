@@ -14,6 +14,7 @@ from llmpq.batching.base import (
     check_decision,
 )
 from llmpq.batching.factory import PipelineShape, make_policy
+from llmpq.batching.pipeline_depth import PipelineDepth, uniform_depth
 from llmpq.batching.policies.hybrid import HybridPolicy
 from llmpq.batching.policies.iteration import IterationPolicy
 from llmpq.batching.policies.multibin import MultiBinFormer
@@ -21,8 +22,7 @@ from llmpq.batching.policies.rra import RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.batching.record import RequestRecord, percentile, summarise
-from llmpq.batching.scheduler import Scheduler, SlotAllocator, Step
-from llmpq.batching.ways import Ways, straight_ways
+from llmpq.batching.scheduler import Scheduler, SlotAllocator
 
 __all__ = [
     "Admission",
@@ -34,6 +34,7 @@ __all__ = [
     "InFlightBatch",
     "IterationPolicy",
     "MultiBinFormer",
+    "PipelineDepth",
     "PipelineShape",
     "Prefill",
     "ReadySequence",
@@ -43,14 +44,12 @@ __all__ = [
     "SchedulerView",
     "SlotAllocator",
     "StaticPolicy",
-    "Step",
     "WaaPolicy",
     "Wait",
     "WaitingRequest",
-    "Ways",
     "check_decision",
     "make_policy",
     "percentile",
-    "straight_ways",
     "summarise",
+    "uniform_depth",
 ]

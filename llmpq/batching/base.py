@@ -53,19 +53,27 @@ class ReadySequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlightBatch:
-    """A micro-batch on its way through the stages.
+    """A micro-batch that was dispatched into the pipeline and has not come back.
 
     Attributes:
-        number: counted from 0 in the order they were sent off.
+        number: counted from 0 in the order of dispatch.
         phase: prefill or decode.
-        requests: the numbers of its requests.
-        slots: the slot of each.
+        sequences: its members as they were at dispatch; for a prefill with an empty answer.
     """
 
     number: int
     phase: Phase
-    requests: tuple[int, ...]
-    slots: tuple[int, ...]
+    sequences: tuple[ReadySequence, ...]
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The number of each sequence's request."""
+        return tuple(sequence.request for sequence in self.sequences)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slot of each sequence."""
+        return tuple(sequence.slot for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +84,7 @@ class SchedulerView:
         waiting: requests without a slot, in order of arrival.
         ready: sequences that can be decoded, the one ready longest first.
         free_slots: slots without an owner.
-        flights: micro-batches on their way, the oldest first.
+        in_flight: micro-batches in the pipeline, the oldest first.
         open_phases: what the pipeline can take now. Both phases, unless prefill and decode have
             stages of their own and one of them is full.
         is_closed: whether no further request will arrive.
@@ -86,18 +94,18 @@ class SchedulerView:
     waiting: Sequence[WaitingRequest]
     ready: Sequence[ReadySequence]
     free_slots: int
-    flights: tuple[InFlightBatch, ...] = ()
+    in_flight: tuple[InFlightBatch, ...] = ()
     open_phases: tuple[Phase, ...] = (Phase.PREFILL, Phase.DECODE)
     is_closed: bool = True
     now_s: float = 0.0
 
-    def in_flight(self, phase: Phase) -> int:
-        """Return the number of sequences on their way in a phase."""
-        return sum(len(flight.requests) for flight in self.flights if flight.phase is phase)
+    def sequences_in_flight(self, phase: Phase) -> int:
+        """Return the number of sequences in flight in a phase."""
+        return sum(len(batch.sequences) for batch in self.in_flight if batch.phase is phase)
 
-    def num_flights(self, phase: Phase) -> int:
-        """Return the number of micro-batches on their way in a phase."""
-        return sum(flight.phase is phase for flight in self.flights)
+    def num_in_flight(self, phase: Phase) -> int:
+        """Return the number of micro-batches in flight in a phase."""
+        return sum(batch.phase is phase for batch in self.in_flight)
 
     def can(self, phase: Phase) -> bool:
         """Whether the pipeline can take a micro-batch of the phase now."""
@@ -107,7 +115,7 @@ class SchedulerView:
     def alive(self) -> int:
         """Sequences that hold a slot and are not finished."""
         ready = sum(not sequence.is_finished for sequence in self.ready)
-        return ready + sum(len(flight.requests) for flight in self.flights)
+        return ready + sum(len(batch.sequences) for batch in self.in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +172,7 @@ def check_decision(view: SchedulerView, decision: Decision) -> None:
             for nothing.
     """
     if isinstance(decision, Wait):
-        is_for_nothing = not view.flights and view.is_closed and decision.until_s is None
+        is_for_nothing = not view.in_flight and view.is_closed and decision.until_s is None
         if is_for_nothing and (view.waiting or view.ready):
             raise LlmpqError("batching policy: waits although nothing is in flight")
         return

@@ -1,9 +1,8 @@
-"""Scheduler: which request waits, which owns a slot, what is on its way. One book, two readers.
+"""Scheduler: which request waits, which owns a slot, what is in flight.
 
-The runtime's engine and the simulator both keep their requests here and do with tensors or with
-seconds what the book says; so a policy that sees equal arrivals, clocks and ends decides the same
-in both. The book knows neither tokens nor seconds: whoever lands a micro-batch tells which of its
-answers are complete.
+The runtime's engine and the simulator both use it, so that a policy that sees equal arrivals,
+clocks and completions decides the same in both. It handles neither tensors nor durations: the
+caller that completes a micro-batch says which of its answers are finished.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmpq.batching.base import (
     BatchingPolicy,
@@ -33,7 +31,7 @@ BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
 
 
 class SlotAllocator:
-    """Which slots are free; every slot has at most one owner.
+    """Free and owned slots; every slot has at most one owner.
 
     The lowest free slot is given out first, so that live sequences stay together at the front of
     the cache: the compaction that early ends call for (ExeGPT, Sec. 3) without moving a byte.
@@ -67,35 +65,21 @@ class SlotAllocator:
         """Free an owned slot.
 
         Raises:
-            LlmpqError: nobody owns it.
+            LlmpqError: it has no owner.
         """
         if slot not in self._owned:
-            raise LlmpqError(f"slot pool: slot {slot} is released although nobody owns it")
+            raise LlmpqError(f"slot pool: slot {slot} is released but has no owner")
         self._owned.remove(slot)
         heapq.heappush(self._free, slot)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A decision that was carried out in the book.
-
-    Attributes:
-        flight: the micro-batch it sent off.
-        sequences: its members as they were before, in the order of the flight; for a prefill with
-            an empty answer.
-    """
-
-    flight: InFlightBatch
-    sequences: tuple[ReadySequence, ...]
 
 
 class Scheduler:
     """All requests of a run.
 
     Args:
-        policy: decides.
+        policy: decides what to dispatch next.
         num_slots: sequences that may hold a slot at once.
-        watch: is told of every answer that begins and ends, ``None`` for nobody.
+        watch: records every answer that begins and ends; ``None`` for no record.
         first_number: number of the first micro-batch.
 
     Attributes:
@@ -115,8 +99,7 @@ class Scheduler:
         self._slots = SlotAllocator(num_slots)
         self._waiting: deque[WaitingRequest] = deque()
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
-        self._flying: dict[int, ReadySequence] = {}  # by slot
-        self._flights: dict[int, InFlightBatch] = {}  # by number, in order
+        self._in_flight: dict[int, InFlightBatch] = {}  # by number, in order
         self.next_number = first_number
         self._unfinished = 0  # sequences that hold a slot and whose answer is incomplete
         self._is_closed = False
@@ -124,12 +107,12 @@ class Scheduler:
     @property
     def is_done(self) -> bool:
         """Whether every request has been answered and none will come."""
-        return self._is_closed and not (self._waiting or self._ready or self._flights)
+        return self._is_closed and not (self._waiting or self._ready or self._in_flight)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way."""
-        return not self._flights
+        """Whether nothing is in flight."""
+        return not self._in_flight
 
     def arrive(self, request: WaitingRequest) -> None:
         """Put a request at the end of the queue."""
@@ -138,25 +121,25 @@ class Scheduler:
         self._waiting.append(request)
 
     def close(self) -> None:
-        """Say that no further request will arrive."""
+        """Declare that no further request will arrive."""
         self._is_closed = True
 
     def drain(self) -> tuple[int, ...]:
-        """Let go of the requests that still wait, for whoever holds a slot to finish alone.
+        """Remove the waiting requests; those that hold a slot are still finished.
 
         Returns:
-            the requests let go, in the order of the queue.
+            the removed requests, in the order of the queue.
         """
         dropped = tuple(item.request for item in self._waiting)
         self._waiting.clear()
         self._is_closed = True
         return dropped
 
-    def num_flights(self, phase: Phase | None = None) -> int:
-        """Return how many micro-batches are on their way, in one phase or in both."""
+    def num_in_flight(self, phase: Phase | None = None) -> int:
+        """Return how many micro-batches are in flight, in one phase or in both."""
         if phase is None:
-            return len(self._flights)
-        return sum(flight.phase is phase for flight in self._flights.values())
+            return len(self._in_flight)
+        return sum(batch.phase is phase for batch in self._in_flight.values())
 
     def view(self, now_s: float, open_phases: tuple[Phase, ...] = BOTH_PHASES) -> SchedulerView:
         """Return what a policy may see."""
@@ -164,7 +147,7 @@ class Scheduler:
             waiting=self._waiting,
             ready=tuple(self._ready.values()),
             free_slots=self._slots.num_slots - self._slots.in_use,
-            flights=tuple(self._flights.values()),
+            in_flight=tuple(self._in_flight.values()),
             open_phases=open_phases,
             is_closed=self._is_closed,
             now_s=now_s,
@@ -172,11 +155,11 @@ class Scheduler:
 
     def decide(
         self, now_s: float, open_phases: tuple[Phase, ...] = BOTH_PHASES
-    ) -> tuple[Decision, Step | None]:
-        """Ask the policy, check its answer and carry it out.
+    ) -> tuple[Decision, InFlightBatch | None]:
+        """Ask the policy, check its decision and carry it out.
 
         Returns:
-            the decision, and what it sent off (``None`` when it waits).
+            the decision, and the micro-batch it dispatched (``None`` when it waits).
 
         Raises:
             LlmpqError: the decision is not allowed.
@@ -191,22 +174,16 @@ class Scheduler:
         else:
             sequences = self._take_ready(decision)
         phase = Phase.PREFILL if isinstance(decision, Prefill) else Phase.DECODE
-        flight = InFlightBatch(
-            number=self.next_number,
-            phase=phase,
-            requests=tuple(sequence.request for sequence in sequences),
-            slots=tuple(sequence.slot for sequence in sequences),
-        )
+        batch = InFlightBatch(number=self.next_number, phase=phase, sequences=tuple(sequences))
         self.next_number += 1
-        self._flights[flight.number] = flight
-        self._flying.update((sequence.slot, sequence) for sequence in sequences)
-        return decision, Step(flight=flight, sequences=tuple(sequences))
+        self._in_flight[batch.number] = batch
+        return decision, batch
 
-    def land(self, number: int, is_complete: Sequence[bool]) -> tuple[int, ...]:
-        """Take in a micro-batch: one new token for each of its sequences.
+    def complete(self, number: int, is_complete: Sequence[bool]) -> tuple[int, ...]:
+        """Take a micro-batch out of the pipeline: one new token for each of its sequences.
 
         Args:
-            number: of the flight.
+            number: of the micro-batch.
             is_complete: for each of its sequences, whether that token was its last. Ignored for
                 those that were finished before.
 
@@ -214,14 +191,13 @@ class Scheduler:
             the requests that are finished by it.
 
         Raises:
-            LlmpqError: no such micro-batch is on its way.
+            LlmpqError: no such micro-batch is in flight.
         """
-        if number not in self._flights:
-            raise LlmpqError(f"micro-batch {number} lands but is not on its way")
-        flight = self._flights.pop(number)
+        if number not in self._in_flight:
+            raise LlmpqError(f"micro-batch {number} completes but is not in flight")
         finished = []
-        for slot, complete in zip(flight.slots, is_complete, strict=True):
-            before = self._flying.pop(slot)
+        sequences = self._in_flight.pop(number).sequences
+        for before, complete in zip(sequences, is_complete, strict=True):
             after = before if before.is_finished else _with_one_more_token(before, complete)
             if complete and not before.is_finished:
                 finished.append(before.request)
@@ -229,9 +205,9 @@ class Scheduler:
                 if self._watch is not None:
                     self._watch.ends(before.request, after.new_tokens)
             if after.is_finished and not self._policy.holds_finished:
-                self._slots.release(slot)
+                self._slots.release(before.slot)
             else:
-                self._ready[slot] = after
+                self._ready[before.slot] = after
         if self._policy.holds_finished and self._unfinished == 0:
             self._release_batch()
         return tuple(finished)
@@ -239,14 +215,14 @@ class Scheduler:
     def _release_batch(self) -> None:
         """Free the slots of a batch whose last answer is complete.
 
-        Members still on their way are finished too; they are freed when they land.
+        Members still in flight are finished too; their slots are freed when they complete.
         """
         for slot in self._ready:
             self._slots.release(slot)
         self._ready.clear()
 
     def _admit(self, requests: Sequence[int]) -> list[ReadySequence]:
-        """Take requests from the queue without walking past the last of them; give them slots."""
+        """Take requests from the queue and give them slots; the queue keeps its order."""
         chosen = set(requests)
         found: dict[int, WaitingRequest] = {}
         passed_over = []

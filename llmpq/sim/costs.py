@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from llmpq.batching import Ways
+from llmpq.batching import PipelineDepth
 from llmpq.errors import SpecError
 from llmpq.spec.precision import Phase
 
@@ -88,9 +88,9 @@ class Layout:
         return self.prefill_path if phase is Phase.PREFILL else self.decode_path
 
     @property
-    def ways(self) -> Ways:
-        """What limits the micro-batches on their way, as in the runtime."""
-        return Ways(
+    def depth(self) -> PipelineDepth:
+        """Limits of the micro-batches in flight, as in the runtime."""
+        return PipelineDepth(
             prefill_stages=len(self.prefill_path),
             decode_stages=len(self.decode_path),
             is_split=self.is_split,

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from llmpq.batching import BatchingPolicy, RequestRecord, Scheduler, Step, Wait, WaitingRequest
+from llmpq.batching import (
+    BatchingPolicy,
+    InFlightBatch,
+    RequestRecord,
+    Scheduler,
+    Wait,
+    WaitingRequest,
+)
 from llmpq.batching.workload_shift import DriftWatch
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import Hop, Shape, StepCosts, mean_shape
@@ -61,13 +68,13 @@ class _Message:
     """A micro-batch on its way.
 
     Attributes:
-        step: what it is.
+        batch: what it is.
         shape: what it asks.
         position: where on its path it goes next; past the end it goes back to the master.
         received_s: what taking it in costs the receiver.
     """
 
-    step: Step
+    batch: InFlightBatch
     shape: Shape
     position: int = 0
     received_s: float = 0.0
@@ -96,7 +103,7 @@ class _Simulation:
     ) -> None:
         self._costs = costs
         self._layout = costs.layout
-        self._ways = self._layout.ways
+        self._depth = self._layout.depth
         self._trace = trace
         self._scheduler = scheduler
         self._workers = [
@@ -156,27 +163,27 @@ class _Simulation:
         self._is_waiting = False
 
     def _wake_master(self) -> None:
-        """Give an idle master its next task, as the engine's loop does: land before sending."""
+        """Give an idle master its next task, as the engine does: complete, then dispatch."""
         master = self._workers[0]
         if master.message is not None:
             return
         if master.waiting:
             self._begin(master)
             return
-        open_phases = self._ways.open_phases(self._scheduler)
+        open_phases = self._depth.open_phases(self._scheduler)
         if self._is_waiting or not open_phases or self._scheduler.is_done:
             return
-        decision, step = self._scheduler.decide(self._now_s, open_phases)
-        if step is None:
+        decision, batch = self._scheduler.decide(self._now_s, open_phases)
+        if batch is None:
             self._is_waiting = True
             self._wake_s = decision.until_s if isinstance(decision, Wait) else None
             return
         self._micro_batches += 1
-        if step.flight.phase is Phase.PREFILL:
-            for number in step.flight.requests:
+        if batch.phase is Phase.PREFILL:
+            for number in batch.requests:
                 self._lives[number].start_s = self._now_s
-        shape = mean_shape(step.flight.phase, [item.context_tokens for item in step.sequences])
-        master.waiting.append(_Message(step=step, shape=shape))
+        shape = mean_shape(batch.phase, [item.context_tokens for item in batch.sequences])
+        master.waiting.append(_Message(batch=batch, shape=shape))
         self._begin(master)
 
     def _begin(self, worker: _Worker) -> None:
@@ -266,7 +273,7 @@ class _Simulation:
         self._note(worker, message)
         path = self._layout.path(message.shape.phase)
         if message.position == len(path):
-            self._land(message)
+            self._complete(message)
             return
         hop = self._hop(message)
         message.position += 1
@@ -283,16 +290,16 @@ class _Simulation:
         entry = (at_s, next(self._tie), target, message)
         heapq.heappush(self._messages, entry)
 
-    def _land(self, message: _Message) -> None:
-        step = message.step
+    def _complete(self, message: _Message) -> None:
+        batch = message.batch
         complete = []
-        for item in step.sequences:
+        for item in batch.sequences:
             life = self._lives[item.request]
             if not item.is_finished:
                 life.takes_token(self._now_s)
             complete.append(life.made == self._trace[item.request].new_tokens)
         self._is_waiting = False
-        for number in self._scheduler.land(step.flight.number, complete):
+        for number in self._scheduler.complete(batch.number, complete):
             self._lives[number].end_s = self._now_s
 
     def _note(self, worker: _Worker, message: _Message) -> None:
@@ -301,7 +308,7 @@ class _Simulation:
                 Activity(
                     stage=worker.rank,
                     phase=message.shape.phase,
-                    micro_batch=message.step.flight.number,
+                    micro_batch=message.batch.number,
                     rows=message.shape.rows,
                     start_s=worker.start_s,
                     end_s=self._now_s,

@@ -1,4 +1,4 @@
-"""Whoever drains a book is left with what has begun, under every policy and at every moment."""
+"""A drained scheduler finishes what has begun, under every policy and at every moment."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(wanted=st.lists(st.integers(1, 6), min_size=1, max_size=15), at=st.integers(0, 20))
-def test_what_has_begun_is_finished_and_nothing_else(name, wanted, at):
+def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
     scheduler = Scheduler(policy=POLICIES[name](wanted), num_slots=SLOTS)
     for number in range(len(wanted)):
         scheduler.arrive(WaitingRequest(request=number, prompt_tokens=1, arrival_s=0.0))
@@ -50,29 +50,29 @@ def test_what_has_begun_is_finished_and_nothing_else(name, wanted, at):
     begun: set[int] = set()
     finished: set[int] = set()
     dropped: tuple[int, ...] = ()
-    flying = []
+    in_flight = []
     for step_number in range(10_000):
         if step_number == at:
             dropped = scheduler.drain()
         if scheduler.is_done:
             break
-        _, step = scheduler.decide(float(step_number))
-        if step is not None:
-            assert step_number < at or begun.issuperset(step.flight.requests)
-            begun.update(step.flight.requests)
-            flying.append(step)
-        elif flying:
-            landing = flying.pop(0)
-            for item in landing.sequences:
+        _, batch = scheduler.decide(float(step_number))
+        if batch is not None:
+            assert step_number < at or begun.issuperset(batch.requests)
+            begun.update(batch.requests)
+            in_flight.append(batch)
+        elif in_flight:
+            oldest = in_flight.pop(0)
+            for item in oldest.sequences:
                 made[item.request] += not item.is_finished
-            complete = [made[item.request] >= wanted[item.request] for item in landing.sequences]
-            finished.update(scheduler.land(landing.flight.number, complete))
+            complete = [made[item.request] >= wanted[item.request] for item in oldest.sequences]
+            finished.update(scheduler.complete(oldest.number, complete))
     assert scheduler.is_done
     assert finished == begun
     assert sorted(begun | set(dropped)) == list(range(len(wanted)))
 
 
-def test_a_drained_book_takes_nothing_more():
+def test_a_drained_scheduler_admits_no_request():
     scheduler = Scheduler(policy=IterationPolicy(micro_batching=SIZES), num_slots=SLOTS)
     scheduler.drain()
     with pytest.raises(LlmpqError, match="after the last one"):

@@ -66,11 +66,12 @@ def test_a_sequence_joins_when_a_slot_is_free():
 
 
 def test_running_sequences_do_not_wait_for_a_prefill():
+    prefilled = ReadySequence(request=1, slot=0, context_tokens=5, new_tokens=0)
     view = SchedulerView(
         waiting=[],
         ready=[ReadySequence(request=0, slot=3, context_tokens=5, new_tokens=2)],
         free_slots=0,
-        flights=(InFlightBatch(number=0, phase=Phase.PREFILL, requests=(1,), slots=(0,)),),
+        in_flight=(InFlightBatch(number=0, phase=Phase.PREFILL, sequences=(prefilled,)),),
     )
     assert _policy(prefill=1, decode=4, slots=4, stages=2).decide(view) == Decode(slots=(3,))
 

@@ -161,7 +161,7 @@ class Watched(RraPolicy):
     def decide(self, view):
         decision = super().decide(view)
         if isinstance(decision, Prefill):
-            self.out = [*getattr(self, "out", []), view.num_flights(Phase.DECODE)]
+            self.out = [*getattr(self, "out", []), view.num_in_flight(Phase.DECODE)]
         return decision
 
 
@@ -191,8 +191,9 @@ def test_rra_never_waits_for_room_that_others_may_make(free, phase):
     view = SchedulerView(waiting=waiting, ready=kept, free_slots=free)
     begun = policy.decide(replace(view, waiting=[]))
     assert isinstance(begun, Decode)
-    flight = InFlightBatch(number=0, phase=Phase.DECODE, requests=begun.slots, slots=begun.slots)
-    late = replace(view, ready=kept[2:], flights=(flight,))
+    batch = InFlightBatch(number=0, phase=Phase.DECODE, sequences=tuple(kept[:2]))
+    assert batch.slots == begun.slots
+    late = replace(view, ready=kept[2:], in_flight=(batch,))
     for _ in range(-(-len(late.ready) // 2)):  # the others make the cycle's token and are back
         assert isinstance(policy.decide(replace(late, waiting=[])), Decode)
     decision = policy.decide(late)

@@ -27,7 +27,6 @@ from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.batching.workload_shift import DriftWatch, watch_of
 from llmpq.dist.engine.engine import MasterEngine
-from llmpq.dist.engine.in_flight import PhaseSplit
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
@@ -99,12 +98,12 @@ class Clock:
 
     def first(self) -> tuple[float, FrameKind] | None:
         """When the next answer is there, and of which kind; of equals, decode."""
-        heads = [(way[0][0], kind is FrameKind.PREFILL, kind) for kind, way in self.ways()]
+        heads = [(queue[0][0], kind is FrameKind.PREFILL, kind) for kind, queue in self.queues()]
         return min(heads)[0::2] if heads else None
 
-    def ways(self):
+    def queues(self):
         # Answers that share their stages come back in one order.
-        return [(kind, way) for kind, way in self.back.items() if way]
+        return [(kind, queue) for kind, queue in self.back.items() if queue]
 
 
 def shape_of(kind: FrameKind, rows) -> Shape:
@@ -222,7 +221,7 @@ class Recorder:
 
     def decide(self, view: SchedulerView) -> Decision:
         decision = self.policy.decide(view)
-        slots = [slot for flight in view.flights for slot in flight.slots]
+        slots = [slot for batch in view.in_flight for slot in batch.slots]
         slots += [sequence.slot for sequence in view.ready]
         assert len(slots) == len(set(slots)), "a slot with two owners"
         if not isinstance(decision, Wait):
@@ -370,9 +369,8 @@ def run_engine(costs, trace, sizes, slots, policy, watch):
         sampler=ends,
         clock=StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep),
         num_slots=slots,
-        split=None
-        if costs.decoding is None
-        else PhaseSplit(ways=costs.layout.ways, prefill_runner=ends),
+        depth=costs.layout.depth,
+        prefill_runner=None if costs.decoding is None else ends,
         watch=watch,
     )
     requests = [

@@ -97,8 +97,8 @@ class WaaSpace:
     @property
     def shape(self) -> tuple[int, int]:
         """Points in either direction."""
-        ways = self._task.costs.layout.ways
-        return self._task.num_slots, ways.most_in_flight(Phase.DECODE)
+        depth = self._task.costs.layout.depth
+        return self._task.num_slots, depth.max_in_flight(Phase.DECODE)
 
     def point(self, point: Point) -> WaaPoint:
         """Return the performance of a point, feasible or not."""

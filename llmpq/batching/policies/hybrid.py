@@ -46,20 +46,20 @@ class HybridPolicy:
         return Wait()
 
     def _is_time_to_prefill(self, view: SchedulerView, room: int) -> bool:
-        is_decoding = view.num_flights(Phase.DECODE) > 0 or any(
+        is_decoding = view.num_in_flight(Phase.DECODE) > 0 or any(
             sequence.new_tokens > 1 for sequence in view.ready
         )
         return not is_decoding or room >= min(self._refill, len(view.waiting))
 
     def _is_time_to_decode(self, view: SchedulerView) -> bool:
         ready = len(view.ready)
-        if ready < self._sizes.decode and view.num_flights(Phase.PREFILL):
+        if ready < self._sizes.decode and view.num_in_flight(Phase.PREFILL):
             # Fresh sequences wait for the others of their phase and then leave as a full
             # micro-batch; sequences already decoding do not wait for them.
             return any(sequence.new_tokens > 1 for sequence in view.ready)
         # Up to as many micro-batches as stages, a smaller one costs nothing: the stages would
         # idle. Beyond that, sequences wait to be merged, so that early ends do not leave the
         # pipeline with ever smaller micro-batches.
-        alive = ready + view.in_flight(Phase.DECODE)
+        alive = ready + view.sequences_in_flight(Phase.DECODE)
         wanted = max(self._num_stages, -(-alive // self._sizes.decode))
-        return view.num_flights(Phase.DECODE) < wanted
+        return view.num_in_flight(Phase.DECODE) < wanted

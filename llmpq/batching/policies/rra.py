@@ -65,10 +65,10 @@ class RraPolicy:
 
     def _is_cycle_over(self, view: SchedulerView) -> bool:
         """Whether everyone has made the cycle's tokens; the last of them may be on their way."""
-        if view.num_flights(Phase.PREFILL):
+        if view.num_in_flight(Phase.PREFILL):
             return False
         numbers = [sequence.request for sequence in view.ready]
-        numbers += [request for flight in view.flights for request in flight.requests]
+        numbers += [request for flight in view.in_flight for request in flight.requests]
         return all(self._made.get(number, 0) >= self._decode_iterations for number in numbers)
 
     def _encode(self, view: SchedulerView) -> Decision | None:
@@ -96,6 +96,6 @@ class RraPolicy:
         return Decode(slots=tuple(sequence.slot for sequence in chosen))
 
     def _is_worth_waiting(self, view: SchedulerView) -> bool:
-        flights = view.num_flights(Phase.DECODE)
-        alive = len(view.ready) + view.in_flight(Phase.DECODE)
-        return view.num_flights(Phase.PREFILL) > 0 or flights >= -(-alive // self._sizes.decode)
+        flights = view.num_in_flight(Phase.DECODE)
+        alive = len(view.ready) + view.sequences_in_flight(Phase.DECODE)
+        return view.num_in_flight(Phase.PREFILL) > 0 or flights >= -(-alive // self._sizes.decode)

@@ -58,13 +58,13 @@ class StaticPolicy:
         """Prefill the batch to its end, then let its micro-batches circulate unchanged."""
         if not view.waiting:
             self._to_prefill.clear()  # what was chosen was let go (the run drains)
-        if not (self._to_prefill or view.ready or view.flights):
+        if not (self._to_prefill or view.ready or view.in_flight):
             self._to_prefill.extend(self._former(view))
             self._groups.clear()
         if self._to_prefill:
             size = min(self._sizes.prefill, len(self._to_prefill))
             return Prefill(requests=tuple(self._to_prefill.popleft() for _ in range(size)))
-        if not view.ready and not view.flights:
+        if not view.ready and not view.in_flight:
             return Wait(until_s=_flush_s(view, self._former.max_wait_s))
         self._form_groups(view)
         return self._next_group(view)
@@ -72,7 +72,7 @@ class StaticPolicy:
     def _form_groups(self, view: SchedulerView) -> None:
         """Put sequences that were just prefilled into decode micro-batches, for good."""
         fresh = [item.request for item in view.ready if item.request not in self._groups]
-        while len(fresh) >= self._sizes.decode or (fresh and not view.num_flights(Phase.PREFILL)):
+        while len(fresh) >= self._sizes.decode or (fresh and not view.num_in_flight(Phase.PREFILL)):
             group, fresh = tuple(fresh[: self._sizes.decode]), fresh[self._sizes.decode :]
             self._groups.update((request, group) for request in group)
 

@@ -56,5 +56,5 @@ class WaaPolicy:
         """Send full micro-batches, and a smaller one only when no other could fill it."""
         if len(view.ready) >= self._sizes.decode:
             return True
-        alive = len(view.ready) + view.in_flight(Phase.DECODE)
-        return view.num_flights(Phase.DECODE) < -(-alive // self._sizes.decode)
+        alive = len(view.ready) + view.sequences_in_flight(Phase.DECODE)
+        return view.num_in_flight(Phase.DECODE) < -(-alive // self._sizes.decode)

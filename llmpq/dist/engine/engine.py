@@ -1,15 +1,13 @@
 """MasterEngine: requests in, policy decisions, tokens out. It owns all state of requests.
 
 The master embeds, runs the first stage's layers, sends the hidden states round the ring, projects
-what comes back and samples. It keeps a few micro-batches in flight so that every stage has work,
-and takes in what has arrived before it sends more: nothing can pile up, so nothing can deadlock.
-What it does beside the model no stage computes in: answers that are complete are handed over once
-the next micro-batch is on its way.
-Where prefill and decode have stages of their own (WAA), its layers only decode, and micro-batches
-come back over two rings, each in order.
-Stages know nothing of requests; slots and lengths in a frame are all they need.
+what comes back and samples. A few micro-batches are in flight, so that every stage has work; what
+has come back is completed before more is dispatched, so that queues stay bounded. Finished answers
+are reported after the next dispatch, while the other stages compute. Where prefill and decode have
+stages of their own (WAA), the master's layers only decode, and micro-batches come back in order on
+each of two rings. Stages see only the slots and lengths in a frame.
 
-Shapes: R rows, T tokens a row, H hidden size.
+Shapes: R rows, T tokens a row, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,15 +24,15 @@ from torch import Tensor
 
 from llmpq.batching import (
     BatchingPolicy,
+    InFlightBatch,
+    PipelineDepth,
     RequestRecord,
     Scheduler,
-    Step,
     Wait,
     WaitingRequest,
-    straight_ways,
+    uniform_depth,
 )
 from llmpq.batching.workload_shift import DriftWatch
-from llmpq.dist.engine.in_flight import DispatchedStep, PhaseSplit, RunningRequest, record_of
 from llmpq.dist.engine.policy import in_order
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import PHASES, StageRunner
@@ -49,16 +47,73 @@ from llmpq.models import Master
 from llmpq.spec.precision import Phase
 
 OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
+"""Called once for each finished request, with its new tokens."""
 OnTokens = Callable[[Sequence[tuple[Request, int]]], None]
 """Called after each step with its new tokens by request; with none when the engine goes idle."""
-Ids = NDArray[np.int64]
 ShouldDrain = Callable[[], bool]
 """Returns True once the engine should drain: finish running requests and admit no new ones."""
 ShouldAbort = Callable[[], bool]
 """Returns True once the engine should end running requests after their next token."""
+Ids = NDArray[np.int64]
 
 MAX_IDLE_WAIT_S = 0.5
-"""Longest wait for something to do: whoever watches the master sees it alive."""
+"""Longest single wait of an idle engine, after which it looks at its callbacks again."""
+FRAME_KINDS = {Phase.PREFILL: FrameKind.PREFILL, Phase.DECODE: FrameKind.DECODE}
+
+
+@dataclass(slots=True, kw_only=True)
+class RunningRequest:
+    """A request that holds a slot, and its tokens so far.
+
+    Attributes:
+        origin: number of the prefill micro-batch that filled its slot.
+    """
+
+    request: Request
+    start_s: float
+    origin: int
+    first_token_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    is_aborted: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no further token is made for it."""
+        return self.is_aborted or self.finish_reason is not None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer is complete; ``None`` while it is not."""
+        if self.token_ids[-1] in self.request.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) == self.request.max_new_tokens else None
+
+    def record(self, number: int, end_s: float) -> RequestRecord:
+        """Return the record of the finished request."""
+        return RequestRecord(
+            request=number,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            new_tokens=len(self.token_ids),
+            arrival_s=self.request.arrival_s,
+            start_s=self.start_s,
+            first_token_s=self.first_token_s,
+            end_s=end_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchedStep:
+    """A micro-batch in flight, with the master's own time on it.
+
+    Attributes:
+        hidden: its hidden states where the master is the phase's only stage, else ``None``.
+    """
+
+    batch: InFlightBatch
+    rows: tuple[Row, ...]
+    spent_s: float
+    embed_s: float
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +123,10 @@ class EngineStats:
     Attributes:
         requests: finished ones.
         generated_tokens: new tokens of all of them.
-        elapsed_s: from the first micro-batch sent off to the last token.
+        elapsed_s: from the first dispatch to the last token.
         prefill_s: of these, until the last prompt's first token.
-        records: when each request came, began and ended, by number.
-        adjusted: decode iterations that the policy was given in the run, one after the other.
+        records: arrival, start and end of each request, by number.
+        adjusted: decode iterations that the policy changed to during the run, in order.
     """
 
     requests: int
@@ -83,23 +138,24 @@ class EngineStats:
 
 
 class MasterEngine:
-    """Runs requests to their end over a pipeline.
+    """Answers requests over a pipeline.
 
     Args:
         master: the two ends of the model.
         runner: the first stage's own layers.
         communicator: the ring, or both; ``None`` when there is only one stage.
-        policy: decides what is sent off next.
+        policy: decides what to dispatch next.
         sampler: chooses tokens.
         clock: collects the master's busy times.
         num_slots: KV slots of every stage.
-        split: for prefill and decode stages of their own; ``None`` where they do both.
-        watch: compares answers with the policy's schedule; ``None`` for nobody.
+        depth: how many micro-batches may be in flight; by default from the number of ranks.
+        prefill_runner: the master's part of a prefill where prefill has stages of its own.
+        watch: compares answers with the policy's schedule; ``None`` without one.
         first_number: number of the first micro-batch; an engine that follows another one on the
-            same ranks goes on with that one's ``next_number``.
+            same ranks continues from that one's ``next_number``.
     """
 
-    def __init__(  # noqa: PLR0913  the parts a pipeline's head is made of
+    def __init__(  # noqa: PLR0913  the parts of the master
         self,
         *,
         master: Master,
@@ -109,12 +165,13 @@ class MasterEngine:
         sampler: Sampler,
         clock: StageClock,
         num_slots: int,
-        split: PhaseSplit | None = None,
+        depth: PipelineDepth | None = None,
+        prefill_runner: StageRunner | None = None,
         watch: DriftWatch | None = None,
         first_number: int = 0,
     ) -> None:
         self._master = master
-        self._runners = dict.fromkeys(Phase, runner)
+        self._runners = {Phase.PREFILL: prefill_runner or runner, Phase.DECODE: runner}
         self._device = runner.device
         self._communicator = communicator
         self._sampler = sampler
@@ -124,20 +181,17 @@ class MasterEngine:
         )
         self._watch = watch
         self._holds_finished = policy.holds_finished
-        self._ways = straight_ways(1 if communicator is None else len(communicator.names))
-        way: deque[DispatchedStep] = deque()
-        self._sent = dict.fromkeys(Phase, way)  # by phase, in order; one way unless they differ
-        if split is not None:
-            self._ways = split.ways
-            self._runners[Phase.PREFILL] = split.prefill_runner
-            self._sent[Phase.PREFILL] = deque()
+        self._depth = depth or uniform_depth(1 if communicator is None else len(communicator.names))
+        # Steps in flight by phase, in order; phases that share their stages share one queue.
+        shared: deque[DispatchedStep] = deque()
+        prefills = deque[DispatchedStep]() if self._depth.is_split else shared
+        self._in_flight = {Phase.PREFILL: prefills, Phase.DECODE: shared}
         self._requests: Sequence[Request] = ()
         self._arrived = 0
-        self._answers: dict[int, RunningRequest] = {}  # of requests that hold a slot, by number
-        self._landed: deque[Tensor] = deque()  # answers of a way that is this process alone
-        self._finished: deque[RunningRequest] = deque()  # complete, and not handed over yet
+        self._running: dict[int, RunningRequest] = {}  # by number
+        self._finished: deque[RunningRequest] = deque()  # not reported yet
         self._records: list[RequestRecord] = []
-        self._wake_s = math.inf  # when the policy would decide otherwise than to wait
+        self._wake_s = math.inf  # when a policy that waits would decide otherwise
         self._tokens = 0
         self._start_s = 0.0
         self._prefill_s = 0.0
@@ -166,15 +220,17 @@ class MasterEngine:
                 token, without ``on_finish``.
 
         Raises:
-            StageError: a stage failed, hangs, or answers something else than it was asked.
+            StageError: a stage failed, hangs, or returned another micro-batch than expected.
         """
         self._requests = in_order(requests)
         self._start_s = self._clock.now()
         self._take_arrivals()
         try:
-            self._serve(on_finish, on_tokens, should_drain, should_abort)
+            while not self._is_over(should_drain, should_abort):
+                self._step(on_finish, on_tokens)
+                self._take_arrivals()
         finally:
-            self._hand_over(on_finish)  # what is complete is kept, whatever ends the run
+            self._report_finished(on_finish)  # finished answers are kept, whatever ends the run
         return EngineStats(
             requests=len(self._records),
             generated_tokens=self._tokens,
@@ -184,30 +240,22 @@ class MasterEngine:
             adjusted=() if self._watch is None else self._watch.adjusted,
         )
 
-    def _serve(
-        self,
-        on_finish: OnFinish,
-        on_tokens: OnTokens | None,
-        should_drain: ShouldDrain | None,
-        should_abort: ShouldAbort | None,
-    ) -> None:
-        while not self._is_over(should_drain, should_abort):
-            open_phases = self._ways.open_phases(self._scheduler)
-            if self._must_complete(open_phases):
-                self._land(on_tokens)
-            elif self._launch_next(open_phases):
-                self._hand_over(on_finish)
-            else:
-                self._hand_over(on_finish)
-                self._await_change(on_tokens)
-            self._take_arrivals()
+    def _step(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
+        """Complete a micro-batch that is back, or dispatch one, or wait."""
+        open_phases = self._depth.open_phases(self._scheduler)
+        if self._must_complete(open_phases):
+            self._complete_next(on_tokens)
+            return
+        is_dispatched = self._dispatch_next(open_phases)
+        self._report_finished(on_finish)
+        if not is_dispatched:
+            self._await_change(on_tokens)
 
-    def _hand_over(self, on_finish: OnFinish) -> None:
+    def _report_finished(self, on_finish: OnFinish) -> None:
         while self._finished:
-            answer = self._finished.popleft()
-            if answer.finish_reason is None:
-                continue  # aborted
-            on_finish(answer.request, tuple(answer.token_ids), answer.finish_reason)
+            running = self._finished.popleft()
+            if running.finish_reason is not None:  # else it was aborted
+                on_finish(running.request, tuple(running.token_ids), running.finish_reason)
 
     def _now_s(self) -> float:
         return self._clock.now() - self._start_s
@@ -218,12 +266,12 @@ class MasterEngine:
             self._arrived = len(self._requests)
             self._scheduler.drain()
         if aborts:
-            for answer in self._answers.values():
-                answer.is_aborted = True
+            for running in self._running.values():
+                running.is_aborted = True
         return self._scheduler.is_done
 
     def _take_arrivals(self) -> None:
-        """Put requests into the book whose time has come."""
+        """Queue the requests whose arrival time has come."""
         if self._arrived == len(self._requests) > 0:
             return
         now_s = self._now_s()
@@ -242,173 +290,177 @@ class MasterEngine:
         self._scheduler.close()
 
     def _await_change(self, on_tokens: OnTokens | None) -> None:
-        """Take in an answer, or sleep until one is there, a request arrives or the policy wakes."""
-        wake_s = min(self._wake_s, self._next_arrival_s())
+        """Wait for a micro-batch, an arrival or the time at which the policy decides anew."""
+        is_arrival_known = self._arrived < len(self._requests)
+        arrival_s = self._requests[self._arrived].arrival_s if is_arrival_known else math.inf
+        wake_s = min(self._wake_s, arrival_s)
         if not self._scheduler.is_idle and wake_s == math.inf:
-            self._land(on_tokens)
+            self._complete_next(on_tokens)
             return
-        nap_s = min(max(wake_s - self._now_s(), 0.0), MAX_IDLE_WAIT_S)
+        wait_s = min(max(wake_s - self._now_s(), 0.0), MAX_IDLE_WAIT_S)
         if self._scheduler.is_idle:
             if on_tokens is not None:
                 on_tokens(())
-            self._clock.sleep(nap_s)
+            self._clock.sleep(wait_s)
         else:
-            assert self._communicator is not None  # else the answer were here
-            self._communicator.await_frame(nap_s)
+            assert self._communicator is not None  # without one, every step is back at once
+            self._communicator.await_frame(wait_s)
 
-    def _next_arrival_s(self) -> float:
-        if self._arrived == len(self._requests):
-            return math.inf
-        return self._requests[self._arrived].arrival_s
+    def _local_queue(self) -> deque[DispatchedStep] | None:
+        """Return the steps of a phase that the master alone computes, if there are any."""
+        queues = (self._in_flight[phase] for phase in Phase if self._depth.is_local(phase))
+        return next((queue for queue in queues if queue), None)
 
     def _must_complete(self, open_phases: tuple[Phase, ...]) -> bool:
-        """Whether to take in an answer before asking the policy."""
+        """Whether to complete a micro-batch before asking the policy."""
         if self._scheduler.is_idle:
             return False
-        if self._landed or not open_phases:
+        if not open_phases or self._local_queue():
             return True
         return self._communicator is not None and self._communicator.has_frame()
 
-    def _launch_next(self, open_phases: tuple[Phase, ...]) -> bool:
-        """Send off what the policy decides; tell whether that was anything."""
-        decision, step = self._scheduler.decide(self._now_s(), open_phases)
-        if step is None:
-            until_s = decision.until_s if isinstance(decision, Wait) else None
-            self._wake_s = math.inf if until_s is None else until_s
-            return False
+    def _dispatch_next(self, open_phases: tuple[Phase, ...]) -> bool:
+        """Dispatch what the policy decides; return whether that was anything."""
+        decision, batch = self._scheduler.decide(self._now_s(), open_phases)
         self._wake_s = math.inf
-        if step.flight.phase is Phase.PREFILL:
-            self._launch_prefill(step)
+        if batch is None:
+            if isinstance(decision, Wait) and decision.until_s is not None:
+                self._wake_s = decision.until_s
+            return False
+        if batch.phase is Phase.PREFILL:
+            self._dispatch_prefill(batch)
         else:
-            self._launch_decode(step)
+            self._dispatch_decode(batch)
         return True
 
-    def _launch_prefill(self, step: Step) -> None:
+    def _dispatch_prefill(self, batch: InFlightBatch) -> None:
         start_s = self._now_s()
-        for number in step.flight.requests:
-            self._answers[number] = RunningRequest(
-                request=self._requests[number], start_s=start_s, origin=step.flight.number
+        for number in batch.requests:
+            self._running[number] = RunningRequest(
+                request=self._requests[number], start_s=start_s, origin=batch.number
             )
-        prompts = [self._requests[number].prompt_token_ids for number in step.flight.requests]
+        prompts = [self._requests[number].prompt_token_ids for number in batch.requests]
         width = max(len(prompt) for prompt in prompts)
-        # Padding holds token 0, a valid one; no row ever attends to it.
+        # Padding is token 0, a valid one; no row attends to it.
         padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         rows = [
-            Row(slot=slot, first=0, length=len(prompt), origin=step.flight.number)
-            for slot, prompt in zip(step.flight.slots, prompts, strict=True)
+            Row(slot=slot, first=0, length=len(prompt), origin=batch.number)
+            for slot, prompt in zip(batch.slots, prompts, strict=True)
         ]
-        self._launch(step, FrameKind.PREFILL, rows, np.array(padded))
+        self._dispatch(batch, rows, np.array(padded))
 
-    def _launch_decode(self, step: Step) -> None:
+    def _dispatch_decode(self, batch: InFlightBatch) -> None:
         # The newest token is not in the cache yet: its position is one less than the context.
         rows = [
             Row(
                 slot=item.slot,
                 first=item.context_tokens - 1,
                 length=item.context_tokens,
-                origin=self._answers[item.request].origin,
+                origin=self._running[item.request].origin,
             )
-            for item in step.sequences
+            for item in batch.sequences
         ]
-        newest = [[self._answers[item.request].token_ids[-1]] for item in step.sequences]
-        self._launch(step, FrameKind.DECODE, rows, np.array(newest))
+        newest = [[self._running[item.request].token_ids[-1]] for item in batch.sequences]
+        self._dispatch(batch, rows, np.array(newest))
 
-    def _launch(self, step: Step, kind: FrameKind, rows: list[Row], token_ids: Ids) -> None:
-        phase = step.flight.phase
+    def _dispatch(self, batch: InFlightBatch, rows: list[Row], token_ids: Ids) -> None:
+        phase = batch.phase
         runner = self._runners[phase]
         waiting_s = self._clock.now()
-        here = runner.acquire(rows)
+        own_rows = runner.acquire(rows)
         start = self._clock.now()
         self._clock.wait_s += start - waiting_s
-        # NumPy's calls cost a third of torch's, and less yet with a model's weights in the caches.
+        # NumPy's calls cost a third of torch's here.
         positions = np.array([[row.first] for row in rows])  # [R, 1]
         if token_ids.shape[1] > 1:
             positions = positions + np.arange(token_ids.shape[1])  # [R, T]
         ids = torch.from_numpy(token_ids).to(self._device)
         hidden = self._master.embed(ids, torch.from_numpy(positions))
         embed_s = self._clock.now() - start
-        hidden = runner.run(hidden, here)  # [R, T, H]
+        hidden = runner.run(hidden, own_rows)  # [R, T, H]
         synchronize(self._device)
         runner.release(rows)
-        sent = DispatchedStep(
-            step=step,
-            kind=kind,
+        is_local = self._depth.is_local(phase)
+        step = DispatchedStep(
+            batch=batch,
             rows=tuple(rows),
             spent_s=self._clock.now() - start,
             embed_s=embed_s,
+            hidden=hidden if is_local else None,
         )
-        if self._ways.is_local(phase):
-            self._landed.append(hidden)
-        else:
+        if not is_local:
             assert self._communicator is not None
+            kind = FRAME_KINDS[phase]
             self._communicator.send(
-                Frame(kind=kind, micro_batch=step.flight.number, rows=sent.rows, hidden=hidden)
+                Frame(kind=kind, micro_batch=batch.number, rows=step.rows, hidden=hidden)
             )
-        self._sent[phase].append(sent)
+        self._in_flight[phase].append(step)
 
-    def _land(self, on_tokens: OnTokens | None) -> None:
-        """Take in a micro-batch, the oldest of its way: one new token for each of its sequences."""
-        sent, hidden = self._next_answer()
+    def _complete_next(self, on_tokens: OnTokens | None) -> None:
+        """Complete the oldest micro-batch that is back: one new token for each sequence."""
+        step, hidden = self._next_completed()
+        batch = step.batch
         start = self._clock.now()
         logits = self._master.logits(hidden[:, 0].to(self._device))  # [R, V]
-        answers = [self._answers[number] for number in sent.step.flight.requests]
-        keys = [(str(answer.request.id), len(answer.token_ids)) for answer in answers]
+        members = [self._running[number] for number in batch.requests]
+        keys = [(str(member.request.id), len(member.token_ids)) for member in members]
         tokens = self._sampler.sample(logits, keys)
         spent_s = self._clock.now() - start
-        phase = sent.step.flight.phase
-        tokens_each = tokens_read(phase, sent.rows, self._device)
         self._clock.record(
-            phase, len(sent.rows), sent.spent_s + spent_s, tokens_each, sent.embed_s + spent_s
+            batch.phase,
+            len(step.rows),
+            step.spent_s + spent_s,
+            tokens_read(batch.phase, step.rows, self._device),
+            step.embed_s + spent_s,
         )
         now_s = self._now_s()
-        if phase is Phase.PREFILL:
+        if batch.phase is Phase.PREFILL:
             self._prefill_s = now_s
-            for answer in answers:
-                answer.first_token_s = now_s
-        # A finished sequence that its batch holds is computed like any other and thrown away.
-        going_on = [not item.is_finished for item in sent.step.sequences]
+            for member in members:
+                member.first_token_s = now_s
         made: list[tuple[Request, int]] = []
-        for answer, token, is_new in zip(answers, tokens, going_on, strict=True):
-            if is_new:
-                answer.token_ids.append(token)
-                made.append((answer.request, token))
+        for item, member, token in zip(batch.sequences, members, tokens, strict=True):
+            if not item.is_finished:  # a policy may keep finished sequences in their batch
+                member.token_ids.append(token)
+                made.append((member.request, token))
         self._tokens += len(made)
-        is_complete = [answer.is_complete for answer in answers]
-        for number in self._scheduler.land(sent.step.flight.number, is_complete):
-            answer = self._answers[number]
-            self._records.append(record_of(number, answer, now_s))
-            self._finished.append(answer)
+        is_complete = [member.is_complete for member in members]
+        for number in self._scheduler.complete(batch.number, is_complete):
+            finished = self._running[number]
+            self._records.append(finished.record(number, now_s))
+            self._finished.append(finished)
             if not self._holds_finished:
-                del self._answers[number]
+                del self._running[number]
         if on_tokens is not None:
             on_tokens(made)
 
-    def _next_answer(self) -> tuple[DispatchedStep, Tensor]:
-        """Return what has come back, waiting for it; what this process alone has done is first."""
-        if self._landed:
-            phase = next(phase for phase in Phase if self._ways.is_local(phase))
-            return self._sent[phase].popleft(), self._landed.popleft()
+    def _next_completed(self) -> tuple[DispatchedStep, Tensor]:
+        """Return the next step that is back and its hidden states, waiting for it."""
+        local = self._local_queue()
+        if local:
+            step = local.popleft()
+            assert step.hidden is not None
+            return step, step.hidden
         assert self._communicator is not None
         frame = self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
             raise error_from_frame(frame)
-        ways = [PHASES.get(frame.kind, Phase.DECODE), *Phase]
-        # What nobody waits for is refused against the oldest that somebody does wait for.
-        way = next(self._sent[phase] for phase in ways if self._sent[phase])
-        sent = way[0]
-        hidden = self._checked(frame, sent)
-        way.popleft()
-        return sent, hidden
+        # A frame of no phase, or of one with nothing in flight, is compared with any oldest step.
+        phases = [PHASES.get(frame.kind, Phase.DECODE), *Phase]
+        queue = next(self._in_flight[phase] for phase in phases if self._in_flight[phase])
+        hidden = self._checked(frame, queue[0].batch)
+        return queue.popleft(), hidden
 
-    def _checked(self, frame: Frame, sent: DispatchedStep) -> Tensor:
-        """Return the hidden states of a frame that answers what was sent."""
+    def _checked(self, frame: Frame, batch: InFlightBatch) -> Tensor:
+        """Return the hidden states of a frame that belongs to the micro-batch."""
         slots = tuple(row.slot for row in frame.rows)
-        expected = (sent.kind, sent.step.flight.number, sent.step.flight.slots)
+        kind = FRAME_KINDS[batch.phase]
+        expected = (kind, batch.number, batch.slots)
         if (frame.kind, frame.micro_batch, slots) != expected or frame.hidden is None:
             assert self._communicator is not None
             name = self._communicator.names[self._communicator.ranks[-1]]
             raise StageError(
                 f"{name}: found micro-batch {frame.micro_batch} "
-                f"({frame.kind.name}), expected {sent.step.flight.number} ({sent.kind.name})"
+                f"({frame.kind.name}), expected {batch.number} ({kind.name})"
             )
         return frame.hidden

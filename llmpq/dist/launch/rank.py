@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from llmpq.batching import PipelineDepth
 from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.engine.engine import (
@@ -24,7 +25,6 @@ from llmpq.dist.engine.engine import (
     ShouldAbort,
     ShouldDrain,
 )
-from llmpq.dist.engine.in_flight import split_of
 from llmpq.dist.engine.policy import policy_of, schedule_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
@@ -194,7 +194,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     way = plan.path(stage.phase or Phase.DECODE)
     is_last = rank == way[-1] and not context.keeps_all_tokens
     if stage.num_layers == 0:
-        return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
+        return _no_layers(device, is_last=is_last)
 
     def report(done: int, total: int, _: str) -> None:
         context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
@@ -234,6 +234,10 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_connector=connector,
         graphs=graphs,
     )
+
+
+def _no_layers(device: torch.device, *, is_last: bool = False) -> StageRunner:
+    return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
 
 
 def _most_tokens_read(plan: Plan, stage: StageAssignment) -> int:
@@ -455,6 +459,11 @@ class MasterRank:
     def _engine(self, requests: Sequence[Request], sampling: SamplingParams) -> MasterEngine:
         plan = self._context.plan
         policy = policy_of(plan, self._schedule, self._context.prediction, requests)
+        depth = PipelineDepth(
+            prefill_stages=len(plan.path(Phase.PREFILL)),
+            decode_stages=len(plan.path(Phase.DECODE)),
+            is_split=plan.is_split,
+        )
         sampler = Sampler(sampling)
         if self._context.recorder is not None:
             self._context.recorder.watch(sampler, "sample", "sample", self._device)
@@ -466,7 +475,8 @@ class MasterRank:
             sampler=sampler,
             clock=self._clock,
             num_slots=plan.workload.batch,
-            split=split_of(plan, self._device),
+            depth=depth,
+            prefill_runner=_no_layers(self._device) if plan.is_split else None,
             watch=watch_for(self._schedule, policy, self._context.drift),
             first_number=self._next_number,
         )
