@@ -14,7 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +29,7 @@ from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.dist.metrics.progress import Event, Progress, SilentProgress
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
+from llmpq.spec.codec import to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, write_plan
@@ -126,7 +127,7 @@ class Session:
         self._send(
             "batch",
             prompts=[prompt_to_json(prompt) for prompt in prompts],
-            sampling=asdict(sampling),
+            sampling=to_json(sampling),
             streams=streams,
         )
         self._batch += 1

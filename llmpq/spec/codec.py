@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import repeat
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -127,6 +129,8 @@ def _read(kind: Any, rule: Rule, source: Fields, key: str) -> Any:
         return source.integer(key, int(rule.minimum), int(min(rule.maximum, MAX_INTEGER)))
     if kind is float:
         return source.number(key, rule.minimum, rule.maximum)
+    if kind is Path:
+        return Path(source.text(key, rule.choices))
     if is_dataclass(kind):
         return from_json(kind, source.child(key))  # type: ignore[arg-type]
     return kind(source.text(key, tuple(kind)))  # an enumeration of texts
@@ -150,9 +154,8 @@ def _read_items(kinds: tuple[Any, ...], rule: Rule, source: Fields, key: str) ->
     names = entries.names()
     if is_fixed and len(names) != len(kinds):
         raise source.error(key, f"{len(names)} entries", f"an array of {len(kinds)} entries")
-    kind, item_rule = _ruled(kinds[0])
-    for name in names:
-        yield _read(kind, item_rule, entries, name)
+    for name, item in zip(names, kinds if is_fixed else repeat(kinds[0]), strict=False):
+        yield _read(*_ruled(item), entries, name)
 
 
 def _is_object(kinds: tuple[Any, ...]) -> bool:
@@ -168,4 +171,6 @@ def _plain(value: Any, kind: Any) -> Any:
         return [_plain(item, _ruled(kinds[0])[0]) for item in value]
     if is_dataclass(value):
         return to_json(value)
+    if isinstance(value, Path):
+        return str(value)
     return value.value if isinstance(value, Enum) else value

@@ -18,10 +18,11 @@ from llmpq.dist.io.prompts import (
     prompt_from_fields,
 )
 from llmpq.dist.io.results import FinishReason, Result, result_to_json
-from llmpq.dist.io.sampling_params import SamplingParams, sampling_from_fields
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import MasterRank, RankContext, master_rank
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 
 CANCEL_POLL_S = 0.02
@@ -85,7 +86,7 @@ class _Batch:
             EOFError: the other end is closed.
         """
         try:
-            sampling = sampling_from_fields(Fields(message["sampling"], "sampling"))
+            sampling = from_json(SamplingParams, Fields(message["sampling"], "sampling"))
             limits = limits_of(sampling)
             requests = [
                 make_request(

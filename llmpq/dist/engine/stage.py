@@ -21,6 +21,7 @@ from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.models import DecoderStage, MicroBatch
+from llmpq.spec.codec import to_json
 from llmpq.spec.precision import Phase
 
 PHASES = {FrameKind.PREFILL: Phase.PREFILL, FrameKind.DECODE: Phase.DECODE}
@@ -152,7 +153,7 @@ class StageWorker:
 
     def _stats(self) -> Frame:
         stats = self._clock.stats(self._communicator.rank, self._runner.device)
-        return Frame(kind=FrameKind.STATS, text=json.dumps(stats.to_json()).encode())
+        return Frame(kind=FrameKind.STATS, text=json.dumps(to_json(stats)).encode())
 
 
 def micro_batch_frame(

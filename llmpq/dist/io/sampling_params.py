@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from llmpq.errors import SpecError
-from llmpq.spec.fields import Fields
+from llmpq.spec.codec import Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class SamplingParams:
         ignore_eos: whether answers go on after the model's own end tokens.
     """
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Rule(minimum=1)] | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -44,18 +45,3 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams()
-
-
-def sampling_from_fields(fields: Fields) -> SamplingParams:
-    """Build sampling parameters from their JSON object, strictly."""
-    sampling = SamplingParams(
-        max_tokens=fields.optional_integer("max_tokens", minimum=1),
-        temperature=fields.number("temperature"),
-        top_p=fields.number("top_p"),
-        top_k=fields.integer("top_k"),
-        seed=fields.integer("seed"),
-        stop_token_ids=tuple(fields.items("stop_token_ids")),
-        ignore_eos=fields.flag("ignore_eos"),
-    )
-    fields.done()
-    return sampling

@@ -26,7 +26,7 @@ import llmpq
 from llmpq.dist.io.job import START_TIMEOUT_S, Job, write_job
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.launch.signals import SIGNALS
-from llmpq.dist.metrics.measurement import Measurement, measurement_from_fields
+from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.transport.errors import (
     PeerLostError,
@@ -190,7 +190,7 @@ def launch(
     if 0 not in ranks:
         return None
     path = measurement_file(folder)
-    return measurement_from_fields(Fields(read_json(path), str(path)))
+    return from_json(Measurement, Fields(read_json(path), str(path)))
 
 
 def _start(

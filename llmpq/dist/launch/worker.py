@@ -62,6 +62,7 @@ from llmpq.dist.transport.topology import topology_of
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
 from llmpq.quant.loading.weight_cache import WeightCache
+from llmpq.spec.codec import to_json
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, read_plan
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     finally:
         pulse.stop()
     if measurement is not None:
-        write_text(measurement_file(job_file.parent), dump_json(measurement.to_json()))
+        write_text(measurement_file(job_file.parent), dump_json(to_json(measurement)))
     return 0
 
 

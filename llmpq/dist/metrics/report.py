@@ -17,7 +17,8 @@ from dataclasses import asdict
 from typing import Any
 
 from llmpq.batching import summarise
-from llmpq.dist.metrics.measurement import Measurement, StageStats, work_to_json
+from llmpq.dist.metrics.measurement import Measurement, StageStats
+from llmpq.spec.codec import to_json
 from llmpq.spec.plan import Plan, PlanForecast
 from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes, format_seconds
@@ -211,7 +212,7 @@ def _busy(forecast: PlanForecast | None, stats: StageStats) -> dict[str, Any]:
     """Return the busy seconds by phase, and what they are made of."""
     if not stats.work:
         return {}
-    work = {"work": [work_to_json(one) for one in stats.work]}
+    work = {"work": [to_json(one) for one in stats.work]}
     if forecast is None:
         return work
     stage = forecast.stages[stats.rank]

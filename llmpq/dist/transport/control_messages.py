@@ -6,11 +6,12 @@ import json
 
 import torch
 
-from llmpq.dist.metrics.measurement import StageStats, stats_from_fields
+from llmpq.dist.metrics.measurement import StageStats
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 
 MAX_MESSAGE_LENGTH = 2000
@@ -76,7 +77,7 @@ def _expect(communicator: Communicator, kind: FrameKind) -> Frame:
 
 def _stats(frame: Frame) -> StageStats:
     try:
-        return stats_from_fields(Fields(json.loads(frame.text), "statistics"))
+        return from_json(StageStats, Fields(json.loads(frame.text), "statistics"))
     except (SpecError, ValueError) as error:
         raise StageError(f"unreadable statistics of a stage: {error}") from None
 

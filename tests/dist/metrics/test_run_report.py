@@ -14,9 +14,9 @@ from llmpq.dist.metrics.measurement import (
     Measurement,
     StageStats,
     WorkSample,
-    measurement_from_fields,
 )
 from llmpq.dist.metrics.report import build_report, format_report
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import PlanForecast, StageForecast
 from llmpq.spec.precision import Phase
@@ -97,8 +97,8 @@ def test_the_table_names_every_stage_and_what_the_prediction_is_for():
 
 
 def test_a_measurement_round_trips():
-    value = json.loads(json.dumps(MEASUREMENT.to_json()))
-    assert measurement_from_fields(Fields(value, "here")) == MEASUREMENT
+    value = json.loads(json.dumps(to_json(MEASUREMENT)))
+    assert from_json(Measurement, Fields(value, "here")) == MEASUREMENT
 
 
 def _played(rank: int) -> StageStats:
@@ -137,8 +137,8 @@ def test_a_plan_with_a_forecast_is_compared_phase_by_phase_and_stage_by_stage():
     text = format_report(plan, report)
     assert "stage 1 busy" in text
     assert "-20.0%" in text  # prefill of the whole run: 1.0 s predicted, 1.25 s measured
-    value = json.loads(json.dumps(ran.to_json()))
-    assert measurement_from_fields(Fields(value, "here")) == ran
+    value = json.loads(json.dumps(to_json(ran)))
+    assert from_json(Measurement, Fields(value, "here")) == ran
 
 
 def test_the_bars_are_the_latency_its_phases_and_every_stage_s_work(tmp_path):
