@@ -16,7 +16,7 @@ from typing import Any, cast
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.task import DEFAULT_GAP
 from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
-from llmpq.dist.metrics.progress import Progress
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
@@ -225,7 +225,7 @@ class Pipeline:
         step_timeout_s: float = 10.0,
         store: str | Path | None = None,
         kernel: str | None = None,
-        progress: Progress | None = None,
+        progress: RunProgress | None = None,
     ) -> None:
         self.plan = strategy if isinstance(strategy, Plan) else load_plan(strategy)
         self._lock = threading.Lock()

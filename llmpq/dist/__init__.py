@@ -26,7 +26,7 @@ from llmpq.dist.launch.launcher import ranks_of_node
 from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.dist.launch.supervisor import Supervision, Supervisor
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import Progress, SilentProgress
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.session import Session
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
@@ -71,7 +71,7 @@ def generate_offline(
     model_dir: str | Path | None = None,
     sampling: SamplingParams = GREEDY,
     step_timeout_s: float = 10.0,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
 ) -> list[Result]:
     """Answer prompts with the ranks of ``plan``, loaded for this call alone.
 
@@ -99,7 +99,7 @@ def run_job(
     job: Job,
     *,
     hosts: Hosts | None = None,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     supervision: Supervision | None = None,
 ) -> Measurement | None:
     """Start this host's ranks, wait for their end, return what the master measured.

@@ -26,7 +26,7 @@ from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.launch.launcher import launch
 from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
-from llmpq.dist.metrics.progress import Event, Progress, SilentProgress
+from llmpq.dist.metrics.progress import Event, RunProgress, SilentProgress
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.spec.codec import to_json
@@ -77,7 +77,7 @@ class Session:
         step_timeout_s: float = 10.0,
         store: Path | None = None,
         kernel: str | None = None,
-        progress: Progress | None = None,
+        progress: RunProgress | None = None,
     ) -> None:
         check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
         schedule_of(plan, None)
@@ -210,7 +210,7 @@ class Session:
 class _RankThread:
     """The thread that starts and supervises the ranks of a session, and their control channel."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
         self._resources = contextlib.ExitStack()
         name = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))

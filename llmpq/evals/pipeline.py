@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmpq.dist import Job, Prompt, run_job
 from llmpq.dist.io.prompts import write_prompts
-from llmpq.dist.metrics.progress import Progress
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import StageError
 from llmpq.evals.windows import Windows
 from llmpq.spec.plan import MicroBatching, Plan, write_plan
@@ -31,7 +31,7 @@ def pipeline_hidden(
     windows: Windows,
     *,
     step_timeout_s: float = 10.0,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     kernel: str | None = None,
 ) -> list[Tensor]:
     """Run all windows through the ranks of ``plan``.

@@ -15,7 +15,7 @@ from pathlib import Path
 from llmpq.dist import Job, Prompt, run_job
 from llmpq.dist.io.prompts import write_prompts
 from llmpq.dist.metrics.measurement import StageStats
-from llmpq.dist.metrics.progress import Progress
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, write_plan
 
@@ -27,7 +27,7 @@ def measure_memory(
     lengths: Sequence[int] | None = None,
     seed: int = 0,
     step_timeout_s: float = 60.0,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
 ) -> tuple[StageStats, ...]:
     """Run ``plan`` with random prompts that fill it, and return the statistics of each stage.
 

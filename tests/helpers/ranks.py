@@ -18,7 +18,7 @@ from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_master, run_stage
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import Progress, SilentProgress
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.transport.channels import RankChannels, make_rank_channels
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import FrameLimits
@@ -159,7 +159,7 @@ def run_threads(
     *,
     sampling: SamplingParams | None = None,
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
 ) -> tuple[Answers, Measurement]:
     """Run every rank of ``plan`` in a thread; the master in this one."""
     answers: Answers = {}

@@ -36,13 +36,19 @@ from llmpq.cli.run_options import (
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import DriftHandling, Job
 from llmpq.dist.io.prompts import sort_prompts
-from llmpq.dist.io.quantizer import quantizer_of
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import BarProgress, SilentProgress
-from llmpq.dist.metrics.report import build_report, format_report
-from llmpq.dist.metrics.workload_shift import drift_message, drift_of_run, lengths_of, write_lengths
+from llmpq.dist.metrics.report import (
+    build_report,
+    drift_message,
+    drift_of_run,
+    format_report,
+    lengths_of,
+    quantizer_of,
+    write_lengths,
+)
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text

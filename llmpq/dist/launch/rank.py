@@ -38,10 +38,10 @@ from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink, kv_connector
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.measurement import HeldBytes, Measurement
-from llmpq.dist.metrics.progress import Event, Progress, TokenProgress
+from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
+from llmpq.dist.metrics.report import watch_for
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
-from llmpq.dist.metrics.workload_shift import watch_for
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
     as_llmpq_error,
@@ -91,7 +91,7 @@ class RankContext:
     rank: int
     model_dir: Path
     communicator: Communicator | None
-    progress: Progress
+    progress: RunProgress
     keeps_all_tokens: bool = False
     store: WeightCache | None = None
     kernel: str | None = None
@@ -291,7 +291,7 @@ def run_stage(context: RankContext) -> None:
 def _watch(context: RankContext, runner: StageRunner) -> None:
     if context.recorder is not None and runner.layers is not None:
         computes = runner.graphs or runner.layers
-        context.recorder.watch(computes, "forward", "compute", runner.device)
+        context.recorder.trace_calls(computes, "forward", "compute", runner.device)
 
 
 def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
@@ -410,7 +410,7 @@ class MasterRank:
             LlmpqError: what went wrong here or on any other rank.
         """
         expected = sum(request.max_new_tokens for request in requests)
-        progress = TokenProgress(self._context.progress, expected)  # says that serving begins
+        progress = TokenCounter(self._context.progress, expected)  # says that serving begins
 
         def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
             progress.expect_fewer(request.max_new_tokens - len(token_ids))
@@ -466,7 +466,7 @@ class MasterRank:
         )
         sampler = Sampler(sampling)
         if self._context.recorder is not None:
-            self._context.recorder.watch(sampler, "sample", "sample", self._device)
+            self._context.recorder.trace_calls(sampler, "sample", "sample", self._device)
         return MasterEngine(
             master=self._master,
             runner=self.runner,
@@ -485,6 +485,6 @@ class MasterRank:
         recorder = self._context.recorder
         if recorder is None:
             return
-        recorder.watch(self._master, "embed", "embed", self._device)
+        recorder.trace_calls(self._master, "embed", "embed", self._device)
         _watch(self._context, self.runner)
-        recorder.watch(self._master, "logits", "project", self._device)
+        recorder.trace_calls(self._master, "logits", "project", self._device)

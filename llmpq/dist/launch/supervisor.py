@@ -20,7 +20,7 @@ from llmpq.dist.launch.health import Health
 from llmpq.dist.launch.launcher import launch
 from llmpq.dist.launch.signals import StopRequest, drain_file
 from llmpq.dist.metrics.measurement import Measurement, Restart
-from llmpq.dist.metrics.progress import Event, Progress
+from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
 from llmpq.spec.plan import Plan
@@ -73,7 +73,7 @@ class Supervisor:
         ranks: Sequence[int],
         folder: Path,
         supervision: Supervision,
-        progress: Progress,
+        progress: RunProgress,
     ) -> None:
         self._job = job
         self._plan = plan

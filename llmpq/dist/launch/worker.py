@@ -52,7 +52,7 @@ from llmpq.dist.launch.rank import (
 )
 from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement, StageStats
-from llmpq.dist.metrics.progress import PipeProgress, Progress, Pulse
+from llmpq.dist.metrics.progress import EventPipe, Heartbeat, RunProgress
 from llmpq.dist.metrics.recorder import Recorder
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.endpoint import Endpoint
@@ -81,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     die_with(job.launcher_pid)
     name_process(f"{NAME}{rank}")
     configure_logging(rank=rank)
-    progress = PipeProgress(descriptor)
-    pulse = Pulse(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
+    progress = EventPipe(descriptor)
+    pulse = Heartbeat(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
     try:
         measurement = run_rank(job, rank, progress)
     except LlmpqError as error:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
+def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
     """Play one rank of a job; the master's measurement comes back, from others ``None``.
 
     Raises:
@@ -136,7 +136,7 @@ def run_rank(job: Job, rank: int, progress: Progress) -> Measurement | None:
     return measurement
 
 
-def _serve(job: Job, plan: Plan, progress: Progress) -> Measurement:
+def _serve(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
     """Answer batches of requests from the socket of the session that started this process."""
     model = load_model_dir(job.model_dir)
     eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
@@ -168,7 +168,7 @@ def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
     return Measurement(requests=0, generated_tokens=0, latency_s=0.0, load_s=0.0, stages=(nothing,))
 
 
-def _write_hidden(job: Job, plan: Plan, progress: Progress) -> Measurement:
+def _write_hidden(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
     """Write the states after the last layer, one tensor for each micro-batch, named by number."""
     limits = request_limits(plan, load_model_dir(job.model_dir), ())
     prompts = [make_request(prompt, limits, None) for prompt in read_prompts(job.prompts)]
@@ -213,7 +213,7 @@ def _requests(
     return requests, refused
 
 
-def _context(job: Job, plan: Plan, rank: int, progress: Progress) -> RankContext:
+def _context(job: Job, plan: Plan, rank: int, progress: RunProgress) -> RankContext:
     checked_config(plan, job.model_dir)
     ring: RankChannels | None = None
     if len(plan.stages) > 1:

@@ -48,7 +48,7 @@ class Event:
         return cls(rank=rank, kind=kind, done=done, total=total)
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """Takes events."""
 
     def report(self, event: Event) -> None:
@@ -66,7 +66,7 @@ class SilentProgress:
         """Nothing is open."""
 
 
-class PipeProgress:
+class EventPipe:
     """Passes events to the launching process.
 
     Args:
@@ -85,7 +85,7 @@ class PipeProgress:
             return
 
 
-class TokenProgress:
+class TokenCounter:
     """Counts the tokens that the master makes, and tells of them now and then.
 
     Each telling wakes the launcher, which shares its core with a stage.
@@ -97,7 +97,7 @@ class TokenProgress:
     """
 
     def __init__(
-        self, progress: Progress, expected: int, clock: Callable[[], float] = time.monotonic
+        self, progress: RunProgress, expected: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._progress = progress
         self._clock = clock
@@ -126,7 +126,7 @@ class TokenProgress:
         self._progress.report(event)
 
 
-class Pulse:
+class Heartbeat:
     """A thread that says that this process is alive, until the process ends.
 
     Args:
@@ -135,7 +135,7 @@ class Pulse:
         interval_s: between two of them.
     """
 
-    def __init__(self, progress: Progress, rank: int, interval_s: float) -> None:
+    def __init__(self, progress: RunProgress, rank: int, interval_s: float) -> None:
         self._progress = progress
         self._event = Event(rank=rank, kind="alive", done=0, total=0)
         self._interval_s = interval_s

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from llmpq.dist.metrics.progress import Event, Progress
+from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.stats import StageClock, synchronize
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import MAX_TEXT_BYTES, Frame, FrameKind
@@ -70,7 +70,7 @@ class Recorder:
             number = self._current if micro_batch is None else micro_batch
             self._spans.append(_Span(name, start_s, end_s, number))
 
-    def landed(self, micro_batch: int) -> None:
+    def received(self, micro_batch: int) -> None:
         """What follows is done for this micro-batch."""
         self._current = micro_batch
 
@@ -83,7 +83,7 @@ class Recorder:
             self._unnamed = len(self._spans)
         self._current = None
 
-    def watch(self, thing: object, method: str, name: str, device: torch.device) -> None:
+    def trace_calls(self, thing: object, method: str, name: str, device: torch.device) -> None:
         """Keep a span of every call of ``thing.method``; nothing happens without a trace."""
         if not self.is_on:
             return
@@ -173,7 +173,7 @@ class RecordingCommunicator:
     """
 
     def __init__(
-        self, inner: Communicator, recorder: Recorder, clock: StageClock, progress: Progress
+        self, inner: Communicator, recorder: Recorder, clock: StageClock, progress: RunProgress
     ) -> None:
         self.rank = inner.rank
         self.names = inner.names
@@ -225,7 +225,7 @@ class RecordingCommunicator:
             else:
                 self._clock.wait_s += end_s - start_s
                 self._recorder.add("wait", start_s, end_s, frame.micro_batch)
-            self._recorder.landed(frame.micro_batch)
+            self._recorder.received(frame.micro_batch)
         return frame
 
     def close(self) -> None:

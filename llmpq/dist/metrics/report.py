@@ -13,16 +13,25 @@ kind of step: ``llmpq-profile recalibrate`` corrects tables by it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from llmpq.batching import summarise
+from llmpq.batching import BatchingPolicy, summarise
+from llmpq.batching.workload_shift import Drift, DriftWatch, drift_of, drift_words, watch_of
+from llmpq.dist.io.job import DriftHandling
 from llmpq.dist.metrics.measurement import Measurement, StageStats
+from llmpq.logging import get_logger
 from llmpq.spec.codec import to_json
+from llmpq.spec.fields import dump_json, read_json, write_text
+from llmpq.spec.lengths import empirical, lengths_to_json
 from llmpq.spec.plan import Plan, PlanForecast
 from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import Schedule
 from llmpq.units import format_bytes, format_seconds
 
+logger = get_logger(__name__)
 _TOLD = ("latency_s", "time_to_first_token_s")
 
 
@@ -239,3 +248,79 @@ def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
         pair = stage[name]
         cells += ["-" if value is None else show(value) for value in pair.values()]
     return (*cells, f"{stage['busy_fraction']:.0%}", f"{stage['wait_fraction']:.0%}")
+
+
+def watch_for(
+    schedule: Schedule, policy: BatchingPolicy, handling: DriftHandling
+) -> DriftWatch | None:
+    """Return what watches the answers of a run, ``None`` where its schedule rests on no lengths.
+
+    When it notices one the lengths so far are written; whoever started the run tells it at the end.
+    """
+    watch: DriftWatch | None = None
+
+    def tell(drift: Drift) -> None:
+        assert watch is not None
+        logger.info("%s", drift_message(drift, schedule, handling))
+        if handling.lengths is not None:
+            write_lengths(handling.lengths, watch.observed)
+
+    watch = watch_of(schedule, policy, replans=handling.replans, tell=tell)
+    return watch
+
+
+def drift_message(
+    drift: Drift, schedule: Schedule, handling: DriftHandling, adjusted: Sequence[int] = ()
+) -> str:
+    """Return what a run says of a drift: what was seen, what it does, what else can be done.
+
+    Args:
+        drift: what was seen.
+        schedule: the run's own.
+        handling: what it does about drifts.
+        adjusted: decode iterations that it went on with, when it is over.
+    """
+    own = ""
+    if adjusted:
+        own = f"went on with {', '.join(map(str, adjusted))} decode iterations; "
+    elif drift.suggested is not None:
+        does = "going on with" if handling.replans else "--replan would take"
+        own = f"{does} {drift.suggested.decode_iterations} decode iterations; "
+    file = "FILE" if handling.lengths is None else handling.lengths
+    return (
+        f"drift: {drift_words(drift)}; {own}a latency bound is kept only by a new search: "
+        f"llmpq-algo --policy {schedule.policy} --lengths {file}"
+    )
+
+
+def write_lengths(file: Path, new_tokens: Sequence[int]) -> None:
+    """Write lengths as ``llmpq-algo --lengths`` and ``llmpq-sim --lengths`` read them."""
+    write_text(file, dump_json(lengths_to_json(empirical(new_tokens))))
+
+
+def drift_of_run(schedule: Schedule, measurement: Measurement) -> Drift | None:
+    """Compare all answers of a run with its schedule; ``None`` where that rests on no lengths."""
+    lengths = lengths_of(measurement)
+    return drift_of(schedule, lengths) if lengths else None
+
+
+def lengths_of(measurement: Measurement) -> list[int]:
+    """Return the tokens of every answer of a run."""
+    return [record.new_tokens for record in measurement.records]
+
+
+def quantizer_of(model_dir: Path) -> str:
+    """Return ``rtn`` for a plain checkpoint, else the method that a quantized one names.
+
+    A GPTQ-format file may hold rounded weights; ours say so in ``meta``, and then it is ``rtn``.
+
+    Raises:
+        SpecError: ``config.json`` cannot be read.
+    """
+    config = read_json(model_dir / "config.json")
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(found, dict):
+        return "gptq" if (model_dir / "quantize_config.json").is_file() else "rtn"
+    meta: Any = found.get("meta")
+    method = meta.get("method") if isinstance(meta, dict) else None
+    return str(method or found.get("quant_method"))

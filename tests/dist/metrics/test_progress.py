@@ -11,9 +11,9 @@ from llmpq.dist.metrics.progress import (
     TELL_S,
     BarProgress,
     Event,
-    PipeProgress,
-    Pulse,
-    TokenProgress,
+    EventPipe,
+    Heartbeat,
+    TokenCounter,
 )
 
 
@@ -29,7 +29,7 @@ def test_events_round_trip_and_stay_short():
 
 def test_a_full_or_closed_pipe_does_not_stop_the_work():
     reader, writer = os.pipe()
-    progress = PipeProgress(writer)
+    progress = EventPipe(writer)
     for number in range(20_000):
         progress.report(_event(number))
     lines = os.read(reader, 1 << 20).splitlines()
@@ -47,7 +47,7 @@ def test_a_pulse_beats_until_it_stops():
         def report(self, event: Event) -> None:
             events.put(event)
 
-    pulse = Pulse(Collect(), 3, 0.001)
+    pulse = Heartbeat(Collect(), 3, 0.001)
     first, second = events.get(timeout=5), events.get(timeout=5)
     pulse.stop()
     assert first == second == _event(0, "alive", rank=3, total=0)
@@ -61,7 +61,7 @@ def test_tokens_are_told_now_and_then_and_all_in_the_end():
         def report(self, event: Event) -> None:
             told.append((event.done, event.total))
 
-    tokens = TokenProgress(Collect(), 100, lambda: now_s[0])
+    tokens = TokenCounter(Collect(), 100, lambda: now_s[0])
     assert told == [(0, 100)]  # says that serving begins
     for _ in range(10):
         tokens.add(2)

@@ -61,7 +61,7 @@ def run(made) -> None:
     """Two micro-batches round the ring, then the end."""
     (master, recorder, _, _), (stage, other, _, _) = made
     layers = [Layers(), Layers()]
-    recorder.watch(layers[0], "forward", "compute", torch.device("cpu"))
+    recorder.trace_calls(layers[0], "forward", "compute", torch.device("cpu"))
     other.watch(layers[1], "forward", "compute", torch.device("cpu"))
     for number in (5, 6):
         assert layers[0].forward(1) == 2

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llmpq.dist.io.quantizer import quantizer_of
+from llmpq.dist.metrics.report import quantizer_of
 
 
 @pytest.mark.parametrize(
