@@ -1,14 +1,13 @@
-"""DecodeGraphs: decode steps of a stage captured once and replayed, on devices that can.
+"""DecodeGraphs: decode steps of a stage as CUDA graphs.
 
-A decode step of a few rows is hundreds of small kernels, and a GPU waits for Python to launch
-them. A CUDA graph launches all at once, but knows only shapes and addresses: rows, tokens read and
-slots must be the same kind every time. So steps are sorted by shape (rows and tokens read rounded
-up), what changes from step to step is copied to fixed places, and a shape is captured when it will
-come again. Layers that make the host wait (LLM.int8() looks for outliers there,
-transformers' experts for who routes where) run as ever between the captured ones.
+**Experimental: written without a GPU.** The tests replace the capture by a function that calls the
+work again; the capture itself has not been run.
 
-Capturing itself is a function given from outside: ``CudaCapture`` on a GPU; what a test gives
-replays by calling again, which shows everything but the graph.
+A decode step of a few rows is hundreds of small kernels, and the GPU waits for Python to launch
+them. A CUDA graph launches all of them at once, with fixed shapes and addresses. So steps are
+grouped by shape (rows and tokens read, rounded up), inputs are copied to fixed buffers, and a shape
+is captured once it is likely to come again. Layers that synchronize with the host (LLM.int8()
+looks for outliers, transformers' experts route there) run uncaptured between the captured ones.
 
 Shapes: R rows, H hidden size.
 """
@@ -32,27 +31,27 @@ logger = get_logger(__name__)
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]
-"""Takes work that reads and writes fixed places; returns what does it again, and faster."""
+"""Captures work on fixed buffers; returns a function that replays it."""
 
 MOST_GRAPHS = 64
-"""Captured at once; a graph keeps some memory on the device, and capturing takes a step or two."""
+"""Most graphs at a time: each keeps memory on the device, and capturing takes a step or two."""
 STALE_STEPS = 4 * MOST_GRAPHS
-"""A graph unused for so many steps gives way to another: sequences have grown past its shape."""
+"""A graph unused for so many steps may be replaced: sequences have grown past its shape."""
 MOST_BLOCKS = 16
-"""Micro-batches that have graphs for their own slots; of more, each would be captured too often."""
+"""Most micro-batches with graphs for their own slots; with more, captures would be too frequent."""
 _LEAST_READ = 128
 _SHARE = 8
-"""At most one token in so many is read in vain, once sequences are long."""
+"""For long sequences, at most one token in so many is read without need."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a graph is captured for.
+    """The shape of the steps that a graph runs.
 
     Attributes:
         rows: R.
-        tokens: read of every row's slot.
-        first_slot: of a full micro-batch side by side; ``None`` for rows in any slots.
+        tokens: tokens read from the slot of each row.
+        first_slot: of a full micro-batch in adjacent slots; ``None`` for rows in any slots.
     """
 
     rows: int
@@ -69,7 +68,7 @@ class StepShape:
             batch: one new token a row.
             full_rows: rows of a full micro-batch, which are never rounded.
             max_tokens: of a slot.
-            has_blocks: whether full ones that lie side by side are shapes of their own.
+            has_blocks: whether full micro-batches in adjacent slots are shapes of their own.
         """
         rows, slots = batch.rows, batch.slots.tolist()
         padded = rows if rows >= full_rows else min(full_rows, _rounded_rows(rows))
@@ -83,7 +82,7 @@ class StepShape:
 
     @property
     def block(self) -> slice | None:
-        """The slots as a slice, when they lie side by side."""
+        """The slots as a slice, if they are adjacent."""
         if self.first_slot is None:
             return None
         return slice(self.first_slot, self.first_slot + self.rows)
@@ -99,13 +98,13 @@ def _rounded_tokens(tokens: int) -> int:
 
 
 class DecodeGraphs:
-    """The layers of a stage, with the decode steps that come again captured.
+    """The layers of a stage, with recurring decode steps captured.
 
     Args:
         layers: of the stage.
         cache: of their keys and values; on the same device.
         full_rows: rows of a full decode micro-batch.
-        capture: how.
+        capture: captures the work of a step.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
-        """What has been captured."""
+        """The captured shapes."""
         return tuple(self._graphs)
 
     @torch.inference_mode()
@@ -136,7 +135,7 @@ class DecodeGraphs:
         return graph.run(hidden, batch)
 
     def _graph(self, hidden: Tensor, batch: MicroBatch) -> _Graph | None:
-        """Return what runs this step; ``None`` where the layers themselves shall."""
+        """Return the graph of this step; ``None`` if the layers run uncaptured."""
         if self._capture is None or batch.width > 1:
             return None
         self._cache.check(batch)  # before anything is written
@@ -152,7 +151,7 @@ class DecodeGraphs:
         return found
 
     def _comes_again(self, shape: StepShape) -> bool:
-        """Guess: a full micro-batch does; another shape when it is here for the second time."""
+        """Whether to expect the shape again: a full micro-batch, or one seen before."""
         if shape.rows >= self._full_rows or shape in self._seen:
             return True
         self._seen.add(shape)
@@ -176,7 +175,7 @@ class DecodeGraphs:
                 self._waits = graph.find_waits()
             graph.capture(self._capture, self._waits)
         except RuntimeError as error:  # CUDA fails in ways that cannot be listed; memory may be out
-            logger.warning("decode goes on without CUDA graphs: %s", error)
+            logger.warning("decoding continues without CUDA graphs: %s", error)
             self._capture = None
             self._graphs.clear()
             return None
@@ -184,7 +183,7 @@ class DecodeGraphs:
 
 
 class _Piece:
-    """Layers ``[first, end)`` of a graph, from one fixed place to another."""
+    """Layers ``[first, end)`` of a graph, from one fixed buffer to another."""
 
     def __init__(self, graph: _Graph, first: int, end: int) -> None:
         self._graph = graph
@@ -194,7 +193,7 @@ class _Piece:
         self.work: Work = self.run_layers
 
     def run_layers(self) -> None:
-        """Run them; captured, this is what the graph holds."""
+        """Run the layers; this is what is captured."""
         hidden = self.hidden
         for index in self._range:
             hidden = self._graph.run_layer(index, hidden)
@@ -205,8 +204,8 @@ class _Graph:
     """Decode steps of one shape.
 
     Attributes:
-        hidden: ``[R, 1, H]``, where a step's hidden states are put.
-        used_at: the last step that ran here, for who keeps graphs.
+        hidden: ``[R, 1, H]``, the buffer for a step's hidden states.
+        used_at: number of the last step that ran here.
     """
 
     def __init__(
@@ -224,9 +223,9 @@ class _Graph:
         self._pieces: list[_Piece] = []
 
     def fill(self, hidden: Tensor, batch: MicroBatch) -> None:
-        """Put a step in place; the last row stands in for those that are missing.
+        """Copy a step into the buffers; copies of the last row fill the missing ones.
 
-        It then writes the same numbers to the same slot more than once, which changes nothing.
+        The copies write equal values to the same slot.
         """
         rows, missing = batch.rows, self._shape.rows - batch.rows
         places = torch.stack((batch.slots, batch.positions[:, 0]))  # [2, R], on the host
@@ -237,7 +236,7 @@ class _Graph:
         self.hidden[rows:] = hidden[-1:]
 
     def find_waits(self) -> list[bool]:
-        """Run the step in place once; tell of each layer whether it makes the host wait."""
+        """Run the step once; return for each layer whether it synchronizes with the host."""
         found = waits_of(self._make_arguments)
         if found:
             raise RuntimeError(f"the step's masks and positions need {found[0]}")
@@ -251,9 +250,9 @@ class _Graph:
         return waits
 
     def capture(self, capture: Capture, waits: list[bool]) -> None:
-        """Capture every run of layers of which none waits."""
+        """Capture every range of layers that do not synchronize with the host."""
         self._prepare = capture(self._make_arguments)
-        self._prepare()  # a capture runs nothing, and what follows is tried with these arguments
+        self._prepare()  # a capture runs nothing, and the next captures need these arguments
         for is_waiting, run in itertools.groupby(range(len(waits)), waits.__getitem__):
             first, *rest = run
             piece = _Piece(self, first, first + len(rest) + 1)
@@ -262,11 +261,11 @@ class _Graph:
             self._pieces.append(piece)
 
     def drop(self) -> None:
-        """Give everything back now; a piece and its graph know each other."""
+        """Free the memory now: pieces and graph refer to each other."""
         self._pieces.clear()
 
     def run(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Run one step: ``[R, 1, H]`` of its own memory."""
+        """Run one step; return ``[R, 1, H]`` in new memory."""
         self.fill(hidden, batch)
         self._prepare()
         current = self.hidden
@@ -288,10 +287,10 @@ class _Graph:
 
 
 def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGraphs | None:
-    """Return a stage's decode graphs; ``None`` where there are none to be had.
+    """Return a stage's decode graphs; ``None`` where they are not possible.
 
-    That is on a CPU, and where a layer's positions follow the length of its row, which the host
-    looks at in every step.
+    That is on a CPU, and where positions depend on the length of a row, which the host reads in
+    every step.
     """
     follows_length = layers.rotary is not None and layers.rotary.follows_length
     if cache.device.type != "cuda" or follows_length:
@@ -301,10 +300,10 @@ def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGra
 
 
 class CudaCapture:
-    """Captures on a GPU, all graphs in one pool: they never run at the same time.
+    """Captures CUDA graphs in one memory pool; they never run at the same time.
 
-    What a graph leaves behind stays where it is as long as somebody holds it, so one graph may read
-    what another has made.
+    The output of a graph stays valid while it is referenced, so one graph may read the output of
+    another.
 
     Args:
         device: the GPU.
@@ -316,14 +315,14 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        """Run ``work`` once, for libraries set themselves up at first; then capture it."""
+        """Run ``work`` once, so that libraries initialize, then capture it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, which send and receive, may use the GPU meanwhile.
+        # Threads that send and receive may use the GPU meanwhile.
         mode = "thread_local"
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
             work()

@@ -1,8 +1,8 @@
-"""The master of a run that is given every token: no sampling, all hidden states come back.
+"""Teacher forcing: hidden states of given tokens, through the pipeline that serves.
 
-What is evaluated is then the pipeline that serves: the same stages, frames, slots and kernels as in
-generation; only the last stage keeps every token instead of each row's last. Micro-batches are
-prefills into the same slots again and again, for a stage takes them in order.
+Stages, frames, slots and kernels are those of generation; the last stage returns every token of a
+row instead of its last one. Every micro-batch is a prefill into the same slots; a stage computes
+them in order.
 
 Shapes: R rows, T tokens a row, H hidden size.
 """
@@ -44,7 +44,7 @@ OnHidden = Callable[[int, Tensor], None]
 def run_teacher_forcing(
     context: RankContext, sequences: Sequence[tuple[int, ...]], on_hidden: OnHidden
 ) -> Measurement:
-    """Play the master: pass sequences through all layers and hand out their hidden states.
+    """Run the master: pass sequences through all layers and report their hidden states.
 
     Args:
         context: of rank 0, with ``keeps_all_tokens``.
@@ -56,7 +56,7 @@ def run_teacher_forcing(
         LlmpqError: what went wrong here or on any other rank.
     """
     try:
-        return _Teacher(context).run(sequences, on_hidden)
+        return _TeacherForcing(context).run(sequences, on_hidden)
     except Exception as error:
         found = as_llmpq_error(error, context.name)
         if context.communicator is not None:
@@ -81,15 +81,15 @@ def micro_batches(
         yield group
 
 
-class _Teacher:
-    """The master's parts."""
+class _TeacherForcing:
+    """The loaded master of a run with teacher forcing."""
 
     def __init__(self, context: RankContext) -> None:
         plan = context.plan
         if plan.is_split:
             raise SpecError(
-                "plan: found stages of their own for prefill and for decode, expected stages that "
-                "do both: evaluate the plan it was made from"
+                "plan: found separate stages for prefill and for decode, expected stages that do "
+                "both: evaluate the plan it was made from"
             )
         self._context = context
         self._clock = StageClock(micro_batching=plan.micro_batching)
@@ -102,28 +102,28 @@ class _Teacher:
         if self._communicator is not None:
             wait_until_ready(self._communicator)
         self._load_s = self._clock.now() - start
-        # As in generation: one micro-batch in every stage and one on its way.
+        # As in generation: one micro-batch in every stage and one between stages.
         self._max_in_flight = len(plan.stages) + 1
 
     def run(self, sequences: Sequence[tuple[int, ...]], on_hidden: OnHidden) -> Measurement:
-        """Send every micro-batch round the ring, a few at a time."""
+        """Run all sequences, a few micro-batches in flight at a time."""
         start = self._clock.now()
         waiting = micro_batches(sequences, self._context.plan.micro_batching.prefill)
-        flying: deque[Tensor | None] = deque()
-        sent = landed = tokens = 0
+        in_flight: deque[Tensor | None] = deque()
+        dispatched = completed = tokens = 0
         total = sum(len(sequence) for sequence in sequences)
         while True:
-            room = self._max_in_flight - len(flying)
+            room = self._max_in_flight - len(in_flight)
             for group in islice(waiting, room):
-                flying.append(self._launch(sent, group))
-                sent += 1
-            if not flying:
+                in_flight.append(self._dispatch(dispatched, group))
+                dispatched += 1
+            if not in_flight:
                 break
-            hidden = flying.popleft()
+            hidden = in_flight.popleft()
             if hidden is None:
-                hidden = self._receive(landed)
-            on_hidden(landed, hidden)
-            landed += 1
+                hidden = self._receive(completed)
+            on_hidden(completed, hidden)
+            completed += 1
             tokens += hidden.shape[0] * hidden.shape[1]
             event = Event(rank=0, kind="tokens", done=tokens, total=total)
             self._context.progress.report(event)
@@ -139,8 +139,8 @@ class _Teacher:
             stages=tuple(stages),
         )
 
-    def _launch(self, number: int, group: list[tuple[int, ...]]) -> Tensor | None:
-        """Run the master's own layers; their output when there are no others."""
+    def _dispatch(self, number: int, group: list[tuple[int, ...]]) -> Tensor | None:
+        """Run the master's own layers; return their output if there are no other stages."""
         start = self._clock.now()
         token_ids = torch.tensor(group)  # [R, T]
         positions = torch.arange(token_ids.shape[1]).expand(token_ids.shape)
@@ -166,4 +166,4 @@ class _Teacher:
                 f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "
                 f"({frame.kind.name}), expected {number} (PREFILL)"
             )
-        return frame.hidden.clone()  # the next frame lands where this one lies
+        return frame.hidden.clone()  # the next frame is received into the same buffer

@@ -1,4 +1,4 @@
-"""StageWorker: receive, run layers, send; one loop. A stage owns tensors and nothing else.
+"""StageWorker: the loop of a stage: receive, run layers, send.
 
 Shapes: R rows, T tokens a row, H hidden size.
 """
@@ -33,11 +33,11 @@ class StageRunner:
 
     Attributes:
         layers: decoder layers, ``None`` for a master without any.
-        cache: their keys and values, ``None`` likewise.
+        cache: their keys and values, ``None`` without layers.
         device: where both are.
-        is_last: whether the next thing after this stage is the projection to the vocabulary.
-        kv_connector: what rows pass where keys and values come from, or go to, another rank.
-        graphs: the layers with their decode steps captured, on a device that can.
+        is_last: whether the projection to the vocabulary follows this stage.
+        kv_connector: transfers keys and values from or to other ranks (WAA).
+        graphs: the layers with captured decode steps, where possible.
     """
 
     layers: DecoderStage | None
@@ -48,7 +48,7 @@ class StageRunner:
     graphs: DecodeGraphs | None = None
 
     def close(self) -> None:
-        """Hang up on those that keys and values come from, or go to."""
+        """Close the links for keys and values."""
         if self.kv_connector is not None:
             self.kv_connector.close()
 
@@ -57,7 +57,7 @@ class StageRunner:
         return rows if self.kv_connector is None else self.kv_connector.acquire(rows)
 
     def release(self, rows: Sequence[Row]) -> None:
-        """Say that :meth:`run` is done with what :meth:`acquire` was given."""
+        """Declare that :meth:`run` is done with the rows given to :meth:`acquire`."""
         if self.kv_connector is not None:
             self.kv_connector.release(rows)
 
@@ -69,8 +69,7 @@ class StageRunner:
             rows: its sequences.
 
         Returns:
-            ``[R, T, H]``; from the last stage ``[R, 1, H]``, the last valid token of each row, as
-            nothing else is ever projected.
+            ``[R, T, H]``; from the last stage ``[R, 1, H]``, the last valid token of each row.
         """
         hidden = hidden.to(self.device)
         if self.layers is not None:

@@ -1,7 +1,7 @@
-"""One micro-batch of either phase before the run: first calls choose kernels and touch memory.
+"""Warm-up: one micro-batch of each phase before the run.
 
-Measured on a CPU: the first prefill of a stage takes 10 to 15 ms longer than the second, which a
-short run pays once a stage, and which no forecast can know.
+First calls choose kernels and allocate memory: on a CPU, the first prefill of a stage took 10 to
+15 ms longer than the second.
 
 Shapes: R rows, T tokens a row, H hidden size.
 """
@@ -19,17 +19,16 @@ from llmpq.spec.plan import Plan, StageAssignment
 from llmpq.spec.precision import Phase
 
 MAX_TOKENS = 4096
-"""Tokens of a prefill to warm up with: beyond, a first call is as slow as any."""
+"""Most tokens of a prefill to warm up with."""
 
 
 @torch.inference_mode()
 def warm_up(
     plan: Plan, stage: StageAssignment, runner: StageRunner, hidden_size: int, dtype: torch.dtype
 ) -> None:
-    """Run a stage's layers on zeros, at the plan's own sizes, in the phases that it computes.
+    """Run a stage's layers on zeros, at the plan's sizes, in the phases that it computes.
 
-    Whatever it leaves in the slots is overwritten or masked: a sequence writes each position of
-    its slot before anyone reads it.
+    What it writes to the slots is overwritten or masked later.
     """
     work, sizes = plan.workload, plan.micro_batching
     if runner.layers is None:
@@ -38,7 +37,7 @@ def warm_up(
     rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
     steps = [(range(rows), prompt, 0)] if stage.computes(Phase.PREFILL) else []
     if work.new_tokens > 1 and stage.computes(Phase.DECODE):
-        # A graph is captured for the slots of one micro-batch; without graphs one tells for all.
+        # A graph is captured for the slots of one micro-batch; without graphs one step is enough.
         last = work.batch - sizes.decode if runner.graphs is not None else 0
         blocks = range(0, last + 1, sizes.decode)[:MOST_BLOCKS]  # of more, all share a graph
         steps += [(range(slot, slot + sizes.decode), 1, prompt) for slot in blocks]

@@ -169,7 +169,7 @@ def test_a_capture_that_fails_is_told_once_and_harms_nothing(tiny_model, caplog)
     with caplog.at_level(logging.WARNING, "llmpq"):
         _compare(stage, caches, graphs, [[(0, 5 + i), (1, 6 + i)] for i in range(3)])
     assert [record.getMessage() for record in caplog.records] == [
-        "decode goes on without CUDA graphs: operation not permitted when stream is capturing"
+        "decoding continues without CUDA graphs: operation not permitted when stream is capturing"
     ]
     assert graphs.shapes == ()
 
