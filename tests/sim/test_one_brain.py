@@ -125,8 +125,8 @@ class TimedRing:
         self.ranks = range(len(self.names))
         self.free_s = [0.0] * len(self.names)
         self.delivered_s: dict[tuple[int, int], float] = {}
-        way: deque = deque()
-        self.clock.back = dict.fromkeys((FrameKind.DECODE, FrameKind.PREFILL), way)
+        queue: deque = deque()
+        self.clock.back = dict.fromkeys((FrameKind.DECODE, FrameKind.PREFILL), queue)
         if self.costs.decoding is not None:
             self.clock.back[FrameKind.PREFILL] = deque()
 
@@ -192,11 +192,11 @@ class TimedEnds:
         self.clock.now_s += self.costs.embed_s(shape) + self.costs.stage_s(0, shape)
         return hidden[:, -1:]
 
-    def enter(self, rows):
+    def acquire(self, rows):
         return rows
 
-    def leave(self, rows):
-        """Nothing is kept here."""
+    def release(self, rows):
+        """Nothing is kept."""
 
     def logits(self, hidden):
         rows = hidden.shape[0]
