@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.task import DEFAULT_GAP
+from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
