@@ -1,4 +1,4 @@
-"""Running a plan: one process a stage, prompts in, tokens out.
+"""Running a plan: one process for each stage, prompts in, tokens out.
 
 Importing this package does not load torch; the workers do.
 """
@@ -108,8 +108,7 @@ def run_job(
         job: what to run; where its ranks meet is decided here.
         hosts: this host's place; by default all ranks run here.
         progress: takes events.
-        supervision: how the ranks are looked after; by default nobody may ask for an early end
-            and a lost rank ends the run.
+        supervision: restarts and early end; by default neither.
 
     Returns:
         The measurement, ``None`` on a host without the master.

@@ -289,7 +289,7 @@ class _RankThread:
         except BaseException as error:
             self._error = error
         finally:
-            # Wake whoever waits for the master.
+            # Wake a thread that waits for the master.
             assert self._listener is not None
             self._listener.shutdown(socket.SHUT_RDWR)
             if self._channel is not None:

@@ -1,6 +1,6 @@
-"""Which batching policy a run obeys: the one asked for, else the strategy's own, else hybrid.
+"""The batching policy of a run: the requested one, else the strategy's own, else hybrid.
 
-Needs no torch, so that a command can refuse what the runtime does not do before it starts a rank.
+Needs no torch, so that a command can check a schedule before it starts a rank.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from llmpq.spec.schedule import Schedule
 
 
 def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
-    """Return the schedule that a run obeys.
+    """Return the schedule of a run.
 
     Raises:
-        SpecError: it is not one for the plan's stages.
+        SpecError: it does not fit the plan's stages.
     """
     found = asked or plan.schedule or Schedule(policy="hybrid")
     if found.policy == "waa" and not plan.is_split:
-        # On one ring a decode step would queue behind the prefills that it must overtake, which
-        # is all that WAA is for.
+        # On one ring, decode steps queue behind prefills, which WAA is to avoid.
         raise SpecError(
             "schedule: found policy 'waa' for stages that do both phases, expected a plan with "
             "stages of their own for either, as llmpq-algo --policy waa makes"
@@ -39,16 +38,16 @@ def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
 
 
 def in_order(requests: Sequence[Request]) -> list[Request]:
-    """Return the requests as they arrive; their places in it are their numbers."""
+    """Return the requests in order of arrival; their indices are their numbers."""
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
 def policy_of(
     plan: Plan, schedule: Schedule, prediction: Prediction, requests: Sequence[Request]
 ) -> BatchingPolicy:
-    """Return a fresh policy for a run of these requests.
+    """Return a new policy for these requests.
 
-    The most tokens that a request asks for count as its answer's length.
+    The most tokens that a request asks for are the known length of its answer.
     """
     shape = PipelineShape(
         micro_batching=plan.micro_batching,

@@ -1,7 +1,7 @@
 """Sampling the next token: greedy, or from a seeded generator.
 
-The random numbers of a token depend on the seed, the request and the step, never on which
-sequences happened to share its micro-batch; so a run can be resumed, regrouped or repeated.
+The random numbers of a token depend on the seed, the request and the step, not on the other
+sequences of its micro-batch; so a run can be resumed, regrouped or repeated.
 
 Shapes: R rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ from llmpq.errors import StageError
 
 
 class Sampler:
-    """Chooses one token a row."""
+    """Chooses the next token of each row."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self._sampling = sampling
@@ -35,7 +35,7 @@ class Sampler:
         Raises:
             StageError: a score is not a number.
         """
-        best = logits.argmax(dim=-1)  # [R]; where there is one that is not a number, it is that
+        best = logits.argmax(dim=-1)  # [R]; a NaN, if there is one
         if bool(logits.gather(-1, best[:, None]).isnan().any()):
             raise StageError(
                 "the model's scores are not numbers (NaN): found an overflow in the layers, "
@@ -52,7 +52,7 @@ class Sampler:
         ]
 
     def _truncate(self, scores: Tensor) -> Tensor:
-        """Forbid what top-k and then top-p leave out; the best token always stays."""
+        """Mask what top-k and then top-p leave out; the best token always stays."""
         if 0 < self._sampling.top_k < scores.shape[-1]:
             least = scores.topk(self._sampling.top_k, dim=-1).values[:, -1:]  # [R, 1]
             scores = scores.masked_fill(scores < least, -math.inf)

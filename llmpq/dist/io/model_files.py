@@ -1,4 +1,4 @@
-"""What a run takes from a model directory besides weights: the tokenizer and the end tokens."""
+"""Tokenizer and end tokens of a model directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 
 class _TransformersTokenizer:
-    """A tokenizer of transformers behind the two calls a run needs."""
+    """Adapter of a transformers tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -30,10 +30,10 @@ class _TransformersTokenizer:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer | None:
-    """Return the directory's tokenizer, ``None`` when it holds none.
+    """Return the directory's tokenizer, ``None`` if there is none.
 
     Raises:
-        SpecError: there is one and it cannot be read.
+        SpecError: it cannot be read.
     """
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         return None
@@ -41,12 +41,12 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
         return _TransformersTokenizer(
             AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         )
-    except Exception as error:  # tokenizers fail with types of their own
+    except Exception as error:  # tokenizers raise many types
         raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
-    """Return the model's end tokens: of ``generation_config.json``, else of its configuration."""
+    """Return the end tokens of ``generation_config.json``, else of the model's configuration."""
     path = model_dir / "generation_config.json"
     found = read_json(path) if path.is_file() else {}
     value = found.get("eos_token_id") if isinstance(found, dict) else None

@@ -1,9 +1,8 @@
 """Prompts: JSON lines, read strictly.
 
 A line is ``{"id", "prompt"}`` or ``{"id", "prompt_token_ids"}`` with optional ``max_new_tokens``,
-``stop_token_ids`` and ``ignore_eos``. It refuses anything a run could only fail on later: the error
-names the file and the line. Needs no torch, so a command can refuse bad prompts before it starts a
-rank.
+``stop_token_ids`` and ``ignore_eos``. Errors name the file, the line and the field. Needs no torch,
+so that a command can check prompts before it starts a rank.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class Prompt:
     """One line of a prompt file.
 
     Attributes:
-        id: the user's name for it, unique in the file.
-        where: file and line, for messages.
-        text: the prompt, or ``None`` when it came as tokens.
+        id: chosen by the user, unique in the file.
+        where: file and line, for error messages.
+        text: the prompt, or ``None`` if it was given as tokens.
         token_ids: the prompt as tokens, or ``None``.
-        max_new_tokens: tokens to make at most; ``None`` is the plan's own number.
+        max_new_tokens: most new tokens; ``None`` is the plan's number.
         stop_token_ids: tokens that end the answer.
-        ignore_eos: whether the model's own end token does not end the answer.
-        arrival_s: seconds after the start of the run at which it comes; 0 is there from the start.
+        ignore_eos: whether the answer goes on after the model's own end tokens.
+        arrival_s: arrival in seconds after the start of the run.
     """
 
     id: RequestId
@@ -69,11 +68,11 @@ class Request:
     """A prompt that fits the plan and the model.
 
     Attributes:
-        id: the user's name for it.
+        id: chosen by the user.
         prompt_token_ids: at least one.
         max_new_tokens: at least one.
-        stop_token_ids: tokens that end the answer; they are its last token.
-        arrival_s: seconds after the start of the run at which it comes.
+        stop_token_ids: tokens that end the answer, as its last token.
+        arrival_s: arrival in seconds after the start of the run.
     """
 
     id: RequestId
@@ -85,14 +84,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """What a request may be at most.
+    """Limits and defaults of requests.
 
     Attributes:
-        prompt_tokens: longest prompt the plan holds memory for.
+        prompt_tokens: longest prompt that the plan has memory for.
         context_tokens: length of a KV slot.
-        new_tokens: what a prompt gets that asks for no number.
+        new_tokens: most new tokens of a prompt without a number of its own.
         max_positions: longest sequence of the model, ``None`` when unlimited.
-        vocab_size: tokens are below.
+        vocab_size: tokens are below this number.
         eos_token_ids: the model's own end tokens.
         stop_token_ids: further tokens that end every answer.
     """
@@ -112,7 +111,7 @@ def request_limits(
     eos_token_ids: Iterable[int],
     sampling: SamplingParams = GREEDY,
 ) -> RequestLimits:
-    """Return what a request of this plan and model may be at most, and when it ends."""
+    """Return the limits of requests for this plan and model."""
     return RequestLimits(
         prompt_tokens=plan.workload.prompt_tokens,
         context_tokens=plan.workload.max_context_tokens,
@@ -137,10 +136,10 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
-    """Read a prompt file; a line that is not a prompt is put aside and harms no other.
+    """Read a prompt file; bad lines are returned as errors.
 
     Returns:
-        the prompts, and for each other line what is wrong with it.
+        The prompts, and an error for each other line.
 
     Raises:
         SpecError: the file cannot be read or has no lines.
@@ -170,7 +169,7 @@ def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
 def sort_requests(
     prompts: Iterable[Prompt], limits: RequestLimits, tokenizer: Tokenizer | None
 ) -> tuple[list[Request], list[SpecError]]:
-    """Turn prompts into requests; what :func:`make_request` refuses is put aside."""
+    """Turn prompts into requests; return the errors of those that cannot be served."""
     requests: list[Request] = []
     refused: list[SpecError] = []
     for prompt in prompts:
@@ -304,7 +303,7 @@ def request_id(fields: Fields) -> RequestId:
 
 
 def _unicode(fields: Fields, field: str, text: str) -> str:
-    """Return the text; JSON can hold halves of characters, which no tokenizer or file takes."""
+    """Return the text if it is valid Unicode; JSON may also hold lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -21,12 +21,12 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a request.
+    """The answer to a request.
 
     Attributes:
         id: as in the prompt file.
         token_ids: the new tokens, a stop token included.
-        text: the same as text, empty without a tokenizer.
+        text: the new tokens as text, empty without a tokenizer.
         finish_reason: ``stop`` by a stop token, ``length`` by reaching ``max_new_tokens``.
     """
 

@@ -424,7 +424,7 @@ class MasterRank:
         engine = self._engine(requests, sampling)
         made = engine.run(requests, finish, count, self._context.should_drain, should_abort)
         self._next_number = engine.next_number
-        progress.tell()
+        progress.report()
         total = self._made
         self._made = replace(
             total,

@@ -1,4 +1,4 @@
-"""Progress: what a rank says while it works, as events that any front end may draw."""
+"""Progress of a run: events of the ranks, and front ends that show them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import IO, Literal, NoReturn, Protocol
 from tqdm import tqdm
 
 EventKind = Literal["load", "tokens", "alive", "busy"]
-TELL_S = 0.05
-"""How often the master tells of new tokens at most."""
+REPORT_S = 0.05
+"""Shortest time between two token events of the master."""
 MAX_EVENT_BYTES = 200
 """Below PIPE_BUF, so that events of several ranks never mix on one pipe."""
 
@@ -24,12 +24,12 @@ class Event:
     """Work done so far.
 
     Attributes:
-        rank: who says so.
+        rank: the sender.
         kind: ``load`` counts layers loaded, ``tokens`` counts tokens made, ``alive`` counts
-            nothing: it says that the process is there. ``busy`` counts milliseconds in which the
-            rank neither waited nor sent, of those since its first micro-batch.
-        done: how much.
-        total: of how much, as far as is known now.
+            nothing and is a sign of life. ``busy`` counts milliseconds in which the rank neither
+            waited nor sent, of those since its first micro-batch.
+        done: amount done.
+        total: expected amount in all.
     """
 
     rank: int
@@ -43,27 +43,27 @@ class Event:
 
     @classmethod
     def decode(cls, line: bytes) -> Event:
-        """Read a line back; it comes from our own process, so a bad one is our own bug."""
+        """Read a line back; it comes from our own process, so a bad line is a bug."""
         rank, kind, done, total = json.loads(line)
         return cls(rank=rank, kind=kind, done=done, total=total)
 
 
 class RunProgress(Protocol):
-    """Takes events."""
+    """Receives the events of a run."""
 
     def report(self, event: Event) -> None:
-        """Show or pass on an event; never fails."""
+        """Handle an event; never fails."""
         ...
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Ignores all events."""
 
     def report(self, event: Event) -> None:
-        """Forget the event."""
+        """Ignore the event."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class EventPipe:
@@ -78,7 +78,7 @@ class EventPipe:
         os.set_blocking(descriptor, False)
 
     def report(self, event: Event) -> None:
-        """Write the event; a full or closed pipe loses it rather than stop the work."""
+        """Write the event; a full or closed pipe drops it."""
         try:
             os.write(self._descriptor, event.encode())
         except OSError:
@@ -86,9 +86,9 @@ class EventPipe:
 
 
 class TokenCounter:
-    """Counts the tokens that the master makes, and tells of them now and then.
+    """Counts the tokens that the master makes, and reports them at a limited rate.
 
-    Each telling wakes the launcher, which shares its core with a stage.
+    Each report wakes the launcher, which shares its core with a stage.
 
     Args:
         progress: takes the events.
@@ -101,38 +101,38 @@ class TokenCounter:
     ) -> None:
         self._progress = progress
         self._clock = clock
-        self._made = self._told = 0
+        self._made = self._reported = 0
         self._expected = expected
-        self._tell_s = 0.0
-        self.tell()
+        self._report_s = 0.0
+        self.report()
 
     def add(self, count: int) -> None:
-        """Count new tokens; tell of them when ``TELL_S`` have passed since the last time.
+        """Count new tokens; report them if the last report is at least ``REPORT_S`` ago.
 
-        0 says that none will come for a while: what has not been told is told now.
+        A count of 0 means that the engine goes idle: unreported tokens are reported now.
         """
         self._made += count
-        if self._made > self._told and (not count or self._clock() >= self._tell_s):
-            self.tell()
+        if self._made > self._reported and (not count or self._clock() >= self._report_s):
+            self.report()
 
     def expect_fewer(self, count: int) -> None:
-        """An answer ended so many tokens early."""
+        """Reduce the expected tokens, after an answer that ended early."""
         self._expected -= count
 
-    def tell(self) -> None:
-        """Tell how many there are, at once."""
-        self._tell_s, self._told = self._clock() + TELL_S, self._made
+    def report(self) -> None:
+        """Report the count now."""
+        self._report_s, self._reported = self._clock() + REPORT_S, self._made
         event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
         self._progress.report(event)
 
 
 class Heartbeat:
-    """A thread that says that this process is alive, until the process ends.
+    """A thread that sends signs of life until it is stopped.
 
     Args:
         progress: takes the events.
         rank: of this process.
-        interval_s: between two of them.
+        interval_s: time between two events.
     """
 
     def __init__(self, progress: RunProgress, rank: int, interval_s: float) -> None:
@@ -144,7 +144,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Fall silent; no event follows."""
+        """Stop; no event follows."""
         self._stop.set()
         self._thread.join()
 
@@ -155,13 +155,13 @@ class Heartbeat:
 
 
 class BarProgress:
-    """Draws a bar of layers and then a bar of tokens.
+    """Draws a bar of loaded layers, then a bar of tokens.
 
-    Ranks load at the same time, so the time left is that of the slowest, which the bar names.
+    The remaining load time is that of the slowest rank, which the bar names.
 
     Args:
-        file: where to, usually standard error.
-        num_layers: layers of all ranks that report here.
+        file: output, usually standard error.
+        num_layers: layers of all ranks of this host.
         clock: seconds from some moment on.
     """
 
@@ -179,7 +179,7 @@ class BarProgress:
         self._kind: EventKind | None = None
 
     def report(self, event: Event) -> None:
-        """Move the bar of the event's kind."""
+        """Update the bar of the event's kind."""
         if event.kind == "load":
             self._loaded[event.rank] = event.done
             elapsed_s = self._clock() - self._start_s

@@ -1,8 +1,8 @@
-"""Recorder: what a rank did when, for the report's waits, the live line and a trace to look at.
+"""Recorder: time line of a rank, for waits in the report, the live line and traces.
 
-It stands around the communicator and, when a trace is wanted, around the parts that compute, so
-that neither the engine nor a stage knows of it. Stages send their events to the master before their
-statistics, in the clock of rank 0. A trace opens in Perfetto or ``chrome://tracing``.
+It wraps the communicator and, for a trace, the methods that compute. Stages send their spans to the
+master before their statistics, in the clock of rank 0. A trace opens in Perfetto or
+``chrome://tracing``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from llmpq.dist.transport.frames import MAX_TEXT_BYTES, Frame, FrameKind
 from llmpq.errors import StageError
 
 MAX_EVENTS = 200_000
-"""Events a rank keeps; a longer run's trace ends there."""
+"""Most spans of a rank; the trace of a longer run ends there."""
 LIVE_S = 0.5
-"""How often a rank says how busy it is."""
+"""Time between two reports of how busy a rank is."""
 _MICRO_BATCHES = (FrameKind.PREFILL, FrameKind.DECODE)
 _LINK_WORDS = ("send", "wait")
 _EVENTS_A_FRAME = 500
@@ -33,7 +33,7 @@ _US = 1e6
 
 @dataclass(slots=True)
 class _Span:
-    """Something that was done: in seconds of this rank's clock, for a micro-batch if known."""
+    """A piece of work, in seconds of this rank's clock."""
 
     name: str
     start_s: float
@@ -41,17 +41,17 @@ class _Span:
     micro_batch: int | None
 
     def row(self, offset_s: float) -> list[Any]:
-        """Return it as it travels: in microseconds of rank 0's clock."""
+        """Return the span as sent: in microseconds of rank 0's clock."""
         start_us = round((self.start_s + offset_s) * _US)
         return [self.name, start_us, round((self.end_s - self.start_s) * _US), self.micro_batch]
 
 
 class Recorder:
-    """Keeps one rank's spans, and on rank 0 everybody's.
+    """Keeps the spans of a rank; on rank 0, of all ranks.
 
     Args:
         rank: of this process.
-        is_on: whether spans are kept; waits are added up all the same.
+        is_on: whether spans are kept.
         clock_offset_s: what to add to this rank's clock to get rank 0's.
     """
 
@@ -65,17 +65,17 @@ class Recorder:
         self._others: dict[int, list[list[Any]]] = {}
 
     def add(self, name: str, start_s: float, end_s: float, micro_batch: int | None = None) -> None:
-        """Keep a span of this rank's ``time.perf_counter``."""
+        """Keep a span, timed by ``time.perf_counter``."""
         if self.is_on and len(self._spans) < MAX_EVENTS:
             number = self._current if micro_batch is None else micro_batch
             self._spans.append(_Span(name, start_s, end_s, number))
 
     def received(self, micro_batch: int) -> None:
-        """What follows is done for this micro-batch."""
+        """Assign the following spans to this micro-batch."""
         self._current = micro_batch
 
     def sent(self, micro_batch: int) -> None:
-        """What was done since the last landing or sending was done for this micro-batch."""
+        """Assign the spans since the last frame to this micro-batch."""
         if self.is_on:
             for span in self._spans[self._unnamed :]:
                 if span.micro_batch is None:
@@ -84,7 +84,7 @@ class Recorder:
         self._current = None
 
     def trace_calls(self, thing: object, method: str, name: str, device: torch.device) -> None:
-        """Keep a span of every call of ``thing.method``; nothing happens without a trace."""
+        """Keep a span of every call of ``thing.method``; does nothing without a trace."""
         if not self.is_on:
             return
         inner: Callable[..., Any] = getattr(thing, method)
@@ -102,9 +102,9 @@ class Recorder:
         setattr(thing, method, timed)
 
     def frames(self) -> list[Frame]:
-        """Return the frames that carry this rank's new spans to rank 0, and forget these.
+        """Return the frames that carry this rank's new spans to rank 0, and delete the spans.
 
-        Statistics of the ranks before this one pass through it too: a span goes with the first.
+        Statistics of earlier ranks pass through this one; the spans go with the first of them.
         """
         rows = [span.row(self._offset_s) for span in self._spans]
         self._spans, self._unnamed = [], 0
@@ -114,10 +114,10 @@ class Recorder:
         return [Frame(kind=FrameKind.TRACE, text=text) for text in texts]
 
     def take(self, frame: Frame) -> None:
-        """Keep what another rank sent.
+        """Keep the spans of another rank.
 
         Raises:
-            StageError: it is not what a rank would send.
+            StageError: the frame is not readable.
         """
         try:
             rank, rows = json.loads(frame.text)
@@ -163,13 +163,13 @@ class Recorder:
 
 
 class RecordingCommunicator:
-    """A communicator that times its calls and carries the trace.
+    """A communicator that times its calls and sends the trace.
 
     Args:
-        inner: does the work; taken over.
+        inner: communicator to wrap; owned from now on.
         recorder: keeps spans.
-        clock: gets the waits.
-        progress: is told now and then how busy this rank is.
+        clock: collects the waits.
+        progress: receives how busy this rank is.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class RecordingCommunicator:
         self._clock = clock
         self._progress = progress
         self._begin_s: float | None = None
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def send(self, frame: Frame) -> None:
-        """Send, and before statistics this rank's spans."""
+        """Send a frame; send this rank's spans before its statistics."""
         if frame.kind is FrameKind.STATS and self._recorder.is_on:
             for part in self._recorder.frames():
                 self._inner.send(part)
@@ -201,7 +201,7 @@ class RecordingCommunicator:
         self._clock.send_s += end_s - start_s
         self._recorder.add("send", start_s, end_s, frame.micro_batch)
         self._recorder.sent(frame.micro_batch)
-        self._tell(end_s)
+        self._report_busy(end_s)
 
     def has_frame(self) -> bool:
         """Tell whether ``recv`` would return or raise at once."""
@@ -212,7 +212,7 @@ class RecordingCommunicator:
         return self._inner.await_frame(longest_s)
 
     def recv(self) -> Frame:
-        """Receive; the wait for a stage's first micro-batch is loading and filling, not lost."""
+        """Receive a frame; the wait for the first micro-batch does not count."""
         start_s = time.perf_counter()
         frame = self._inner.recv()
         end_s = time.perf_counter()
@@ -232,10 +232,10 @@ class RecordingCommunicator:
         """Finish what is being sent and let go."""
         self._inner.close()
 
-    def _tell(self, now_s: float) -> None:
-        if now_s - self._told_s < LIVE_S or self._begin_s is None:
+    def _report_busy(self, now_s: float) -> None:
+        if now_s - self._reported_s < LIVE_S or self._begin_s is None:
             return
-        self._told_s = now_s
+        self._reported_s = now_s
         elapsed_s = now_s - self._begin_s
         busy_s = elapsed_s - self._clock.wait_s - self._clock.send_s
         event = Event(

@@ -90,9 +90,9 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
 
 
 def _faults(measurement: Measurement) -> dict[str, Any]:
-    """Return what befell a run; nothing when that was nothing.
+    """Return the faults of a run, empty without any.
 
-    The figures beside it are those of the last start alone.
+    The other figures of the report are those of the last start.
     """
     if not (measurement.restarts or measurement.not_served or measurement.refused):
         return {}
@@ -253,9 +253,9 @@ def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
 def watch_for(
     schedule: Schedule, policy: BatchingPolicy, handling: DriftHandling
 ) -> DriftWatch | None:
-    """Return what watches the answers of a run, ``None`` where its schedule rests on no lengths.
+    """Return the watch over answer lengths, ``None`` if the schedule does not depend on lengths.
 
-    When it notices one the lengths so far are written; whoever started the run tells it at the end.
+    When it notices a drift, it writes the lengths so far.
     """
     watch: DriftWatch | None = None
 
@@ -272,13 +272,13 @@ def watch_for(
 def drift_message(
     drift: Drift, schedule: Schedule, handling: DriftHandling, adjusted: Sequence[int] = ()
 ) -> str:
-    """Return what a run says of a drift: what was seen, what it does, what else can be done.
+    """Return the message about a drift: what was observed, what the run does, what else helps.
 
     Args:
-        drift: what was seen.
-        schedule: the run's own.
-        handling: what it does about drifts.
-        adjusted: decode iterations that it went on with, when it is over.
+        drift: what was observed.
+        schedule: of the run.
+        handling: what the run does about drifts.
+        adjusted: decode iterations that a finished run changed to.
     """
     own = ""
     if adjusted:
@@ -299,7 +299,7 @@ def write_lengths(file: Path, new_tokens: Sequence[int]) -> None:
 
 
 def drift_of_run(schedule: Schedule, measurement: Measurement) -> Drift | None:
-    """Compare all answers of a run with its schedule; ``None`` where that rests on no lengths."""
+    """Compare all answers of a run with its schedule; ``None`` if it does not depend on lengths."""
     lengths = lengths_of(measurement)
     return drift_of(schedule, lengths) if lengths else None
 
@@ -312,7 +312,7 @@ def lengths_of(measurement: Measurement) -> list[int]:
 def quantizer_of(model_dir: Path) -> str:
     """Return ``rtn`` for a plain checkpoint, else the method that a quantized one names.
 
-    A GPTQ-format file may hold rounded weights; ours say so in ``meta``, and then it is ``rtn``.
+    GPTQ-format files of llmpq name the method in ``meta``: rounded weights are ``rtn``.
 
     Raises:
         SpecError: ``config.json`` cannot be read.

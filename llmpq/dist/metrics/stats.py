@@ -1,4 +1,4 @@
-"""What a stage measures of itself: busy time by phase, and the memory its process reached."""
+"""Measurements of a stage: busy time by phase, peak memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llmpq.spec.precision import Phase
 from llmpq.units import KIB
 
 MAX_KINDS = 100
-"""Kinds of work that a rank tells of; they travel in one control frame."""
+"""Most kinds of work in a rank's statistics, which fit one control frame."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,13 +35,12 @@ class StageClock:
     """Collects the busy times of one stage.
 
     Attributes:
-        micro_batching: what counts as a full micro-batch.
+        micro_batching: sizes of a full micro-batch.
         now: the clock, in seconds.
-        sleep: lets so many of its seconds pass.
-        load_s: filled in once the stage is loaded.
-        held: likewise.
+        sleep: waits for so many seconds.
+        load_s, held: set once the stage is loaded.
         wait_s: waiting for micro-batches, from the first one on.
-        send_s: handing micro-batches to the next rank.
+        send_s: sending micro-batches to the next rank.
     """
 
     micro_batching: MicroBatching
@@ -66,7 +65,7 @@ class StageClock:
             rows: its sequences.
             seconds: all of the work.
             tokens: length of its prompts, or of its contexts; see :func:`tokens_read`.
-            master_s: what of ``seconds`` was the master's own work.
+            master_s: the master's own work in ``seconds``.
         """
         self._times[phase].append((rows, seconds))
         # Contexts grow by one a step: only their mean is kept.
@@ -93,7 +92,7 @@ class StageClock:
         )
 
     def _longest_work(self) -> tuple[WorkSample, ...]:
-        """Return the kinds of work that took longest: ragged runs have too many to send."""
+        """Return the kinds of work that took longest; ragged runs have too many to send."""
         kinds = sorted(self._work.items(), key=lambda item: -item[1].seconds)
         return tuple(
             WorkSample(
@@ -115,10 +114,10 @@ class StageClock:
 
 
 def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> float:
-    """Return how many tokens of a row a micro-batch costs: what forecasts charge it for.
+    """Return the tokens of a row that a forecast charges a micro-batch for.
 
-    Prompts are padded to the longest. In decode a CPU reads each row as far as it goes, so that the
-    mean counts; elsewhere rows are read as far as the longest goes.
+    Prompts are padded to the longest. In decode, a CPU reads each row's own context, so the mean
+    counts; elsewhere every row is read to the end of the longest.
     """
     lengths = [row.length for row in rows]
     if phase is Phase.DECODE and device.type == "cpu":
@@ -127,11 +126,11 @@ def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> floa
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has held.
+    """Return the peak memory of this process, in bytes.
 
-    On a CPU: the high-water mark of the resident set, so the interpreter, the libraries and pages
-    of files just read are in it, as they are in a plan's ``runtime`` part. On CUDA: the most bytes
-    torch had allocated, so the driver's context is not in it.
+    On a CPU: peak of the resident set, with the interpreter, the libraries and pages of files just
+    read, as in a plan's ``runtime`` part. On CUDA: the most bytes that torch had allocated, without
+    the driver's context.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -142,6 +141,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device's queued work, so that a clock read next means something."""
+    """Wait for a device's queued work, before the clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -8,7 +8,7 @@ import queue
 
 from llmpq.dist.metrics.progress import (
     MAX_EVENT_BYTES,
-    TELL_S,
+    REPORT_S,
     BarProgress,
     Event,
     EventPipe,
@@ -66,7 +66,7 @@ def test_tokens_are_told_now_and_then_and_all_in_the_end():
     for _ in range(10):
         tokens.add(2)
     assert told == [(0, 100)]
-    now_s[0] = TELL_S
+    now_s[0] = REPORT_S
     tokens.expect_fewer(30)
     tokens.add(2)
     tokens.add(2)
@@ -75,7 +75,7 @@ def test_tokens_are_told_now_and_then_and_all_in_the_end():
     assert told[-1] == (24, 70)
     tokens.add(0)
     assert len(told) == 3
-    tokens.tell()
+    tokens.report()
     assert len(told) == 4
 
 
