@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.dist.metrics.progress import Progress
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.evals.checkpoint import GptqLayers
 from llmpq.evals.pipeline import pipeline_hidden
@@ -62,7 +62,7 @@ class EvalTask:
     step_timeout_s: float = 10.0
 
 
-def evaluate(task: EvalTask, bars: Bars, progress: Progress) -> dict[str, Any]:
+def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any]:
     """Return perplexity, divergence from 16 bits, and the perplexity at 16 bits.
 
     Args:
@@ -124,7 +124,7 @@ class _Run:
         with self.bars(label) as show:
             return stream_hidden(layers, master, self.windows, kv_bits=kv_bits, progress=show)
 
-    def pipeline(self, plan: Plan, progress: Progress) -> list[Tensor]:
+    def pipeline(self, plan: Plan, progress: RunProgress) -> list[Tensor]:
         states = pipeline_hidden(
             plan,
             self.task.model_dir,

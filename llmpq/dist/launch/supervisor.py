@@ -2,7 +2,7 @@
 
 When a rank dies or hangs, the launcher ends the others, and the running requests are lost. Finished
 answers are in the result file, so a new start answers the rest and nothing twice. Errors that
-another start does not cure (bad input, too little memory, a full disk, scores that are NaN, our own bugs) end
+another start does not cure (bad input, too little memory, full disk, NaN scores, our own bugs) end
 the run at once; so do two starts in a row without a token. Needs no torch.
 """
 

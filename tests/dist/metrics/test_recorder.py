@@ -62,7 +62,7 @@ def run(made) -> None:
     (master, recorder, _, _), (stage, other, _, _) = made
     layers = [Layers(), Layers()]
     recorder.trace_calls(layers[0], "forward", "compute", torch.device("cpu"))
-    other.watch(layers[1], "forward", "compute", torch.device("cpu"))
+    other.trace_calls(layers[1], "forward", "compute", torch.device("cpu"))
     for number in (5, 6):
         assert layers[0].forward(1) == 2
         master.send(decode(number))
