@@ -22,9 +22,9 @@ PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9, 10, 11, 50, 51], [61], [33, 34, 35, 36]]
 
 
 def test_an_idle_pipeline_outlives_its_step_timeout_and_closes(tiny_model):
-    with Pipeline(PLAN, model=tiny_model("llama", seed=1), step_timeout_s=1.0) as llm:
+    with Pipeline(PLAN, model=tiny_model("llama", seed=1), step_timeout_s=3.0) as llm:
         first = llm.generate(PROMPTS)
-        time.sleep(3.0)
+        time.sleep(7.0)
         assert llm.generate(PROMPTS) == first
         pids = workers_of(os.getpid())
         assert sorted(pids) == [0, 1]
