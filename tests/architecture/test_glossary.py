@@ -14,10 +14,10 @@ ROOMS = ("dist", "batching", "costmodel", "assigner")
 SELF_EXPLAINING = """
     BatchingPolicy CommModel Decode ErrorRecord ErrorReport Event FrameReader FrameWriter
     Health HybridPolicy IterationPolicy KVCache LatencyModel MasterEngine Measurement
-    NewToken PlanRequest Prefill Progress Prompt Request RequestLimits Result ResultWriter
+    NewToken PlanRequest Prefill Prompt Request RequestLimits Result ResultWriter
     RraPolicy Sampler SamplingParams Scheduler SharedMemoryReader SharedMemoryWriter
     SlotAllocator SocketCommunicator SolverResult StageStats StaticPolicy StopRequest
-    TokenProgress Tokenizer TorchCommunicator WaaPolicy Wait WaitingRequest
+    TokenCounter Tokenizer TorchCommunicator WaaPolicy Wait WaitingRequest
 """
 """Names that say all in plain English, or are those of the field."""
 
