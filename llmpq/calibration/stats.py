@@ -99,8 +99,3 @@ class Hessian:
         inputs = inputs.to(torch.float32)
         self.tokens += inputs.shape[0]
         self.matrix.addmm_(inputs.T, inputs)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.matrix.nbytes

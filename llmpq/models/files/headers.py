@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from llmpq.errors import SpecError
@@ -77,25 +75,13 @@ class Header:
         return _LENGTH_BYTES + len(self.raw)
 
 
-def read_header(path: Path) -> Header:
-    """Read and check the header of ``path``.
+def read_header(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
+    """Read and check the header of an open file of ``file_bytes``.
 
     Raises:
-        SpecError: not a regular file, or a header that is too long, not JSON, or describes
-            tensors that overlap, leave gaps or leave the file.
+        SpecError: a header that is too long, is not JSON, or describes tensors that overlap, leave
+            gaps or leave the file.
     """
-    if not path.is_file():
-        raise SpecError(f"{path}: found no such file, expected safetensors weights")
-    try:
-        with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            return read_header_from(stream, file_bytes=size, where=str(path))
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from error
-
-
-def read_header_from(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
-    """Read and check the header of an open file of ``file_bytes``; as :func:`read_header`."""
     length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
     available = file_bytes - _LENGTH_BYTES
     if not 2 <= length <= min(MAX_HEADER_BYTES, available):

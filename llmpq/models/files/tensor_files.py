@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from torch import Tensor
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.models.files.headers import Header, read_header_from, unique_keys
+from llmpq.models.files.headers import Header, read_header, unique_keys
 from llmpq.models.files.sources import (
     TORCH_DTYPES,
     Allocate,
@@ -106,15 +106,6 @@ class TensorFiles:
             SpecError: a file cannot be read, or has changed since it was checked.
         """
         return read_source(self.directory, source, self._stamps, allocate, is_direct=is_direct)
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the named tensors, each read when reached.
-
-        Raises:
-            SpecError: a tensor does not exist, or as :meth:`load`.
-        """
-        for name in names:
-            yield name, self.load(self.source(name))
 
     def fingerprint(self, sources: Iterable[TensorSource]) -> str | None:
         """Return a key that changes if the stored bytes of some tensors may have changed.
@@ -223,7 +214,7 @@ def _checked(descriptor: int, path: Path) -> tuple[FileStamp, Header]:
     """Return stamp and header of one open file."""
     stamp = FileStamp.of(descriptor)
     with os.fdopen(descriptor, "rb", closefd=False) as stream:
-        return stamp, read_header_from(stream, file_bytes=stamp.size, where=str(path))
+        return stamp, read_header(stream, file_bytes=stamp.size, where=str(path))
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
