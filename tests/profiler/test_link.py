@@ -71,10 +71,10 @@ def test_the_planner_reads_latency_and_bandwidth_out_of_it():
     assert link.latency_s == pytest.approx(0.004, rel=0.5)
 
 
-def test_sizes_that_tell_nothing_are_refused():
-    with pytest.raises(SpecError, match="unlike multiples"):
+def test_too_few_or_odd_sizes_are_rejected():
+    with pytest.raises(SpecError, match="different multiples"):
         LinkJob(between=("a", "b"), sizes=(UNIT_BYTES,))
-    with pytest.raises(SpecError, match="unlike multiples"):
+    with pytest.raises(SpecError, match="different multiples"):
         LinkJob(between=("a", "b"), sizes=(UNIT_BYTES, UNIT_BYTES + 1))
 
 

@@ -21,12 +21,9 @@ from llmpq.costmodel.tables.law import Samples, fit_law, gather, paper_features
 from llmpq.costmodel.tables.nnls import Array, fit_relative
 from llmpq.errors import ProfileMissError
 from llmpq.spec.precision import Phase
-from llmpq.spec.tables import LatencySample, LatencyTable
+from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable
 
 LawName = Literal["hinged", "paper", "features"]
-
-MASTER_BITS = 0
-"""How a table marks the master's own work."""
 
 LEAST_DEVIATION = 0.035
 """No claim is surer than this. Whole models measured on an A100 were forecast within 3.4 % in
