@@ -97,8 +97,8 @@ def test_damaged_directories_are_refused_or_read(tiny_model, tmp_path, count):
         before = tracemalloc.get_traced_memory()[0]
         try:
             files = TensorFiles(folder)
-            for name in files.names:
-                files.load(files.source(name))
+            for tensor in files.names:
+                files.load(files.source(tensor))
             outcomes[True] += 1
         except SpecError as error:
             outcomes[False] += 1
