@@ -34,12 +34,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.layer_sweep import Sweep, sweep_layers
 from llmpq import __version__
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.calibration import read_calibration
-from llmpq.evals import Sweep, Windows, read_windows, sweep_layers
+from llmpq.evals import Windows, read_windows
 from llmpq.evals.score import Tally, add_states
 from llmpq.evals.windows import WindowBatch
 from llmpq.indicator import INDICATORS, Random, Subject, Variance, sensitivity_table

@@ -1,4 +1,4 @@
-"""Evaluation of a model at given bits against 16 bits."""
+"""Evaluate a model at given bits and compare it with the model at 16 bits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
-from llmpq.evals.checkpoint import GptqLayers
 from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
-from llmpq.evals.stream import Layers, LayerSource, stream_hidden
+from llmpq.evals.stream import GptqLayers, Layers, LayerSource, stream_hidden
 from llmpq.evals.windows import Windows, read_windows
 from llmpq.models import Checkpoint, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
@@ -24,27 +23,27 @@ from llmpq.quant.loading.loader import load_master
 from llmpq.spec.plan import Plan
 
 Bars = Callable[[str], AbstractContextManager[Callable[..., None]]]
-"""Makes the progress bar of one pass over the text."""
+"""Creates the progress bar of one pass over the text, from its label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTask:
-    """What to evaluate.
+    """Arguments of an evaluation.
 
     Attributes:
-        model_dir: weights.
-        text: text file to predict.
+        model_dir: directory of the weights.
+        text: file with the text to predict.
         bits: bitwidth of every layer.
-        dtype: number format, or ``auto`` for that of the weights.
-        kv_bits: 8 for keys and values at 8 bits.
-        plan: strategy whose ranks run the model; ``None`` runs it in this process.
+        dtype: dtype of the run, or ``auto`` for the dtype of the weights.
+        kv_bits: 8 for an 8-bit KV cache.
+        plan: plan whose ranks run the model; ``None`` runs it in this process.
         quantized: GPTQ checkpoint to evaluate instead.
-        kernel: kernel to use wherever it can run.
+        kernel: preferred kernel.
         device: device of this process.
         window: tokens of a window.
         rows: windows of a batch.
-        max_tokens: tokens of the text to use.
-        step_timeout_s: seconds without a sign of life after which a rank has failed.
+        max_tokens: maximum tokens of the text.
+        step_timeout_s: seconds without a message after which a rank has failed.
     """
 
     model_dir: Path
@@ -66,12 +65,12 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
     """Return perplexity, divergence from 16 bits, and the perplexity at 16 bits.
 
     Args:
-        task: what to evaluate.
-        bars: progress of passes in this process.
-        progress: progress of a strategy's ranks.
+        task: the arguments.
+        bars: progress bars of the passes in this process.
+        progress: called with the events of the plan's ranks.
 
     Raises:
-        SpecError: the text or the checkpoint does not fit the model.
+        SpecError: the text or the checkpoint does not match the model.
         StageError: a rank failed.
     """
     windows = read_windows(

@@ -1,7 +1,7 @@
-"""The ranks of a plan as the model under evaluation: every token is given, none is sampled.
+"""Run the ranks of a plan on given tokens (teacher forcing) and return the hidden states.
 
-The plan's devices, cuts and bits run as they would in serving, in processes of this host; its
-workload is replaced by the windows. Processes, frames and failures are ``llmpq.dist``'s business.
+The ranks run as processes of this host with the devices, layer ranges and bits of the plan; the
+windows replace its workload.
 
 Shapes: R windows, T tokens of each, H hidden size.
 """
@@ -37,21 +37,20 @@ def pipeline_hidden(
     """Run all windows through the ranks of ``plan``.
 
     Args:
-        plan: the strategy.
+        plan: the plan.
         model_dir: directory with the weights.
         windows: the text.
-        step_timeout_s: how long a rank may give no sign of life.
-        progress: takes the ranks' events: layers loaded, then tokens done.
-        kernel: kernel to prefer; ``None`` leaves it to the registry.
+        step_timeout_s: seconds without a message after which a rank has failed.
+        progress: called with the events of the ranks: layers loaded, then tokens done.
+        kernel: preferred kernel; ``None`` for the default.
 
     Returns:
         Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
 
     Raises:
-        LlmpqError: ``SpecError`` when the plan is not for this model, ``CapacityError`` when memory
-            ran out, ``StageError`` when a rank died, hung or failed.
+        LlmpqError: ``SpecError`` when the plan is for another model, ``CapacityError`` when memory
+            is exhausted, ``StageError`` when a rank dies, hangs or fails.
     """
-    # Only this user can enter the folder.
     with tempfile.TemporaryDirectory(prefix="llmpq-eval-") as name:
         folder = Path(name)
         job = Job(
@@ -70,7 +69,7 @@ def pipeline_hidden(
 
 
 def evaluation_plan(plan: Plan, windows: Windows) -> Plan:
-    """Return ``plan`` with the windows as its workload; devices, cuts and bits stay."""
+    """Return ``plan`` with the windows as its workload and the same devices, layers and bits."""
     workload = Workload(batch=windows.rows, prompt_tokens=windows.longest, new_tokens=1)
     sizes = MicroBatching(prefill=windows.rows, decode=1)
     return replace(plan, workload=workload, micro_batching=sizes)

@@ -1,8 +1,7 @@
-"""Scores: perplexity of a model, and how far its predictions are from another's.
+"""Perplexity of a model, and the divergence of its predictions from those of another.
 
-Everything is computed from the hidden states after the last layer: the head is applied to a few
-tokens at a time, so scores over the vocabulary, which would be the largest tensors of all, are
-never stored. Sums are kept in float64; the terms are float32, as the model's own scores are.
+Input are the hidden states after the last layer. The head is applied to a chunk of tokens at a
+time, so that the logits of the whole text are never in memory. Terms are float32, sums float64.
 
 Shapes: R windows, T tokens of each, H hidden size, C tokens of a chunk, V vocabulary.
 """
@@ -25,16 +24,16 @@ from llmpq.models import Master
 K = TypeVar("K", bound=Hashable)
 
 CHUNK_VALUES = 1 << 22
-"""Scores of a chunk ``C x V``: 16 MiB in float32."""
+"""Logits of a chunk ``C x V``: 16 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How well a model predicts a text.
+    """Quality of a model on a text.
 
     Attributes:
         perplexity: ``exp`` of the mean of ``-ln p(token)``.
-        tokens: predicted ones.
+        tokens: number of predicted tokens.
         kl_to_16bit: mean over tokens of ``sum p16 ln(p16 / p)`` in nats, ``p16`` the reference's
             distribution; ``None`` without a reference.
     """
@@ -54,26 +53,26 @@ class Quality:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the tokens seen so far, of one model."""
+    """Sums over the tokens of one model."""
 
     loss: float = 0.0
     divergence: float | None = None
     tokens: int = 0
 
     def add(self, scores: Tensor, targets: Tensor, reference: Tensor | None) -> None:
-        """Count a chunk.
+        """Add a chunk of tokens.
 
         Args:
             scores: log-probabilities ``[C, V]`` float32.
             targets: ``[C]`` int64.
-            reference: the reference's log-probabilities ``[C, V]``.
+            reference: log-probabilities of the reference ``[C, V]``.
         """
         chosen = scores.gather(1, targets[:, None])
         self.loss -= float(chosen.sum(dtype=torch.float64))
         self.tokens += targets.numel()
         if reference is not None:
             ratio = (reference - scores).mul_(reference.exp()).sum(dim=1)  # [C]
-            # A divergence is never negative; that of two nearly equal models rounds to -1e-8.
+            # Rounding can make the divergence of two nearly equal rows negative.
             near = float(ratio.clamp_(min=0).sum(dtype=torch.float64))
             self.divergence = near + (self.divergence or 0.0)
 
@@ -81,7 +80,7 @@ class Tally:
         """Return the means.
 
         Raises:
-            LlmpqError: the model's scores are not numbers, so nothing can be said.
+            LlmpqError: the model's scores are not numbers.
         """
         if math.isnan(self.loss):
             raise LlmpqError(
@@ -90,7 +89,7 @@ class Tally:
             )
         mean = self.loss / self.tokens
         return Quality(
-            # exp overflows above 709 nats, which only a model of noise reaches.
+            # exp overflows above 709.
             perplexity=math.exp(min(mean, 700.0)),
             tokens=self.tokens,
             kl_to_16bit=None if self.divergence is None else self.divergence / self.tokens,
@@ -105,17 +104,17 @@ def perplexity_and_kl(
     *,
     reference_master: Master | None = None,
 ) -> Quality:
-    """Score a run against the text and, if given, against the 16-bit model.
+    """Return the perplexity of a run, and its divergence from a reference if one is given.
 
     Args:
-        master: the two ends of the model.
-        windows: what was run.
-        states: after the last layer, ``[R, T, H]`` for each micro-batch of ``windows`` in order.
-        reference: likewise of the 16-bit model.
-        reference_master: its two ends; by default ``master``, which quantization leaves alone.
+        master: embedding, final norm and head of the model.
+        windows: the text.
+        states: hidden states after the last layer, ``[R, T, H]`` for each micro-batch.
+        reference: hidden states of the 16-bit model.
+        reference_master: master of the 16-bit model; by default ``master``.
 
     Raises:
-        SpecError: there are more or fewer states than micro-batches.
+        SpecError: the number of states differs from the number of micro-batches.
     """
     tally = Tally()
     others: Iterable[Tensor | None] = repeat(None) if reference is None else reference
@@ -140,14 +139,14 @@ def add_states(
     reference: tuple[Master, Tensor] | None,
     tallies: Mapping[K, Tally],
 ) -> None:
-    """Count one micro-batch of several models; the reference's scores are computed once.
+    """Add one micro-batch of several models; the logits of the reference are computed once.
 
     Args:
-        master: the two ends of all of them.
+        master: master of all models.
         targets: ``[R, T]``.
-        states: of each model, ``[R, T, H]``.
-        reference: the 16-bit model's ends and its states ``[R, T, H]``.
-        tallies: of each model.
+        states: hidden states of each model, ``[R, T, H]``.
+        reference: master and hidden states ``[R, T, H]`` of the 16-bit model.
+        tallies: sums of each model.
     """
     wanted = targets.reshape(-1)
     flat = {key: state.flatten(0, 1) for key, state in states.items()}  # [R T, H]

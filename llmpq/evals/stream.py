@@ -1,7 +1,7 @@
-"""A model run layer by layer on one host, whatever its size.
+"""Run a model of any size layer by layer on one host.
 
-A layer is loaded, all windows pass through it, and it is freed before the next one is loaded: what
-is held is one layer and the hidden states of all windows, ``tokens x H`` values.
+Each layer is loaded, applied to all windows and freed before the next one is loaded. Memory holds
+one layer and the hidden states of all windows, ``tokens x H`` values.
 
 Shapes: R windows, T tokens of each, H hidden size.
 """
@@ -19,10 +19,11 @@ from torch import Tensor
 from llmpq.dist.kv.cache import KVCache
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master, kv_shapes
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
 from llmpq.quant.loading.loader import load_stage
 
 Progress = Callable[[int, int], None]
-"""Called with the layers done and the layers in all."""
+"""Called with the layers done and their total."""
 
 
 class Layers(Protocol):
@@ -30,29 +31,29 @@ class Layers(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where they run."""
+        """Device of the layers."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """How many there are."""
+        """Number of layers of the model."""
         ...
 
     def each(self) -> Iterator[DecoderStage]:
-        """Load one after the other; the caller lets go of each before it asks for the next."""
+        """Yield the layers in order; the caller drops each one before it requests the next."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSource:
-    """Where the layers of a model come from, and at how many bits.
+    """The layers of a 16-bit checkpoint, quantized while they are loaded.
 
     Attributes:
         model_dir: directory with ``config.json`` and safetensors weights.
-        bits: of every layer; 16 is not quantized.
-        dtype: of the run.
-        device: where it runs.
-        backend: kernel to prefer; ``None`` leaves it to the registry.
+        bits: bitwidth of every layer; 16 is not quantized.
+        dtype: dtype of the run.
+        device: device of the run.
+        backend: preferred kernel; ``None`` for the default.
     """
 
     model_dir: Path
@@ -63,11 +64,11 @@ class LayerSource:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return len(self.bits)
 
     def load(self, first_layer: int, end_layer: int) -> DecoderStage:
-        """Load layers ``[first_layer, end_layer)``, quantized as the loader of a stage does."""
+        """Load layers ``[first_layer, end_layer)`` with the loader of a stage."""
         return load_stage(
             self.model_dir,
             first_layer,
@@ -79,9 +80,39 @@ class LayerSource:
         )
 
     def each(self) -> Iterator[DecoderStage]:
-        """Load one layer after the other."""
+        """Load the layers in order."""
         for index in range(self.num_layers):
             yield self.load(index, index + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqLayers:
+    """The layers of a GPTQ checkpoint.
+
+    Attributes:
+        checkpoint: the files.
+        dtype: dtype of the run.
+        device: device of the run.
+        backend: preferred kernel; ``None`` for the default.
+    """
+
+    checkpoint: GptqCheckpoint
+    dtype: torch.dtype
+    device: torch.device
+    backend: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the model."""
+        return int(self.checkpoint.config.num_hidden_layers)
+
+    def each(self) -> Iterator[DecoderStage]:
+        """Load the layers in order."""
+        for index in range(self.num_layers):
+            layer = gptq_layer(
+                self.checkpoint, index, dtype=self.dtype, device=self.device, backend=self.backend
+            )
+            yield DecoderStage(self.checkpoint.config, [layer], index).to(self.device)
 
 
 def stream_hidden(
@@ -95,11 +126,10 @@ def stream_hidden(
     """Run all windows through all layers, one layer at a time.
 
     Args:
-        source: of the layers.
+        source: the layers.
         master: the model's embedding.
         windows: the text.
-        kv_bits: 8 to pass keys and values through an 8-bit cache, as a plan with 8-bit keys and
-            values does; ``None`` for the dtype of the run.
+        kv_bits: 8 for an 8-bit KV cache, ``None`` for a KV cache in the dtype of the run.
         progress: called after each layer.
 
     Returns:
@@ -124,7 +154,7 @@ def embed_windows(master: Master, windows: Windows, device: torch.device) -> lis
 def run_layers(
     layers: DecoderStage, windows: Windows, states: list[Tensor], kv_bits: int | None = None
 ) -> None:
-    """Pass every micro-batch through ``layers``; replaces the tensors in ``states`` one by one."""
+    """Run every micro-batch through ``layers``; replace each tensor in ``states`` by its output."""
     cache = None if kv_bits is None else _cache(layers, windows, states[0], kv_bits)
     for number, batch in enumerate(windows.batches()):
         states[number] = layers(states[number], batch.micro_batch, cache)

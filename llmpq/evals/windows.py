@@ -1,8 +1,8 @@
-"""Windows: a text as the rows of tokens that a model is scored on.
+"""Windows: a text cut into the rows of tokens on which a model is scored.
 
-The text is tokenized as one piece and cut into windows that do not overlap; the first token of a
-window is context only. What is left after the last whole window is a window of its own when it
-holds a token to predict. No row is ever padded, so every value computed is a value scored.
+The text is tokenized as a whole and cut into windows without overlap; the first token of a window
+is context only. The remainder is a shorter window if it has at least two tokens. Rows are never
+padded.
 
 Shapes: N tokens of the text, R windows of a micro-batch, T tokens of a window but its last.
 """
@@ -27,11 +27,11 @@ MAX_TEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowBatch:
-    """Windows of one length.
+    """A batch of windows of one length.
 
     Attributes:
         inputs: ``[R, T]`` int64.
-        targets: ``[R, T]`` int64, the token after each.
+        targets: ``[R, T]`` int64, the next token of each input.
     """
 
     inputs: Tensor
@@ -39,14 +39,14 @@ class WindowBatch:
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The windows as rows that begin in empty slots."""
+        """The windows as rows that start in empty slots."""
         rows, tokens = self.inputs.shape
         return MicroBatch.build(range(rows), [0] * rows, [tokens] * rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Windows:
-    """A text cut into windows, and those gathered into micro-batches.
+    """A text cut into windows, grouped into micro-batches.
 
     Attributes:
         token_ids: ``[N]`` int64.
@@ -54,7 +54,7 @@ class Windows:
         rows: windows of a micro-batch, at least 1.
 
     Raises:
-        SpecError: there is no token to predict, or a size is too small.
+        SpecError: the text has less than two tokens, or a size is too small.
     """
 
     token_ids: Tensor
@@ -70,7 +70,7 @@ class Windows:
         if self.token_ids.numel() < 2:
             raise SpecError(
                 f"text: found {self.token_ids.numel()} tokens, expected at least 2: "
-                "one to begin with and one to predict"
+                "one of context and one to predict"
             )
 
     @classmethod
@@ -83,21 +83,21 @@ class Windows:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are predicted."""
+        """Number of predicted tokens."""
         return sum(batch.targets.numel() for batch in self.batches())
 
     @property
     def longest(self) -> int:
-        """Most tokens of a row that a model is given ``T``."""
+        """Largest number of tokens in a row, ``T``."""
         return min(self.window, self.token_ids.numel()) - 1
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches in all."""
+        """Number of micro-batches."""
         return sum(1 for _ in self.batches())
 
     def batches(self) -> Iterator[WindowBatch]:
-        """Give the windows in order of the text, ``rows`` at a time."""
+        """Yield the windows in order of the text, ``rows`` at a time."""
         whole = self.token_ids.numel() // self.window
         grid = self.token_ids[: whole * self.window].view(whole, self.window)
         for rows in torch.split(grid, self.rows) if whole else ():
@@ -115,18 +115,18 @@ def read_windows(
     rows: int = DEFAULT_ROWS,
     max_tokens: int | None = None,
 ) -> Windows:
-    """Tokenize a text file with the model's own tokenizer and cut it.
+    """Tokenize a text file with the tokenizer of the model and cut it into windows.
 
     Args:
         model_dir: directory with the tokenizer and ``config.json``.
         text: UTF-8 text file.
         window: tokens of a window.
         rows: windows of a micro-batch.
-        max_tokens: tokens of the text to use, from its beginning; ``None`` for all.
+        max_tokens: maximum tokens of the text; ``None`` for all.
 
     Raises:
-        SpecError: the text cannot be read or is too short, there is no tokenizer, or the model
-            knows no such positions.
+        SpecError: the text cannot be read or is too short, there is no tokenizer, or a window is
+            longer than the positions of the model.
     """
     tokenizer = load_tokenizer(Path(model_dir))
     if tokenizer is None:

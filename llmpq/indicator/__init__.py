@@ -1,15 +1,23 @@
-"""Indicators: how much a model loses with one layer at fewer bits (LLM-PQ, Sec. 4.2).
+"""Indicators of a model's quality loss with one layer at fewer bits (LLM-PQ, Sec. 4.2).
 
-All of them read a checkpoint layer by layer and give one table, ``llmpq.spec.tables``: the paper's
-variance, its two rivals, and the divergence we measure. Which one to believe is measured in
-``docs/how/quantization.md`` and shown in ``notebooks``.
+Each indicator reads a checkpoint layer by layer and scores every layer at every bitwidth.
+``sensitivity_table`` turns the scores into the table that the planner reads. The guide
+``docs/how/quantization.md`` compares the indicators.
 """
 
-from llmpq.indicator.base import UNIT_BITS, Indicator, Progress, Scores, Subject
+from llmpq.indicator.base import (
+    UNIT_BITS,
+    Indicator,
+    Progress,
+    Random,
+    Scores,
+    Subject,
+    monotone,
+    normalise,
+    sensitivity_table,
+)
 from llmpq.indicator.divergence import Divergence
 from llmpq.indicator.hessian import HessianEigenvalue, top_eigenvalue
-from llmpq.indicator.random import Random
-from llmpq.indicator.table import monotone, normalise, sensitivity_table
 from llmpq.indicator.variance import Variance
 
 INDICATORS: dict[str, Indicator] = {
@@ -18,7 +26,7 @@ INDICATORS: dict[str, Indicator] = {
     "hessian": HessianEigenvalue(),
     "random": Random(),
 }
-"""Every indicator with its default settings, by the name that tables carry."""
+"""Indicators with default settings, by the method name in tables."""
 
 __all__ = [
     "INDICATORS",

@@ -1,16 +1,13 @@
-"""Our indicator: measure what a layer at fewer bits does to the predictions, on a few tokens.
+"""The divergence indicator: measure how one quantized layer changes the predictions.
 
-For every (layer, bitwidth) a stream of hidden states goes through the model with that one layer
-quantized, by the kernels that will run it. Its score is the divergence of the last predictions
-from the 16-bit model's, ``KL(p16 || p)`` in nats a token. What the estimates of a layer's output
-error leave out is thereby in: how much of the error the layers behind amplify, damp or rotate out
-of sight, and which errors the head cannot see.
+For every (layer, bitwidth) a stream of hidden states passes through the model with that one layer
+quantized by the kernels that serve it. The score is the divergence of its predictions from those
+of the 16-bit model, ``KL(p16 || p)`` in nats per token. It includes how later layers and the head
+amplify or damp the error.
 
-The cost does not grow with the number of streams, for each gets its share of the calibration
-tokens: L layers and B bitwidths make ``L B + 1`` streams, all of them together hold no more hidden
-states than the whole calibration set between two layers, and as they begin one layer after the
-other, all of them together take half a forward pass of it through the layers, and its logits.
-Layers are loaded one at a time, at 16 bits and at one bitwidth.
+The ``L B + 1`` streams of L layers and B bitwidths share the calibration tokens. Together they hold
+at most as many hidden states as the whole calibration set, and cost about half a forward pass of
+it plus its logits. Layers are loaded one at a time.
 
 Shape legend: L layers, B bitwidths, R sequences of a probe, T tokens of each, H hidden size,
 V vocabulary, C tokens of a chunk.
@@ -30,7 +27,7 @@ from llmpq.models import DecoderStage, Master, MicroBatch, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
 
 _CHUNK_VALUES = 1 << 20  # scores C x V: 4 MiB in float32
-_WHOLE = None  # the stream with no layer changed
+_WHOLE = None  # the stream of the 16-bit model
 
 Key = tuple[int, int] | None
 """Layer and bitwidth of a stream."""
@@ -41,13 +38,13 @@ class Divergence:
     """Mean divergence from the 16-bit model with one layer quantized.
 
     Attributes:
-        probe_tokens: tokens of every stream; by default its share of the calibration tokens.
+        probe_tokens: tokens of each stream; by default an equal share of the calibration tokens.
     """
 
     probe_tokens: int | None = None
 
     def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
-        """Run all streams layer by layer, then compare what comes out."""
+        """Run all streams layer by layer and compare their predictions."""
         tokens = subject.tokens_for("divergence")
         count = load_config(subject.model_dir).num_hidden_layers
         tokens.check(load_config(subject.model_dir).vocab_size, None)
@@ -65,7 +62,7 @@ class Divergence:
 def cut_probe(tokens: CalibrationSet, share: int) -> Tensor:
     """Return ``[R, T]`` tokens, about ``share``, from sequences spread evenly over the set.
 
-    Never fewer than 2 tokens; a share of less than one sequence is the beginning of one.
+    At least 2 tokens; a share of less than one sequence is its beginning.
     """
     rows, length = tokens.token_ids.shape
     length = max(1, min(length, max(2, share)))
@@ -74,7 +71,7 @@ def cut_probe(tokens: CalibrationSet, share: int) -> Tensor:
 
 
 class _Run:
-    """The streams on their way through the model."""
+    """The hidden states of all streams."""
 
     def __init__(
         self, subject: Subject, num_layers: int, probe: Tensor, progress: Progress | None
@@ -82,7 +79,7 @@ class _Run:
         self.subject = subject
         self.progress = progress
         self.done = 0
-        # In units of one stream through one layer, the predictions of one counting as a layer.
+        # Unit: one stream through one layer; the predictions of a stream count as one layer.
         passes = sum(1 + len(subject.bits) * (index + 1) for index in range(num_layers))
         self.total = passes + num_layers * len(subject.bits)
         rows = max(1, subject.batch_tokens // probe.shape[1])
@@ -93,21 +90,21 @@ class _Run:
         }
 
     def pass_layer(self, index: int) -> None:
-        """Begin the streams that change layer ``index``, and take all others through it."""
+        """Start the streams that change layer ``index`` and run the others through it."""
         entering = self.states[_WHOLE]
         for width in self.subject.bits:
             changed = self._load(index, width)
             self.states[index, width] = self._through(changed, entering)
             del changed
-            self._tell(f"layer {index} at {width} bits")
+            self._report(f"layer {index} at {width} bits")
         plain = self._load(index, 16)
         for key, states in self.states.items():
             if key is _WHOLE or key[0] < index:
                 self.states[key] = self._through(plain, states)
-                self._tell(f"layer {index}")
+                self._report(f"layer {index}")
 
     def divergences(self) -> dict[tuple[int, int], float]:
-        """Return the mean divergence of every stream; takes the streams away as it goes."""
+        """Return the mean divergence of every stream; frees the streams."""
         master = self._master()
         whole = self.states.pop(_WHOLE)
         found = {}
@@ -117,7 +114,7 @@ class _Run:
             pairs = zip(whole, changed, strict=True)
             total = sum(_divergence(master, one, other) for one, other in pairs)
             found[key] = max(0.0, total / sum(ids.numel() for ids in self.batches))
-            self._tell("predictions")
+            self._report("predictions")
         return found
 
     def _through(self, layer: DecoderStage, states: list[Tensor]) -> list[Tensor]:
@@ -139,7 +136,7 @@ class _Run:
         subject = self.subject
         return load_master(subject.model_dir, dtype=subject.dtype, device=subject.device)
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total, what)
@@ -154,7 +151,7 @@ def _divergence(master: Master, whole: Tensor, changed: Tensor) -> float:
         expected = torch.log_softmax(master.logits(one), dim=-1)  # [C, V]
         scores = torch.log_softmax(master.logits(other), dim=-1)
         ratio = (expected - scores).mul_(expected.exp_())
-        # The divergence of two nearly equal rows rounds to -1e-8.
+        # Rounding can make the divergence of two nearly equal rows negative.
         total += float(ratio.sum(dim=-1).clamp_(min=0).sum(dtype=torch.float64))
     return total
 

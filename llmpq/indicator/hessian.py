@@ -1,11 +1,11 @@
-"""The rival: the top eigenvalue of each operator's Hessian times the error of its weights.
+"""The Hessian indicator: the top eigenvalue of each operator's Hessian times its weight error.
 
-HAWQ as LLM-PQ, Sec. 4.2, quotes it: ``omega = lambda_max(H) ||Q(W) - W||^2``, with ``H = 2 X X^T``
-the Hessian of ``||W X - Q(W) X||^2`` by a row of ``W``. The published code takes the eigenvalue of
-another matrix. Every distinct input has a matrix as large as a weight: half of it is held
-(``gram.py``), and those of a layer are collected in as many passes as it takes to hold few at once.
+HAWQ as in LLM-PQ, Sec. 4.2: ``omega = lambda_max(H) ||Q(W) - W||^2``, with ``H = 2 X X^T`` the
+Hessian of ``||W X - Q(W) X||^2`` for a row of ``W``. The published code uses the eigenvalue of
+another matrix. Every distinct input has a matrix as large as a weight, so only the upper triangle
+is stored, and the matrices of a layer are collected in several passes that fit a memory budget.
 
-Shape legend: K input features.
+Shape legend: K input features, P rows of a panel, T tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,61 @@ from torch import Tensor
 
 from llmpq.calibration import LayerWalk, WalkedLayer
 from llmpq.indicator.base import Progress, Scores, Subject
-from llmpq.indicator.gram import UpperGram
 from llmpq.indicator.rounding import squared_error
+
+PANEL_ROWS = 256
+"""Rows of a panel: large for a fast product, small against K as its diagonal block is square."""
+
+
+class UpperGram:
+    """The symmetric matrix ``sum x x^T``, stored as row panels from the diagonal on.
+
+    Args:
+        in_features: K.
+        device: device of the inputs.
+
+    Attributes:
+        tokens: number of inputs added.
+        panels: float32, ``[P, K - first row]`` each.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
+        self.tokens = 0
+        self.device = torch.device(device)
+        self.panels = [
+            torch.zeros(min(PANEL_ROWS, in_features - first), in_features - first, device=device)
+            for first in range(0, in_features, PANEL_ROWS)
+        ]
+
+    def __len__(self) -> int:
+        return self.panels[0].shape[1]
+
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs ``[T, K]``."""
+        inputs = inputs.to(self.dtype)
+        self.tokens += inputs.shape[0]
+        for first, panel in zip(range(0, len(self), PANEL_ROWS), self.panels, strict=True):
+            rest = inputs[:, first:]
+            panel.addmm_(rest[:, : len(panel)].T, rest)
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        """Return the product with a vector ``[K]``."""
+        image = torch.zeros_like(vector)
+        for first, panel in zip(range(0, len(self), PANEL_ROWS), self.panels, strict=True):
+            rows = len(panel)
+            image[first : first + rows] += panel @ vector[first:]
+            image[first + rows :] += panel[:, rows:].T @ vector[first : first + rows]
+        return image
+
+    @staticmethod
+    def bytes_for(in_features: int) -> int:
+        """Return the bytes of the panels."""
+        firsts = range(0, in_features, PANEL_ROWS)
+        return 4 * sum(
+            min(PANEL_ROWS, in_features - first) * (in_features - first) for first in firsts
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +81,10 @@ class HessianEigenvalue:
     """Sum of ``lambda_max(2 X X^T) ||Q(W) - W||^2`` over the operators of a layer.
 
     Attributes:
-        iterations: of the power method, at most.
-        tolerance: relative change of the eigenvalue at which it stops.
-        memory_share: bytes of matrices held at once, as a share of the layer's weights: what
-            runs inside a layer needs room too. A single matrix may be larger; it is collected while
-            the weights that it belongs to are away.
+        iterations: maximum iterations of the power method.
+        tolerance: relative change of the eigenvalue at which the method stops.
+        memory_share: maximum bytes of the matrices held at once, as a share of the layer's weights.
+            A matrix that is larger is collected while its weights are freed.
     """
 
     iterations: int = 100
@@ -52,7 +104,7 @@ class HessianEigenvalue:
         rows = []
         for layer in walk:
             rows.append(self._layer(layer, subject))
-            del layer  # before the walk loads the next
+            del layer  # free it before the next one is loaded
         return {width: tuple(row[width] for row in rows) for width in subject.bits}
 
     def _layer(self, layer: WalkedLayer, subject: Subject) -> dict[int, float]:
@@ -78,9 +130,9 @@ class HessianEigenvalue:
     def _eigenvalues(
         self, layer: WalkedLayer, subject: Subject, names: list[str], *, advance: bool
     ) -> dict[str, float]:
-        """Return ``lambda_max(2 X X^T)`` of every operator; the matrices are gone afterwards."""
+        """Return ``lambda_max(2 X X^T)`` of every operator."""
         seen = layer.collect(partial(UpperGram, device=subject.device), names, advance=advance)
-        known: dict[int, float] = {}  # by collector: q, k and v share one
+        known: dict[int, float] = {}  # by matrix: q, k and v share one
         for gram in seen.values():
             if id(gram) not in known:
                 known[id(gram)] = 2 * top_eigenvalue(
@@ -107,7 +159,7 @@ def _add(row: dict[int, float], eigenvalues: dict[str, float], errors: Errors) -
 
 
 def _groups(layer: WalkedLayer, budget: int) -> Iterator[list[str]]:
-    """Cut the operators, in order of running, into groups whose matrices fit ``budget`` bytes."""
+    """Group the operators, in execution order, so that the matrices of a group fit ``budget``."""
     group: list[str] = []
     for name in (name for step in layer.steps for name in step):
         if group and _bytes_of(layer, [*group, name]) > max(budget, _bytes_of(layer, group)):
@@ -130,13 +182,13 @@ def top_eigenvalue(
 
     Args:
         matrix: ``[K, K]``, symmetric.
-        iterations: at most.
-        tolerance: relative change at which it stops.
+        iterations: maximum iterations.
+        tolerance: relative change at which the method stops.
 
     Returns:
-        The Rayleigh quotient, which is never above the eigenvalue; 0 for a matrix of zeros.
+        The Rayleigh quotient, a lower bound of the eigenvalue; 0 for a matrix of zeros.
     """
-    # A vector of ones would be blind to eigenvectors whose entries sum to zero.
+    # A vector of ones is orthogonal to eigenvectors whose entries sum to zero.
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(len(matrix), generator=generator)  # [K]
     vector = vector.to(device=matrix.device, dtype=matrix.dtype)

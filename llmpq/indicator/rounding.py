@@ -1,4 +1,4 @@
-"""Rounding a weight matrix: the size of the steps and the error, one block of rows at a time.
+"""Step size and rounding error of a weight matrix, one block of rows at a time.
 
 Shape legend: N output features, K input features, G groups of a row, R rows of a block.
 """
@@ -19,7 +19,7 @@ def mean_squared_step(weight: Tensor, bits: int) -> float:
     """Return the mean over all groups of the squared step ``S_W(b)^2`` of the default quantizer.
 
     ``S`` is ``(max - min) / (2^b - 1)`` for min-max, ``max|w| / (2^(b-1) - 1)`` for symmetric grids
-    (LLM-PQ, Theorem 1); the paper has one scale a matrix, where ours has one a group or channel.
+    (LLM-PQ, Theorem 1). The paper has one scale per matrix, ours one per group or channel.
 
     Args:
         weight: ``[N, K]``.
@@ -44,7 +44,7 @@ def squared_error(weight: Tensor, bits: int, scale_dtype: torch.dtype) -> float:
     Args:
         weight: ``[N, K]``.
         bits: 3, 4 or 8.
-        scale_dtype: the run's dtype, in which scales and zeros are stored.
+        scale_dtype: dtype of scales and zeros, that of the run.
     """
     precision = default_precision(bits)
     total = 0.0

@@ -1,11 +1,11 @@
-"""The paper's indicator: how much variance rounding adds to the output of each operator.
+"""The variance indicator: the variance that rounding adds to the output of each operator.
 
 LLM-PQ, Theorem 1 and Proposition 2: ``omega = sum_o D_o S_o(b)^2 G(X_o)``. The published code
-leaves out ``D`` and the mean of the input, and keeps the last batch only; here every factor is in,
-and the moments are of all calibration tokens. One pass over the tokens, nothing kept but sums.
+omits ``D`` and the mean of the input and uses the last batch only; this module uses every factor
+and the moments of all calibration tokens, in one pass.
 
-An expert of a mixture counts by the share of tokens that its router sends to it: the paper has
-dense layers only, in which that share is 1.
+An expert is weighted by the share of tokens that the router sends to it. The paper covers dense
+layers only, where that share is 1.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Rounding = Literal["deterministic", "stochastic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variance:
-    """Proposition 2; without calibration tokens ``G(X) = 1``, an estimate by the weights alone.
+    """Proposition 2; without calibration tokens ``G(X) = 1``.
 
     Attributes:
-        rounding: which ``G``: a quarter of ``Var[X]`` when rounding to nearest, a sixth of
-            ``E[X]^2 + Var[X]`` when rounding at random.
+        rounding: ``deterministic`` (to nearest): ``G = Var[X] / 4``; ``stochastic``:
+            ``G = (E[X]^2 + Var[X]) / 6``.
     """
 
     rounding: Rounding = "deterministic"
@@ -62,13 +62,15 @@ class Variance:
             seen = layer.collect(partial(Moments, device=subject.device), advance=True)
             for name, moments in seen.items():
                 share = moments.tokens / tokens.tokens
-                _add(row, layer.operators[name].weight, share * spread(moments, self.rounding))
-            del layer  # before the walk loads the next
+                _add(
+                    row, layer.operators[name].weight, share * input_spread(moments, self.rounding)
+                )
+            del layer  # free it before the next one is loaded
             yield row
 
 
-def spread(moments: Moments, rounding: Rounding) -> float:
-    """Return ``G(X)`` of an operator's inputs (LLM-PQ, Theorem 1), all entries taken together."""
+def input_spread(moments: Moments, rounding: Rounding) -> float:
+    """Return ``G(X)`` over all entries of an operator's inputs (LLM-PQ, Theorem 1)."""
     if rounding == "deterministic":
         return moments.variance / 4
     return moments.second_moment / 6  # E[X]^2 + Var[X]
@@ -88,6 +90,6 @@ def _by_weights(subject: Subject, progress: Progress | None) -> Iterator[dict[in
         yield row
 
 
-def _add(row: dict[int, float], weight: Tensor, spread_of_inputs: float) -> None:
+def _add(row: dict[int, float], weight: Tensor, factor: float) -> None:
     for width in row:
-        row[width] += weight.numel() * mean_squared_step(weight, width) * spread_of_inputs
+        row[width] += weight.numel() * mean_squared_step(weight, width) * factor

@@ -33,7 +33,7 @@ def _run(model_dir, windows, bits, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_perplexity_is_transformers_own_loss(tiny_model, family):
+def test_perplexity_equals_the_loss_of_transformers(tiny_model, family):
     model_dir = tiny_model(family, seed=1)
     windows = Windows.cut(_tokens(47), window=10, rows=3)
     master, states = _run(model_dir, windows, 16)
@@ -53,7 +53,7 @@ def test_perplexity_is_transformers_own_loss(tiny_model, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_divergence_is_that_of_whole_models(tiny_model, family):
+def test_divergence_equals_that_of_whole_models(tiny_model, family):
     """One model's scores against another's, by transformers and torch's own divergence."""
     model_dir, other_dir = tiny_model(family, seed=1), tiny_model(family, seed=2)
     windows = Windows.cut(_tokens(30), window=10, rows=2)
@@ -70,14 +70,14 @@ def test_divergence_is_that_of_whole_models(tiny_model, family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_is_no_distance_from_itself(tiny_model, dtype):
+def test_divergence_of_a_model_from_itself_is_zero(tiny_model, dtype):
     windows = Windows.cut(_tokens(60), window=8, rows=4)
     master, states = _run(tiny_model("llama", seed=1), windows, 16, dtype)
     _, again = _run(tiny_model("llama", seed=1), windows, 16, dtype)
     assert perplexity_and_kl(master, windows, states, again).kl_to_16bit == 0.0
 
 
-def test_fewer_bits_are_further_away(tiny_model):
+def test_divergence_grows_with_fewer_bits(tiny_model):
     windows = Windows.cut(_tokens(200), window=20, rows=4)
     found = []
     _, reference = _run(tiny_model("llama", seed=1), windows, 16)
@@ -87,7 +87,7 @@ def test_fewer_bits_are_further_away(tiny_model):
     assert 0 < found[0] < found[1] < found[2]
 
 
-def test_chunks_change_nothing(tiny_model, monkeypatch):
+def test_scores_do_not_depend_on_the_chunk_size(tiny_model, monkeypatch):
     windows = Windows.cut(_tokens(60), window=8, rows=4)
     master, states = _run(tiny_model("llama", seed=1), windows, 16)
     _, quantized = _run(tiny_model("llama", seed=1), windows, 4)
@@ -98,7 +98,7 @@ def test_chunks_change_nothing(tiny_model, monkeypatch):
     assert chunked.kl_to_16bit == pytest.approx(whole.kl_to_16bit, rel=1e-4)
 
 
-def test_rows_of_a_micro_batch_change_nothing(tiny_model):
+def test_scores_do_not_depend_on_the_rows_of_a_micro_batch(tiny_model):
     found = []
     for rows in (1, 3, 8):
         windows = Windows.cut(_tokens(75), window=8, rows=rows)
@@ -122,14 +122,14 @@ def test_divergence_is_never_negative(seed, size):
     assert tally.quality().kl_to_16bit >= 0
 
 
-def test_scores_that_are_not_numbers_are_an_error(tiny_model):
+def test_nan_scores_raise_an_error(tiny_model):
     windows = Windows.cut(_tokens(20), window=8, rows=4)
     master, states = _run(tiny_model("llama", seed=1), windows, 16)
     with pytest.raises(LlmpqError, match="not numbers"):
         perplexity_and_kl(master, windows, [state * torch.inf for state in states])
 
 
-def test_states_of_another_text_are_refused(tiny_model):
+def test_states_of_another_text_raise_an_error(tiny_model):
     windows = Windows.cut(_tokens(40), window=8, rows=2)
     master, states = _run(tiny_model("llama", seed=1), windows, 16)
     with pytest.raises(SpecError, match="of 2 micro-batches, expected 3"):
@@ -152,7 +152,7 @@ def test_every_token_but_the_first_of_a_window_is_predicted_once(count, window, 
 @pytest.mark.parametrize(
     "sizes", [{"window": 1}, {"rows": 0}, {"token_ids": [5]}, {"token_ids": []}]
 )
-def test_windows_of_nothing_are_refused(sizes):
+def test_empty_windows_raise_an_error(sizes):
     with pytest.raises(SpecError):
         Windows.cut(
             sizes.get("token_ids", [1, 2, 3]),
@@ -160,7 +160,7 @@ def test_windows_of_nothing_are_refused(sizes):
         )
 
 
-def test_quantized_keys_cost_little_and_decode_sees_the_same(tiny_model):
+def test_8_bit_kv_cache_costs_little_and_equals_decode(tiny_model):
     """Teacher-forced through an 8-bit cache, in one piece and token by token."""
     model_dir = tiny_model("llama", seed=1)
     windows = Windows.cut(_tokens(40), window=20, rows=2)

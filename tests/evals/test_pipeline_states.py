@@ -71,7 +71,7 @@ def _in_threads(plan, model_dir):
         ("llama", "bfloat16", 8, (0, 3)),
     ],
 )
-def test_the_pipeline_computes_what_one_process_computes(tiny_model, family, dtype, kv_bits, cuts):
+def test_pipeline_states_equal_those_of_one_process(tiny_model, family, dtype, kv_bits, cuts):
     model_dir = tiny_model(family, seed=1)
     plan = replace(make_plan(cuts, bits=BITS), dtype=dtype, kv_bits=kv_bits)
     states = _in_threads(plan, model_dir)
@@ -85,7 +85,7 @@ def test_the_pipeline_computes_what_one_process_computes(tiny_model, family, dty
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_processes_compute_what_one_process_computes(tiny_model):
+def test_separate_processes_equal_one_process(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     plan = make_plan((0, 1, 3), bits=BITS)
     states = pipeline_hidden(plan, model_dir, WINDOWS, step_timeout_s=30)
@@ -94,12 +94,12 @@ def test_processes_compute_what_one_process_computes(tiny_model):
         assert torch.equal(state, alone)
 
 
-def test_a_plan_for_another_model_is_refused(tiny_model):
+def test_plan_for_another_model_raises_an_error(tiny_model):
     with pytest.raises(SpecError, match="found 3 decoder layers"):
         pipeline_hidden(make_plan((0, 1, 2)), tiny_model("llama", seed=1), WINDOWS)
 
 
-def test_the_plan_keeps_its_cuts_and_takes_the_windows_as_workload():
+def test_evaluation_plan_keeps_layers_and_uses_windows_as_workload():
     plan = make_plan((0, 1, 3), bits=BITS)
     found = evaluation_plan(plan, WINDOWS)
     assert found.stages == plan.stages
@@ -107,7 +107,7 @@ def test_the_plan_keeps_its_cuts_and_takes_the_windows_as_workload():
     assert found.micro_batching.prefill == 2
 
 
-def test_the_teacher_gathers_windows_as_the_evaluation_does():
+def test_hidden_states_task_batches_windows_like_the_evaluation():
     rows = [tuple(row) for batch in WINDOWS.batches() for row in batch.inputs.tolist()]
     groups = list(micro_batches(rows, 2))
     expected = [[tuple(row) for row in b.inputs.tolist()] for b in WINDOWS.batches()]

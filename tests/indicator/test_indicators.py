@@ -1,4 +1,4 @@
-"""What an indicator says, held against plain arithmetic on a plain run of the model."""
+"""Indicators compared with direct computations on a plain run of the model."""
 
 import weakref
 
@@ -24,11 +24,11 @@ from llmpq.indicator import (
     top_eigenvalue,
 )
 from llmpq.indicator import divergence as divergence_module
-from llmpq.indicator import gram as gram_module
+from llmpq.indicator import hessian as hessian_module
 from llmpq.indicator.divergence import cut_probe
-from llmpq.indicator.gram import UpperGram
+from llmpq.indicator.hessian import UpperGram
 from llmpq.indicator.rounding import mean_squared_step, squared_error
-from llmpq.indicator.variance import spread
+from llmpq.indicator.variance import input_spread
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize
 from llmpq.quant.loading.assembly import matrices_of
@@ -78,7 +78,7 @@ def step_of(weight, bits):
 
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
 @pytest.mark.parametrize("rounding", ["deterministic", "stochastic"])
-def test_variance_is_proposition_2_with_all_its_factors(tiny_model, family, rounding):
+def test_variance_equals_proposition_2(tiny_model, family, rounding):
     model_dir, data = tiny_model(family, seed=1), tokens()
     found = Variance(rounding=rounding).score(subject(model_dir, data))
     for layer, operators in enumerate(linear_inputs(model_dir, data.token_ids)):
@@ -93,7 +93,7 @@ def test_variance_is_proposition_2_with_all_its_factors(tiny_model, family, roun
             assert found[bits][layer] == pytest.approx(expected, rel=1e-4)
 
 
-def test_hessian_is_the_eigenvalue_times_the_error_of_the_weights(tiny_model):
+def test_hessian_equals_eigenvalue_times_weight_error(tiny_model):
     model_dir, data = tiny_model("llama", seed=1), tokens()
     found = HessianEigenvalue(tolerance=1e-9, iterations=1000).score(subject(model_dir, data))
     for layer, operators in enumerate(linear_inputs(model_dir, data.token_ids)):
@@ -108,8 +108,8 @@ def test_hessian_is_the_eigenvalue_times_the_error_of_the_weights(tiny_model):
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
-def test_hessian_is_the_same_in_however_many_passes(tiny_model, family):
-    """A share of nothing has every matrix collected alone, its weights away where that can be."""
+def test_hessian_does_not_depend_on_the_number_of_passes(tiny_model, family):
+    """With a memory share of 0 every matrix is collected alone."""
     whole, parts = (
         HessianEigenvalue(memory_share=share).score(subject(tiny_model(family, seed=1)))
         for share in (100.0, 0.0)
@@ -119,7 +119,7 @@ def test_hessian_is_the_same_in_however_many_passes(tiny_model, family):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_divergence_is_that_of_a_model_with_one_layer_changed(tiny_model, family):
+def test_divergence_equals_that_of_a_model_with_one_layer_changed(tiny_model, family):
     model_dir, data = tiny_model(family, seed=1), tokens(sequences=3, length=10)
     found = Divergence(probe_tokens=30).score(subject(model_dir, data))
     model = load_reference(model_dir)
@@ -165,7 +165,7 @@ def test_every_indicator_scores_every_family(tiny_model, family, name):
 @pytest.mark.parametrize(
     "family", ["gemma", "gemma3", "gpt_neox", "mistral", "phi", "phi3", "qwen2", "qwen3"]
 )
-def test_a_family_needs_no_code_of_its_own(tiny_model, family):
+def test_indicators_score_families_without_special_code(tiny_model, family):
     """All weights away where they can be, all tokens through all layers, all operators found."""
     found = HessianEigenvalue(memory_share=0.0).score(subject(tiny_model(family, seed=1)))
     by_weights = Variance().score(subject(tiny_model(family, seed=1), None))
@@ -174,7 +174,7 @@ def test_a_family_needs_no_code_of_its_own(tiny_model, family):
 
 
 @pytest.mark.parametrize("name", ["divergence", "variance", "hessian"])
-def test_the_order_of_calibration_samples_changes_nothing(tiny_model, name):
+def test_scores_do_not_depend_on_the_order_of_samples(tiny_model, name):
     model_dir, ids = tiny_model("llama", seed=1), tokens().token_ids
     one, other = (
         INDICATORS[name].score(
@@ -203,7 +203,7 @@ def scaled_copy(model_dir, output, pick, factor):
 
 @pytest.mark.parametrize("name", ["variance", "hessian"])
 @pytest.mark.parametrize("factor", [0.5, 4.0])
-def test_the_square_of_the_weights_scale(tiny_model, tmp_path, name, factor):
+def test_scores_grow_with_the_square_of_the_weights(tiny_model, tmp_path, name, factor):
     """``q_proj`` alone is scaled, in a model of one layer: its input stays what it was."""
     model_dir = tiny_model("llama", seed=1, shape={"layers": 1})
     scaled = scaled_copy(model_dir, tmp_path / "scaled", lambda key: "down_proj" in key, factor)
@@ -218,12 +218,14 @@ def test_the_square_of_the_weights_scale(tiny_model, tmp_path, name, factor):
 
 @pytest.mark.parametrize("factor", [0.25, 3.0])
 @pytest.mark.parametrize("rounding", ["deterministic", "stochastic"])
-def test_the_square_of_the_activations_scale(factor, rounding):
+def test_variance_grows_with_the_square_of_the_activations(factor, rounding):
     x = torch.randn(50, 16, generator=torch.Generator().manual_seed(3)) + 0.5
     plain, scaled = Moments(16), Moments(16)
     plain.add(x)
     scaled.add(factor * x)
-    assert spread(scaled, rounding) == pytest.approx(factor**2 * spread(plain, rounding), rel=1e-5)
+    assert input_spread(scaled, rounding) == pytest.approx(
+        factor**2 * input_spread(plain, rounding), rel=1e-5
+    )
     eigenvalue, more = (top_eigenvalue(v.T @ v) for v in (x, factor * x))
     assert more == pytest.approx(factor**2 * eigenvalue, rel=1e-4)
 
@@ -235,7 +237,7 @@ def test_the_square_of_the_activations_scale(factor, rounding):
     power=st.integers(-6, 6),
     seed=st.integers(0, 2**31),
 )
-def test_what_rounding_costs_falls_with_bits_and_goes_with_the_square(rows, columns, power, seed):
+def test_rounding_error_falls_with_bits_and_scales_with_the_square(rows, columns, power, seed):
     """A factor of a power of two changes no code, so both sides are equal to the last bits."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
@@ -254,7 +256,7 @@ def test_what_rounding_costs_falls_with_bits_and_goes_with_the_square(rows, colu
         st.tuples(*[st.floats(0, 1e6, allow_subnormal=False)] * 3), min_size=1, max_size=8
     ).filter(lambda rows: max(row[1] for row in rows) > 1e-3)
 )
-def test_a_table_never_says_that_fewer_bits_are_better(table):
+def test_table_is_monotone_in_bits(table):
     scores = {bits: tuple(row[at] for row in table) for at, bits in enumerate(BITS)}
     found = normalise(monotone(scores), "here")
     assert sum(found[4]) == pytest.approx(1)
@@ -263,7 +265,7 @@ def test_a_table_never_says_that_fewer_bits_are_better(table):
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**31), factor=st.floats(0.1, 10))
-def test_moments_and_gram_matrices_do_not_know_the_order_and_go_with_the_square(seed, factor):
+def test_moments_and_gram_matrices_ignore_order_and_scale_with_the_square(seed, factor):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(30, 9, generator=generator) + 0.3
     shuffled = x[torch.randperm(30, generator=generator)]
@@ -273,7 +275,7 @@ def test_moments_and_gram_matrices_do_not_know_the_order_and_go_with_the_square(
         for part in torch.split(inputs, 7):
             moments.add(part)
             gram.add(part)
-        spreads = [spread(moments, rounding) for rounding in ("deterministic", "stochastic")]
+        spreads = [input_spread(moments, rounding) for rounding in ("deterministic", "stochastic")]
         return [*spreads, top_eigenvalue(gram, iterations=2000, tolerance=1e-10)]
 
     plain = seen(x)
@@ -281,14 +283,14 @@ def test_moments_and_gram_matrices_do_not_know_the_order_and_go_with_the_square(
     assert seen(factor * x) == pytest.approx([factor**2 * v for v in plain], rel=1e-3)
 
 
-def test_bits_that_are_asked_for_come_with_4(tiny_model):
+def test_4_bits_are_always_scored(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     assert subject(model_dir, bits=(8,)).bits == (4, 8)
     with pytest.raises(SpecError, match="found \\[16\\]"):
         subject(model_dir, bits=(16,))
 
 
-def test_without_a_text_only_the_weights_count(tiny_model):
+def test_variance_without_calibration_uses_the_weights_alone(tiny_model):
     model_dir = tiny_model("mixtral", seed=1)
     found = Variance().score(subject(model_dir, None))
     model = load_reference(model_dir)
@@ -305,12 +307,12 @@ def test_without_a_text_only_the_weights_count(tiny_model):
 
 
 @pytest.mark.parametrize("name", ["divergence", "hessian"])
-def test_an_indicator_that_needs_a_text_says_so(tiny_model, name):
+def test_indicator_without_its_calibration_text_raises_an_error(tiny_model, name):
     with pytest.raises(SpecError, match="expected a text to calibrate on"):
         INDICATORS[name].score(subject(tiny_model("llama", seed=1), None))
 
 
-def test_random_is_its_seed(tiny_model):
+def test_random_depends_on_the_seed_alone(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     one, same, other = (Random(seed=s).score(subject(model_dir, None)) for s in (1, 1, 2))
     assert one == same != other
@@ -320,14 +322,14 @@ def test_top_eigenvalue_of_a_matrix_of_zeros_is_zero():
     assert top_eigenvalue(torch.zeros(5, 5)) == 0.0
 
 
-def test_top_eigenvalue_is_that_of_the_exact_solver():
+def test_top_eigenvalue_equals_the_exact_solver():
     x = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     expected = float(torch.linalg.eigvalsh(x.T @ x)[-1])
     assert top_eigenvalue(x.T @ x, iterations=500, tolerance=1e-9) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("features", [1, 12, gram_module.PANEL_ROWS, 300, 700])
-def test_half_a_gram_matrix_multiplies_like_the_whole(features):
+@pytest.mark.parametrize("features", [1, 12, hessian_module.PANEL_ROWS, 300, 700])
+def test_upper_gram_multiplies_like_the_full_matrix(features):
     generator = torch.Generator().manual_seed(3)
     half, whole = UpperGram(features), SecondMoments(features)
     for rows in (5, 40):
@@ -342,13 +344,13 @@ def test_half_a_gram_matrix_multiplies_like_the_whole(features):
     assert top_eigenvalue(half) == pytest.approx(top_eigenvalue(whole.matrix), rel=1e-4)
 
 
-def test_half_a_gram_matrix_takes_little_more_than_half_the_memory():
+def test_upper_gram_needs_little_more_than_half_the_memory():
     assert UpperGram.bytes_for(4096) < 0.54 * 4 * 4096**2
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", [(6, 256), (300, 40)])
-def test_rounding_is_that_of_the_quantizer(bits, shape):
+def test_squared_error_equals_that_of_the_quantizer(bits, shape):
     weight = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
     packed = quantize(weight, default_precision(bits), torch.float32)
     error = (packed.dequantize(torch.float32) - weight).square().sum()
@@ -359,11 +361,11 @@ def test_rounding_is_that_of_the_quantizer(bits, shape):
 @pytest.mark.parametrize(
     ("share", "shape"), [(0, (1, 2)), (5, (1, 5)), (12, (1, 12)), (30, (2, 12)), (999, (4, 12))]
 )
-def test_a_probe_is_about_its_share_of_the_tokens(share, shape):
+def test_probe_has_about_its_share_of_the_tokens(share, shape):
     assert cut_probe(tokens(), share).shape == shape
 
 
-def test_all_streams_together_hold_no_more_than_the_calibration_set():
+def test_streams_hold_at_most_the_calibration_set():
     data = synthetic_calibration(100, num_sequences=16, sequence_tokens=32)
     for layers in (2, 12, 80):
         streams = 3 * layers + 1
@@ -371,7 +373,7 @@ def test_all_streams_together_hold_no_more_than_the_calibration_set():
         assert probe.numel() * streams <= max(data.tokens, 2 * streams)
 
 
-def test_a_divergence_runs_a_layer_at_a_time(tiny_model, monkeypatch):
+def test_divergence_holds_one_layer_at_a_time(tiny_model, monkeypatch):
     """No more than one layer of each kind is alive when the next is loaded."""
     alive = []
 

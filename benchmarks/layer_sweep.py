@@ -1,10 +1,8 @@
-"""What each layer's bits cost: the model with some layers changed, many times over.
+"""Score a model with some of its layers replaced by the same layers at other bits.
 
-A layer is changed by a replacement that was loaded at other bits. What comes before it is the same
-for all replacements, so the base model's hidden states at every layer boundary are kept and only
-what comes after is run again; over one change a layer that is half the work, and the reference's
-scores over the vocabulary are computed once for all. Micro-batch by micro-batch, so what is held is
-the boundaries of one micro-batch and the layers themselves.
+The base model's hidden states at every layer boundary are kept, so that only the layers after a
+replacement run again; the reference's logits are computed once for all replacements. Memory holds
+the layers and the boundaries of one micro-batch.
 
 Shapes: R windows, T tokens of each, H hidden size, L layers.
 """
@@ -26,15 +24,15 @@ from llmpq.models import DecoderStage, Master
 _BASE = object()
 
 Progress = Callable[[int, int], None]
-"""Called with the micro-batches done and the micro-batches in all."""
+"""Called with the micro-batches done and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep(Generic[K]):
-    """What a sweep found.
+    """Results of a sweep.
 
     Attributes:
-        base: quality of the base model, its divergence from the reference included.
+        base: quality of the base model, with its divergence from the reference.
         changed: quality with each replacement.
     """
 
@@ -51,19 +49,19 @@ def sweep_layers(
     reference: DecoderStage | None = None,
     progress: Progress | None = None,
 ) -> Sweep[K]:
-    """Score the base model, and the model that each replacement makes of it.
+    """Score the base model, and the base model with each replacement.
 
     Args:
         base: all layers of the model.
         replacements: layers ``[i, j)`` at other bits, such as ``load_stage(dir, i, i + 1, (4,))``,
-            by any key. They are held all at once; give fewer of them where memory is short.
-        master: the model's two ends.
+            by any key. All of them stay in memory.
+        master: the model's embedding, norm and head.
         windows: the text.
-        reference: all layers at 16 bits, where ``base`` is not that model itself.
+        reference: all layers at 16 bits; by default ``base``.
         progress: called after each micro-batch.
 
     Raises:
-        SpecError: ``base`` or ``reference`` is not a whole model, or a replacement not a part.
+        SpecError: ``base`` or ``reference`` is incomplete, or a replacement is outside of it.
     """
     _check(base, replacements, reference)
     own = Tally()
@@ -92,7 +90,7 @@ def sweep_layers(
 
 
 class _Parts:
-    """The base model's layers one by one, and all that follow each; the weights are shared."""
+    """Each layer of the base model, and the layers from each to the end; weights are shared."""
 
     def __init__(self, base: DecoderStage) -> None:
         self._end = base.end_layer
@@ -100,7 +98,7 @@ class _Parts:
         self._tail = [part_of(base, i, self._end) for i in range(self._end)]
 
     def boundaries(self, hidden: Tensor, batch: WindowBatch) -> list[Tensor]:
-        """Return what enters every layer and what leaves the last, ``L + 1`` tensors."""
+        """Return the input of every layer and the output of the last, ``L + 1`` tensors."""
         states = [hidden]
         for layer in self._single:
             states.append(layer(states[-1], batch.micro_batch))

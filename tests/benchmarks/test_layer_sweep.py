@@ -1,12 +1,13 @@
-"""A sweep against the whole model run again for every change."""
+"""A layer sweep compared with a full run of the model for every replacement."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from benchmarks.layer_sweep import sweep_layers
 from llmpq.errors import SpecError
-from llmpq.evals import LayerSource, Windows, perplexity_and_kl, stream_hidden, sweep_layers
+from llmpq.evals import LayerSource, Windows, perplexity_and_kl, stream_hidden
 from llmpq.quant.loading.loader import load_master, load_stage
 
 torch.set_num_threads(1)
@@ -21,7 +22,7 @@ def _stage(model_dir, first, end, bits, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["opt", "llama", "bloom"])
-def test_a_sweep_finds_what_whole_runs_find(tiny_model, family, dtype):
+def test_sweep_equals_full_runs(tiny_model, family, dtype):
     model_dir = tiny_model(family, seed=1)
     master = load_master(model_dir, dtype=dtype, device="cpu")
     changes = {(0, 4): (4, 16, 16), (1, 3): (16, 3, 16), (2, 8): (16, 16, 8)}
@@ -41,7 +42,7 @@ def test_a_sweep_finds_what_whole_runs_find(tiny_model, family, dtype):
         assert found.changed[key].kl_to_16bit > 0
 
 
-def test_a_base_at_few_bits_is_held_against_the_reference(tiny_model):
+def test_quantized_base_is_compared_with_the_reference(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     base, reference = _stage(model_dir, 0, 3, 4), _stage(model_dir, 0, 3, 16)
@@ -60,7 +61,7 @@ def test_a_base_at_few_bits_is_held_against_the_reference(tiny_model):
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_a_part_is_no_base(tiny_model):
+def test_sweep_rejects_a_part_of_the_model_as_base(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     with pytest.raises(SpecError, match=r"found layers \[0, 2\) as the base, expected all 3"):
