@@ -1,7 +1,7 @@
-"""Decoder-only models cut into pipeline stages: transformers' own layers, our masks and KV.
+"""Decoder-only models cut into pipeline stages, built from the layers of transformers.
 
-``Checkpoint`` reads weights, ``build_layer`` makes a layer, ``DecoderStage`` runs a run of them,
-``Master`` runs the two ends. Precisions are ``llmpq.quant``'s business, slots ``llmpq.dist``'s.
+``Checkpoint`` reads weights, ``build_layer`` builds a layer, ``DecoderStage`` runs a range of
+layers, ``Master`` runs the embedding and the head.
 """
 
 from llmpq.models.adapter import build_layer

@@ -1,9 +1,8 @@
-"""The default behaviour: how a decoder-only model of transformers comes apart into layers.
+"""Skeleton: the parts of a decoder-only model of transformers.
 
-A one-layer copy of the model on the meta device (milliseconds, no memory) tells what its classes
-are and where they sit; nothing is imported from a model directory, and no weight is made here.
-Encoder-decoder models, hybrids without attention and models with parts that have no place in a
-pipeline of equal layers are refused by name rather than run wrongly.
+A one-layer copy of the model on the meta device (milliseconds, no memory) shows its classes and
+module paths. No code of a model directory is imported. Encoder-decoder models, hybrids without
+attention and models with parts outside a pipeline of equal layers raise an error.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ SCALES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Skeleton:
-    """A model without weights and with one layer: the map of its parts.
+    """A model with one layer and without weights.
 
     Attributes:
         model: the whole model on the meta device.
-        decoder: its submodule that owns the layers.
-        decoder_path: where that submodule is, such as ``model.decoder``.
-        layers_name: name of the layer list inside it.
-        family: what the family does around its layers.
+        decoder: submodule that contains the layers.
+        decoder_path: path of ``decoder``, such as ``model.decoder``.
+        layers_name: name of the layer list in ``decoder``.
+        family: the family of the model.
     """
 
     model: PreTrainedModel
@@ -50,7 +49,7 @@ class Skeleton:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> Skeleton:
-        """Build the map of ``config``'s model.
+        """Build the skeleton of the model of ``config``.
 
         Raises:
             SpecError: the model is not a plain decoder.
@@ -67,8 +66,8 @@ class Skeleton:
             layers_name=layers_name,
             family=family_of(config.model_type),
         )
-        skeleton._refuse_unknown_parts(config.model_type)
-        skeleton._refuse_unknown_scales(config)
+        skeleton._reject_unknown_parts(config.model_type)
+        skeleton._reject_unknown_scales(config)
         return skeleton
 
     @property
@@ -80,14 +79,14 @@ class Skeleton:
 
     @property
     def head_path(self) -> str:
-        """Where the LM head is, such as ``lm_head``."""
+        """Path of the LM head, such as ``lm_head``."""
         head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         names: dict[nn.Module, str] = {part: name for name, part in self.model.named_modules()}
         return names[head]
 
     @property
     def known_parts(self) -> tuple[str, ...]:
-        """Names in ``decoder`` of what the master runs."""
+        """Names of the submodules of ``decoder`` that the master runs."""
         family = self.family
         names = (
             family.embedding,
@@ -99,8 +98,8 @@ class Skeleton:
         )
         return tuple(name for name in names if name is not None)
 
-    def _refuse_unknown_parts(self, model_type: str) -> None:
-        """Weights that nothing here would run mean silently wrong answers: refuse them."""
+    def _reject_unknown_parts(self, model_type: str) -> None:
+        """Raise an error for weights outside the known parts: they would be ignored silently."""
         absent = [name for name in self.known_parts if not hasattr(self.decoder, name)]
         if absent:
             raise SpecError(
@@ -117,16 +116,16 @@ class Skeleton:
                     "embedding, the final norm and the head, so it cannot run as a pipeline"
                 )
 
-    def _refuse_unknown_scales(self, config: PreTrainedConfig) -> None:
-        """The same field multiplies in one family and divides in another: only entries tell."""
+    def _reject_unknown_scales(self, config: PreTrainedConfig) -> None:
+        """Raise an error for scales that the family entry does not apply."""
         family = self.family
         applied = {family.embedding_multiplier, family.logits_multiplier, family.logits_divisor}
         for field in set(SCALES) - applied:
             value = getattr(config, field, None)
             if value is not None and value != 1:
                 raise SpecError(
-                    f"model family {config.model_type}: nothing here applies its field "
-                    f"'{field}' = {value}, so its answers would be wrong"
+                    f"family {config.model_type}: field '{field}' = {value} is not supported, "
+                    "expected 1 or no such field"
                 )
 
 
@@ -150,11 +149,11 @@ def _one_layer_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def build_layer(config: PreTrainedConfig, index: int) -> nn.Module:
-    """Build transformers' own decoder layer ``index``, unchanged, on the meta device.
+    """Build decoder layer ``index`` of transformers on the meta device.
 
     Args:
-        config: from :func:`load_config`.
-        index: its place in the whole model, ``0 <= index < num_hidden_layers``.
+        config: configuration from :func:`load_config`.
+        index: index in the whole model, ``0 <= index < num_hidden_layers``.
 
     Raises:
         SpecError: ``index`` is not a layer of the model.
@@ -166,20 +165,6 @@ def build_layer(config: PreTrainedConfig, index: int) -> nn.Module:
     return layer.eval().requires_grad_(False)
 
 
-def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> nn.Module | None:
-    """Build the family's rotary embedding with real buffers, or ``None`` when it has none.
-
-    Args:
-        config: from :func:`load_config`.
-        skeleton: of ``config``, where the caller has it; else it is made.
-    """
-    template = getattr((skeleton or Skeleton.of(config)).decoder, "rotary_emb", None)
-    if template is None:
-        return None
-    rotary: nn.Module = type(template)(config)
-    return rotary.eval()
-
-
-def takes(function: object, argument: str) -> bool:
-    """Whether a module's ``forward`` names ``argument``."""
+def accepts(function: object, argument: str) -> bool:
+    """Whether ``function`` has a parameter ``argument``."""
     return argument in inspect.signature(function).parameters  # type: ignore[arg-type]

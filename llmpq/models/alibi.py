@@ -1,10 +1,10 @@
-"""ALiBi: the linear bias of BLOOM's attention scores, in the library's own numbers.
+"""ALiBi: the linear bias of BLOOM's attention scores.
 
 Source: Press et al., "Train Short, Test Long" (2022); slopes as in transformers' BLOOM.
 
-transformers' BLOOM knows neither torch's attention nor any registered one: it writes out the scores
-of every query and key, and multiplies by products that oneDNN compiles anew for each context. Its
-layers get an attention of ours in that one's place, which goes where other families' goes.
+BLOOM in transformers does not support registered attention functions: it stores the scores of all
+queries and keys, with matrix products that oneDNN compiles again for each context length.
+``AlibiAttention`` replaces it.
 
 Shapes: R rows, T new tokens per row, S cached tokens, H heads, d head_dim.
 """
@@ -25,7 +25,7 @@ from llmpq.spec.runtime_constants import BIAS_BLOCK_TOKENS
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Slope of every head, ``[heads]`` float32."""
+    """Return the slope of every head, ``[heads]`` float32."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = _geometric(power, torch.arange(1, 1 + power))
     if power == heads:
@@ -46,31 +46,29 @@ def _slopes_on(heads: int, device: torch.device) -> Tensor:
 
 
 def alibi_bias(heads: int, keys: int, like: Tensor) -> Tensor:
-    """Bias of key position ``s``, float32 ``[heads, keys]``, rounded to the dtype of ``like``.
+    """Return the bias of every key, float32 ``[heads, keys]``, rounded to the dtype of ``like``.
 
-    It depends on the key alone: softmax ignores the constant that a query's position would add.
+    It depends on the key alone: softmax cancels the constant of the query position.
     """
     slopes = _slopes_on(heads, like.device)
     bias = slopes[:, None] * torch.arange(keys, device=like.device)
     return bias.to(like.dtype).to(torch.float32)
 
 
-def attend_biased(
+def attend_with_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor | None, scaling: float
 ) -> Tensor:
-    """Attend with a bias of the keys, a block of queries after the other.
+    """Compute attention with a bias on the keys, one block of queries at a time.
 
-    The library writes out the scores of all queries, four times; what is written out here is the
-    bias of one block. Scores are float32 until the softmax is done.
+    Memory holds the bias of one block. Scores are float32 up to the softmax.
 
     Args:
-        query: ``[R, H, T, d]``, of the last T tokens.
+        query: ``[R, H, T, d]`` of the last T tokens.
         key: ``[R, H, S, d]``.
-        value: likewise.
+        value: ``[R, H, S, d]``.
         bias: ``[H, S]``, added to the scaled scores.
-        visible: keys that each query attends to, bool ``[R, 1, T, S]``; ``None`` for all up to the
-            query's own.
-        scaling: of the scores.
+        visible: keys that each query attends to, bool ``[R, 1, T, S]``; ``None`` is causal.
+        scaling: factor of the scores.
 
     Returns:
         ``[R, T, H, d]``, contiguous.
@@ -103,10 +101,10 @@ def attend_biased(
 
 
 class AlibiAttention(nn.Module):
-    """BLOOM's self-attention without its written-out scores: the same submodules and call.
+    """Self-attention of BLOOM with blockwise scores; the same submodules and call.
 
     Args:
-        attention: the library's, of one layer.
+        attention: the self-attention module of transformers.
     """
 
     def __init__(self, attention: Any) -> None:
@@ -126,7 +124,7 @@ class AlibiAttention(nn.Module):
         layer_past: KVView | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Return ``[R, T, hidden]``, the residual added; ``alibi`` is :func:`alibi_bias`'s."""
+        """Return ``[R, T, hidden]`` plus the residual; ``alibi`` is from :func:`alibi_bias`."""
         rows, width, _size = hidden_states.shape
         fused = self.query_key_value(hidden_states)
         parts = fused.view(rows, width, self._heads, 3, self._head_dim).transpose(1, 2)
@@ -138,11 +136,11 @@ class AlibiAttention(nn.Module):
             view, window = attention_mask.view, attention_mask.window
             attended = view.attend(query, scaling, window, alibi)
         else:
-            attended = attend_biased(query, key, value, alibi, attention_mask, scaling)
+            attended = attend_with_bias(query, key, value, alibi, attention_mask, scaling)
         return residual + self.dense(attended.view(rows, width, -1)), None
 
 
-def install_alibi(layer: nn.Module) -> None:
-    """Let a BLOOM layer attend by :class:`AlibiAttention`."""
+def use_alibi_attention(layer: nn.Module) -> None:
+    """Replace the self-attention of a BLOOM layer by :class:`AlibiAttention`."""
     if not isinstance(layer.self_attention, AlibiAttention):
         layer.self_attention = AlibiAttention(layer.self_attention)

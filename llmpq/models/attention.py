@@ -1,12 +1,7 @@
-"""Micro-batches of rows of different lengths: positions, masks and the interface to the KV cache.
+"""Micro-batches of rows of different lengths: positions, masks and the interface of the KV store.
 
-The layers attend with transformers' own registered function (``sdpa``, or ``eager`` for families
-that need a soft cap), so a stage computes what the library computes, bit for bit where shapes
-agree; BLOOM's, which knows none, is ``alibi``'s business. What this module owns is everything
-around that call: which cached token each query may see, and when no mask is needed at all (the fast
-kernels take none).
-
-A KV store is any object with ``view(batch)``.
+Layers call an attention function registered in transformers (``sdpa``, or ``eager`` for families
+with a soft cap). This module provides its masks, and decides when none is needed.
 
 Shapes: R rows, T new tokens per row (padded right), S cached tokens read (the longest row).
 """
@@ -26,7 +21,7 @@ from llmpq.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """Keys (or values) that one token leaves in one layer: ``heads x head_dim`` values."""
+    """Shape of the keys (or values) of one token in one layer."""
 
     heads: int
     head_dim: int
@@ -34,17 +29,17 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Where the tokens of one step live; kept on the host, for the host decides with it.
+    """Slots and positions of the tokens of one step; tensors on the host.
 
     Attributes:
-        slots: KV slot of each row, ``[R]`` int64, all different.
+        slots: KV slot of each row, ``[R]`` int64, distinct.
         positions: absolute position of each token, ``[R, T]`` int64, rising by one along a row;
             right padding continues the count.
-        lengths: valid tokens of each row after this step, ``[R]`` int64; a token is padding when
-            its position is not below it.
+        lengths: valid tokens of each row after this step, ``[R]`` int64; tokens from this position
+            on are padding.
 
     Raises:
-        SpecError: when the three do not describe such rows.
+        SpecError: the tensors do not describe such rows.
     """
 
     slots: Tensor
@@ -61,7 +56,7 @@ class MicroBatch:
             )
         if self.positions.dim() != 2 or self.positions.numel() == 0:
             raise SpecError("micro-batch: expected at least one row and one token")
-        # Steps are short: NumPy's calls cost a third of torch's, and Python's numbers less yet.
+        # NumPy calls on small arrays cost a third of those of torch, Python numbers still less.
         width, positions = self.width, self.positions.numpy()
         first: list[int] = positions[:, 0].tolist()
         is_rising = width == 1 or (positions == positions[:, :1] + np.arange(width)).all()
@@ -78,7 +73,7 @@ class MicroBatch:
     def build(
         cls, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]
     ) -> MicroBatch:
-        """Describe rows that add ``counts[r]`` tokens after the ``starts[r]`` they have cached."""
+        """Build rows that add ``counts[r]`` tokens to ``starts[r]`` cached tokens."""
         first = torch.tensor(starts, dtype=torch.int64)
         count = torch.tensor(counts, dtype=torch.int64)
         width = max(counts, default=0)
@@ -100,53 +95,53 @@ class MicroBatch:
 
     @property
     def longest(self) -> int:
-        """Cached tokens of the longest row after this step: as much of the store as is read."""
+        """Cached tokens of the longest row after this step."""
         return int(self.lengths.max())
 
     @property
     def query_positions(self) -> Tensor:
-        """``positions`` with padding held at its row's last valid token, ``[R, T]``.
+        """``positions`` with padding clamped to the last valid token of its row, ``[R, T]``.
 
-        A padded query then sees what that token sees: never nothing (which would make NaN), and
-        never a position that the model has no embedding for.
+        A padded query thus sees at least one token (none would give NaN), and its position has an
+        embedding.
         """
         return torch.minimum(self.positions, self.lengths[:, None] - 1)
 
 
 class KVView(Protocol):
-    """The keys and values of one micro-batch, as transformers' attention layers call them."""
+    """Keys and values of one micro-batch, with the interface of a transformers cache."""
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[R, heads, T, head_dim]`` of a layer; return its ``[R, heads, S, head_dim]``."""
+        """Store ``[R, heads, T, head_dim]`` of a layer; return all ``[R, heads, S, head_dim]``."""
         ...
 
 
 class KVStore(Protocol):
-    """Keys and values of every slot; implemented by ``llmpq.dist.kv.cache.KVCache``."""
+    """Keys and values of all slots, such as ``llmpq.dist.kv.cache.KVCache``."""
 
     def view(self, batch: MicroBatch) -> KVView:
-        """Open the slots of ``batch`` for one forward pass."""
+        """Return the view of the slots of ``batch`` for one forward pass."""
         ...
 
 
 def needs_no_mask(
     batch: MicroBatch, window: int | None, *, implied_causal: bool, masks_decode: bool = False
 ) -> bool:
-    """Whether attention over the longest row's tokens is right, and fast, without any mask.
+    """Whether attention is correct and fast without a mask.
 
-    Decode: every row is as long as the longest. Prefill from an empty slot: the causal pattern is
-    the same for all rows whatever their lengths, for padding lies to the right, and the attention
-    function applies it by itself (``implied_causal``; only ``sdpa`` does).
+    Decode: all rows have the same length. Prefill from empty slots: the causal pattern is the same
+    for all rows, as padding is on the right, and the attention function applies it
+    (``implied_causal``; ``sdpa`` only).
 
     Args:
         batch: the micro-batch.
         window: tokens a query sees, ``None`` for all.
-        implied_causal: whether a prefill without a mask is causal.
-        masks_decode: whether decode is faster with a mask that hides nothing, as it is on a CPU
-            with grouped heads: without one, transformers asks for torch's own grouping, which has
-            no fast kernel there; with one, it makes a group's queries rows of one head.
+        implied_causal: whether prefill without a mask is causal.
+        masks_decode: whether decode is faster with a mask that hides nothing, as on a CPU with
+            grouped heads: without a mask transformers uses torch's grouping, which has no fast
+            kernel there.
     """
     longest = batch.longest
     if window is not None and longest > window:
@@ -157,20 +152,19 @@ def needs_no_mask(
 
 
 def visible_keys(batch: MicroBatch, window: int | None, device: torch.device) -> Tensor:
-    """Which cached tokens each query attends to, ``[R, 1, T, S]`` bool.
+    """Return the cached tokens that each query attends to, ``[R, 1, T, S]`` bool.
 
-    A query at position ``p`` sees the tokens ``(p - window, p]``, transformers' own definition of
-    a sliding window.
+    A query at position ``p`` sees the tokens ``(p - window, p]``, as in transformers.
     """
     return keys_before(batch.query_positions.to(device), batch.longest, window)
 
 
 def keys_before(positions: Tensor, count: int, window: int | None) -> Tensor:
-    """Which of the first ``count`` cached tokens queries at ``positions`` ``[R, T]`` attend to.
+    """Return which of the first ``count`` cached tokens the queries at ``positions`` attend to.
 
     Args:
-        positions: on the device of the answer; nothing is decided on the host.
-        count: S; at least the longest row's.
+        positions: ``[R, T]`` on the device of the result; the host reads no value.
+        count: S, at least the length of the longest row.
         window: tokens a query sees, ``None`` for all.
 
     Returns:
@@ -184,7 +178,7 @@ def keys_before(positions: Tensor, count: int, window: int | None) -> Tensor:
     return visible
 
 
-def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask into the bias that ``eager`` attention adds to its scores."""
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias that ``eager`` attention adds to its scores for a boolean mask."""
     bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return bias.masked_fill_(~visible, torch.finfo(dtype).min)

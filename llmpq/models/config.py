@@ -1,7 +1,6 @@
-"""Configurations: read without running a model directory's code, and checked for what can be run.
+"""Read and check configurations, without running code of the model directory.
 
-What a layer attends to (its window) and what it leaves in the cache (its KV shape) follow from the
-configuration alone, and are answered here.
+The attention window and the KV shape of a layer follow from the configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
-from llmpq.models.families import CHECKED, REFUSED
+from llmpq.models.families import TESTED, UNSUPPORTED
 
 _logger = get_logger(__name__)
 
@@ -25,19 +24,19 @@ MAX_LAYERS = 10_000
 
 
 def load_config(model_dir: Path | str) -> PreTrainedConfig:
-    """Read ``config.json`` of ``model_dir`` into transformers' own class, attention chosen.
+    """Read ``config.json`` of ``model_dir`` and choose the attention function.
 
-    Only classes that transformers itself ships are used: ``auto_map`` is ignored.
+    Only configuration classes of transformers are used: ``auto_map`` is ignored.
 
     Raises:
-        SpecError: no such file, not JSON, an unknown ``model_type``, a field that transformers
-            rejects, or a model that is not a plain decoder.
+        SpecError: the file is missing or not JSON, ``model_type`` is unknown, transformers rejects
+            a field, or the model is not a plain decoder.
     """
     return load_skeleton(model_dir)[0]
 
 
 def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
-    """Return :func:`load_config`'s configuration and the map of its model, made on the way."""
+    """Return the configuration of :func:`load_config` and the skeleton of its model."""
     path = Path(model_dir) / "config.json"
     fields = _read_json_object(path)
     model_type = fields.get("model_type")
@@ -65,10 +64,10 @@ def _read_json_object(path: Path) -> dict[str, object]:
 
 
 def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy ``config`` with the attention and expert functions that transformers would choose.
+    """Return a copy with the attention and expert functions that transformers chooses.
 
     Raises:
-        SpecError: the model is not a decoder this package can cut into stages.
+        SpecError: the model is not a plain decoder.
     """
     return _prepared(config)[0]
 
@@ -77,10 +76,10 @@ def _prepared(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton]:
     prepared = copy.deepcopy(config)
     _check_layers(prepared)
     model_type = prepared.model_type
-    if model_type in REFUSED:
-        raise SpecError(f"model family {model_type}: not supported: {REFUSED[model_type]}")
-    if model_type not in CHECKED:
-        _logger.warning("family %s was never checked against transformers", model_type)
+    if model_type in UNSUPPORTED:
+        raise SpecError(f"model family {model_type}: not supported: {UNSUPPORTED[model_type]}")
+    if model_type not in TESTED:
+        _logger.warning("family %s was not tested against transformers", model_type)
     skeleton = Skeleton.of(prepared)
     chosen = skeleton.model.config
     prepared._attn_implementation = chosen._attn_implementation
@@ -103,10 +102,10 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def layer_window(config: PreTrainedConfig, index: int) -> int | None:
-    """Tokens that layer ``index`` looks back on, itself included; ``None`` for all.
+    """Return the attention window of layer ``index`` in tokens; ``None`` for full attention.
 
     Raises:
-        SpecError: the layer's kind of attention is not full or sliding.
+        SpecError: the attention type of the layer is neither full nor sliding.
     """
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
@@ -124,7 +123,7 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
 
 
 def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tuple[KVShape, ...]:
-    """Keys and values of layers ``[first_layer, end_layer)``."""
+    """Return the KV shapes of layers ``[first_layer, end_layer)``."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads

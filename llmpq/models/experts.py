@@ -1,9 +1,7 @@
-"""Experts stored one by one, fused into the 3-D parameters that transformers' layers hold.
+"""Map expert weights that are stored one by one to the fused 3-D parameters of transformers.
 
-On disk a mixture keeps ``experts.7.gate_proj.weight``; in memory all experts of a layer are one
-``experts.gate_up_proj``. The library's converter works on whole models and its interface is not
-public, so the two spellings in use (Qwen's and Mixtral's, shared by some thirty families) are a
-small rule here.
+A checkpoint stores ``experts.7.gate_proj.weight``; in memory all experts of a layer are one
+``experts.gate_up_proj``. Two spellings are in use, Qwen's and Mixtral's.
 
 Shapes: E experts, N output features of a part, K input features.
 """
@@ -16,40 +14,40 @@ from llmpq.errors import SpecError
 from llmpq.models.files.sources import TensorSource
 from llmpq.models.files.tensor_files import TensorFiles
 
-# Fused parameter -> the names of its parts, stacked along N, in the spelling of each lineage.
+# Fused parameter -> the names of its parts, stacked along N, in each spelling.
 _PARTS = {
     "experts.gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "experts.down_proj": (("down_proj",), ("w2",)),
 }
-# Mixtral's checkpoints keep the block's first name.
+# Checkpoints of Mixtral use an older name of the block.
 _RENAMED = (".mlp.", ".block_sparse_moe.")
 
 
 def is_expert_part(name: str) -> bool:
-    """Whether a stored name belongs to a block of experts, which is read under other names."""
+    """Whether a stored name belongs to a block of experts."""
     return ".experts." in name or _RENAMED[1] in name
 
 
 def stored_spellings(name: str) -> tuple[str, ...]:
-    """Names under which something of a layer may be stored, the library's own first."""
+    """Return the names under which a parameter may be stored, that of transformers first."""
     return tuple(dict.fromkeys((name, name.replace(*_RENAMED))))
 
 
 def find_stored(tensors: TensorFiles, name: str) -> str | None:
-    """Name under which ``name`` is stored, whole; ``None`` when it is not."""
+    """Return the name under which the whole parameter is stored; ``None`` if it is not."""
     return next((spelling for spelling in stored_spellings(name) if spelling in tensors), None)
 
 
 def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource:
-    """Say where the parts of the fused parameter ``name`` ``[E, parts * N, K]`` are.
+    """Return the source of the fused parameter ``name`` ``[E, parts * N, K]``.
 
     Args:
         tensors: the checkpoint's files.
-        name: full name that the fused parameter would have.
-        shape: what the layer expects.
+        name: full name of the fused parameter.
+        shape: expected shape.
 
     Raises:
-        SpecError: neither spelling is there, or a part has another shape or dtype than the rest.
+        SpecError: no spelling is found, or the shapes or dtypes of the parts differ.
     """
     parts = _find_parts(tensors, name)
     if parts is None or len(shape) != 3:
@@ -69,10 +67,10 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
 
 
 def part_spellings(name: str) -> Iterator[tuple[str, ...]]:
-    """Yield the ways to spell the modules that a fused parameter is stored as, stacked along N.
+    """Yield the spellings of the modules that a fused parameter is stored as, stacked along N.
 
     Args:
-        name: of the fused parameter, such as ``mlp.experts.gate_up_proj``, whatever its prefix.
+        name: name of the fused parameter with any prefix, such as ``mlp.experts.gate_up_proj``.
 
     Yields:
         Names with ``{}`` for the expert, such as ``mlp.experts.{}.gate_proj`` and ``...up_proj``;
@@ -88,7 +86,7 @@ def part_spellings(name: str) -> Iterator[tuple[str, ...]]:
 
 
 def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:
-    """Templates of the stored names of each part, with ``{}`` for the expert."""
+    """Return the stored name of each part, with ``{}`` for the expert."""
     for spelling in part_spellings(name):
         parts = tuple(f"{part}.weight" for part in spelling)
         if parts[0].format(0) in tensors:

@@ -1,7 +1,7 @@
-"""The few families whose model differs from the default around its decoder layers.
+"""Families whose modules around the decoder layers differ from the default.
 
-Everything else is read from transformers itself. An entry only names what lies where; the default
-is the Llama shape: ``embed_tokens``, ``layers``, ``norm``, ``lm_head``, rotary embeddings.
+The default is the structure of Llama: ``embed_tokens``, ``layers``, ``norm``, ``lm_head``, rotary
+embeddings.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ def _plain_positions(embedding: nn.Module, positions: Tensor) -> Tensor:
 
 
 def _opt_positions(embedding: nn.Module, positions: Tensor) -> Tensor:
-    # OPT's module adds its offset of 2 itself, and counts a mask only when given no positions.
+    # OPT's module adds its offset of 2; it reads the mask only without positions.
     result: Tensor = embedding(None, 0, position_ids=positions)
     return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Where a family keeps what runs before and after its layers, as names of submodules.
+    """Names of the submodules before and after the layers of a family.
 
     Attributes:
         embedding: the token embedding.
-        positions: learned positions added to the embedding, if any.
-        embed_positions: how that module is called.
+        positions: learned position embedding, if any.
+        embed_positions: calls the module ``positions``.
         project_in: projection of embeddings narrower than the residual stream.
         embedding_norm: norm applied to the embeddings.
-        final_norm: norm after the last layer; a model may lack it.
+        final_norm: norm after the last layer; optional in a model.
         project_out: projection before the head.
         alibi: whether layers take an ``alibi`` bias of the key positions.
-        activation: the feed-forward's, as a submodule of a layer, where it is a formula of several
-            tensor operations and its input is needed by nothing else.
+        activation: activation submodule of a layer to compute blockwise, if any.
         embedding_multiplier: configuration field that scales embeddings.
         logits_multiplier: configuration field that scales logits.
         logits_divisor: configuration field that divides logits.
-        attends_once: whether a layer hands to its attention function what it put into the cache.
-        stored_head: name of the head in checkpoints, when it is not the library's.
+        attends_to_cache: whether a layer attends to its cached keys and values unchanged.
+        stored_head: name of the head in checkpoints, if it differs from that in transformers.
     """
 
     embedding: str = "embed_tokens"
@@ -57,17 +56,16 @@ class Family:
     embedding_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
-    attends_once: bool = True
+    attends_to_cache: bool = True
     stored_head: str | None = None
 
 
 DEFAULT = Family()
 
-# Families whose tokens and logits were found equal to transformers' own, every one by a test.
-# Another family of the default shape runs too, with a warning: its model may do something between
-# its parts that cannot be seen from outside.
+# Families whose tokens and logits are tested against transformers. Other families of the default
+# structure run with a warning.
 # fmt: off
-CHECKED = frozenset((
+TESTED = frozenset((
     "afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "diffllama",
     "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
     "glm4_moe", "gpt_neox", "gpt_oss", "granite", "helium", "internlm3", "iquestcoder", "jais2",
@@ -77,9 +75,9 @@ CHECKED = frozenset((
 ))
 # fmt: on
 
-# Of the default shape, yet not run by the default behaviour: family -> why.
-REFUSED = {
-    "doge": "its layers build attention masks of their own",
+# Families of the default structure that do not work: family -> reason.
+UNSUPPORTED = {
+    "doge": "its layers build their own attention masks",
     "nanochat": "it normalises the embeddings before the first layer",
 }
 
@@ -100,7 +98,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "cohere": Family(logits_multiplier="logit_scale"),
     "cohere2": Family(logits_multiplier="logit_scale"),
-    "diffllama": Family(attends_once=False),  # the halves of its heads attend apart
+    "diffllama": Family(attends_to_cache=False),  # the two halves of its heads attend separately
     "gpt_neox": Family(
         embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"
     ),
@@ -111,5 +109,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model_type: str) -> Family:
-    """The entry of ``model_type``, or the default behaviour."""
+    """Return the entry of ``model_type``, or the default."""
     return FAMILIES.get(model_type, DEFAULT)

@@ -1,7 +1,7 @@
-"""Master: what runs before the first and after the last decoder layer.
+"""Master: the modules before the first and after the last decoder layer.
 
-Embeddings, learned positions, projections, the final norm and the LM head, all of them
-transformers' own modules. A head tied to the embedding is one tensor, held and loaded once.
+Embeddings, learned positions, projections, the final norm and the LM head of transformers. A head
+tied to the embedding is one tensor, stored and loaded once.
 
 Shapes: R rows, T tokens per row, H hidden size, V vocabulary.
 """
@@ -24,11 +24,11 @@ def is_tied(config: PreTrainedConfig) -> bool:
 class Master(nn.Module):
     """The two ends of a pipeline; built on the meta device, weights from ``Checkpoint``.
 
-    Submodules keep the library's names inside its decoder (``embed_tokens``, ``norm``, ...), next
-    to ``lm_head`` when the head has weights of its own.
+    Submodules have their names in the decoder (``embed_tokens``, ``norm``, ...), and ``lm_head``
+    exists if the head is not tied.
 
     Args:
-        config: from ``load_config``.
+        config: configuration from ``load_config``.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -47,11 +47,11 @@ class Master(nn.Module):
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Turn tokens into the first layer's input.
+        """Return the input of the first layer.
 
         Args:
-            token_ids: ``[R, T]`` int64; padding holds any valid token.
-            positions: ``[R, T]`` int64 absolute positions, on any device.
+            token_ids: ``[R, T]`` int64; padding is any valid token.
+            positions: ``[R, T]`` int64 absolute positions on any device.
 
         Returns:
             ``[R, T, H]`` in the weights' dtype.
@@ -62,7 +62,7 @@ class Master(nn.Module):
             hidden = hidden * getattr(self.config, family.embedding_multiplier)
         hidden = self._pass(family.project_in, hidden)
         if family.positions is not None:
-            # Only padding may lie past the last position the model has learned.
+            # Only padding can be past the last learned position.
             last = self.config.max_position_embeddings - 1
             known = positions.to(token_ids.device).clamp(max=last)
             module = self.get_submodule(family.positions)
@@ -71,7 +71,7 @@ class Master(nn.Module):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn the last layer's output into scores of the next token.
+        """Return the logits of the next token.
 
         Args:
             hidden: ``[R, H]``, one position per row.
@@ -109,10 +109,9 @@ class Master(nn.Module):
 
 
 def _fill_constants(part: nn.Module, model: PreTrainedModel) -> None:
-    """Compute buffers that no checkpoint stores, such as Gemma's embedding scale.
+    """Compute buffers that checkpoints do not store, such as Gemma's embedding scale.
 
-    transformers' own initializer knows their values; it leaves parameters alone, which are still
-    on the meta device here.
+    The initializer of transformers sets them; it skips parameters on the meta device.
     """
     for module in part.modules():
         names = [name for name, value in module.named_buffers(recurse=False) if value.is_meta]

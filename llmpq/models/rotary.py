@@ -1,8 +1,8 @@
-"""RotaryTables: cos and sin of every layer's rotary embedding for one micro-batch.
+"""RotaryTables: cos and sin of the rotary embedding of every layer for one micro-batch.
 
-Most families have one table; Gemma 3 has one for each kind of attention. Scalings that follow the
-sequence's length (``longrope``, ``dynamic``) are computed row by row, so that a row's numbers
-never depend on its neighbours in the micro-batch.
+Most families have one table; Gemma 3 has one per attention type. Scalings that depend on the
+sequence length (``longrope``, ``dynamic``) are computed row by row, so that a row does not depend
+on the other rows of its micro-batch.
 """
 
 from __future__ import annotations
@@ -13,37 +13,51 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from llmpq.models.adapter import takes
+from llmpq.models.adapter import Skeleton, accepts
 
 Table = tuple[Tensor, Tensor]
 
 
+def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> nn.Module | None:
+    """Build the rotary embedding of a model with real buffers; ``None`` if it has none.
+
+    Args:
+        config: from :func:`load_config`.
+        skeleton: skeleton of the model; by default it is built.
+    """
+    template = getattr((skeleton or Skeleton.of(config)).decoder, "rotary_emb", None)
+    if template is None:
+        return None
+    rotary: nn.Module = type(template)(config)
+    return rotary.eval()
+
+
 class RotaryTables(nn.Module):
-    """transformers' rotary module behind one call per micro-batch.
+    """The rotary module of transformers, called once per micro-batch.
 
     Attributes:
-        follows_length: whether a row's table depends on how long the row is.
+        depends_on_length: whether a row's table depends on its length.
 
     Args:
         rotary: from ``build_rotary``.
-        config: of the whole model.
+        config: configuration of the whole model.
     """
 
     def __init__(self, rotary: nn.Module, config: PreTrainedConfig) -> None:
         super().__init__()
         self.rotary = rotary
         layer_types = getattr(config, "layer_types", None)
-        self._is_typed = takes(rotary.forward, "layer_type")
+        self._is_typed = accepts(rotary.forward, "layer_type")
         self._layer_types = list(layer_types or []) if self._is_typed else []
         self._num_layers: int = config.num_hidden_layers
-        self.follows_length = _follows_length(rotary)
+        self.depends_on_length = _depends_on_length(rotary)
 
     def forward(self, hidden: Tensor, positions: Tensor) -> list[Table]:
-        """The table of every layer of the model: ``(cos, sin)``, each ``[R, T, rotary_dim]``.
+        """Return ``(cos, sin)`` of every layer of the model, each ``[R, T, rotary_dim]``.
 
         Args:
-            hidden: tells the dtype and the device.
-            positions: of every query, ``[R, T]`` int64 on the same device.
+            hidden: tensor with the dtype and device of the result.
+            positions: query positions ``[R, T]`` int64 on the same device.
         """
         if not self._is_typed:
             return [self._table(hidden, positions, None)] * self._num_layers
@@ -52,16 +66,16 @@ class RotaryTables(nn.Module):
         return [tables[kind] for kind in self._layer_types]
 
     def _table(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
-        if not self.follows_length:
+        if not self.depends_on_length:
             return self._call(hidden, positions, kind)
         rows = []
         for row in positions:
-            self._forget_length()
+            self._reset_length()
             rows.append(self._call(hidden, row[None], kind))
         return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
 
-    def _forget_length(self) -> None:
-        """Undo what ``dynamic`` scaling keeps of the longest sequence it has met."""
+    def _reset_length(self) -> None:
+        """Reset the state that ``dynamic`` scaling keeps of the longest sequence."""
         if self.rotary.__dict__.get("rope_type") == "dynamic":
             original = self.rotary.get_buffer("original_inv_freq")
             self.rotary.register_buffer("inv_freq", original.clone(), persistent=False)
@@ -73,7 +87,7 @@ class RotaryTables(nn.Module):
         return cos, sin
 
 
-def _follows_length(rotary: nn.Module) -> bool:
+def _depends_on_length(rotary: nn.Module) -> bool:
     kinds = getattr(rotary, "rope_type", "default")
     names = kinds.values() if isinstance(kinds, Mapping) else [kinds]
     return any("dynamic" in str(name) or name == "longrope" for name in names)

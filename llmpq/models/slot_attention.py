@@ -1,8 +1,7 @@
-"""The attention function that a stage's layers call: the store's own for decode, else torch's.
+"""The attention function of a stage's layers, registered in transformers by name.
 
-transformers lets anyone register an attention function by name; the layers stay its own. In decode
-a store may attend by itself, row by row on the slots it keeps; the mask's place in the call then
-carries who does it. Everything else goes to torch's ``scaled_dot_product_attention``.
+In decode a KV store may compute attention itself, row by row on its slots: the mask argument is
+then a ``SlotMask`` with the view that does it. Otherwise ``scaled_dot_product_attention`` runs.
 
 Shapes: R rows, T new tokens per row, H heads, h KV heads, S cached tokens, d head_dim.
 """
@@ -22,19 +21,19 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from llmpq.models.attention import KVStore, KVView, MicroBatch
 
 SLOT_ATTENTION = "llmpq_slots"
-"""Name of :func:`attend` among transformers' attention functions."""
+"""Name of :func:`attend` in the registry of transformers."""
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _FOREIGN = ("softcap", "s_aux", "position_bias")
-"""Arguments that some family's function knows, and a store does not."""
+"""Arguments of attention functions that a store does not support."""
 
 
-class AttendingView(KVView, Protocol):
-    """The keys and values of one decode micro-batch, attended to where they lie."""
+class AttentionView(KVView, Protocol):
+    """A view of one decode micro-batch that computes attention in place."""
 
     def attend(
         self, query: Tensor, scaling: float, window: int | None, bias: Tensor | None = None
     ) -> Tensor:
-        """Keep what ``update`` was given last, and return ``[R, 1, H, d]`` for its layer.
+        """Store the keys and values of the last ``update`` and return ``[R, 1, H, d]``.
 
         ``bias``, float32 ``[H, S]``, is added to the scaled scores.
         """
@@ -42,24 +41,24 @@ class AttendingView(KVView, Protocol):
 
 
 @runtime_checkable
-class AttendingStore(KVStore, Protocol):
-    """A store that may attend by itself."""
+class AttentionStore(KVStore, Protocol):
+    """A KV store that can compute attention."""
 
-    def attending_view(self, batch: MicroBatch) -> AttendingView | None:
-        """Open the slots of a decode micro-batch; ``None`` when torch must attend."""
+    def attention_view(self, batch: MicroBatch) -> AttentionView | None:
+        """Return the view of a decode micro-batch; ``None`` if torch must compute attention."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotMask:
-    """Stands where layers pass a mask on: rows see their own tokens, the last ``window`` of them.
+    """The mask argument of a layer whose attention is computed by a KV view.
 
     Attributes:
-        view: attends.
-        window: tokens a query sees, ``None`` for all.
+        view: computes the attention.
+        window: tokens that a query sees, ``None`` for all.
     """
 
-    view: AttendingView
+    view: AttentionView
     window: int | None
 
 
@@ -72,14 +71,14 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa`` does: ``[R, T, H, d]`` from ``query`` ``[R, H, T, d]``."""
+    """Compute attention like ``sdpa`` of transformers: ``[R, T, H, d]`` from ``[R, H, T, d]``."""
     if isinstance(attention_mask, SlotMask):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attention_mask.view.attend(query, scaling, attention_mask.window), None
     groups = query.shape[1] // key.shape[1]
     is_plain = attention_mask is None and not any(kwargs.get(name) is not None for name in _FOREIGN)
     if is_plain and groups > 1 and query.device.type == "cpu" and query.shape[2] == key.shape[2]:
-        # Left to itself, transformers asks torch for groups, which on a CPU has no fast kernel.
+        # transformers would use torch's grouping, which has no fast kernel on a CPU.
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         out = scaled_dot_product_attention(query, key, value, scale=scaling, is_causal=True)
         return out.transpose(1, 2).contiguous(), None
@@ -91,11 +90,10 @@ def attend(
 AttentionInterface.register(SLOT_ATTENTION, attend)
 
 
-def install(layer: nn.Module) -> bool:
-    """Let ``layer`` call :func:`attend` where it would call ``sdpa``; tell whether it will.
+def use_slot_attention(layer: nn.Module) -> bool:
+    """Let ``layer`` call :func:`attend` in place of ``sdpa``; return whether it does.
 
-    Only attention modules that look their function up by name can be told; one that calls torch
-    itself, or another function, is left alone.
+    Only attention modules that look up their function by name support this.
     """
     found = [part for part in layer.modules() if _looks_up(part)]
     for part in found:

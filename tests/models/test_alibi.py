@@ -1,4 +1,4 @@
-"""BLOOM's attention in blocks, and its activation in blocks, against the library's own."""
+"""Blockwise attention of BLOOM and blockwise activations, compared with those of transformers."""
 
 import math
 
@@ -9,14 +9,14 @@ from transformers.activations import NewGELUActivation
 from transformers.models.bloom.configuration_bloom import BloomConfig
 from transformers.models.bloom.modeling_bloom import BloomBlock, BloomGelu
 
-from llmpq.models.activation import InBlocks, install_blocks
 from llmpq.models.alibi import (
     AlibiAttention,
     alibi_bias,
-    attend_biased,
-    install_alibi,
+    attend_with_bias,
+    use_alibi_attention,
 )
-from llmpq.models.attention import MicroBatch, additive, visible_keys
+from llmpq.models.attention import MicroBatch, additive_mask, visible_keys
+from llmpq.models.stage import BlockwiseActivation, use_blockwise_activation
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, BIAS_BLOCK_TOKENS
 
 torch.set_num_threads(1)
@@ -45,20 +45,20 @@ def _exact(query, key, value, bias, visible):
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("step", [WHOLE, LATE, ONE], ids=["whole", "late", "decode"])
-def test_blocks_give_what_written_out_scores_would(step, dtype, close):
+def test_blockwise_attention_equals_full_scores(step, dtype, close):
     *case, visible = _case(step, dtype)
     right = _exact(*case, visible)
-    made = attend_biased(*case, visible, 0.25)
+    made = attend_with_bias(*case, visible, 0.25)
     assert made.dtype == dtype
     assert made.is_contiguous()
     torch.testing.assert_close(made.double(), right, atol=close, rtol=0)
 
 
 @pytest.mark.parametrize("past", [0, 30])
-def test_without_a_mask_queries_see_all_up_to_their_own(past):
+def test_attention_without_a_mask_is_causal(past):
     step = (2, LONG, [past] * 2, [LONG] * 2)
     *case, visible = _case(step, torch.float32)
-    made = attend_biased(*case, None, 0.25)
+    made = attend_with_bias(*case, None, 0.25)
     torch.testing.assert_close(made.double(), _exact(*case, visible), atol=2e-5, rtol=0)
 
 
@@ -70,7 +70,7 @@ def _block(**fields):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("fields", [{}, {"apply_residual_connection_post_layernorm": True}])
-def test_a_layer_answers_as_the_library_does(fields):
+def test_layer_equals_that_of_transformers(fields):
     batch = MicroBatch.build([0, 1], [0, 0], [LONG, 9])
     hidden = torch.randn(2, LONG, 48)
     visible = visible_keys(batch, None, torch.device("cpu"))
@@ -79,12 +79,12 @@ def test_a_layer_answers_as_the_library_does(fields):
     right, _ = layer(
         hidden,
         alibi=bias.repeat(2, 1)[:, None],
-        attention_mask=additive(visible, torch.float32),
+        attention_mask=additive_mask(visible, torch.float32),
     )
 
     names = [name for name, _ in layer.named_parameters()]
-    install_alibi(layer)
-    install_alibi(layer)
+    use_alibi_attention(layer)
+    use_alibi_attention(layer)
     made, weights = layer(hidden, alibi=bias, attention_mask=None)
 
     assert weights is None
@@ -97,23 +97,23 @@ def test_a_layer_answers_as_the_library_does(fields):
 @torch.inference_mode()
 @pytest.mark.parametrize("activation", [BloomGelu, NewGELUActivation])
 @pytest.mark.parametrize("rows", [1, 4, 9])
-def test_blocks_of_an_activation_are_the_whole_to_the_bit(activation, rows):
+def test_blockwise_activation_is_bit_identical(activation, rows):
     features = ACTIVATION_BLOCK_VALUES // 4  # four rows a block
     values = torch.randn(1, rows, features).to(torch.bfloat16)
     right = activation()(values)
-    made = InBlocks(activation())(values)
+    made = BlockwiseActivation(activation())(values)
     assert torch.equal(made, right)
     assert (made.data_ptr() == values.data_ptr()) == (rows > 4)  # written over
 
 
-def test_a_features_row_larger_than_a_block_is_a_block():
+def test_row_larger_than_a_block_is_one_block():
     values = torch.randn(2, ACTIVATION_BLOCK_VALUES + 1)
     right = torch.tanh(values)
-    assert torch.equal(InBlocks(nn.Tanh())(values), right)
+    assert torch.equal(BlockwiseActivation(nn.Tanh())(values), right)
 
 
-def test_an_activation_is_wrapped_once():
+def test_activation_is_wrapped_once():
     layer = _block()
-    install_blocks(layer, "mlp.gelu_impl")
-    install_blocks(layer, "mlp.gelu_impl")
+    use_blockwise_activation(layer, "mlp.gelu_impl")
+    use_blockwise_activation(layer, "mlp.gelu_impl")
     assert isinstance(layer.mlp.gelu_impl.activation, BloomGelu)

@@ -1,4 +1,4 @@
-"""Micro-batches and masks against a mask written out token by token."""
+"""Micro-batches and masks compared with a mask computed token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
 from llmpq.models.alibi import alibi_bias, alibi_slopes
-from llmpq.models.attention import MicroBatch, additive, needs_no_mask, visible_keys
+from llmpq.models.attention import MicroBatch, additive_mask, needs_no_mask, visible_keys
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=1, max_size=4)
 WINDOWS = st.none() | st.integers(1, 8)
@@ -20,7 +20,7 @@ def _batch(rows):
     return MicroBatch.build(range(len(rows)), starts, counts)
 
 
-def test_build_counts_positions_on_through_padding():
+def test_positions_continue_through_padding():
     batch = MicroBatch.build([4, 2], [3, 0], [1, 3])
     assert batch.positions.tolist() == [[3, 4, 5], [0, 1, 2]]
     assert batch.lengths.tolist() == [4, 3]
@@ -42,7 +42,7 @@ def test_build_counts_positions_on_through_padding():
         ([0], [[2, 3]], [5]),
     ],
 )
-def test_rows_that_cannot_be_are_refused(slots, positions, lengths):
+def test_inconsistent_rows_raise_an_error(slots, positions, lengths):
     with pytest.raises(SpecError, match="micro-batch"):
         MicroBatch(
             slots=torch.tensor(slots, dtype=torch.int64),
@@ -63,14 +63,14 @@ def test_valid_queries_see_exactly_the_window_before_them(rows, window):
 
 
 @given(ROWS, WINDOWS)
-def test_padded_queries_see_something(rows, window):
+def test_padded_queries_see_at_least_one_key(rows, window):
     assert bool(visible_keys(_batch(rows), window, torch.device("cpu")).any(-1).all())
 
 
 @given(ROWS, WINDOWS)
 @example([(2, 1), (0, 3)], None)  # as many tokens cached as new, and yet a row begins late
 @example([(4, 1), (4, 1)], 4)
-def test_a_mask_is_left_out_only_when_it_would_change_nothing(rows, window):
+def test_mask_is_omitted_only_when_it_has_no_effect(rows, window):
     batch = _batch(rows)
     mask = visible_keys(batch, window, torch.device("cpu"))
     if batch.width == 1:
@@ -89,12 +89,12 @@ def test_ragged_prefill_from_empty_slots_needs_no_mask():
 
 
 def test_additive_mask_forbids_with_the_smallest_number():
-    bias = additive(torch.tensor([True, False]), torch.float16)
+    bias = additive_mask(torch.tensor([True, False]), torch.float16)
     assert bias.tolist() == [0.0, torch.finfo(torch.float16).min]
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 112])
-def test_alibi_slopes_are_those_of_the_paper(heads):
+def test_alibi_slopes_equal_the_paper(heads):
     # Press et al.: 2^(-8/n), 2^(-16/n), ...; between powers of two every other one of the next.
     power = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -105,7 +105,7 @@ def test_alibi_slopes_are_those_of_the_paper(heads):
     torch.testing.assert_close(bias[0], torch.tensor(slopes[0]) * torch.arange(5))
 
 
-def test_decode_gets_a_mask_where_that_is_faster():
+def test_decode_uses_a_mask_where_that_is_faster():
     level = MicroBatch.build([0, 1], [4, 4], [1, 1])
     assert needs_no_mask(level, None, implied_causal=True)
     assert not needs_no_mask(level, None, implied_causal=True, masks_decode=True)

@@ -1,6 +1,6 @@
-"""Everything a stage and the master make stands on their device, whatever the host's tensors.
+"""A stage and the master create all tensors on their own device.
 
-The meta device is the accelerator of a machine without one: torch refuses to mix it with the CPU.
+The meta device stands in for an accelerator: torch raises an error when it is mixed with the CPU.
 """
 
 import pytest
@@ -17,9 +17,9 @@ FAMILIES = sorted(set(make_tiny_model_script().FAMILIES) - set(MIXTURES))
 LAYERS = 2
 STEPS = {
     "prefill of equal rows": ([0, 1], [0, 0], [5, 5]),
-    "prefill of unlike rows": ([2, 0], [0, 0], [5, 3]),
+    "prefill of mixed rows": ([2, 0], [0, 0], [5, 3]),
     "prefill after a prefix": ([0, 1], [4, 2], [3, 3]),
-    "decode of unlike rows": ([3, 1], [6, 2], [1, 1]),
+    "decode of mixed rows": ([3, 1], [6, 2], [1, 1]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Safetensors headers: what is accepted is what the library accepts; the rest is a SpecError."""
+"""Safetensors headers: accepted if the library accepts them, else a SpecError."""
 
 from __future__ import annotations
 
@@ -80,28 +80,28 @@ def test_a_header_has_names_shapes_and_offsets(stored):
         ({"a": _tensor(), "b": _tensor(offsets=(4, 12))}, 12, "tensor 'b'.*inside the tensor"),
     ],
 )
-def test_inconsistent_header_is_refused(fields, data_bytes, message):
+def test_inconsistent_header_raises_an_error(fields, data_bytes, message):
     with pytest.raises(SpecError, match=message):
         _parse(fields, data_bytes)
 
 
 @pytest.mark.parametrize("raw", [b"{", b"\xff\xfe", b"[" * 100_000, b'{"a":1,"a":2}', b"9" * 5000])
-def test_header_that_is_not_json_is_refused(raw):
+def test_header_that_is_not_json_raises_an_error(raw):
     with pytest.raises(SpecError, match="header is"):
         parse_header(raw, data_bytes=0, where="file")
 
 
 @pytest.mark.parametrize("length", [0, 1, 50, MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
-def test_header_of_impossible_length_is_refused_before_reading(tmp_path, length):
+def test_header_of_impossible_length_raises_an_error_before_reading(tmp_path, length):
     path = tmp_path / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 20)
     with pytest.raises(SpecError, match=f"found a header of {length} bytes"):
         header_of(path)
 
 
-def test_header_over_the_limit_is_refused_even_when_it_is_there(tmp_path):
+def test_header_over_the_limit_raises_an_error(tmp_path):
     path = tmp_path / "model.safetensors"
-    with path.open("wb") as stream:  # sparse: takes no disk
+    with path.open("wb") as stream:  # sparse: takes no disk space
         stream.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
         stream.truncate(MAX_HEADER_BYTES + 100)
     with pytest.raises(SpecError, match="found a header of"):
@@ -109,7 +109,7 @@ def test_header_over_the_limit_is_refused_even_when_it_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"\x02", b"\x02" + bytes(7)])
-def test_truncated_file_is_refused(tmp_path, data):
+def test_truncated_file_raises_an_error(tmp_path, data):
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(SpecError):
@@ -150,7 +150,7 @@ def _mutate_fields(rng, data):
 
 
 @pytest.mark.parametrize("count", MUTATIONS)
-def test_mutated_files_are_refused_or_read_as_the_library_reads_them(stored, count):
+def test_mutated_files_raise_an_error_or_read_like_the_library(stored, count):
     rng = random.Random(count)
     original = stored.read_bytes()
     accepted = refused = 0

@@ -1,4 +1,4 @@
-"""The script that makes tiny models: seeded, any dtype, the family's own fields."""
+"""The script that makes tiny models: seed, dtype and fields of the family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_weights_depend_on_the_seed_alone(tmp_path):
     assert not any(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_options_reach_the_checkpoint(tmp_path, capsys):
+def test_options_are_written_to_the_checkpoint(tmp_path, capsys):
     checkpoint = _run(tmp_path, "--dtype", "bfloat16", "--vocab", "77", "--set", "mlp_bias=true")
     assert checkpoint.dtype == torch.bfloat16
     assert checkpoint.config.vocab_size == 77
@@ -37,6 +37,6 @@ def test_options_reach_the_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("override", ["mlp_bias", "mlp_bias=yes"])
-def test_override_that_is_not_json_is_refused(tmp_path, override):
+def test_override_that_is_not_json_raises_an_error(tmp_path, override):
     with pytest.raises(SystemExit):
         _run(tmp_path, "--set", override)

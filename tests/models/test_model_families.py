@@ -1,4 +1,4 @@
-"""Every family: a pipeline over ragged rows says what transformers' ``generate`` says."""
+"""Every family: a pipeline on ragged rows generates the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_pipeline_generates_the_tokens_of_transformers(tiny_model, case):
     ],
     ids=["longrope", "dynamic"],
 )
-def test_rows_choose_their_rotary_factors_alone(tiny_model, family, overrides, other):
+def test_rotary_factors_of_a_row_do_not_depend_on_other_rows(tiny_model, family, overrides, other):
     model_dir = tiny_model(family, seed=1, **overrides)
     run = Sequences(Pipeline(model_dir, [0, 3]))
     prompts = {"long": LONG + LONG[::-1], "other": other}
@@ -145,7 +145,7 @@ def test_bfloat16_follows_transformers(tiny_model, family):
     torch.testing.assert_close(found[:1], expected, atol=0.05, rtol=0.02)
 
 
-def test_padding_may_lie_past_the_last_learned_position(tiny_model):
+def test_padding_past_the_last_learned_position_is_allowed(tiny_model):
     pipeline = Pipeline(tiny_model("opt", seed=1, shape={"max_positions": 12}), [0, 3])
     alone = pipeline.step([(0, 0, [*LONG, 5])])[0]
     pipeline.step([(1, 0, LONG)])
@@ -153,33 +153,33 @@ def test_padding_may_lie_past_the_last_learned_position(tiny_model):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-def test_hidden_states_of_another_shape_are_refused(tiny_model):
+def test_hidden_states_of_another_shape_raise_an_error(tiny_model):
     stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
     with pytest.raises(SpecError, match=r"hidden states \[2, 1, 32\] for positions \[2, 3\]"):
         stage(torch.zeros(2, 1, 32), MicroBatch.build([0, 1], [0, 0], [3, 3]))
 
 
-def test_late_rows_without_a_cache_are_refused(tiny_model):
+def test_late_rows_without_a_cache_raise_an_error(tiny_model):
     stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
     with pytest.raises(SpecError, match="begin at position 0"):
         stage(torch.zeros(1, 2, 32), MicroBatch.build([0], [1], [2]))
 
 
-def test_tied_head_is_held_once(tiny_model):
+def test_tied_head_is_stored_once(tiny_model):
     master = Pipeline(tiny_model("opt", seed=1), [0, 3]).master
     untied = Pipeline(tiny_model("opt", seed=1, tie_word_embeddings=False), [0, 3]).master
     count = sum(p.numel() for p in master.parameters())
     assert sum(p.numel() for p in untied.parameters()) == count + 100 * 32
 
 
-def test_logits_are_float32_whatever_the_weights(tiny_model):
+def test_logits_are_float32_for_every_dtype(tiny_model):
     master = Pipeline(tiny_model("gemma2", seed=1), [0, 3]).master.bfloat16()
     assert master.embed(torch.tensor([[1]]), torch.tensor([[0]])).dtype == torch.bfloat16
     assert master.logits(torch.ones(2, 32, dtype=torch.bfloat16)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "gemma2", "gemma3", "llama"])
-def test_nothing_stays_behind_on_the_host(tiny_model, family):
+def test_all_weights_move_to_the_device(tiny_model, family):
     # The meta device mixes with no other: a tensor left on the host would raise here.
     pipeline = Pipeline(tiny_model(family, seed=1), [0, 3])
     master, stage = pipeline.master.to("meta"), pipeline.stages[0].to("meta")

@@ -1,4 +1,4 @@
-"""Every family that ``CHECKED`` names, in whatever configuration makes it tiny."""
+"""Every family in ``TESTED``, with a tiny configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helpers.tiny_models import (
 )
 from transformers import CONFIG_MAPPING
 
-from llmpq.models.families import CHECKED
+from llmpq.models.families import TESTED
 
 torch.set_num_threads(1)
 
@@ -60,8 +60,8 @@ def _tiny_config(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(CHECKED))
-def test_checked_family_generates_the_tokens_of_transformers(model_type, tmp_path):
+@pytest.mark.parametrize("model_type", sorted(TESTED))
+def test_tested_family_generates_the_tokens_of_transformers(model_type, tmp_path):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("this version of transformers does not know the family")
     script = make_tiny_model_script()

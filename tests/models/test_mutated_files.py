@@ -1,4 +1,4 @@
-"""Model directories with random damage: read as they are or refused, within their own size."""
+"""Model directories with random damage are read or raise an error, in bounded memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def damage_index(rng, data):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_damaged_directories_are_refused_or_read(tiny_model, tmp_path, count):
+def test_damaged_directories_raise_an_error_or_are_read(tiny_model, tmp_path, count):
     source = tiny_model("llama", max_shard_size="20KB")
     folder = tmp_path / "model"
     shutil.copytree(source, folder)

@@ -1,4 +1,4 @@
-"""Sources name the bytes of a tensor; reading notices changes of the file."""
+"""Tensor sources: byte ranges, and detection of changed files."""
 
 import mmap
 import os
@@ -25,7 +25,7 @@ def saved(tmp_path):
     return tmp_path, tensors
 
 
-def test_sources_read_what_was_stored(saved):
+def test_sources_read_the_stored_tensors(saved):
     folder, tensors = saved
     files = TensorFiles(folder)
     for name, expected in tensors.items():
@@ -43,7 +43,7 @@ def test_rows_are_slices(saved):
     assert torch.equal(torch.stack(rows), tensors["cube"])
 
 
-def test_the_caller_chooses_the_memory(saved):
+def test_source_reads_into_memory_of_the_caller(saved):
     folder, tensors = saved
     files = TensorFiles(folder)
     slab = torch.zeros(60)
@@ -69,7 +69,7 @@ def test_direct_reads_return_what_was_stored(tmp_path, shift, rows):
 
 
 @pytest.mark.parametrize("change", ["truncate", "write", "replace", "remove"])
-def test_a_file_that_changed_since_it_was_checked_is_refused(saved, change):
+def test_file_changed_since_the_check_raises_an_error(saved, change):
     folder, tensors = saved
     files = TensorFiles(folder)
     path = folder / "model.safetensors"
@@ -97,13 +97,13 @@ def fingerprint(folder, name="cube"):
     raise AssertionError("a file never settles")
 
 
-def test_fingerprints_are_equal_while_nothing_changes(saved):
+def test_fingerprint_of_unchanged_files_is_equal(saved):
     folder, _ = saved
     assert fingerprint(folder) == fingerprint(folder)
     assert fingerprint(folder) != fingerprint(folder, "half")
 
 
-def test_a_write_that_hides_its_time_changes_the_fingerprint(saved):
+def test_write_with_restored_mtime_changes_the_fingerprint(saved):
     folder, _ = saved
     path = folder / "model.safetensors"
     before, times = fingerprint(folder), path.stat()
@@ -115,7 +115,7 @@ def test_a_write_that_hides_its_time_changes_the_fingerprint(saved):
     assert fingerprint(folder) != before
 
 
-def test_files_that_changed_since_they_were_opened_have_no_fingerprint(saved):
+def test_files_changed_since_opening_have_no_fingerprint(saved):
     folder, _ = saved
     fingerprint(folder)
     files = TensorFiles(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints: sharded or not, any prefix, one layer at a time, and every way to be broken."""
+"""Checkpoints: shards, prefixes, single layers and broken files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _edit_index(model_dir, change):
 
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt_neox", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
-def test_layers_are_those_transformers_loads(tiny_model, family, max_shard_size):
+def test_layers_equal_those_of_transformers(tiny_model, family, max_shard_size):
     model_dir = tiny_model(family, max_shard_size=max_shard_size)
     assert (model_dir / INDEX).exists() == (max_shard_size == "20KB")
     checkpoint = Checkpoint(model_dir)
@@ -96,7 +96,7 @@ def test_prefix_of_the_checkpoint_does_not_matter(copy_of, family, old, new):
     assert all(torch.equal(found[key], tensor) for key, tensor in master.items())
 
 
-def test_mixtral_block_under_its_first_name(copy_of):
+def test_mixtral_block_under_its_old_name_is_read(copy_of):
     model_dir = copy_of("mixtral")
     expected = Checkpoint(model_dir).layer_state_dict(0)
     _rewrite(
@@ -115,11 +115,11 @@ def test_tied_head_is_not_read(tiny_model):
 
 
 @pytest.mark.parametrize(("dtype"), [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype_is_that_of_the_stored_weights(tiny_model, dtype):
+def test_dtype_equals_that_of_the_stored_weights(tiny_model, dtype):
     assert Checkpoint(tiny_model("llama", dtype=dtype)).dtype == dtype
 
 
-def test_dtype_of_a_checkpoint_without_floats_is_refused(copy_of):
+def test_dtype_of_a_checkpoint_without_floats_raises_an_error(copy_of):
     model_dir = copy_of()
     _rewrite(model_dir, lambda ts: {n: t.to(torch.int8) for n, t in ts.items()})
     with pytest.raises(SpecError, match="no floating-point weights"):
@@ -135,7 +135,7 @@ def test_digest_follows_configuration_and_layout_only(copy_of):
     assert Checkpoint(model_dir).digest() != digest
 
 
-def test_a_tensor_that_the_layer_does_not_have_is_logged(copy_of, caplog):
+def test_unknown_tensor_of_a_layer_is_logged(copy_of, caplog):
     model_dir = copy_of()
     layer = "model.layers.0.self_attn."
     extra = {layer + "q_proj.bias": torch.zeros(32), layer + "rotary_emb.inv_freq": torch.zeros(4)}
@@ -145,7 +145,7 @@ def test_a_tensor_that_the_layer_does_not_have_is_logged(copy_of, caplog):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_neox", "opt", "bloom"])
-def test_nothing_is_logged_when_the_layer_has_every_tensor(tiny_model, family, caplog):
+def test_complete_layer_logs_nothing(tiny_model, family, caplog):
     Checkpoint(tiny_model(family)).layer_state_dict(0)
     assert not caplog.records
 
@@ -181,7 +181,7 @@ def test_missing_or_misshaped_expert_is_named(copy_of, family, part):
         Checkpoint(model_dir).layer_state_dict(0)
 
 
-def test_weights_of_another_model_are_refused(copy_of):
+def test_weights_of_another_model_raise_an_error(copy_of):
     model_dir = copy_of()
     _rewrite(model_dir, lambda ts: {"vision." + n: t for n, t in ts.items()})
     with pytest.raises(SpecError, match=r"no tensors of 'model\.layers'"):
@@ -204,7 +204,7 @@ def test_tensor_that_is_not_where_the_index_says_is_named(copy_of):
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "..", ".", "", "a\\b", 7])
-def test_index_that_leaves_the_directory_is_refused(copy_of, file):
+def test_index_that_leaves_the_directory_raises_an_error(copy_of, file):
     model_dir = copy_of("llama", max_shard_size="20KB")
     _edit_index(model_dir, lambda m: m.update({"model.norm.weight": file}))
     with pytest.raises(SpecError, match="weight_map"):
@@ -212,14 +212,14 @@ def test_index_that_leaves_the_directory_is_refused(copy_of, file):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_an_invalid_index_is_refused(copy_of, text):
+def test_invalid_index_raises_an_error(copy_of, text):
     model_dir = copy_of("llama", max_shard_size="20KB")
     (model_dir / INDEX).write_text(text)
     with pytest.raises(SpecError, match=INDEX):
         TensorFiles(model_dir)
 
 
-def test_link_out_of_the_directory_is_refused(copy_of, tmp_path):
+def test_link_out_of_the_directory_raises_an_error(copy_of, tmp_path):
     model_dir = copy_of()
     weights = model_dir / "model.safetensors"
     weights.rename(tmp_path / "elsewhere")
@@ -246,11 +246,11 @@ def test_pickled_weights_are_never_read(copy_of):
         TensorFiles(model_dir)
 
 
-def test_directory_without_weights_is_refused(tmp_path):
+def test_directory_without_weights_raises_an_error(tmp_path):
     with pytest.raises(SpecError, match="found no weights"):
         TensorFiles(tmp_path)
 
 
-def test_tensor_that_does_not_exist_is_refused(tiny_model):
+def test_tensor_that_does_not_exist_raises_an_error(tiny_model):
     with pytest.raises(SpecError, match="no tensor 'ghost'"):
         list(TensorFiles(tiny_model("llama")).read(["ghost"]))

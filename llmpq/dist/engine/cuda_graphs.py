@@ -24,7 +24,7 @@ from torch import Tensor
 from llmpq.dist.kv.cache import KVCache
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, MicroBatch
-from llmpq.models.host_waits import waits_of
+from llmpq.models.host_sync import host_syncs
 from llmpq.models.stage import LayerArguments
 
 logger = get_logger(__name__)
@@ -237,14 +237,14 @@ class _Graph:
 
     def find_waits(self) -> list[bool]:
         """Run the step once; return for each layer whether it synchronizes with the host."""
-        found = waits_of(self._make_arguments)
+        found = host_syncs(self._make_arguments)
         if found:
             raise RuntimeError(f"the step's masks and positions need {found[0]}")
         hidden, waits = self.hidden, []
         for index in range(len(self._layers.layers)):
             start = hidden
             outputs: list[Tensor] = []
-            ops = waits_of(lambda: outputs.append(self.run_layer(index, start)))  # noqa: B023
+            ops = host_syncs(lambda: outputs.append(self.run_layer(index, start)))  # noqa: B023
             waits.append(bool(ops))
             hidden = outputs[0]
         return waits
@@ -292,8 +292,8 @@ def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGra
     That is on a CPU, and where positions depend on the length of a row, which the host reads in
     every step.
     """
-    follows_length = layers.rotary is not None and layers.rotary.follows_length
-    if cache.device.type != "cuda" or follows_length:
+    depends_on_length = layers.rotary is not None and layers.rotary.depends_on_length
+    if cache.device.type != "cuda" or depends_on_length:
         return None
     capture = CudaCapture(cache.device)
     return DecodeGraphs(layers, cache, full_rows=full_rows, capture=capture)

@@ -118,7 +118,7 @@ class KVCache:
         """
         return KVCacheView(self, SlotMapping.of_tensors(slots, positions, longest, block))
 
-    def attending_view(self, batch: MicroBatch) -> DecodeAttentionView | None:
+    def attention_view(self, batch: MicroBatch) -> DecodeAttentionView | None:
         """Open the slots of a decode micro-batch for attention without a copy.
 
         ``None`` if there is no kernel: not a CPU, no compiler, an unsupported head size.

@@ -21,7 +21,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import SlotMapping
 from llmpq.errors import CapacityError, StageError
 from llmpq.models import MicroBatch, kv_shapes
-from llmpq.models.host_waits import waits_of
+from llmpq.models.host_sync import host_syncs
 
 torch.set_num_threads(1)
 
@@ -278,16 +278,16 @@ def test_waits_are_found_on_any_device(mode):
 
 
 def _check_waits(x):
-    assert waits_of(lambda: x + 1) == []
-    assert waits_of(lambda: x.sum().item()) == ["aten::_local_scalar_dense"]
-    assert waits_of(lambda: x[x > 2]) == ["aten::index"]
-    assert waits_of(lambda: x[torch.tensor([1])]) == []
-    assert waits_of(lambda: x.repeat_interleave(x)) == ["aten::repeat_interleave"]
-    assert waits_of(lambda: x.repeat_interleave(x, output_size=15)) == []
-    assert waits_of(lambda: x.to("meta")) == ["aten::_to_copy"]
-    assert waits_of(x.nonzero) == ["aten::nonzero"]
-    assert waits_of(lambda: torch.where(x > 2)) == ["aten::nonzero"]
-    assert waits_of(lambda: bool((x > 2).any())) == ["aten::_local_scalar_dense"]
+    assert host_syncs(lambda: x + 1) == []
+    assert host_syncs(lambda: x.sum().item()) == ["aten::_local_scalar_dense"]
+    assert host_syncs(lambda: x[x > 2]) == ["aten::index"]
+    assert host_syncs(lambda: x[torch.tensor([1])]) == []
+    assert host_syncs(lambda: x.repeat_interleave(x)) == ["aten::repeat_interleave"]
+    assert host_syncs(lambda: x.repeat_interleave(x, output_size=15)) == []
+    assert host_syncs(lambda: x.to("meta")) == ["aten::_to_copy"]
+    assert host_syncs(x.nonzero) == ["aten::nonzero"]
+    assert host_syncs(lambda: torch.where(x > 2)) == ["aten::nonzero"]
+    assert host_syncs(lambda: bool((x > 2).any())) == ["aten::_local_scalar_dense"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -320,4 +320,4 @@ def test_nothing_a_graph_refuses_is_in_a_step(tiny_model, family, kv_bits):
                 assert current.shape == hidden.shape
 
             step()  # constants are brought over once
-            assert waits_of(step) == []
+            assert host_syncs(step) == []

@@ -48,7 +48,7 @@ def test_attends_to_what_the_cache_would_give(kv_bits):
         attn_mask=visible,
         scale=0.5,
     )
-    view = attending.attending_view(step)
+    view = attending.attention_view(step)
     view.update(new_key, new_value, 4)
     made = view.attend(query, 0.5, None)
 

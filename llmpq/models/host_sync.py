@@ -1,8 +1,7 @@
-"""HostWaits: which operators make the host wait for a device, or bring it something from memory.
+"""HostSyncDetector: find operators that synchronise host and device or copy between them.
 
-Neither may stand in a CUDA graph, which replays kernels without asking the host again. A run under
-this mode tells before anything is captured, for a capture that fails leaves a stream in doubt; and
-it tells on any device, so that a machine without a GPU can test for it.
+A CUDA graph cannot contain them. The detector runs before the capture, because a failed capture can
+leave its stream unusable, and works on any device.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_WAITS = frozenset(
+_SYNCS = frozenset(
     (
         "_local_scalar_dense",
         "_unique",
@@ -28,17 +27,17 @@ _WAITS = frozenset(
         "unique_dim",
     )
 )
-"""Their result, or its size, is read by the host."""
+"""Operators whose result, or its size, is read by the host."""
 _COPIES = frozenset(("_to_copy", "copy_", "_copy_from"))
 _INDEXES = frozenset(("index", "index_put", "index_put_", "_unsafe_index"))
 
 
-class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Run operators as ever, and keep the names of those no graph can hold.
+class HostSyncDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Run operators and record those that a CUDA graph cannot contain.
 
     Attributes:
-        found: names, in order; an operator of another library than torch is one of them, since
-            its effect is unknown. Triton's kernels are no operators, and fit a graph.
+        found: names of the operators, in order; includes all operators of other libraries, whose
+            effect is unknown. Triton kernels are not operators.
     """
 
     def __init__(self) -> None:
@@ -53,30 +52,30 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operator."""
-        if func._can_decompose():  # in inference mode operators made of others come whole
+        if func._can_decompose():  # inference mode does not decompose composite operators
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         namespace, _, name = func._schema.name.partition("::")
-        if namespace not in ("aten", "prim", "prims") or _waits(name, args, kwargs or {}, result):
+        if namespace not in ("aten", "prim", "prims") or _syncs(name, args, kwargs or {}, result):
             self.found.append(func._schema.name)
         return result
 
 
-def waits_of(work: Callable[[], object]) -> list[str]:
-    """Run ``work`` once and return the operators in it that no graph can hold."""
-    mode = HostWaits()
+def host_syncs(work: Callable[[], object]) -> list[str]:
+    """Run ``work`` once and return the operators that a CUDA graph cannot contain."""
+    mode = HostSyncDetector()
     with mode:
         work()
     return mode.found
 
 
-def _waits(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> bool:
-    if name in _WAITS:
+def _syncs(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> bool:
+    if name in _SYNCS:
         return True
-    if name == "repeat_interleave":  # of a tensor of counts, unless told how many come out
+    if name == "repeat_interleave":  # of a tensor of counts without the output size
         return kwargs.get("output_size") is None and isinstance(args[-1], Tensor)
-    if name in _INDEXES:  # a mask becomes as many indices as it has ones
+    if name in _INDEXES:  # the number of indices of a mask is read by the host
         return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
     if name in _COPIES:
         tensors = [one for one in (*args, result) if isinstance(one, Tensor)]
