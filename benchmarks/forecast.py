@@ -154,7 +154,7 @@ def costs_of(folder: Path) -> ClusterCosts:
 
 
 def random_plan(number: int, base: Plan, costs: ClusterCosts) -> Plan:
-    """Return the plan of a seed: 1 to 3 stages in turn, mixed bits, unlike micro-batches."""
+    """Return the plan of a seed: 1 to 3 stages in turn, mixed bits, different micro-batches."""
     chance = random.Random(1000 + number)
     stages = 1 + number % STAGES
     layers = base.model.num_layers

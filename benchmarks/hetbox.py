@@ -1,4 +1,4 @@
-"""Unlike clusters in one box: every planner's plan, predicted and measured; and the edge of memory.
+"""Heterogeneous clusters in one box: every planner's plan, predicted and measured; and the edge of memory.
 
     sudo .venv/bin/python benchmarks/hetbox.py FOLDER model tables plans run
     sudo .venv/bin/python benchmarks/hetbox_report.py FOLDER --picture FILE
@@ -237,7 +237,7 @@ def run_plans(options: argparse.Namespace) -> None:
         for name, (_, wire) in CLUSTERS.items():
             folder = options.folder / slug(name)
             methods = list(distinct(folder) if turn == 0 else close_ones(folder))
-            # Back and forth, so that a machine that slows down favours nobody.
+            # Back and forth, so that a machine that slows down favours no plan.
             for method in methods if turn % 2 == 0 else methods[::-1]:
                 done = folder / f"run__{method}__{turn}.json"
                 if done.exists():

@@ -285,7 +285,7 @@ def _type_of(device: torch.device) -> str:
 
 
 def _plan(cuts: Sequence[int], types: Sequence[str]) -> Plan:
-    """Return a plan of 16-bit stages ``[cuts[i], cuts[i + 1])``; nobody reads its estimates."""
+    """Return a plan of 16-bit stages ``[cuts[i], cuts[i + 1])``; its estimates are not used."""
     groups = tuple(
         DeviceGroup(type=kind, count=1, threads=1 if kind == "cpu" else None) for kind in types
     )

@@ -150,8 +150,8 @@ def _overhead_rows() -> list[Record]:
         case = Case(cluster=cluster)
         say(f"table 10: cluster {cluster}")
         outcomes = {}
-        unlike = _unlike(case.request().model)
-        for label, sensitivity in (("layers alike", None), ("layers unlike", unlike)):
+        uneven = _uneven(case.request().model)
+        for label, sensitivity in (("equal layers", None), ("uneven layers", uneven)):
             for solver, method in _planners():
                 request = case.request(
                     sensitivity=sensitivity, solver=solver, time_limit_s=TIME_LIMIT_S
@@ -178,7 +178,7 @@ def _planners() -> list[tuple[str, str]]:
     return [*((name, "llmpq") for name in solvers), (PROGRAMS, "heuristic")]
 
 
-def _unlike(model: ModelSpec) -> SensitivityTable:
+def _uneven(model: ModelSpec) -> SensitivityTable:
     """Return a made-up table in which later layers weigh up to five times the first.
 
     With the default one all layers are alike, which makes the program far smaller than the
@@ -188,7 +188,7 @@ def _unlike(model: ModelSpec) -> SensitivityTable:
     weights = [0.4 + 1.6 * layer / model.num_layers for layer in layers]
     return SensitivityTable(
         model=model.name,
-        method="made up: layers of unlike weight",
+        method="made up: uneven layers",
         omega=tuple(
             (bits, tuple((15 / (2**bits - 1)) ** 2 * weight for weight in weights))
             for bits in (8, 4, 3)

@@ -73,5 +73,5 @@ def test_import_writes_a_table_with_its_provenance(tmp_path, capsys):
 
 def test_import_of_an_unknown_model_is_bad_input(tmp_path, capsys):
     words = ["import", "--from", "helix", "--device", "x", "--output", str(tmp_path / "o.csv")]
-    assert main([*words, "--model", "nobody/nothing"]) == 2
-    assert "nobody/nothing" in capsys.readouterr().err
+    assert main([*words, "--model", "no-one/nothing"]) == 2
+    assert "no-one/nothing" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_devices_of_one_node_use_the_senders_own_link():
     assert COMM.send_s(FIRST, SECOND, 10**6) == pytest.approx(expected)
 
 
-def test_a_pair_nobody_listed_uses_the_default_network():
+def test_an_unlisted_pair_uses_the_default_network():
     expected = DEFAULT_NETWORK.latency_s + 10**6 / DEFAULT_NETWORK.bytes_per_s
     assert COMM.send_s(FIRST, FAR, 10**6) == pytest.approx(expected)
 

@@ -121,7 +121,7 @@ def test_a_named_table_of_something_else_is_refused(tmp_path, key, value):
 def test_a_folder_is_searched_by_provenance_not_by_name(tmp_path):
     write(tmp_path / "T4-16G.csv", 0.9, model=OPT.name, device="V100-32G")
     write(tmp_path / "b.csv", 0.7, model="facebook/opt-30b", device="T4-16G")
-    write(tmp_path / "c.csv", 0.3)  # of no stated device: nobody's
+    write(tmp_path / "c.csv", 0.3)  # without a device
     (tmp_path / "notes.csv").write_text("phase,bits,batch,tokens,seconds is a header\nx,y\n")
     costs = costs_of(PAPER, tmp_path)
     t4, v100 = PAPER.devices[0], PAPER.devices[3]

@@ -74,7 +74,7 @@ def test_neither_threads_nor_other_rows_change_an_answer(out_features, in_featur
 
 
 @needs_kernel
-def test_one_row_and_many_are_the_same_layer_whoever_multiplies():
+def test_one_row_and_many_rows_give_the_same_layer_with_either_kernel():
     plain, bias = _drawn(3, 256, 512, scale=0.05), _drawn(4, 256)
     weight = prepack(plain)
     for shape in ((1, 512), (1, 1, 512), (2, 3, 512), (300, 512), (0, 512)):

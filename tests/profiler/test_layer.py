@@ -53,7 +53,7 @@ def test_profile_layer_times_every_point_at_every_bitwidth_and_the_master(job):
     measured = {(s.phase, s.bits, s.batch, s.tokens) for s in table.samples}
     layers = {(s.phase, bits, s.batch, s.tokens) for s in SHAPES for bits in (16, 4)}
     prompts = {(s.phase, 0, s.batch, s.tokens) for s in SHAPES if s.phase is Phase.PREFILL}
-    # A decode step of the master depends on its rows only: its context is told as 1.
+    # A decode step of the master depends on its rows only: its context is given as 1.
     decode = {(Phase.DECODE, MASTER_BITS, batch, 1) for batch in (1, 3)}
     assert measured == layers | prompts | decode
     assert all(sample.seconds > 0 for sample in table.samples)

@@ -77,7 +77,7 @@ def test_only_workers_have_ranks():
 
 
 @pytest.mark.parametrize("look", [children_of, _children_among_all])
-def test_children_are_found_and_nobody_else(look):
+def test_children_are_found_and_no_other_process(look):
     words = [sys.executable, "-c", "import sys; sys.stdin.readline()"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
         assert process.pid in look({os.getpid()})

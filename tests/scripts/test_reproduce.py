@@ -139,9 +139,9 @@ def test_the_published_formula_counts_less_than_the_steady_one():
     assert row["objective_lost"] >= -1e-3
 
 
-def test_unlike_layers_are_a_sensitivity_table_of_all_layers():
+def test_uneven_layers_are_a_sensitivity_table_of_all_layers():
     model = catalog.model("facebook/opt-13b")
-    rows = solving._unlike(model).normalised((16, 8, 4, 3))
+    rows = solving._uneven(model).normalised((16, 8, 4, 3))
     assert len(rows) == model.num_layers
     assert sum(row[2] for row in rows) == pytest.approx(1)
     assert rows[-1][2] > 4 * rows[0][2]

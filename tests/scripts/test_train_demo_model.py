@@ -257,7 +257,7 @@ def test_shipped_perplexity_is_the_recorded_one_and_far_below_unigram(shipped):
     assert perplexity < recorded["unigram_perplexity_first_2048_tokens"] / 8
 
 
-def test_shipped_prompts_are_whole_and_of_unlike_lengths(shipped):
+def test_shipped_prompts_are_whole_and_of_different_lengths(shipped):
     lines = (SHIPPED / "prompts.jsonl").read_text("utf-8").splitlines()
     prompts = [json.loads(line) for line in lines]
     assert len({p["id"] for p in prompts}) == len(prompts) >= 20

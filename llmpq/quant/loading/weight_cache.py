@@ -5,7 +5,7 @@ kernel reads: tiles, which are multiplied where the file is mapped, or packed ro
 key, covers the source of the weights (``TensorFiles.fingerprint``), how they were quantized, the
 dtype and the form, so plans share entries. Files are written under a temporary name and renamed,
 so ranks of one host need no locks. CRC-32 checksums detect damage; a damaged file is deleted and
-the layer is quantized again. The folder belongs to one user (mode 0700, files 0600): nobody else
+the layer is quantized again. The folder belongs to one user (mode 0700, files 0600): no other user
 can change a mapped file. No failure of the cache ends a run.
 """
 

@@ -193,11 +193,11 @@ def test_help_offers_the_solvers_there_are(capsys) -> None:
     assert "--solver {" in capsys.readouterr().out
 
 
-UNLIKE = [*SMALL, "--device_names", "A100-40G", "P100-12G", "--device_numbers", "1", "2"]
+MIXED = [*SMALL, "--device_names", "A100-40G", "P100-12G", "--device_numbers", "1", "2"]
 
 
 def test_every_device_says_what_binds_and_every_dropped_one_what_it_costs(capsys) -> None:
-    assert main([*UNLIKE, "--json"]) == 0
+    assert main([*MIXED, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     told = found["explanation"]
     assert len(told["stages"]) == len(found["stages"])
@@ -207,7 +207,7 @@ def test_every_device_says_what_binds_and_every_dropped_one_what_it_costs(capsys
         assert used["costs_s"] == pytest.approx(used["objective_s"] - found["objective_s"])
         assert used["costs_s"] > 0
         # The claim is a plan that can be had.
-        argv = [*UNLIKE, "--use", item["device"], "--theta", str(found["theta_s"]), "--json"]
+        argv = [*MIXED, "--use", item["device"], "--theta", str(found["theta_s"]), "--json"]
         assert main([*argv, "--no_explain"]) == 0
         again = json.loads(capsys.readouterr().out)
         assert again["objective_s"] == pytest.approx(used["objective_s"], rel=1e-3)
@@ -215,16 +215,16 @@ def test_every_device_says_what_binds_and_every_dropped_one_what_it_costs(capsys
 
 
 def test_what_if_tells_what_one_more_device_brings(capsys) -> None:
-    assert main([*UNLIKE, "--what_if", "--no_explain", "--json"]) == 0
+    assert main([*MIXED, "--what_if", "--no_explain", "--json"]) == 0
     more = json.loads(capsys.readouterr().out)["explanation"]["one_more"]
     assert [item["device"] for item in more] == ["node0/A100-40G", "node1/P100-12G"]
     assert all(item["throughput_gain"] >= -1e-3 for item in more)
-    assert main([*UNLIKE, "--what_if", "--no_explain"]) == 0
+    assert main([*MIXED, "--what_if", "--no_explain"]) == 0
     assert "one more       node1/P100-12G: " in capsys.readouterr().out
 
 
 def test_manual_decisions_reach_the_plan(capsys) -> None:
-    argv = [*UNLIKE, "--fix_layers", "node1/P100-12G#1=0:3", "--fix_bits", "0:2=8", "node0=16"]
+    argv = [*MIXED, "--fix_layers", "node1/P100-12G#1=0:3", "--fix_bits", "0:2=8", "node0=16"]
     argv += ["--micro_batch", "2", "4", "--exclude", "node1/P100-12G#0", "--memory_gib"]
     assert main([*argv, "node0=4", "--json", "--no_explain"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -262,12 +262,12 @@ def test_manual_decisions_reach_the_plan(capsys) -> None:
     ],
 )  # fmt: skip
 def test_bad_decisions_are_named(argv, status, message, capsys) -> None:
-    assert main([*UNLIKE, *argv]) == status
+    assert main([*MIXED, *argv]) == status
     assert message in capsys.readouterr().err
 
 
 def test_pareto_writes_plans_json_and_picture(capsys) -> None:
-    assert main([*UNLIKE, "--pareto", "4", "--json", "--output", "front/plan.json"]) == 0
+    assert main([*MIXED, "--pareto", "4", "--json", "--output", "front/plan.json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["picture"] == "front/plan__pareto.png"
     assert read_bytes("front/plan__pareto.png").startswith(b"\x89PNG")
@@ -280,7 +280,7 @@ def test_pareto_writes_plans_json_and_picture(capsys) -> None:
     assert speed == sorted(speed)
     assert len(set(lost)) == len(set(speed)) == len(plans)
     assert found["plans"][0]["strategy"] == "front/plan__p1.json"
-    assert main([*UNLIKE, "--pareto", "4", "--output", "front/plan.json"]) == 0
+    assert main([*MIXED, "--pareto", "4", "--output", "front/plan.json"]) == 0
     text = capsys.readouterr().out
     assert "front/plan__p1.json" in text
     assert "quality lost" in text
