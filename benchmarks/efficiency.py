@@ -6,7 +6,8 @@ A stage cannot do more steps a second than one over the time of its own step: la
 master's rank embedding, head and sampling too. The slowest stage bounds the pipeline, so what is
 kept of the bound is the share of time in which that stage computes. Every run is traced; of each
 phase only the steady part counts, from when the first micro-batch has left the last stage to when
-the master begins its last one. The rest is reported as time for each step next to the busiest stage's own.
+the master begins its last one. The rest is reported as time for each step next to the busiest
+stage's own.
 
 Stages have one thread each. Two are even, or as the planner cuts them, which knows of the master's
 head. Three share two cores here: three even ones wait for a core as well as for each other, which

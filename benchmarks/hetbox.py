@@ -1,4 +1,4 @@
-"""Heterogeneous clusters in one box: every planner's plan, predicted and measured; and the edge of memory.
+"""Mixed clusters in one box: every planner's plan, predicted and measured; and the edge of memory.
 
     sudo .venv/bin/python benchmarks/hetbox.py FOLDER model tables plans run
     sudo .venv/bin/python benchmarks/hetbox_report.py FOLDER --picture FILE
