@@ -42,7 +42,7 @@ from llmpq.spec.plan import Plan
 
 POLL_S = 0.05
 GRACE_S = 1.0
-"""How long the other ranks may take to write their errors, once one has failed."""
+"""How long the other ranks may take to write their errors, after one failed."""
 
 
 class RunMonitor(Protocol):

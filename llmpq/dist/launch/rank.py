@@ -82,7 +82,7 @@ class RankContext:
         captures: whether decode steps may become CUDA graphs.
         recorder: keeps what this rank did when.
         schedule: the batching policy to obey; ``None`` is the plan's own.
-        prediction: what policies are told of answer lengths.
+        prediction: answer lengths as policies see them.
         drift: what is done when answers are not those that the schedule was made for.
         should_drain: returns True once the master should admit no new requests.
     """

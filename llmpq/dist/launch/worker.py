@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one rank to its end and return its exit status."""
     job_file, rank, descriptor = Path(argv[0]), int(argv[1]), int(argv[2])
     job = read_job(job_file)
-    os.umask(0o077)  # what a run writes is for whoever asked for it alone
+    os.umask(0o077)  # only this user can read what a run writes
     die_with(job.launcher_pid)
     name_process(f"{NAME}{rank}")
     configure_logging(rank=rank)

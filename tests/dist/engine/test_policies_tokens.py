@@ -1,4 +1,4 @@
-"""Whatever the policy, the tokens are those of transformers, and nobody is lost or served twice."""
+"""With every policy the tokens equal those of transformers; no request is lost or served twice."""
 
 from __future__ import annotations
 

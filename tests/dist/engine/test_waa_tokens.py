@@ -26,7 +26,7 @@ CUTS = {
     "1+2": ((0, 3), (0, 1, 3)),
     "2+1": ((0, 2, 3), (0, 3)),
     "2+2, cut alike": ((0, 1, 3), (0, 1, 3)),
-    "2+2, cut unlike": ((0, 2, 3), (0, 1, 3)),
+    "2+2, different cuts": ((0, 2, 3), (0, 1, 3)),
     "a master without layers": ((0, 0, 3), (0, 2, 3)),
 }
 """Decode and prefill stages, by their cuts of three layers."""
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_transformers(cuts, decode, model_dir, expected):
     assert [stage.rank for stage in measurement.stages] == list(range(len(plan.stages)))
 
 
-@pytest.mark.parametrize("cuts", ["1+1", "2+2, cut unlike"])
+@pytest.mark.parametrize("cuts", ["1+1", "2+2, different cuts"])
 def test_requests_that_come_one_by_one_get_the_same_tokens(cuts, model_dir, expected):
     plan = make_split_plan(*CUTS[cuts], encode_batch=1, prefill=1, decode=2, batch=2)
     answers, _ = run_threads(plan, model_dir, _requests(gap_s=0.01))
@@ -93,14 +93,16 @@ def test_an_answer_may_end_early_and_its_slot_goes_to_the_next(model_dir, expect
         for number, tokens in expected.items()
     }
     assert cut != expected
-    plan = make_split_plan(*CUTS["2+2, cut unlike"], prefill=2, decode=2, batch=2)
+    plan = make_split_plan(*CUTS["2+2, different cuts"], prefill=2, decode=2, batch=2)
     answers, _ = run_threads(plan, model_dir, _requests(stops=(stop,)))
     assert _tokens(answers) == cut
 
 
 def test_8_bit_keys_and_values_travel_as_they_are_stored(model_dir):
     alone = replace(make_plan((0, 3), prefill=2, decode=2, batch=SLOTS), kv_bits=8)
-    plan = make_split_plan(*CUTS["2+2, cut unlike"], kv_bits=8, prefill=2, decode=2, batch=SLOTS)
+    plan = make_split_plan(
+        *CUTS["2+2, different cuts"], kv_bits=8, prefill=2, decode=2, batch=SLOTS
+    )
     assert _tokens(run_threads(plan, model_dir, _requests())[0]) == _tokens(
         run_threads(alone, model_dir, _requests())[0]
     )

@@ -1,4 +1,4 @@
-"""What the ranks are told survives the file, and senseless values are refused."""
+"""A job file keeps every field, and invalid values are rejected."""
 
 from __future__ import annotations
 

@@ -117,5 +117,5 @@ def test_a_process_is_called_what_it_says():
         name_process(before)
 
 
-def test_a_process_nobody_launched_dies_with_nobody():
+def test_a_process_without_a_launcher_keeps_running():
     die_with(0)

@@ -1,4 +1,4 @@
-"""What a run tells of itself: waits of every stage, spans of every rank in one clock."""
+"""Traces of a run: waits of every stage, spans of every rank on one clock."""
 
 from __future__ import annotations
 
