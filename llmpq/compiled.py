@@ -24,7 +24,7 @@ from pathlib import Path
 from llmpq.errors import LlmpqError
 
 COMPILERS = ("cc", "gcc", "clang")
-COMPILE_LIMIT_S = 60.0
+COMPILE_LIMIT_S = 300.0
 _NAP_S = 0.05
 
 
