@@ -13,7 +13,7 @@
 
 from importlib import import_module as _import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Output", "OutputChunk", "Pipeline", "SamplingParams", "load_plan", "plan"]
 
 
