@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
 from llmpq.costmodel import ClusterCosts
-from llmpq.sim import Shape, simulate
+from llmpq.sim import BatchShape, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, PlanForecast, StageForecast
@@ -79,7 +79,9 @@ def _stage(
         (Phase.PREFILL, plan.micro_batching.prefill, float(plan.workload.prompt_tokens)),
         (Phase.DECODE, plan.micro_batching.decode, plan.workload.mean_context_tokens),
     ):
-        shape = Shape(phase=phase, rows=rows, longest=round(tokens), total=round(rows * tokens))
+        shape = BatchShape(
+            phase=phase, rows=rows, longest=round(tokens), total=round(rows * tokens)
+        )
         has_layers = costs.has_layers(rank, phase)
         seconds[phase] = costs.layers_s(rank, phase, rows, tokens) if has_layers else 0.0
         seconds[phase] += costs.project_s(shape) if rank == 0 else 0.0
@@ -108,7 +110,7 @@ class _ThinnedCosts(PlanCosts):
         self.stretch = stretch
         self._prompt_tokens = plan.workload.prompt_tokens
 
-    def stage_s(self, rank: int, shape: Shape) -> float:
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
         """Return the seconds of a stage's layers at the context that the round stands for."""
         if shape.phase is Phase.PREFILL or not self.has_layers(rank, shape.phase):
             return super().stage_s(rank, shape)

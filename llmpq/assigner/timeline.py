@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.sim import Hop, Layout, Shape, StepCosts, straight
+from llmpq.sim import BatchShape, Hop, PipelineLayout, StepCosts, linear_layout
 from llmpq.spec.plan import Plan, StageEstimate
 from llmpq.spec.precision import Phase
 
@@ -26,7 +26,7 @@ class FlowShop:
         self._free_s = [0.0] * costs.layout.num_ranks
         self.spans: list[tuple[float, float]] = []
 
-    def run(self, shape: Shape, ready_s: float) -> float:
+    def run(self, shape: BatchShape, ready_s: float) -> float:
         """Process a micro-batch that is ready at ``ready_s``; return when its tokens are known."""
         costs, free_s = self._costs, self._free_s
         start_s = max(ready_s, free_s[0])
@@ -78,7 +78,7 @@ def timeline(plan: Plan, decode_rounds: int) -> tuple[Block, ...]:
     blocks: list[Block] = []
 
     def run(phase: Phase, micro_batch: int, step: int, ready_s: float) -> float:
-        done_s = pipeline.run(Shape(phase=phase, rows=1, longest=1, total=1), ready_s)
+        done_s = pipeline.run(BatchShape(phase=phase, rows=1, longest=1, total=1), ready_s)
         blocks.extend(
             Block(
                 rank=rank,
@@ -106,18 +106,18 @@ class _EstimateCosts:
 
     def __init__(self, stages: tuple[StageEstimate, ...]) -> None:
         self._stages = stages
-        self.layout: Layout = straight(len(stages))
+        self.layout: PipelineLayout = linear_layout(len(stages))
 
-    def stage_s(self, rank: int, shape: Shape) -> float:
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
         stage = self._stages[rank]
         return stage.prefill_s if shape.phase is Phase.PREFILL else stage.decode_s
 
-    def hop(self, rank: int, shape: Shape) -> Hop:
+    def hop(self, rank: int, shape: BatchShape) -> Hop:
         stage = self._stages[rank]
         is_prefill = shape.phase is Phase.PREFILL
         return Hop(0.0, stage.send_prefill_s if is_prefill else stage.send_decode_s)
 
-    def embed_s(self, _: Shape) -> float:
+    def embed_s(self, _: BatchShape) -> float:
         return 0.0
 
     project_s = handover_s = embed_s

@@ -1,4 +1,4 @@
-"""Batching policies, shared by the runtime and the simulator."""
+"""Scheduler and batching policies, shared by the runtime and the simulator."""
 
 from llmpq.batching.admission import Admission
 from llmpq.batching.base import (
@@ -14,7 +14,6 @@ from llmpq.batching.base import (
     check_decision,
 )
 from llmpq.batching.factory import PipelineShape, make_policy
-from llmpq.batching.pipeline_depth import PipelineDepth, uniform_depth
 from llmpq.batching.policies.hybrid import HybridPolicy
 from llmpq.batching.policies.iteration import IterationPolicy
 from llmpq.batching.policies.multibin import MultiBinFormer
@@ -22,7 +21,7 @@ from llmpq.batching.policies.rra import RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.batching.record import RequestRecord, percentile, summarise
-from llmpq.batching.scheduler import Scheduler, SlotAllocator
+from llmpq.batching.scheduler import PipelineDepth, Scheduler, SlotAllocator, uniform_depth
 
 __all__ = [
     "Admission",

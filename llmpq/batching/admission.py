@@ -1,7 +1,7 @@
-"""Dynamic adjustment: how many requests to encode now, so that the workload stays even.
+"""Dynamic workload adjustment: how many requests to encode now (ExeGPT, Sec. 5.2).
 
-ExeGPT, Sec. 5.2: the encoder batch is adjusted so that the prompt tokens of a batch stay within a
-threshold of the mean, and grows or shrinks when the decoding batch is below or above its own.
+The encoding batch keeps the prompt tokens of a batch within a threshold of the mean, and grows or
+shrinks when the decoding batch is below or above its target.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from llmpq.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """The workload that RRA and WAA keep even.
+    """Batch sizes of RRA and WAA, and their tolerance.
 
     Attributes:
-        encode_batch: requests encoded at a time on average ``B_E``.
-        decode_batch: sequences decoded together on average ``B_D``; more never hold a slot than
-            this and the threshold allow.
-        mean_prompt_tokens: mean length of a prompt; 0 leaves prompt lengths out of account.
-        threshold: how far a batch may be from its mean, as a share of it.
+        encode_batch: mean requests of an encoding batch ``B_E``.
+        decode_batch: sequences decoded together ``B_D``, also the maximum that hold a slot.
+        mean_prompt_tokens: mean length of a prompt; 0 ignores prompt lengths.
+        threshold: allowed relative deviation of a batch from its mean.
     """
 
     encode_batch: int
@@ -41,26 +40,25 @@ class Admission:
             raise SpecError(f"admission: found threshold {self.threshold}, expected at least 0")
 
     def choose(self, view: SchedulerView) -> tuple[int, ...]:
-        """Return the requests to encode now, in order of arrival; none when there is no room."""
+        """Return the requests to encode now, in order of arrival; may be empty."""
         most = self.encode_batch
         if self._is_small(view.alive + most):
             most += max(1, round(self.encode_batch * self.threshold))
         return self.take(view, most)
 
     def wanted(self, alive: int) -> int:
-        """Return how many requests to encode until the next encoding, in one step or in several.
+        """Return how many requests to encode until the next encoding.
 
-        As many as usual; more only make up for a decoding batch that has become too small, as it
-        is when a run begins: every iteration of a small batch costs nearly as much as a full one.
+        ``encode_batch``, or more when the decoding batch is too small, as at the start of a run.
         """
         if not self._is_small(alive + self.encode_batch):
             return self.encode_batch
         return max(self.encode_batch, math.ceil(self._smallest) - alive)
 
     def take(self, view: SchedulerView, most: int) -> tuple[int, ...]:
-        """Return at most so many requests to encode, in order of arrival, as far as there is room.
+        """Return at most ``most`` requests to encode, in order of arrival.
 
-        Fewer when the decoding batch would become too large, or their prompts too long.
+        Fewer when slots are short, or the decoding batch or the prompts would become too large.
         """
         room = min(most, self.decode_batch - view.alive, view.free_slots)
         limit = self.encode_batch * self.mean_prompt_tokens * (1 + self.threshold)

@@ -1,9 +1,7 @@
-"""What a batching policy sees and what it may answer.
+"""The interface of batching policies: their input, a ``SchedulerView``, and their ``Decision``.
 
-A policy is asked whenever the pipeline can take one more micro-batch, and answers with one
-``Decision``. The runtime and the simulator drive the same policies through the same book of
-requests (``llmpq.batching.scheduler``): equal views get equal answers. A policy sees no tensors and
-no results; the time is an argument.
+The scheduler (``llmpq.batching.scheduler``) calls the policy whenever the pipeline can take another
+micro-batch, in the runtime and in the simulator. Equal views give equal decisions.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ class WaitingRequest:
     """A request that holds no slot yet.
 
     Attributes:
-        request: its number, unique in the run.
-        prompt_tokens: length of its prompt.
-        arrival_s: when it came, on the run's clock.
+        request: number, unique in the run.
+        prompt_tokens: length of the prompt.
+        arrival_s: arrival time on the run's clock.
     """
 
     request: int
@@ -33,15 +31,15 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadySequence:
-    """A sequence that holds a slot and whose last token is known: it can be decoded.
+    """A sequence that holds a slot and can be decoded.
 
     Attributes:
-        request: the number of its request.
-        slot: the KV slot it owns.
+        request: number of its request.
+        slot: its KV slot.
         context_tokens: tokens of prompt and answer so far.
         new_tokens: tokens of the answer so far; 1 right after prefill.
-        is_finished: its answer is complete, yet it keeps its slot, and whatever is computed for it
-            is thrown away; only under a policy that ``holds_finished``.
+        is_finished: its answer is complete but it keeps its slot, and its new tokens are
+            discarded; only under a policy that ``holds_finished``.
     """
 
     request: int
@@ -78,17 +76,16 @@ class InFlightBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerView:
-    """The read-only state a decision rests on.
+    """The read-only state for a decision.
 
     Attributes:
         waiting: requests without a slot, in order of arrival.
         ready: sequences that can be decoded, the one ready longest first.
         free_slots: slots without an owner.
         in_flight: micro-batches in the pipeline, the oldest first.
-        open_phases: what the pipeline can take now. Both phases, unless prefill and decode have
-            stages of their own and one of them is full.
+        open_phases: phases of which the pipeline can take a micro-batch now.
         is_closed: whether no further request will arrive.
-        now_s: the run's clock.
+        now_s: time on the run's clock.
     """
 
     waiting: Sequence[WaitingRequest]
@@ -120,14 +117,14 @@ class SchedulerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """Give each of these requests a slot and run their prompts as one micro-batch."""
+    """Assign slots to these requests and prefill them as one micro-batch."""
 
     requests: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode:
-    """Make the next token of the sequences in these slots, as one micro-batch."""
+    """Decode the sequences in these slots as one micro-batch."""
 
     slots: tuple[int, ...]
 
@@ -137,7 +134,7 @@ class Wait:
     """Do nothing until a micro-batch comes back or a request arrives.
 
     Attributes:
-        until_s: or until this time, when the policy would decide otherwise.
+        until_s: or until this time.
     """
 
     until_s: float | None = None
@@ -147,10 +144,9 @@ Decision = Prefill | Decode | Wait
 
 
 class BatchingPolicy(Protocol):
-    """Decides what enters the pipeline next.
+    """Decides which micro-batch to dispatch next.
 
-    A policy may remember what it decided; it depends on nothing but the views it was shown, so
-    that the same views in the same order get the same answers.
+    A policy may have state; its decisions depend on the sequence of views alone.
     """
 
     @property
@@ -159,17 +155,16 @@ class BatchingPolicy(Protocol):
         ...
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Return the next step; never ``Wait`` when nothing is in flight and nothing will come."""
+        """Return the next step; not ``Wait`` if nothing is in flight and no request will arrive."""
         ...
 
 
 def check_decision(view: SchedulerView, decision: Decision) -> None:
-    """Refuse a decision the view does not allow; a policy's bug must not corrupt a run.
+    """Check that the view allows a decision.
 
     Raises:
-        LlmpqError: it names a request that does not wait or a slot that is not ready, one of them
-            twice, none at all, more than there are slots, a phase that can take nothing, or waits
-            for nothing.
+        LlmpqError: the decision is empty or names a request that is not waiting, a slot that is not
+            ready, a member twice, too many requests or a full phase, or waits without a reason.
     """
     if isinstance(decision, Wait):
         is_for_nothing = not view.in_flight and view.is_closed and decision.until_s is None

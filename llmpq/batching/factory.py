@@ -1,4 +1,4 @@
-"""From a schedule to the policy that obeys it; the one place that knows all of them."""
+"""Create the policy of a schedule."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DEFAULT_THRESHOLD = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
-    """What a policy must know of the pipeline.
+    """Sizes of the pipeline that a policy uses.
 
     Attributes:
-        micro_batching: most sequences of a micro-batch in either phase.
-        num_slots: sequences that may hold a slot at once.
-        num_stages: stages in a row.
+        micro_batching: maximum sequences of a micro-batch in each phase.
+        num_slots: number of KV slots.
+        num_stages: number of stages.
     """
 
     micro_batching: MicroBatching
@@ -38,15 +38,15 @@ class PipelineShape:
 def make_policy(
     schedule: Schedule, pipeline: PipelineShape, predictor: LengthPredictor | None = None
 ) -> BatchingPolicy:
-    """Return a fresh policy.
+    """Return a new policy.
 
     Args:
-        schedule: its name and control variables.
-        pipeline: what it drives.
-        predictor: predicts answer lengths; multi-bin batching needs one.
+        schedule: name and parameters of the policy.
+        pipeline: sizes of the pipeline.
+        predictor: predicts answer lengths; required by multi-bin batching.
 
     Raises:
-        SpecError: a batch is larger than the slots there are, or a predictor is missing.
+        SpecError: a batch is larger than the number of slots, or a predictor is missing.
     """
     _check_slots(schedule, pipeline)
     sizes = pipeline.micro_batching

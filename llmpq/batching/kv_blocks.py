@@ -1,7 +1,7 @@
-"""KV memory in blocks, shared by all sequences, as vLLM keeps it (PagedAttention).
+"""KV memory in blocks shared by all sequences (PagedAttention, as in vLLM).
 
-A freed block keeps its content until it is given out again, so that a sequence which was preempted
-may find the beginning of its keys and values still there.
+A freed block keeps its content until it is allocated again, so that a preempted sequence can reuse
+the keys and values of its prefix.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Content = tuple[int, int]
 
 
 class BlockPool:
-    """Which blocks are free, and what they last held.
+    """Free blocks and the content they last held.
 
     Args:
-        num_blocks: all there are.
+        num_blocks: number of blocks.
 
     Raises:
-        CapacityError: there are none.
+        CapacityError: ``num_blocks`` is less than 1.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,8 +37,8 @@ class BlockPool:
         """Blocks without an owner."""
         return len(self._free)
 
-    def found(self, request: int, most: int) -> list[int]:
-        """Return the free blocks that still hold the beginning of a request, in order."""
+    def cached(self, request: int, most: int) -> list[int]:
+        """Return the free blocks that hold the first blocks of a request, at most ``most``."""
         blocks: list[int] = []
         while len(blocks) < most:
             block = self._block_of.get((request, len(blocks)))
@@ -47,11 +47,11 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def take(self, count: int, kept: Sequence[int] = ()) -> list[int]:
-        """Give out ``kept`` as they are, and ``count`` others, the longest free first.
+    def allocate(self, count: int, kept: Sequence[int] = ()) -> list[int]:
+        """Allocate the free blocks ``kept`` and ``count`` others, the least recently freed first.
 
         Raises:
-            LlmpqError: there are fewer.
+            LlmpqError: fewer than ``count`` blocks are free.
         """
         for block in kept:
             del self._free[block]
@@ -64,16 +64,16 @@ class BlockPool:
                 del self._block_of[content]
         return [*kept, *fresh]
 
-    def fill(self, block: int, content: Content) -> None:
-        """Note what a full block holds."""
+    def set_content(self, block: int, content: Content) -> None:
+        """Record the content of a full block."""
         if self._content.get(block) == content:
             return
         self._content[block] = content
         self._block_of[content] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Free a sequence's blocks; its last one is given out first."""
+        """Free the blocks of a sequence; its last block is allocated again first."""
         for block in reversed(blocks):
             if block in self._free:
-                raise LlmpqError(f"KV blocks: block {block} is released although nobody owns it")
+                raise LlmpqError(f"KV blocks: block {block} is released but not allocated")
             self._free[block] = None

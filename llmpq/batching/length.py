@@ -1,15 +1,13 @@
-"""Predictors of how long an answer will be, for policies that group requests by it.
+"""Predictors of answer lengths, for policies that group requests by length.
 
-A predictor is any callable from a waiting request to a number of tokens. It sees what is known on
-arrival: the request's number and the length of its prompt. Chance is seeded by the request's own
-number, so that a prediction does not depend on who asks, when, or how often.
+A predictor is a callable from a waiting request to a number of tokens. Random numbers are seeded by
+the number of the request, so that repeated predictions are equal.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -26,12 +24,12 @@ PREDICTOR_NAMES: tuple[str, ...] = get_args(PredictorName)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is known of answer lengths before they are made.
+    """Settings of a length predictor.
 
     Attributes:
-        predictor: the name of a predictor.
-        error: of ``noisy``: standard deviation of the logarithm.
-        seed: of its chance.
+        predictor: name of the predictor.
+        error: standard deviation of the logarithm for ``noisy``.
+        seed: random seed.
     """
 
     predictor: PredictorName = "oracle"
@@ -52,10 +50,10 @@ ORACLE = Prediction()
 
 
 class OraclePredictor:
-    """Knows every length: the best any predictor can be.
+    """Returns the true length.
 
     Args:
-        new_tokens: by request number.
+        new_tokens: true length by request number.
     """
 
     def __init__(self, new_tokens: Mapping[int, int] | Sequence[int]) -> None:
@@ -65,7 +63,7 @@ class OraclePredictor:
         """Return the true length.
 
         Raises:
-            LlmpqError: the request is not among those known.
+            LlmpqError: the length of the request is unknown.
         """
         try:
             return self._new_tokens[request.request]
@@ -74,13 +72,13 @@ class OraclePredictor:
 
 
 class EmpiricalPredictor:
-    """Knows only how long answers were before: predicts their mean, the same for everyone.
+    """Returns the mean of earlier answers for every request.
 
     Args:
         new_tokens: lengths of earlier answers.
 
     Raises:
-        SpecError: there are none.
+        SpecError: there are no lengths.
     """
 
     def __init__(self, new_tokens: Sequence[int]) -> None:
@@ -94,12 +92,12 @@ class EmpiricalPredictor:
 
 
 class NoisyPredictor:
-    """Another predictor with a stated error: off by a factor ``exp(sigma z)``, z standard normal.
+    """Multiplies another prediction by ``exp(sigma z)``, z standard normal.
 
     Args:
-        predictor: what is disturbed, mostly an oracle.
-        sigma: standard deviation of the logarithm; 0.3 is off by a third, one time in three.
-        seed: of the chance.
+        predictor: the predictor to disturb.
+        sigma: standard deviation of the logarithm.
+        seed: random seed.
     """
 
     def __init__(self, predictor: LengthPredictor, *, sigma: float, seed: int = 0) -> None:
@@ -110,91 +108,46 @@ class NoisyPredictor:
         self._seed = seed
 
     def __call__(self, request: WaitingRequest) -> float:
-        """Return the disturbed length, always the same for one request."""
-        chance = _chance(self._seed, request)
-        return self._predictor(request) * math.exp(self._sigma * chance.gauss(0.0, 1.0))
-
-
-class NeighbourNoise:
-    """Puts a share of the requests into a neighbouring bin (multi-bin batching, Sec. 6.3).
-
-    Args:
-        predictor: the truth.
-        boundaries: the k - 1 lengths between the k bins, rising.
-        error: probability ``p`` of the wrong bin; below and above are equally likely, and the
-            outermost bins have one neighbour only.
-        seed: of the chance.
-    """
-
-    def __init__(
-        self,
-        predictor: LengthPredictor,
-        *,
-        boundaries: Sequence[float],
-        error: float,
-        seed: int = 0,
-    ) -> None:
-        if not 0 <= error <= 1:
-            raise SpecError(f"neighbour noise: found an error of {error}, expected 0 to 1")
-        self._predictor = predictor
-        self._boundaries = tuple(boundaries)
-        self._error = error
-        self._seed = seed
-
-    def __call__(self, request: WaitingRequest) -> float:
-        """Return the true length, or one just inside the neighbouring bin."""
-        length = self._predictor(request)
-        chance = _chance(self._seed, request)
-        if not self._boundaries or chance.random() >= self._error:
-            return length
-        own = bisect_right(self._boundaries, length)
-        neighbours = [bin for bin in (own - 1, own + 1) if 0 <= bin <= len(self._boundaries)]
-        chosen = chance.choice(neighbours)
-        # A bin holds lengths from its lower boundary on, up to below its upper one.
-        if chosen > own:
-            return self._boundaries[chosen - 1]
-        return math.nextafter(self._boundaries[chosen], -math.inf)
+        """Return the disturbed length."""
+        generator = _random(self._seed, request)
+        return self._predictor(request) * math.exp(self._sigma * generator.gauss(0.0, 1.0))
 
 
 class RegressionPredictor:
-    """Predicts from the length of the prompt, by a least-squares line through earlier pairs.
+    """Predicts from the prompt length by linear least squares.
 
     Args:
-        prompt_tokens: of earlier requests.
-        new_tokens: of their answers.
+        prompt_tokens: prompt lengths of earlier requests.
+        new_tokens: lengths of their answers.
 
     Raises:
-        SpecError: no pairs, or as many of one as of the other are not given.
+        SpecError: there are no pairs, or the two have different lengths.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], new_tokens: Sequence[int]) -> None:
         if not prompt_tokens or len(prompt_tokens) != len(new_tokens):
             raise SpecError(
                 f"regression predictor: found {len(prompt_tokens)} prompts and {len(new_tokens)} "
-                f"answers, expected as many of either and at least one"
+                f"answers, expected equal numbers and at least one"
             )
         count = len(prompt_tokens)
         mean_x, mean_y = sum(prompt_tokens) / count, sum(new_tokens) / count
-        spread = sum((x - mean_x) ** 2 for x in prompt_tokens)
-        together = sum(
+        variance = sum((x - mean_x) ** 2 for x in prompt_tokens)
+        covariance = sum(
             (x - mean_x) * (y - mean_y) for x, y in zip(prompt_tokens, new_tokens, strict=True)
         )
-        self.slope = together / spread if spread else 0.0
+        self.slope = covariance / variance if variance else 0.0
         self.intercept = mean_y - self.slope * mean_x
 
     def __call__(self, request: WaitingRequest) -> float:
-        """Return the line's answer, at least one token."""
+        """Return the predicted length, at least 1."""
         return max(1.0, self.intercept + self.slope * request.prompt_tokens)
 
 
 def make_predictor(
     prediction: Prediction, prompt_tokens: Sequence[int], new_tokens: Sequence[int]
 ) -> LengthPredictor | None:
-    """Return a predictor for requests whose true lengths are given, by their numbers.
-
-    Returns:
-        ``None`` when there are no requests.
-    """
+    """Return a predictor for requests with given true lengths; ``None`` without requests."""
     if not new_tokens:
         return None
     if prediction.predictor == "empirical":
@@ -207,5 +160,5 @@ def make_predictor(
     return oracle
 
 
-def _chance(seed: int, request: WaitingRequest) -> random.Random:
+def _random(seed: int, request: WaitingRequest) -> random.Random:
     return random.Random(f"{seed}/{request.request}")

@@ -1,4 +1,4 @@
-"""RequestRecord: when a request came, began and ended. Runs and simulations report the same."""
+"""RequestRecord: arrival, start and end of a request, in runs and in simulations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Summary = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request's life, in seconds of the run's clock.
+    """Times of one request, in seconds of the run's clock.
 
     Attributes:
-        request: its number, in order of arrival.
-        prompt_tokens, new_tokens: its lengths.
-        arrival_s: when it came.
-        start_s: when its prompt was sent off.
-        first_token_s, end_s: when its first and its last token were known.
+        request: number, in order of arrival.
+        prompt_tokens, new_tokens: lengths of prompt and answer.
+        arrival_s: arrival.
+        start_s: dispatch of the prompt.
+        first_token_s, end_s: completion of the first and of the last token.
     """
 
     request: int
@@ -37,7 +37,7 @@ class RequestRecord:
 
     @property
     def service_s(self) -> float:
-        """From the start of its prefill to the last token: what ExeGPT's bounds are for."""
+        """From the start of the prefill to the last token, as bounded by ExeGPT."""
         return self.end_s - self.start_s
 
     @property
@@ -47,12 +47,12 @@ class RequestRecord:
 
     @property
     def time_per_token_s(self) -> float:
-        """Mean seconds between two tokens after the first; 0 for an answer of one."""
+        """Mean seconds between two tokens; 0 for an answer of one token."""
         return (self.end_s - self.first_token_s) / max(1, self.new_tokens - 1)
 
 
 def summarise(records: Sequence[RequestRecord]) -> Summary:
-    """Return mean and percentiles of what users feel, by name; nothing of no requests."""
+    """Return mean and percentiles of latencies by name; empty without records."""
     if not records:
         return {}
     return {
@@ -64,7 +64,7 @@ def summarise(records: Sequence[RequestRecord]) -> Summary:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` percent do not exceed."""
+    """Return the smallest value that at least ``percent`` percent of values do not exceed."""
     ordered = sorted(values)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(0, int(rank) - 1)]

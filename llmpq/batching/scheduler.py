@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llmpq.batching.base import (
     BatchingPolicy,
     Decision,
-    Decode,
     InFlightBatch,
     Prefill,
     ReadySequence,
@@ -23,7 +23,7 @@ from llmpq.batching.base import (
     WaitingRequest,
     check_decision,
 )
-from llmpq.batching.workload_shift import DriftWatch
+from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.errors import CapacityError, LlmpqError
 from llmpq.spec.precision import Phase
 
@@ -79,7 +79,7 @@ class Scheduler:
     Args:
         policy: decides what to dispatch next.
         num_slots: sequences that may hold a slot at once.
-        watch: records every answer that begins and ends; ``None`` for no record.
+        monitor: records every answer that begins and ends; ``None`` for no record.
         first_number: number of the first micro-batch.
 
     Attributes:
@@ -91,11 +91,11 @@ class Scheduler:
         *,
         policy: BatchingPolicy,
         num_slots: int,
-        watch: DriftWatch | None = None,
+        monitor: LengthMonitor | None = None,
         first_number: int = 0,
     ) -> None:
         self._policy = policy
-        self._watch = watch
+        self._monitor = monitor
         self._slots = SlotAllocator(num_slots)
         self._waiting: deque[WaitingRequest] = deque()
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
@@ -172,7 +172,7 @@ class Scheduler:
         if isinstance(decision, Prefill):
             sequences = self._admit(decision.requests)
         else:
-            sequences = self._take_ready(decision)
+            sequences = [self._ready.pop(slot) for slot in decision.slots]
         phase = Phase.PREFILL if isinstance(decision, Prefill) else Phase.DECODE
         batch = InFlightBatch(number=self.next_number, phase=phase, sequences=tuple(sequences))
         self.next_number += 1
@@ -183,7 +183,7 @@ class Scheduler:
         """Take a micro-batch out of the pipeline: one new token for each of its sequences.
 
         Args:
-            number: of the micro-batch.
+            number: number of the micro-batch.
             is_complete: for each of its sequences, whether that token was its last. Ignored for
                 those that were finished before.
 
@@ -202,8 +202,8 @@ class Scheduler:
             if complete and not before.is_finished:
                 finished.append(before.request)
                 self._unfinished -= 1
-                if self._watch is not None:
-                    self._watch.ends(before.request, after.new_tokens)
+                if self._monitor is not None:
+                    self._monitor.finished(before.request, after.new_tokens)
             if after.is_finished and not self._policy.holds_finished:
                 self._slots.release(before.slot)
             else:
@@ -235,8 +235,8 @@ class Scheduler:
                 passed_over.append(item)
         self._waiting.extendleft(reversed(passed_over))
         self._unfinished += len(requests)
-        if self._watch is not None:
-            self._watch.begin(requests)
+        if self._monitor is not None:
+            self._monitor.started(requests)
         return [
             ReadySequence(
                 request=request,
@@ -247,9 +247,6 @@ class Scheduler:
             for request in requests
         ]
 
-    def _take_ready(self, decision: Decode) -> list[ReadySequence]:
-        return [self._ready.pop(slot) for slot in decision.slots]
-
 
 def _with_one_more_token(sequence: ReadySequence, is_last: bool) -> ReadySequence:
     return ReadySequence(
@@ -259,3 +256,44 @@ def _with_one_more_token(sequence: ReadySequence, is_last: bool) -> ReadySequenc
         new_tokens=sequence.new_tokens + 1,
         is_finished=is_last,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineDepth:
+    """Limits of the micro-batches in flight, from the number of stages.
+
+    Attributes:
+        prefill_stages, decode_stages: stages of each phase, the master's included.
+        is_split: whether each phase has stages of its own; otherwise both numbers are equal, and
+            micro-batches of both phases follow each other through the same stages.
+    """
+
+    prefill_stages: int
+    decode_stages: int
+    is_split: bool = False
+
+    def max_in_flight(self, phase: Phase) -> int:
+        """Return how many micro-batches of a phase may be in flight: one a stage and one more.
+
+        More would only wait in queues; a master without other stages computes one at a time.
+        """
+        stages = self.prefill_stages if phase is Phase.PREFILL else self.decode_stages
+        return 1 if stages == 1 else stages + 1
+
+    def is_local(self, phase: Phase) -> bool:
+        """Whether the master alone computes a phase."""
+        return self.max_in_flight(phase) == 1
+
+    def open_phases(self, scheduler: Scheduler) -> tuple[Phase, ...]:
+        """Return the phases of which the pipeline can take a micro-batch now."""
+        if not self.is_split:
+            has_room = scheduler.num_in_flight() < self.max_in_flight(Phase.DECODE)
+            return BOTH_PHASES if has_room else ()
+        return tuple(
+            phase for phase in Phase if scheduler.num_in_flight(phase) < self.max_in_flight(phase)
+        )
+
+
+def uniform_depth(num_stages: int) -> PipelineDepth:
+    """Return the limits of stages that compute both phases."""
+    return PipelineDepth(prefill_stages=num_stages, decode_stages=num_stages)

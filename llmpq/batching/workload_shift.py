@@ -1,11 +1,9 @@
-"""Whether requests are still those a schedule was made for, and the frequency that would suit them.
+"""Detect that answer lengths differ from those of the schedule, and adjust the schedule.
 
-RRA keeps its decoding batch by encoding ``B_E`` requests every ``N_D`` iterations, which suits
-answers that stay for ``B_D / B_E`` such phases. Other lengths are answered with another ``N_D``
-(ExeGPT, Sec. 7.6): batches and with them the seconds of an iteration stay what they are. WAA is
-``N_D = 1``, and suits its mean answer; others ask for other stages, so for another plan.
-
-The watch sits in the book of requests: runtime and simulator notice the same at the same request.
+RRA encodes ``B_E`` requests every ``N_D`` iterations. Its decoding batch stays at ``B_D`` if an
+answer lasts for ``B_D / B_E`` of these phases. For other lengths another ``N_D`` restores that
+number (ExeGPT, Sec. 7.6); batch sizes, and so the seconds of an iteration, do not change. WAA has
+``N_D = 1`` and depends on the mean answer; other lengths need another plan.
 """
 
 from __future__ import annotations
@@ -23,29 +21,29 @@ from llmpq.batching.policies.rra import RraPolicy
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import Schedule
 
-NOTABLE = 0.1
-"""Relative difference from which lengths are said to have drifted."""
-SURE = 3.0
-"""Standard errors by which they must differ as well: a few requests are always others."""
-COHORT = 64
-"""Requests that are judged together, when the last of them has ended."""
-COHORTS = 8
-"""So many, the newest, count: older requests tell nothing of a drift."""
+MIN_CHANGE = 0.1
+"""Smallest relative change that counts as a shift."""
+MIN_STANDARD_ERRORS = 3.0
+"""Standard errors that the change must exceed as well."""
+GROUP_REQUESTS = 64
+"""Consecutive requests that are evaluated together, when the last of them has finished."""
+MAX_GROUPS = 8
+"""Number of groups, the newest, that are compared with the schedule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """What was expected of answers and what was seen.
+class WorkloadShift:
+    """Planned and observed answer lengths.
 
     Attributes:
-        expected_phases: encodings an answer stays for, by the schedule.
-        observed_phases: by the lengths seen.
-        error: standard error of ``observed_phases``, as a share of it.
-        expected_mean: tokens of the mean answer; ``None`` when the schedule does not say.
-        observed_mean: of the answers seen.
-        expected_longest, observed_longest: tokens of the 99th percentile; ``None`` when the
-            schedule does not say.
-        suggested: the schedule with the ``N_D`` that brings the phases back; ``None`` for WAA.
+        expected_phases: phases that an answer lasts, by the schedule.
+        observed_phases: phases by the observed lengths.
+        error: relative standard error of ``observed_phases``.
+        expected_mean: mean tokens of an answer; ``None`` if not in the schedule.
+        observed_mean: mean tokens of the observed answers.
+        expected_longest, observed_longest: tokens of the 99th percentile; ``None`` if not in the
+            schedule.
+        suggested: the schedule with the ``N_D`` that restores the phases; ``None`` for WAA.
     """
 
     expected_phases: float
@@ -59,16 +57,16 @@ class Drift:
 
     @property
     def change(self) -> float:
-        """Relative difference in phases: how far the decoding batch would be off."""
+        """Relative change of the phases, and so of the decoding batch."""
         return self.observed_phases / self.expected_phases - 1
 
     @property
     def is_notable(self) -> bool:
-        """Whether the lengths are others than those planned for, and not by chance."""
-        return abs(self.change) > max(NOTABLE, SURE * self.error)
+        """Whether the change is large and statistically significant."""
+        return abs(self.change) > max(MIN_CHANGE, MIN_STANDARD_ERRORS * self.error)
 
     def to_json(self, adjusted: Sequence[int]) -> dict[str, Any]:
-        """Return the JSON object; ``adjusted`` are the ``N_D`` that a run went on with."""
+        """Return the JSON object; ``adjusted`` lists the ``N_D`` that the run changed to."""
         suggested = self.suggested
         return {
             "expected_phases": self.expected_phases,
@@ -85,26 +83,25 @@ class Drift:
         }
 
 
-def drift_of(schedule: Schedule, new_tokens: Sequence[int]) -> Drift | None:
-    """Compare observed answers with a schedule.
+def compare_lengths(schedule: Schedule, new_tokens: Sequence[int]) -> WorkloadShift | None:
+    """Compare observed answers with a schedule; ``None`` if it does not depend on lengths.
 
     Args:
-        schedule: of RRA, or of WAA with its mean answer; any other answers ``None``, for it does
-            not rest on lengths.
-        new_tokens: of the answers seen.
+        schedule: depends on lengths if it is RRA, or WAA with a mean answer.
+        new_tokens: tokens of each observed answer.
 
     Raises:
-        SpecError: no answers were seen.
+        SpecError: there are no answers.
     """
     expected = _expected_phases(schedule)
     if expected is None:
         return None
     if not new_tokens:
-        raise SpecError("drift: found no answers, expected at least one")
+        raise SpecError("workload shift: found no answers, expected at least one")
     phases = _phases(new_tokens, schedule.decode_iterations or 1)
     longest = sorted(new_tokens)[math.ceil(0.99 * len(new_tokens)) - 1]
     estimate = schedule.estimate
-    return Drift(
+    return WorkloadShift(
         expected_phases=expected,
         observed_phases=fmean(phases),
         error=_error(phases),
@@ -124,7 +121,7 @@ def _expected_phases(schedule: Schedule) -> float | None:
         assert schedule.decode_batch is not None
         return schedule.decode_batch / schedule.encode_batch
     if schedule.policy == "waa" and schedule.mean_new_tokens is not None:
-        # Prefill makes the first token; answers of one token keep nobody decoding.
+        # Prefill makes the first token.
         return schedule.mean_new_tokens - 1 or None
     return None
 
@@ -134,7 +131,7 @@ def _phases(new_tokens: Sequence[int], iterations: int) -> list[int]:
 
 
 def _error(phases: Sequence[int]) -> float:
-    """Return the standard error of the mean, as a share of it."""
+    """Return the relative standard error of the mean."""
     mean = fmean(phases)
     if len(phases) < 2 or not mean:
         return 0.0
@@ -142,7 +139,7 @@ def _error(phases: Sequence[int]) -> float:
 
 
 def _iterations(new_tokens: Sequence[int], phases: float) -> int:
-    """Return the ``N_D`` whose phases are nearest; they fall as it grows."""
+    """Return the ``N_D`` with the nearest number of phases, by bisection."""
 
     def mean(iterations: int) -> float:
         return fmean(_phases(new_tokens, iterations))
@@ -158,124 +155,124 @@ def _iterations(new_tokens: Sequence[int], phases: float) -> int:
     return min(near, key=lambda one: abs(mean(one) - phases))
 
 
-class DriftWatch:
-    """Judges answers as they end, in the order in which they began.
+class LengthMonitor:
+    """Compares the lengths of finished answers with the schedule.
 
-    Requests that begin one after the other form a cohort; when all of it has ended, the newest
-    cohorts are compared with the schedule. Whoever takes answers as they end sees the short ones
-    first, and a drift in every run.
+    Consecutive requests form a group. When all requests of a group have finished, the newest groups
+    are compared with the schedule. (Answers in the order of completion would be biased: short ones
+    finish first.)
 
     Args:
-        schedule: what is obeyed; it must rest on lengths.
-        tell: called when a drift is noticed first, and again after each adjustment.
-        policy: adjusted to the lengths in place, ``None`` to leave everything as it is.
-        cohort: requests that are judged together.
+        schedule: schedule of the run; it must depend on lengths.
+        on_shift: called for the first shift, and for each shift after an adjustment.
+        policy: policy to adjust in place, ``None`` for none.
+        group_requests: requests of a group.
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        tell: Callable[[Drift], None] | None = None,
+        on_shift: Callable[[WorkloadShift], None] | None = None,
         policy: RraPolicy | None = None,
-        cohort: int = COHORT,
+        group_requests: int = GROUP_REQUESTS,
     ) -> None:
         self._schedule = schedule
-        self._cohort = cohort
-        self._tell = tell
+        self._group_requests = group_requests
+        self._on_shift = on_shift
         self._policy = policy
         self._begun = 0
-        self._cohort_of: dict[int, int] = {}  # of requests on their way
-        self._filling: dict[int, list[int]] = {}  # cohort -> answers so far
-        self._judged: deque[list[int]] = deque(maxlen=COHORTS)
+        self._group_of: dict[int, int] = {}  # of unfinished requests
+        self._filling: dict[int, list[int]] = {}  # group -> finished lengths
+        self._complete_groups: deque[list[int]] = deque(maxlen=MAX_GROUPS)
         self._observed: list[int] = []
-        self._drifts: list[Drift] = []
+        self._shifts: list[WorkloadShift] = []
 
     @property
     def observed(self) -> tuple[int, ...]:
-        """Tokens of every answer so far, as they ended."""
+        """Tokens of every finished answer, in order of completion."""
         return tuple(self._observed)
 
     @property
-    def drifts(self) -> tuple[Drift, ...]:
-        """What was noticed and told."""
-        return tuple(self._drifts)
+    def shifts(self) -> tuple[WorkloadShift, ...]:
+        """The detected shifts."""
+        return tuple(self._shifts)
 
     @property
     def adjusted(self) -> tuple[int, ...]:
-        """The ``N_D`` that the policy was given, one after the other."""
+        """The ``N_D`` that the policy was adjusted to, in order."""
         if self._policy is None:
             return ()
-        schedules = (drift.suggested for drift in self._drifts)
+        schedules = (shift.suggested for shift in self._shifts)
         return tuple(one.decode_iterations or 1 for one in schedules if one is not None)
 
-    def begin(self, requests: Sequence[int]) -> None:
-        """Note that requests were given slots, in this order."""
+    def started(self, requests: Sequence[int]) -> None:
+        """Record requests that started, in order."""
         for request in requests:
-            self._cohort_of[request] = self._begun // self._cohort
+            self._group_of[request] = self._begun // self._group_requests
             self._begun += 1
 
-    def ends(self, request: int, new_tokens: int) -> None:
-        """Note an answer; judge its cohort when it was the last of it."""
+    def finished(self, request: int, new_tokens: int) -> None:
+        """Record a finished answer; compare when its group is complete."""
         self._observed.append(new_tokens)
-        cohort = self._cohort_of.pop(request)
-        answers = self._filling.setdefault(cohort, [])
+        group = self._group_of.pop(request)
+        answers = self._filling.setdefault(group, [])
         answers.append(new_tokens)
-        if len(answers) == self._cohort:
-            self._judged.append(self._filling.pop(cohort))
-            self._judge()
+        if len(answers) == self._group_requests:
+            self._complete_groups.append(self._filling.pop(group))
+            self._compare()
 
-    def _judge(self) -> None:
-        if self._drifts and self._policy is None:
-            return  # it has been told, and nothing has changed since
-        drift = drift_of(self._schedule, list(chain(*self._judged)))
-        if drift is None or not drift.is_notable:
+    def _compare(self) -> None:
+        if self._shifts and self._policy is None:
+            return  # already reported, and nothing was adjusted
+        shift = compare_lengths(self._schedule, list(chain(*self._complete_groups)))
+        if shift is None or not shift.is_notable:
             return
-        if self._policy is not None and drift.suggested is not None:
-            iterations = drift.suggested.decode_iterations
+        if self._policy is not None and shift.suggested is not None:
+            iterations = shift.suggested.decode_iterations
             if iterations == self._schedule.decode_iterations:
-                return  # no other frequency comes nearer
+                return  # no better frequency exists
             assert iterations is not None
             self._policy.adjust(iterations)
             self._schedule = replace(self._schedule, decode_iterations=iterations)
-        self._drifts.append(drift)
-        if self._tell is not None:
-            self._tell(drift)
+        self._shifts.append(shift)
+        if self._on_shift is not None:
+            self._on_shift(shift)
 
 
-def watch_of(
+def make_length_monitor(
     schedule: Schedule,
     policy: BatchingPolicy,
     *,
     replans: bool,
-    tell: Callable[[Drift], None] | None = None,
-    cohort: int = COHORT,
-) -> DriftWatch | None:
-    """Return a watch of a run under this schedule, ``None`` where that rests on no lengths.
+    on_shift: Callable[[WorkloadShift], None] | None = None,
+    group_requests: int = GROUP_REQUESTS,
+) -> LengthMonitor | None:
+    """Return the monitor of a run, ``None`` if the schedule does not depend on lengths.
 
     Args:
-        schedule: what is obeyed.
-        policy: made of it.
-        replans: adjust the policy in place, where that is possible: RRA's ``N_D``.
-        tell: called when a drift is noticed.
-        cohort: requests that are judged together.
+        schedule: schedule of the run.
+        policy: policy of the schedule.
+        replans: adjust the ``N_D`` of an RRA policy in place.
+        on_shift: called when a shift is detected.
+        group_requests: requests of a group.
     """
     if _expected_phases(schedule) is None:
         return None
     adjusted = policy if replans and isinstance(policy, RraPolicy) else None
-    return DriftWatch(schedule, tell, adjusted, cohort)
+    return LengthMonitor(schedule, on_shift, adjusted, group_requests)
 
 
-def drift_words(drift: Drift) -> str:
-    """Return what people are told of a drift."""
-    mean = "" if drift.expected_mean is None else f" instead of {drift.expected_mean:.1f}"
-    words = (
-        f"answers have {drift.observed_mean:.1f} tokens on average{mean} and stay for "
-        f"{drift.observed_phases:.2f} encodings, the schedule is for {drift.expected_phases:.2f} "
-        f"({drift.change:+.0%})"
+def describe_shift(shift: WorkloadShift) -> str:
+    """Return the text of a message about a shift."""
+    mean = "" if shift.expected_mean is None else f" instead of {shift.expected_mean:.1f}"
+    text = (
+        f"answers have {shift.observed_mean:.1f} tokens on average{mean} and stay for "
+        f"{shift.observed_phases:.2f} encodings, the schedule is for {shift.expected_phases:.2f} "
+        f"({shift.change:+.0%})"
     )
-    if drift.expected_longest is not None:
-        words += (
-            f"; the 99th percentile has {drift.observed_longest} tokens instead of "
-            f"{drift.expected_longest}"
+    if shift.expected_longest is not None:
+        text += (
+            f"; the 99th percentile has {shift.observed_longest} tokens instead of "
+            f"{shift.expected_longest}"
         )
-    return words
+    return text

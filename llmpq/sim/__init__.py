@@ -1,16 +1,16 @@
-"""The simulator: a plan, a policy and a trace played on cost models instead of tensors."""
+"""The simulator: runs a policy and a trace on the cost models of a plan."""
 
-from llmpq.sim.costs import Hop, Layout, Shape, StepCosts, straight
+from llmpq.sim.costs import BatchShape, Hop, PipelineLayout, StepCosts, linear_layout
 from llmpq.sim.pipeline import simulate
 from llmpq.sim.report import Activity, SimReport
 
 __all__ = [
     "Activity",
+    "BatchShape",
     "Hop",
-    "Layout",
-    "Shape",
+    "PipelineLayout",
     "SimReport",
     "StepCosts",
+    "linear_layout",
     "simulate",
-    "straight",
 ]

@@ -1,6 +1,6 @@
-"""What a simulated pipeline is made of and what its parts take: the simulator's questions.
+"""The layout of a simulated pipeline, and the interface of its costs.
 
-Whoever has cost models answers them (``llmpq.sim.plan_costs`` from a plan); tests answer by hand.
+``llmpq.sim.plan_costs`` implements the interface for a plan.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from llmpq.spec.precision import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a micro-batch asks of a stage.
+class BatchShape:
+    """Size of a micro-batch.
 
     Attributes:
         phase: prefill or decode.
-        rows: sequences.
-        longest: in prefill the longest prompt, to which all are padded; in decode the longest
-            context.
-        total: sum over the sequences of prompt or context tokens.
+        rows: number of sequences.
+        longest: tokens of the longest prompt (prefill, padded) or context (decode).
+        total: prompt or context tokens of all sequences.
     """
 
     phase: Phase
@@ -33,16 +32,16 @@ class Shape:
 
     @property
     def mean(self) -> float:
-        """Mean prompt or context."""
+        """Mean tokens of a prompt or context."""
         return self.total / self.rows
 
 
 class Hop(NamedTuple):
-    """What sending a message takes.
+    """Cost of sending a message.
 
     Attributes:
-        end_s: seconds of work at either end; a message between processes of one host is copied.
-        delay_s: seconds on the way, in which nobody works.
+        end_s: seconds of work at each end, such as copying.
+        delay_s: seconds of transfer without work.
     """
 
     end_s: float
@@ -50,16 +49,16 @@ class Hop(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The ranks of a pipeline, and the way a micro-batch takes through them.
+class PipelineLayout:
+    """The ranks of a pipeline, and the path of a micro-batch through them.
 
     Attributes:
-        num_ranks: rank 0 is the master: every micro-batch starts and ends there.
-        prefill_path, decode_path: ranks in the order they are visited, from rank 0 on. They are
-            the same, unless prefill and decode have stages of their own (WAA).
-        threads: cores each rank occupies while it works.
-        hosts: the host of each rank.
-        cores: cores of a host that its ranks share; a host that is not named has enough.
+        num_ranks: number of ranks; every micro-batch starts and ends at rank 0, the master.
+        prefill_path, decode_path: ranks in order, from rank 0 on; they differ only if prefill and
+            decode have separate stages (WAA).
+        threads: cores that each rank uses.
+        hosts: host of each rank.
+        cores: cores of a host that its ranks share; unlimited for other hosts.
     """
 
     num_ranks: int
@@ -80,11 +79,11 @@ class Layout:
 
     @property
     def is_split(self) -> bool:
-        """Whether prefill and decode have stages of their own."""
+        """Whether prefill and decode have separate stages."""
         return self.prefill_path != self.decode_path
 
     def path(self, phase: Phase) -> tuple[int, ...]:
-        """Return the way of a phase."""
+        """Return the path of a phase."""
         return self.prefill_path if phase is Phase.PREFILL else self.decode_path
 
     @property
@@ -97,10 +96,10 @@ class Layout:
         )
 
 
-def straight(num_stages: int) -> Layout:
-    """Return the layout of stages in a row, each on a host of its own."""
+def linear_layout(num_stages: int) -> PipelineLayout:
+    """Return the layout of a linear pipeline with one host per stage."""
     ranks = tuple(range(num_stages))
-    return Layout(
+    return PipelineLayout(
         num_ranks=num_stages,
         prefill_path=ranks,
         decode_path=ranks,
@@ -113,34 +112,31 @@ class StepCosts(Protocol):
     """Seconds of a pipeline's parts."""
 
     @property
-    def layout(self) -> Layout:
-        """Who takes part."""
+    def layout(self) -> PipelineLayout:
+        """Layout of the pipeline."""
         ...
 
-    def stage_s(self, rank: int, shape: Shape) -> float:
-        """Return the seconds of a rank's layers; the master's may be none."""
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
+        """Return the seconds of the layers of a rank."""
         ...
 
-    def embed_s(self, shape: Shape) -> float:
-        """Return the seconds the master spends before any layer."""
+    def embed_s(self, shape: BatchShape) -> float:
+        """Return the seconds of the embedding on the master."""
         ...
 
-    def project_s(self, shape: Shape) -> float:
+    def project_s(self, shape: BatchShape) -> float:
         """Return the seconds of final norm, head and sampling."""
         ...
 
-    def hop(self, rank: int, shape: Shape) -> Hop:
-        """Return what sending a rank's output to the next on its way takes; the last answers 0."""
+    def hop(self, rank: int, shape: BatchShape) -> Hop:
+        """Return the cost of sending the output of a rank to the next rank on the path."""
         ...
 
-    def handover_s(self, shape: Shape) -> float:
-        """Return the delay until a prefilled micro-batch's keys and values are where it decodes.
-
-        0 when both phases have the same stages.
-        """
+    def handover_s(self, shape: BatchShape) -> float:
+        """Return the seconds of the KV transfer to the decode stages; 0 if they are the same."""
         ...
 
 
-def mean_shape(phase: Phase, tokens: Sequence[int]) -> Shape:
-    """Return the shape of a micro-batch from its prompts or contexts."""
-    return Shape(phase=phase, rows=len(tokens), longest=max(tokens), total=sum(tokens))
+def batch_shape(phase: Phase, tokens: Sequence[int]) -> BatchShape:
+    """Return the shape of a micro-batch with these prompt or context lengths."""
+    return BatchShape(phase=phase, rows=len(tokens), longest=max(tokens), total=sum(tokens))

@@ -1,13 +1,12 @@
-"""A pipeline in simulated time: the runtime's own loop, with seconds in place of tensors.
+"""Discrete-event simulation of the engine's loop on a pipeline.
 
-The master is one worker that does one thing at a time, as ``llmpq.dist.engine.engine`` does:
-it takes in a micro-batch that came back (projection, sampling), or asks the policy and sends the
-next one off (embedding, its own layers). Every other rank takes micro-batches in the order they
-arrive. Requests are kept in the book that the runtime keeps them in, so both make the same
-decisions when time passes equally.
+Like ``llmpq.dist.engine.engine``, the master does one task at a time: it completes a micro-batch
+(projection, sampling), or asks the policy and dispatches the next one (embedding, its own layers).
+Other ranks process micro-batches in order of arrival. The simulator uses the scheduler of the
+runtime, so that both make the same decisions for the same times.
 
-Workers that share cores share them evenly while they work: time advances from event to event, and
-between two events every worker goes on at its present rate.
+Busy workers share the cores of a host evenly. Between two events every worker runs at a constant
+rate.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from llmpq.batching import (
     Wait,
     WaitingRequest,
 )
-from llmpq.batching.workload_shift import DriftWatch
+from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.errors import LlmpqError
-from llmpq.sim.costs import Hop, Shape, StepCosts, mean_shape
+from llmpq.sim.costs import BatchShape, Hop, StepCosts, batch_shape
 from llmpq.sim.report import Activity, SimReport
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import TraceRequest
@@ -44,45 +43,45 @@ def simulate(
     *,
     num_slots: int,
     with_activities: bool = False,
-    watch: DriftWatch | None = None,
+    monitor: LengthMonitor | None = None,
 ) -> SimReport:
-    """Play a trace.
+    """Simulate a trace.
 
     Args:
-        costs: who takes part and what everything takes.
-        policy: decides what is sent off; a fresh one for each run.
+        costs: layout and costs of the pipeline.
+        policy: a new batching policy.
         trace: requests in order of arrival.
-        num_slots: sequences that may hold a slot at once.
-        with_activities: keep every block of work, for a timeline.
-        watch: compares answers with the policy's schedule, as in the runtime.
+        num_slots: number of KV slots.
+        with_activities: record every activity, for a timeline.
+        monitor: compares answer lengths with the schedule, as in the runtime.
 
     Raises:
-        LlmpqError: the policy makes a decision that is not allowed, or never ends.
+        LlmpqError: the policy makes an invalid decision, or waits forever.
     """
-    scheduler = Scheduler(policy=policy, num_slots=num_slots, watch=watch)
+    scheduler = Scheduler(policy=policy, num_slots=num_slots, monitor=monitor)
     return _Simulation(costs, scheduler, trace, with_activities).run()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Message:
-    """A micro-batch on its way.
+    """A micro-batch between ranks.
 
     Attributes:
-        batch: what it is.
-        shape: what it asks.
-        position: where on its path it goes next; past the end it goes back to the master.
-        received_s: what taking it in costs the receiver.
+        batch: the micro-batch.
+        shape: its size.
+        position: index of the next rank on the path; past the end it returns to the master.
+        received_s: seconds of work of the receiver for the transfer.
     """
 
     batch: InFlightBatch
-    shape: Shape
+    shape: BatchShape
     position: int = 0
     received_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One rank: what waits for it and what it does."""
+    """State of one rank."""
 
     rank: int
     host: str
@@ -113,12 +112,12 @@ class _Simulation:
         self._now_s = 0.0
         self._arrived = 0
         self._micro_batches = 0
-        self._is_waiting = False  # the policy has nothing to send until something changes
-        self._wake_s: float | None = None  # when it would decide otherwise anyway
+        self._is_waiting = False  # until the next event
+        self._wake_s: float | None = None  # end of a wait of the policy
         self._messages: list[tuple[float, int, int, _Message]] = []
         self._tie = count()
-        self._delivered_s: dict[tuple[int, int], float] = {}  # by link, the newest message
-        self._lives = [_Life() for _ in trace]
+        self._delivered_s: dict[tuple[int, int], float] = {}  # last delivery by link
+        self._times = [_RequestTimes() for _ in trace]
         self._work_s = [dict.fromkeys(Phase, 0.0) for _ in self._workers]
         self._activities: list[Activity] | None = [] if with_activities else None
 
@@ -132,17 +131,17 @@ class _Simulation:
         start_s = self._trace[0].arrival_s if self._trace else 0.0
         return SimReport(
             requests=tuple(
-                life.record(number, item)
-                for number, (life, item) in enumerate(zip(self._lives, self._trace, strict=True))
+                times.record(number, item)
+                for number, (times, item) in enumerate(zip(self._times, self._trace, strict=True))
             ),
-            makespan_s=max((life.end_s for life in self._lives), default=0.0) - start_s,
+            makespan_s=max((times.end_s for times in self._times), default=0.0) - start_s,
             work_s=tuple(self._work_s),
             micro_batches=self._micro_batches,
             activities=tuple(self._activities or ()),
         )
 
     def _take_arrivals(self) -> None:
-        """Put requests into the book whose time has come."""
+        """Add the requests that have arrived to the scheduler."""
         trace = self._trace
         if self._arrived == len(trace) > 0:
             return
@@ -181,13 +180,13 @@ class _Simulation:
         self._micro_batches += 1
         if batch.phase is Phase.PREFILL:
             for number in batch.requests:
-                self._lives[number].start_s = self._now_s
-        shape = mean_shape(batch.phase, [item.context_tokens for item in batch.sequences])
+                self._times[number].start_s = self._now_s
+        shape = batch_shape(batch.phase, [item.context_tokens for item in batch.sequences])
         master.waiting.append(_Message(batch=batch, shape=shape))
         self._begin(master)
 
     def _begin(self, worker: _Worker) -> None:
-        """Start a worker on the oldest message that waits for it."""
+        """Start a worker on its next message."""
         message = worker.message = self._take(worker)
         costs, shape = self._costs, message.shape
         path = self._layout.path(shape.phase)
@@ -201,7 +200,7 @@ class _Simulation:
         worker.left_s = message.received_s + seconds + self._hop(message).end_s
 
     def _take(self, worker: _Worker) -> _Message:
-        """Return what a worker does next; where two ways end, decode answers go first."""
+        """Return the next message of a worker; decode first if the paths are separate."""
         first = 0
         if self._layout.is_split:
             phases = [message.shape.phase for message in worker.waiting]
@@ -211,18 +210,18 @@ class _Simulation:
         return message
 
     def _hop(self, message: _Message) -> Hop:
-        """Return what sending on takes from where the message is."""
+        """Return the cost of sending a message from its current rank."""
         path = self._layout.path(message.shape.phase)
         if len(path) == 1 or message.position == len(path):
             return _NO_HOP
         return self._costs.hop(path[message.position], message.shape)
 
     def _advance(self) -> None:
-        """Go on to the next moment at which a task ends, or a message or request arrives."""
+        """Advance to the next end of a task, or arrival of a message or request."""
         rates = self._rates()
-        moment_s = self._next_moment_s(rates)
-        passed_s = moment_s - self._now_s
-        self._now_s = moment_s
+        event_s = self._next_event_s(rates)
+        passed_s = event_s - self._now_s
+        self._now_s = event_s
         if self._wake_s is not None and self._now_s >= self._wake_s:
             self._is_waiting, self._wake_s = False, None
         for worker in self._workers:
@@ -237,40 +236,39 @@ class _Simulation:
             if worker.message is None and worker.waiting:
                 self._begin(worker)
 
-    def _next_moment_s(self, rates: Sequence[float]) -> float:
-        moments = [
+    def _next_event_s(self, rates: Sequence[float]) -> float:
+        events = [
             self._now_s + worker.left_s / rates[worker.rank]
             for worker in self._workers
             if worker.message is not None
         ]
         if self._messages:
-            moments.append(self._messages[0][0])
+            events.append(self._messages[0][0])
         if self._arrived < len(self._trace):
-            moments.append(max(self._now_s, self._trace[self._arrived].arrival_s))
+            events.append(max(self._now_s, self._trace[self._arrived].arrival_s))
         if self._is_waiting and self._wake_s is not None:
-            moments.append(max(self._now_s, self._wake_s))
-        if not moments:
+            events.append(max(self._now_s, self._wake_s))
+        if not events:
             raise LlmpqError("batching policy: waits although nothing is in flight")
-        return min(moments)
+        return min(events)
 
     def _rates(self) -> list[float]:
-        """Return the share of its speed that each worker has while those now at work are."""
+        """Return the relative speed of each worker, given the busy workers."""
         layout = self._layout
         busy = [worker for worker in self._workers if worker.message is not None]
         rates = [1.0] * len(self._workers)
         for worker in busy:
-            beside = [other for other in busy if other.host == worker.host]
             if worker.host in layout.cores:
-                threads = sum(other.threads for other in beside)
+                threads = sum(other.threads for other in busy if other.host == worker.host)
                 rates[worker.rank] *= min(1.0, layout.cores[worker.host] / max(1, threads))
         return rates
 
     def _end(self, worker: _Worker) -> None:
-        """Pass on what a worker has done."""
+        """Finish the task of a worker and send its output."""
         message = worker.message
         assert message is not None
         worker.message = None
-        self._note(worker, message)
+        self._record_activity(worker, message)
         path = self._layout.path(message.shape.phase)
         if message.position == len(path):
             self._complete(message)
@@ -294,15 +292,15 @@ class _Simulation:
         batch = message.batch
         complete = []
         for item in batch.sequences:
-            life = self._lives[item.request]
+            times = self._times[item.request]
             if not item.is_finished:
-                life.takes_token(self._now_s)
-            complete.append(life.made == self._trace[item.request].new_tokens)
+                times.add_token(self._now_s)
+            complete.append(times.tokens == self._trace[item.request].new_tokens)
         self._is_waiting = False
         for number in self._scheduler.complete(batch.number, complete):
-            self._lives[number].end_s = self._now_s
+            self._times[number].end_s = self._now_s
 
-    def _note(self, worker: _Worker, message: _Message) -> None:
+    def _record_activity(self, worker: _Worker, message: _Message) -> None:
         if self._activities is not None:
             self._activities.append(
                 Activity(
@@ -317,17 +315,17 @@ class _Simulation:
 
 
 @dataclass(slots=True)
-class _Life:
-    """What happened to a request so far."""
+class _RequestTimes:
+    """Times of a request."""
 
-    made: int = 0
+    tokens: int = 0
     start_s: float = 0.0
     first_token_s: float = 0.0
     end_s: float = 0.0
 
-    def takes_token(self, now_s: float) -> None:
-        self.made += 1
-        if self.made == 1:
+    def add_token(self, now_s: float) -> None:
+        self.tokens += 1
+        if self.tokens == 1:
             self.first_token_s = now_s
 
     def record(self, number: int, item: TraceRequest) -> RequestRecord:

@@ -1,13 +1,10 @@
-"""PlanCosts: the simulator's questions answered from a plan and the cost models.
+"""PlanCosts: the costs of a pipeline, from a plan and the cost models.
 
-- On a CPU a message costs both ends processor time (serialising, copying, the loopback device).
-  Where a table tells how much, both are busy so long, and between workers of one host while it is
-  copied; what the way takes beyond that only delays. Without such a figure half of a send occupies
-  each end between workers of one host, and other links only delay.
-- In decode the compiled attention of a CPU reads each row as far as it goes: what it takes is
-  linear in the rows' contexts, so that a ragged micro-batch is charged for their mean. Elsewhere
-  rows are read as far as the longest goes. Prompts are padded to the longest everywhere.
-- Workers that share cores (``cores`` of a node) share them evenly while they compute.
+- Between CPU workers a message costs both ends processor time. If the communication table has this
+  time (``end_s``), the rest of the send is delay. Otherwise half of a send within a host is work of
+  each end, and a send between hosts is delay.
+- In decode, CPU attention reads only the tokens of each row, so a micro-batch costs as much as its
+  mean context. On other devices it costs as much as its longest context. Prompts are padded.
 """
 
 from __future__ import annotations
@@ -16,25 +13,25 @@ from collections import Counter
 from collections.abc import Sequence
 
 from llmpq.costmodel import ClusterCosts
-from llmpq.sim.costs import Hop, Layout, Shape
+from llmpq.sim.costs import BatchShape, Hop, PipelineLayout
 from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, handovers_of
 from llmpq.spec.precision import Phase
 
 CONTEXT_STEP = 16
-"""Decode times are asked for at every so many tokens of context, and interpolated between."""
+"""Decode times are evaluated at multiples of this context length and interpolated."""
 
 
 class PlanCosts:
     """Seconds of a plan's stages, links and master.
 
     Args:
-        plan: what runs.
-        costs: the cost models of its cluster.
-        devices: of every stage, as ``costs`` knows them; the plan's own by default.
+        plan: the plan.
+        costs: cost models of its cluster.
+        devices: device of every stage; by default those of the plan.
 
     Raises:
-        ProfileMissError: when asked for a phase and bitwidth that a table does not hold.
+        ProfileMissError: a table lacks a phase and bitwidth.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class PlanCosts:
             for stage in plan.stages
         ]
         cores = {node.name: node.cores for node in costs.cluster.nodes}
-        self._layout = Layout(
+        self._layout = PipelineLayout(
             num_ranks=len(own),
             prefill_path=plan.path(Phase.PREFILL),
             decode_path=plan.path(Phase.DECODE),
@@ -60,7 +57,7 @@ class PlanCosts:
             hosts=tuple(device.node for device in own),
             cores={name: count for name, count in cores.items() if count is not None},
         )
-        self._takes_own_lengths = [costs.specs[device.group].kind == "cpu" for device in own]
+        self._reads_row_lengths = [costs.specs[device.group].kind == "cpu" for device in own]
         self._stages = plan.stages
         self._handovers = handovers_of(plan)
         self._stage: dict[tuple[int, Phase, int, int], float] = {}
@@ -68,16 +65,16 @@ class PlanCosts:
         self._hops: dict[tuple[int, Phase, int, int], Hop] = {}
 
     @property
-    def layout(self) -> Layout:
-        """The plan's stages in a row, or in one for either phase."""
+    def layout(self) -> PipelineLayout:
+        """Layout of the pipeline of the plan."""
         return self._layout
 
-    def stage_s(self, rank: int, shape: Shape) -> float:
-        """Return the seconds of a stage's layers, and of what it does besides."""
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
+        """Return the seconds of the layers of a stage and of its overhead."""
         if not self.has_layers(rank, shape.phase):
             return 0.0
-        is_own = shape.phase is Phase.DECODE and self._takes_own_lengths[rank]
-        tokens = shape.mean if is_own else shape.longest
+        uses_mean = shape.phase is Phase.DECODE and self._reads_row_lengths[rank]
+        tokens = shape.mean if uses_mean else shape.longest
         return self.layers_s(rank, shape.phase, shape.rows, tokens)
 
     def has_layers(self, rank: int, phase: Phase) -> bool:
@@ -85,7 +82,7 @@ class PlanCosts:
         return bool(self._layers[rank]) and self._stages[rank].computes(phase)
 
     def layers_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
-        """Return the seconds of a stage at any context, whole or not."""
+        """Return the seconds of a stage; ``tokens`` may be fractional in decode."""
         if phase is Phase.PREFILL:
             return self._at(rank, phase, rows, round(tokens))
         below = int(tokens) // CONTEXT_STEP * CONTEXT_STEP
@@ -96,11 +93,11 @@ class PlanCosts:
         high_s = self._at(rank, phase, rows, below + CONTEXT_STEP)
         return low_s + share * (high_s - low_s)
 
-    def embed_s(self, shape: Shape) -> float:  # noqa: ARG002  the protocol's argument
-        """Return 0: cost models know the master's work of a micro-batch as one figure."""
+    def embed_s(self, shape: BatchShape) -> float:  # noqa: ARG002  the protocol's argument
+        """Return 0: ``project_s`` includes all work of the master."""
         return 0.0
 
-    def project_s(self, shape: Shape) -> float:
+    def project_s(self, shape: BatchShape) -> float:
         """Return the seconds of embedding, final norm, head, sampling and scheduler."""
         tokens = shape.longest if shape.phase is Phase.PREFILL else 1
         key = shape.phase, shape.rows, tokens
@@ -108,20 +105,20 @@ class PlanCosts:
             self._project[key] = self._costs.master_s(self._devices[0], *key)
         return self._project[key]
 
-    def hop(self, rank: int, shape: Shape) -> Hop:
-        """Return what sending a stage's output takes."""
+    def hop(self, rank: int, shape: BatchShape) -> Hop:
+        """Return the cost of sending the output of a stage."""
         is_last = rank == self._layout.path(shape.phase)[-1]
-        # The last stage answers with the last position only: all that the head reads.
+        # The last stage sends only the last position.
         tokens = 1 if is_last or shape.phase is Phase.DECODE else shape.longest
         key = rank, shape.phase, shape.rows, tokens
         if key not in self._hops:
             self._hops[key] = self._hop(*key)
         return self._hops[key]
 
-    def handover_s(self, shape: Shape) -> float:
-        """Return the seconds until the last prefill stage's keys and values are where they belong.
+    def handover_s(self, shape: BatchShape) -> float:
+        """Return the seconds to send the keys and values of the last prefill stage.
 
-        The stages before it send theirs while it computes. 0 when both phases share their stages.
+        Earlier stages send theirs while it computes.
         """
         last = self._layout.prefill_path[-1]
         costs, devices, total_s = self._costs, self._devices, 0.0

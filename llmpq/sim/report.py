@@ -1,24 +1,27 @@
-"""SimReport: what happened in a simulated run, and the figures people ask of it."""
+"""SimReport: results of a simulation, as JSON and as a Chrome trace."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from llmpq.batching import RequestRecord, percentile, summarise
 from llmpq.spec.precision import Phase
+from llmpq.units import US
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """One stage at work on one micro-batch.
+    """Work of one stage on one micro-batch.
 
     Attributes:
-        stage: its rank.
+        stage: rank of the stage.
         phase: prefill or decode.
         micro_batch: number of the micro-batch.
-        rows: its sequences.
-        start_s, end_s: seconds of the simulated clock.
+        rows: number of sequences.
+        start_s, end_s: seconds of simulated time.
     """
 
     stage: int
@@ -31,14 +34,14 @@ class Activity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimReport:
-    """What a run took.
+    """Results of a simulation.
 
     Attributes:
         requests: one record each, in order of their numbers.
         makespan_s: from the first arrival to the last token.
-        work_s: for every stage the seconds it worked, in either phase.
-        activities: every block of work when they were asked for, else none.
-        micro_batches: how many were sent off.
+        work_s: busy seconds of every stage by phase.
+        activities: all activities, if they were recorded.
+        micro_batches: number of dispatched micro-batches.
     """
 
     requests: tuple[RequestRecord, ...]
@@ -49,7 +52,7 @@ class SimReport:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds each stage worked."""
+        """Busy seconds of each stage."""
         return tuple(sum(work.values()) for work in self.work_s)
 
     @property
@@ -69,13 +72,13 @@ class SimReport:
 
     @property
     def busy_fractions(self) -> tuple[float, ...]:
-        """Share of the makespan in which each stage worked."""
+        """Busy share of each stage in the makespan."""
         if self.makespan_s <= 0:
             return tuple(0.0 for _ in self.busy_s)
         return tuple(busy_s / self.makespan_s for busy_s in self.busy_s)
 
     def latency_percentile_s(self, percent: float) -> float:
-        """Return the latency that so many percent of the requests do not exceed."""
+        """Return a percentile of the request latencies."""
         return percentile([record.latency_s for record in self.requests], percent)
 
     def to_json(self) -> dict[str, Any]:
@@ -100,3 +103,30 @@ class SimReport:
                 )
             ],
         }
+
+
+def chrome_trace(report: SimReport, names: Sequence[str]) -> str:
+    """Return a Chrome trace for Perfetto or chrome://tracing, with one track per stage.
+
+    Args:
+        report: results with activities.
+        names: name of each stage.
+    """
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": name}}
+        for rank, name in enumerate(names)
+    ]
+    events += [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": block.stage,
+            "name": f"{block.phase} x{block.rows}",
+            "cat": str(block.phase),
+            "ts": block.start_s / US,
+            "dur": (block.end_s - block.start_s) / US,
+            "args": {"micro_batch": block.micro_batch, "rows": block.rows},
+        }
+        for block in report.activities
+    ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

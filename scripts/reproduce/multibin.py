@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from llmpq.batching.binning import (
+from llmpq.batching.policies.multibin import quantile_boundaries, uniform_boundaries
+from scripts.reproduce.binning import (
     bins_needed,
     exponential_boundaries,
     exponential_service_bound_s,
     uniform_service_s,
     uniform_throughput,
 )
-from llmpq.batching.policies.multibin import quantile_boundaries, uniform_boundaries
 from scripts.reproduce.cases import IMAGES
 from scripts.reproduce.output import Record, number, run, table
 

@@ -24,9 +24,9 @@ from statistics import fmean
 
 from llmpq.batching.policies.chunked import Chunk, ChunkLimits
 from llmpq.errors import LlmpqError, SpecError
-from llmpq.sim.iterations import IterationsReport, simulate_iterations
 from llmpq.spec.trace import TraceRequest
 from llmpq.units import US
+from scripts.reproduce.iterations import IterationsReport, simulate_iterations
 from scripts.reproduce.output import Record, emit, table
 
 LAYERS = 32

@@ -1,4 +1,4 @@
-"""Chunked prefill: budgets kept, nobody lost, memory given back, the youngest gives way first."""
+"""Chunked prefill: token budget, completion, memory release, preemption of the newest sequence."""
 
 import pytest
 from hypothesis import example, given
@@ -24,15 +24,15 @@ def _play(scheduler, wanted, ahead=1):
             iterations.append(chunks)
             out.append(chunks)
         else:
-            landed = out.pop(0)
-            for chunk in landed:
+            completed = out.pop(0)
+            for chunk in completed:
                 made[chunk.request] += chunk.makes_token
-            ended += scheduler.land(landed)
+            ended += scheduler.complete(completed)
     assert sorted(ended) == list(range(len(wanted)))
     return iterations, made
 
 
-def test_a_long_prompt_is_cut_and_decode_steps_go_beside_it():
+def test_long_prompt_is_chunked_and_mixed_with_decode_steps():
     iterations, _ = _play(ChunkedScheduler(_limits()), [(3, 4), (14, 2)])
     assert iterations[0] == (Chunk(0, 0, 3, True), Chunk(1, 0, 5, False))
     assert iterations[1] == (Chunk(0, 3, 1, True), Chunk(1, 5, 7, False))
@@ -40,7 +40,7 @@ def test_a_long_prompt_is_cut_and_decode_steps_go_beside_it():
     assert iterations[3] == (Chunk(0, 5, 1, True), Chunk(1, 14, 1, True))
 
 
-def test_the_youngest_gives_way_and_comes_first_again():
+def test_newest_sequence_is_preempted_and_resumes_first():
     scheduler = ChunkedScheduler(_limits(blocks=6, tokens=64))
     iterations, _ = _play(scheduler, [(8, 12), (8, 8), (4, 1)])
     assert scheduler.preemptions > 0
@@ -48,30 +48,30 @@ def test_the_youngest_gives_way_and_comes_first_again():
     assert admitted.index(2) > admitted.index(1)
 
 
-def test_what_was_preempted_finds_what_nobody_has_overwritten():
+def test_preempted_sequence_reuses_blocks_not_overwritten():
     pool = BlockPool(4)
-    mine = pool.take(2)
-    pool.fill(mine[0], (7, 0))
-    pool.fill(mine[1], (7, 1))
+    mine = pool.allocate(2)
+    pool.set_content(mine[0], (7, 0))
+    pool.set_content(mine[1], (7, 1))
     pool.release(mine)
-    assert pool.found(7, 5) == mine
-    other = pool.take(3)  # the two never used, and the last one of the freed
+    assert pool.cached(7, 5) == mine
+    other = pool.allocate(3)  # the two never used, and the last one of the freed
     assert mine[1] in other
-    assert pool.found(7, 5) == [mine[0]]
-    assert pool.take(0, [mine[0]]) == [mine[0]]
+    assert pool.cached(7, 5) == [mine[0]]
+    assert pool.allocate(0, [mine[0]]) == [mine[0]]
     with pytest.raises(LlmpqError, match="1 wanted, 0 free"):
-        pool.take(1)
+        pool.allocate(1)
 
 
-def test_a_block_has_one_owner():
+def test_block_has_one_owner():
     pool = BlockPool(2)
-    blocks = pool.take(1)
+    blocks = pool.allocate(1)
     pool.release(blocks)
-    with pytest.raises(LlmpqError, match="nobody owns"):
+    with pytest.raises(LlmpqError, match="not allocated"):
         pool.release(blocks)
 
 
-def test_what_can_never_fit_is_refused():
+def test_request_that_never_fits_raises_an_error():
     with pytest.raises(CapacityError, match="more than the 2 KV blocks"):
         ChunkedScheduler(_limits(blocks=2)).arrive(0, 5, 4)
     with pytest.raises(CapacityError, match="at least 1"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from statistics import mean, stdev
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from llmpq.batching import WaitingRequest
 from llmpq.batching.length import (
     EmpiricalPredictor,
-    NeighbourNoise,
     NoisyPredictor,
     OraclePredictor,
     RegressionPredictor,
@@ -42,23 +40,6 @@ def test_noise_has_the_stated_size():
     assert abs(mean(logs)) < 0.02
     assert stdev(logs) == pytest.approx(0.3, rel=0.05)
     assert noisy(_request(7)) == noisy(_request(7))
-
-
-def test_neighbour_noise_misplaces_the_stated_share_by_one_bin():
-    boundaries = (10.0, 20.0, 30.0)
-    lengths = [number % 40 for number in range(8000)]
-    noisy = NeighbourNoise(OraclePredictor(lengths), boundaries=boundaries, error=0.4, seed=3)
-    moves = [
-        bisect_right(boundaries, noisy(_request(number))) - bisect_right(boundaries, length)
-        for number, length in enumerate(lengths)
-    ]
-    assert set(moves) == {-1, 0, 1}
-    assert sum(move != 0 for move in moves) / len(moves) == pytest.approx(0.4, abs=0.02)
-
-
-def test_no_noise_is_the_truth():
-    noisy = NeighbourNoise(OraclePredictor([3]), boundaries=(1.0,), error=0.0)
-    assert noisy(_request(0)) == 3
 
 
 def test_regression_recovers_a_line():

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from llmpq.batching.binning import uniform_throughput
 from llmpq.spec.lengths import truncated_normal
+from scripts.reproduce.binning import uniform_throughput
 from scripts.reproduce.exegpt_published import TASKS
 from scripts.reproduce.exegpt_served import law
 from scripts.reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform

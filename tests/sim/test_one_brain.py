@@ -25,12 +25,12 @@ from llmpq.batching import (
 )
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
-from llmpq.batching.workload_shift import DriftWatch, watch_of
+from llmpq.batching.workload_shift import LengthMonitor, make_length_monitor
 from llmpq.dist.engine.engine import MasterEngine
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
-from llmpq.sim import Hop, Layout, Shape, simulate, straight
+from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
@@ -53,33 +53,33 @@ class Costs:
     handover: int = 0
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PipelineLayout:
         ranks = len(self.prefill)
         if self.decoding is None:
-            return straight(ranks)
+            return linear_layout(ranks)
         return replace(
-            straight(ranks),
+            linear_layout(ranks),
             prefill_path=(0, *range(self.decoding, ranks)),
             decode_path=tuple(range(self.decoding)),
         )
 
-    def stage_s(self, stage: int, shape: Shape) -> float:
+    def stage_s(self, stage: int, shape: BatchShape) -> float:
         if self.decoding is not None and (stage < self.decoding) is (shape.phase is Phase.PREFILL):
             return 0.0
         if shape.phase is Phase.PREFILL:
             return TICK_S * self.prefill[stage] * shape.rows * shape.longest
         return TICK_S * (self.decode[stage] * 4 + shape.rows + shape.longest // 8)
 
-    def embed_s(self, shape: Shape) -> float:
+    def embed_s(self, shape: BatchShape) -> float:
         return TICK_S * self.embed * shape.rows
 
-    def project_s(self, shape: Shape) -> float:
+    def project_s(self, shape: BatchShape) -> float:
         return TICK_S * self.project * shape.rows
 
-    def hop(self, stage: int, shape: Shape) -> Hop:
+    def hop(self, stage: int, shape: BatchShape) -> Hop:
         return Hop(0.0, TICK_S * self.link * (1 + stage) * shape.rows)
 
-    def handover_s(self, shape: Shape) -> float:
+    def handover_s(self, shape: BatchShape) -> float:
         return TICK_S * self.handover * shape.rows
 
 
@@ -106,10 +106,10 @@ class Clock:
         return [(kind, queue) for kind, queue in self.back.items() if queue]
 
 
-def shape_of(kind: FrameKind, rows) -> Shape:
+def shape_of(kind: FrameKind, rows) -> BatchShape:
     lengths = [row.length for row in rows]
     phase = Phase.PREFILL if kind is FrameKind.PREFILL else Phase.DECODE
-    return Shape(phase=phase, rows=len(rows), longest=max(lengths), total=sum(lengths))
+    return BatchShape(phase=phase, rows=len(rows), longest=max(lengths), total=sum(lengths))
 
 
 @dataclass
@@ -181,7 +181,7 @@ class TimedEnds:
     costs: Costs
     clock: Clock
     device: torch.device = torch.device("cpu")  # noqa: RUF009  a value
-    landing: Shape | None = None
+    landing: BatchShape | None = None
 
     def embed(self, token_ids, positions):  # noqa: ARG002
         return torch.zeros(*token_ids.shape, HIDDEN)
@@ -200,7 +200,7 @@ class TimedEnds:
 
     def logits(self, hidden):
         rows = hidden.shape[0]
-        shape = Shape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
+        shape = BatchShape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
         self.clock.now_s += self.costs.project_s(shape)
         return torch.zeros(rows, VOCABULARY)
 
@@ -305,26 +305,28 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     answers = [item.new_tokens for item in trace]
     replans, cohort = data.draw(st.booleans()), data.draw(st.integers(1, 4))
 
-    def fresh() -> tuple[Recorder, DriftWatch | None]:
+    def fresh() -> tuple[Recorder, LengthMonitor | None]:
         prediction = Prediction(predictor="noisy", error=0.3)
         predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
         made = make_policy(schedule, shape, predictor)
-        return Recorder(made), watch_of(schedule, made, replans=replans, cohort=cohort)
+        return Recorder(made), make_length_monitor(
+            schedule, made, replans=replans, group_requests=cohort
+        )
 
     played, seen = fresh()
-    report = simulate(costs, played, trace, num_slots=slots, watch=seen)
-    obeyed, watch = fresh()
-    made = run_engine(costs, trace, sizes, slots, obeyed, watch)
+    report = simulate(costs, played, trace, num_slots=slots, monitor=seen)
+    obeyed, monitor = fresh()
+    made = run_engine(costs, trace, sizes, slots, obeyed, monitor)
     assert obeyed.decided == played.decided
     assert made.records == report.requests
-    assert (watch is None) == (seen is None)
-    if watch is not None and seen is not None:
-        assert watch.drifts == seen.drifts
-        assert made.adjusted == watch.adjusted == seen.adjusted
+    assert (monitor is None) == (seen is None)
+    if monitor is not None and seen is not None:
+        assert monitor.shifts == seen.shifts
+        assert made.adjusted == monitor.adjusted == seen.adjusted
 
 
 @pytest.mark.parametrize("replans", [False, True])
-def test_both_notice_the_same_drift_at_the_same_request(replans):
+def test_both_detect_the_same_shift_at_the_same_request(replans):
     schedule = Schedule(policy="rra", encode_batch=2, decode_batch=4, decode_iterations=2)
     costs = Costs(prefill=(1, 2), decode=(2, 1), embed=1, project=1, link=1)
     sizes = MicroBatching(prefill=2, decode=2)
@@ -341,12 +343,14 @@ def test_both_notice_the_same_drift_at_the_same_request(replans):
         def tell(_, told=told, recorder=recorder) -> None:
             told.append(len(recorder.decided))
 
-        watch = watch_of(schedule, policy, replans=replans, cohort=4, tell=tell)
+        monitor = make_length_monitor(
+            schedule, policy, replans=replans, group_requests=4, on_shift=tell
+        )
         if runs:
-            run_engine(costs, trace, sizes, 6, recorder, watch)
+            run_engine(costs, trace, sizes, 6, recorder, monitor)
         else:
-            simulate(costs, recorder, trace, num_slots=6, watch=watch)
-        found.append((told, watch.adjusted, watch.observed, recorder.decided))
+            simulate(costs, recorder, trace, num_slots=6, monitor=monitor)
+        found.append((told, monitor.adjusted, monitor.observed, recorder.decided))
     assert found[0] == found[1]
     told, adjusted, observed, _ = found[0]
     assert sorted(observed) == sorted(lengths)
@@ -357,7 +361,7 @@ def test_both_notice_the_same_drift_at_the_same_request(replans):
         assert (len(told), adjusted) == (1, ())
 
 
-def run_engine(costs, trace, sizes, slots, policy, watch):
+def run_engine(costs, trace, sizes, slots, policy, monitor):
     """Run the runtime's engine on a clock that only costs advance; every request is answered."""
     clock = Clock()
     ends = TimedEnds(costs, clock)
@@ -371,7 +375,7 @@ def run_engine(costs, trace, sizes, slots, policy, watch):
         num_slots=slots,
         depth=costs.layout.depth,
         prefill_runner=None if costs.decoding is None else ends,
-        watch=watch,
+        monitor=monitor,
     )
     requests = [
         Request(

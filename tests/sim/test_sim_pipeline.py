@@ -17,7 +17,7 @@ from llmpq.batching import (
     StaticPolicy,
     WaaPolicy,
 )
-from llmpq.sim import Hop, Layout, Shape, simulate, straight
+from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
 from llmpq.spec.lengths import uniform
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -35,22 +35,22 @@ class FlatCosts:
     project: float = 0.0
 
     @property
-    def layout(self) -> Layout:
-        return straight(len(self.prefill_s))
+    def layout(self) -> PipelineLayout:
+        return linear_layout(len(self.prefill_s))
 
-    def stage_s(self, stage: int, shape: Shape) -> float:
+    def stage_s(self, stage: int, shape: BatchShape) -> float:
         return (self.prefill_s if shape.phase is Phase.PREFILL else self.decode_s)[stage]
 
-    def embed_s(self, _: Shape) -> float:
+    def embed_s(self, _: BatchShape) -> float:
         return self.embed
 
-    def project_s(self, _: Shape) -> float:
+    def project_s(self, _: BatchShape) -> float:
         return self.project
 
-    def hop(self, _: int, __: Shape) -> Hop:
+    def hop(self, _: int, __: BatchShape) -> Hop:
         return Hop(0.0, self.link_s)
 
-    def handover_s(self, _: Shape) -> float:
+    def handover_s(self, _: BatchShape) -> float:
         return 0.0
 
 
@@ -136,9 +136,9 @@ class SharedCosts(FlatCosts):
     cores: int = 1
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PipelineLayout:
         stages = len(self.prefill_s)
-        return replace(straight(stages), hosts=("one",) * stages, cores={"one": self.cores})
+        return replace(linear_layout(stages), hosts=("one",) * stages, cores={"one": self.cores})
 
 
 def test_workers_share_cores_while_they_both_work():
@@ -156,10 +156,10 @@ class SplitCosts(FlatCosts):
     handover: float = 0.0
 
     @property
-    def layout(self) -> Layout:
-        return replace(straight(3), prefill_path=(0, 1), decode_path=(0, 2))
+    def layout(self) -> PipelineLayout:
+        return replace(linear_layout(3), prefill_path=(0, 1), decode_path=(0, 2))
 
-    def handover_s(self, _: Shape) -> float:
+    def handover_s(self, _: BatchShape) -> float:
         return self.handover
 
 

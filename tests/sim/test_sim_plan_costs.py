@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
-from llmpq.sim import Shape
+from llmpq.sim import BatchShape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -15,8 +15,8 @@ from llmpq.spec.fields import Fields
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import Workload
 
-RAGGED = Shape(phase=Phase.DECODE, rows=4, longest=160, total=4 * 64)
-EVEN = Shape(phase=Phase.DECODE, rows=4, longest=64, total=4 * 64)
+RAGGED = BatchShape(phase=Phase.DECODE, rows=4, longest=160, total=4 * 64)
+EVEN = BatchShape(phase=Phase.DECODE, rows=4, longest=64, total=4 * 64)
 
 
 def _plan(device):

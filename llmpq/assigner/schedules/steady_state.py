@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 
 from llmpq.assigner.timeline import FlowShop
 from llmpq.errors import SpecError
-from llmpq.sim import Shape, StepCosts
+from llmpq.sim import BatchShape, StepCosts
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -110,9 +110,9 @@ def expected_longest(lengths: LengthDistribution, count: int) -> float:
     return mean
 
 
-def prefill_shape(prompt_tokens: LengthDistribution, rows: int) -> Shape:
+def prefill_shape(prompt_tokens: LengthDistribution, rows: int) -> BatchShape:
     """Return the expected micro-batch of ``rows`` prompts."""
-    return Shape(
+    return BatchShape(
         phase=Phase.PREFILL,
         rows=rows,
         longest=round(expected_longest(prompt_tokens, rows)),
@@ -120,9 +120,9 @@ def prefill_shape(prompt_tokens: LengthDistribution, rows: int) -> Shape:
     )
 
 
-def decode_shape(context_tokens: float, rows: int) -> Shape:
+def decode_shape(context_tokens: float, rows: int) -> BatchShape:
     """Return the decode micro-batch of ``rows`` sequences at the mean context."""
-    return Shape(
+    return BatchShape(
         phase=Phase.DECODE,
         rows=rows,
         longest=round(context_tokens),

@@ -24,7 +24,7 @@ from llmpq.assigner.schedules.steady_state import (
     prefill_shape,
 )
 from llmpq.errors import InfeasibleError
-from llmpq.sim import Hop, Shape, StepCosts
+from llmpq.sim import BatchShape, Hop, StepCosts
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 
@@ -46,7 +46,7 @@ class _PathTime:
     busiest_s: float
 
 
-def _path_time(costs: StepCosts, shape: Shape) -> _PathTime:
+def _path_time(costs: StepCosts, shape: BatchShape) -> _PathTime:
     path = costs.layout.path(shape.phase)
     busy = dict.fromkeys((0, *path), 0.0)
     busy[0] += costs.embed_s(shape) + costs.project_s(shape)

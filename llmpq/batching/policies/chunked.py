@@ -1,13 +1,12 @@
-"""Iteration-level batching with chunked prefill, as vLLM schedules (its V1 engine).
+"""Iteration-level batching with chunked prefill, like the V1 engine of vLLM.
 
-Every iteration has a budget of tokens. Sequences that run come first, one token each or the next
-chunk of their prompt; what is left goes to waiting requests, whose prompts may be cut. KV memory is
-in blocks: a sequence that needs one when none is free makes the youngest sequence give up all of
-its own and wait at the head of the queue, to be computed again. One whose last token is being made
-gives up its blocks too, but has nothing left to wait for.
+Every iteration has a token budget. Running sequences come first, with one token or the next chunk
+of their prompt; the rest of the budget goes to waiting requests, whose prompts may be chunked. KV
+memory is in blocks: if none is free, the newest sequence is preempted, releases its blocks and
+returns to the head of the queue to be recomputed. If its last token is already scheduled, it only
+releases its blocks.
 
-The scheduler is told arrivals and ends and knows neither tokens nor seconds. Iterations may be
-scheduled before those ahead of them have been computed: how long an answer may be is known.
+Iterations may be scheduled before earlier ones are computed, because the answer length is given.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from llmpq.errors import CapacityError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLimits:
-    """What bounds an iteration.
+    """Limits of an iteration.
 
     Attributes:
-        tokens: of all sequences in one iteration.
-        sequences: that run at once.
-        blocks: of KV memory.
+        tokens: tokens of all sequences in one iteration.
+        sequences: running sequences.
+        blocks: blocks of KV memory.
         block_tokens: tokens of a block.
     """
 
@@ -38,7 +37,7 @@ class ChunkLimits:
 
 
 class Chunk(NamedTuple):
-    """Tokens ``[start, start + tokens)`` of a request; ``makes_token`` when they are its last."""
+    """Tokens ``[start, start + tokens)`` of a request; ``makes_token`` if they are its last."""
 
     request: int
     start: int
@@ -51,8 +50,8 @@ class _Sequence:
     request: int
     prompt_tokens: int
     new_tokens: int
-    made: int = 0  # tokens of the answer, scheduled ones counted
-    computed: int = 0  # tokens whose keys and values are in blocks, scheduled ones counted
+    made: int = 0  # answer tokens, including scheduled ones
+    computed: int = 0  # tokens with keys and values in blocks, including scheduled ones
     blocks: list[int] = field(default_factory=list)
 
     @property
@@ -61,10 +60,10 @@ class _Sequence:
 
 
 class ChunkedScheduler:
-    """Decides iteration after iteration.
+    """Schedules the iterations of one worker.
 
     Args:
-        limits: of an iteration.
+        limits: limits of an iteration.
     """
 
     def __init__(self, limits: ChunkLimits) -> None:
@@ -84,34 +83,34 @@ class ChunkedScheduler:
         """Put a request at the end of the queue.
 
         Raises:
-            CapacityError: it does not fit into the memory there is.
+            CapacityError: it does not fit into the KV memory.
         """
         if self._blocks_for(prompt_tokens + new_tokens) > self._limits.blocks:
             raise CapacityError(
                 f"request {request}: {prompt_tokens} and {new_tokens} tokens need more than the "
-                f"{self._limits.blocks} KV blocks there are"
+                f"{self._limits.blocks} KV blocks available"
             )
         self._waiting.append(
             _Sequence(request=request, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
         )
 
     def schedule(self) -> tuple[Chunk, ...]:
-        """Return the next iteration; nothing when nobody can go on."""
+        """Return the next iteration; empty if no sequence can run."""
         before = self.preemptions
         chunks, left = self._continue()
         if self.preemptions == before:
             chunks += self._admit(left)
         return tuple(chunks)
 
-    def land(self, chunks: tuple[Chunk, ...]) -> tuple[int, ...]:
-        """Take in an iteration; return the requests whose answers it completes."""
+    def complete(self, chunks: tuple[Chunk, ...]) -> tuple[int, ...]:
+        """Complete an iteration; return the requests that it finishes."""
         ended = []
         for chunk in chunks:
             sequence = self._sequences.get(chunk.request)
             if sequence is None or sequence.made < sequence.new_tokens:
                 continue
             if chunk.makes_token and chunk.start + chunk.tokens == sequence.tokens - 1:
-                if sequence in self._running:  # not when it has given up its blocks
+                if sequence in self._running:  # not if it was preempted
                     self._running.remove(sequence)
                     self._pool.release(sequence.blocks)
                 del self._sequences[chunk.request]
@@ -119,14 +118,14 @@ class ChunkedScheduler:
         return tuple(ended)
 
     def _continue(self) -> tuple[list[Chunk], int]:
-        """Schedule those that run, the oldest first; return also the tokens left."""
+        """Schedule running sequences, the oldest first; return also the remaining tokens."""
         chunks: list[Chunk] = []
         left, index = self._limits.tokens, 0
         while index < len(self._running) and left > 0:
             sequence = self._running[index]
             index += 1
             if sequence.made == sequence.new_tokens:
-                continue  # its last token is being made
+                continue  # its last token is scheduled
             tokens = min(sequence.tokens - sequence.computed, left)
             if not self._make_room(sequence, tokens):
                 break
@@ -135,32 +134,32 @@ class ChunkedScheduler:
         return chunks, left
 
     def _make_room(self, sequence: _Sequence, tokens: int) -> bool:
-        """Give a sequence the blocks it needs, from the youngest if need be."""
+        """Allocate the blocks of a sequence; preempt the newest sequences if necessary."""
         missing = self._blocks_for(sequence.computed + tokens) - len(sequence.blocks)
         while missing > self._pool.free:
             victim = self._running.pop()
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self._pool.take(max(0, missing))
+        sequence.blocks += self._pool.allocate(max(0, missing))
         return True
 
     def _preempt(self, victim: _Sequence) -> None:
         self._pool.release(victim.blocks)
         if victim.made == victim.new_tokens:
-            return  # its last token is being made by an iteration ahead of whoever takes the blocks
+            return  # its last token is computed before the blocks are reused
         victim.blocks, victim.computed = [], 0
         del self._sequences[victim.request]
         self._waiting.appendleft(victim)
         self.preemptions += 1
 
     def _admit(self, left: int) -> list[Chunk]:
-        """Take waiting requests in order, each only when all of its tokens fit."""
+        """Start waiting requests in order, each only if all of its tokens fit."""
         chunks: list[Chunk] = []
         while self._waiting and left > 0 and len(self._running) < self._limits.sequences:
             sequence = self._waiting[0]
-            # The last token is computed in any case: its output is what is wanted.
-            kept = self._pool.found(
+            # The last token is always computed: its output is needed.
+            kept = self._pool.cached(
                 sequence.request, (sequence.tokens - 1) // self._limits.block_tokens
             )
             if self._blocks_for(sequence.tokens) > self._pool.free:
@@ -169,7 +168,7 @@ class ChunkedScheduler:
             sequence.computed = len(kept) * self._limits.block_tokens
             tokens = min(sequence.tokens - sequence.computed, left)
             missing = self._blocks_for(sequence.computed + tokens) - len(kept)
-            sequence.blocks = self._pool.take(missing, kept)
+            sequence.blocks = self._pool.allocate(missing, kept)
             self._running.append(sequence)
             self._sequences[sequence.request] = sequence
             chunks.append(self._advance(sequence, tokens))
@@ -181,7 +180,7 @@ class ChunkedScheduler:
         sequence.computed += tokens
         size = self._limits.block_tokens
         for index in range(start // size, sequence.computed // size):
-            self._pool.fill(sequence.blocks[index], (sequence.request, index))
+            self._pool.set_content(sequence.blocks[index], (sequence.request, index))
         makes_token = sequence.computed == sequence.tokens
         sequence.made += makes_token
         return Chunk(sequence.request, start, tokens, makes_token)

@@ -1,8 +1,7 @@
 """Hybrid micro-batches: one size for prefill and another for decode (LLM-PQ, Sec. 4.2).
 
-Prompts are prefilled ``prefill`` at a time, then all sequences circulate in micro-batches of
-``decode``. Sequences that finish leave their slot, and waiting requests take it over between steps,
-so that a file may hold more prompts than the plan has slots.
+``prefill`` prompts are prefilled at a time, then all sequences are decoded in micro-batches of
+``decode``. Waiting requests take the slots of finished sequences between steps.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ class HybridPolicy:
     """The policy of a plan's ``micro_batching``.
 
     Args:
-        micro_batching: sequences that travel together in either phase.
-        num_slots: sequences that may hold a slot at once ``B``.
+        micro_batching: sequences of a micro-batch in each phase.
+        num_slots: number of KV slots ``B``.
         num_stages: stages of the pipeline.
     """
 
     def __init__(self, *, micro_batching: MicroBatching, num_slots: int, num_stages: int) -> None:
         self._sizes = micro_batching
         self._num_stages = num_stages
-        # A slot left empty wastes decode work, a prefill of one prompt reads all weights for it
-        # alone. Refilling a quarter of the slots at once keeps both wastes small.
+        # Empty slots waste decode work; a prefill of one prompt reads all weights for it alone.
+        # Refilling a quarter of the slots at a time limits both.
         self._refill = max(1, min(micro_batching.prefill, num_slots // 4))
 
     @property
     def holds_finished(self) -> bool:
-        """A finished sequence leaves its slot at once."""
+        """False: a finished sequence releases its slot at once."""
         return False
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Prefill first, so that decode micro-batches are regrouped at full size afterwards."""
+        """Prefill first, so that decode micro-batches are full afterwards."""
         room = min(self._sizes.prefill, view.free_slots, len(view.waiting))
         if room > 0 and self._is_time_to_prefill(view, room):
             return Prefill(requests=tuple(item.request for item in islice(view.waiting, room)))
@@ -54,12 +53,10 @@ class HybridPolicy:
     def _is_time_to_decode(self, view: SchedulerView) -> bool:
         ready = len(view.ready)
         if ready < self._sizes.decode and view.num_in_flight(Phase.PREFILL):
-            # Fresh sequences wait for the others of their phase and then leave as a full
-            # micro-batch; sequences already decoding do not wait for them.
+            # New sequences wait for a full micro-batch; sequences already decoding do not.
             return any(sequence.new_tokens > 1 for sequence in view.ready)
-        # Up to as many micro-batches as stages, a smaller one costs nothing: the stages would
-        # idle. Beyond that, sequences wait to be merged, so that early ends do not leave the
-        # pipeline with ever smaller micro-batches.
+        # With fewer micro-batches than stages a small one costs nothing, as stages would idle.
+        # Otherwise sequences wait to be merged, so that micro-batches do not shrink over time.
         alive = ready + view.sequences_in_flight(Phase.DECODE)
         wanted = max(self._num_stages, -(-alive // self._sizes.decode))
         return view.num_in_flight(Phase.DECODE) < wanted

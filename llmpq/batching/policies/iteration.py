@@ -1,7 +1,7 @@
 """Iteration-level batching, first come, first served (ORCA; vLLM's scheduler without chunks).
 
-A request joins as soon as a slot is free, and a finished one leaves at once. One iteration
-prefills the newcomers and then makes one token for everyone, so that neither phase starves.
+A request starts as soon as a slot is free, and a finished one leaves at once. One iteration
+prefills new requests and then decodes one token of all sequences.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from llmpq.spec.precision import Phase
 
 
 class IterationPolicy:
-    """Joins requests to the running batch at every iteration.
+    """Adds requests to the running batch at every iteration.
 
     Args:
-        micro_batching: most sequences of a micro-batch, in either phase.
-        max_prefill_tokens: prompt tokens of one prefill micro-batch; the first request is taken
-            whatever its length.
+        micro_batching: maximum sequences of a micro-batch in each phase.
+        max_prefill_tokens: maximum prompt tokens of a prefill micro-batch with several requests.
     """
 
     def __init__(
@@ -31,22 +30,22 @@ class IterationPolicy:
 
     @property
     def holds_finished(self) -> bool:
-        """A finished sequence leaves its slot at once."""
+        """False: a finished sequence releases its slot at once."""
         return False
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Alternate between newcomers and everyone else."""
-        newcomers = self._newcomers(view)
-        if newcomers and not (self._has_prefilled and view.ready):
+        """Alternate between prefill of new requests and decode."""
+        new_requests = self._new_requests(view)
+        if new_requests and not (self._has_prefilled and view.ready):
             self._has_prefilled = True
-            return Prefill(requests=newcomers)
+            return Prefill(requests=new_requests)
         if view.ready and view.can(Phase.DECODE):
             self._has_prefilled = False
             chosen = islice(view.ready, self._sizes.decode)
             return Decode(slots=tuple(sequence.slot for sequence in chosen))
         return Wait()
 
-    def _newcomers(self, view: SchedulerView) -> tuple[int, ...]:
+    def _new_requests(self, view: SchedulerView) -> tuple[int, ...]:
         if not view.can(Phase.PREFILL):
             return ()
         chosen: list[int] = []

@@ -1,8 +1,8 @@
-"""Multi-bin batching: a batch is made of requests with about the same predicted length.
+"""Multi-bin batching: a batch has requests of similar predicted length.
 
-Requests are sorted into k bins by the predicted length of their answers. A bin that holds a full
-batch hands it to one central queue, first formed, first served (multi-bin batching, Sec. 3.1).
-The queue is not stored anywhere: which batch was formed first follows from the order of arrival.
+Requests are sorted into k bins by the predicted length of their answers. Full batches of all bins
+are served in the order in which they became full (multi-bin batching, Sec. 3.1), which follows from
+the order of arrival.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class MultiBinFormer:
 
     Args:
         batch: requests of a batch.
-        boundaries: the k - 1 lengths between k bins, rising; none is one bin, which is standard
-            batching. A length on a boundary belongs to the bin above.
-        predictor: predicts the length of an answer.
-        max_wait_s: serve an incomplete batch when the oldest waiting request has waited that long.
+        boundaries: the k - 1 boundaries of k bins, ascending. A length on a boundary belongs to the
+            bin above.
+        predictor: predicts answer lengths.
+        max_wait_s: serve an incomplete batch when the oldest request has waited that long.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class MultiBinFormer:
             raise SpecError(f"multi-bin batching: found a batch of {batch}, expected at least 1")
         if list(boundaries) != sorted(boundaries):
             raise SpecError(
-                f"multi-bin batching: found boundaries {list(boundaries)}, expected rising ones"
+                f"multi-bin batching: found boundaries {list(boundaries)}, expected ascending ones"
             )
         self._batch = batch
         self._boundaries = tuple(boundaries)
         self._predictor = predictor
         self.max_wait_s = max_wait_s
-        self._bins: dict[int, int] = {}  # request -> bin; a prediction is made once
+        self._bins: dict[int, int] = {}  # request -> bin
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
-        """Return the batch that was full first, or what must go before it is full."""
+        """Return the batch that became full first, or an incomplete one that must be served."""
         bins: list[list[int]] = [[] for _ in range(len(self._boundaries) + 1)]
         for item in view.waiting:
             members = bins[self._bin_of(item)]
             members.append(item.request)
             if len(members) == self._batch:
-                return self._leave(members)
+                return self._remove(members)
         if not must_flush(view, self.max_wait_s):
             return ()
         oldest = next(iter(view.waiting))
-        return self._leave(bins[self._bin_of(oldest)])
+        return self._remove(bins[self._bin_of(oldest)])
 
     def _bin_of(self, item: WaitingRequest) -> int:
         found = self._bins.get(item.request)
@@ -67,23 +67,23 @@ class MultiBinFormer:
             self._bins[item.request] = found
         return found
 
-    def _leave(self, members: list[int]) -> tuple[int, ...]:
+    def _remove(self, members: list[int]) -> tuple[int, ...]:
         for request in members:
             del self._bins[request]
         return tuple(members)
 
 
 def uniform_boundaries(shortest: float, longest: float, bins: int) -> tuple[float, ...]:
-    """Return the k - 1 boundaries of k equally wide bins: best for uniform lengths (Lemma 4.1)."""
+    """Return the boundaries of k bins of equal width, optimal for uniform lengths (Lemma 4.1)."""
     _check_bins(bins)
     width = (longest - shortest) / bins
     return tuple(shortest + index * width for index in range(1, bins))
 
 
 def quantile_boundaries(lengths: Sequence[float], bins: int) -> tuple[float, ...]:
-    """Return boundaries that put equally many of the given lengths into each bin.
+    """Return boundaries that put the same number of the given lengths into each bin.
 
-    Lengths that repeat can make two boundaries equal; the bin between them stays empty.
+    Repeated lengths can make two boundaries equal; the bin between them is empty.
     """
     _check_bins(bins)
     if not lengths:

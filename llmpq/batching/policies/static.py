@@ -1,8 +1,7 @@
-"""One batch at a time: it is chosen, prefilled, and decoded until its last answer is complete.
+"""Static batching: a batch is prefilled and decoded until its last answer is complete.
 
-This is what FasterTransformer does (ExeGPT, Sec. 2): finished sequences stay in the batch and are
-computed for nothing. How the batch is chosen is a part of its own: in order of arrival here, by
-predicted length in ``llmpq.batching.policies.multibin``.
+As in FasterTransformer (ExeGPT, Sec. 2), finished sequences stay in the batch. A ``BatchFormer``
+chooses the batch: in order of arrival, or by predicted length (``multibin``).
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ class BatchFormer(Protocol):
 
     @property
     def max_wait_s(self) -> float | None:
-        """How long a request may wait for its batch to be full; ``None`` is without end."""
+        """Seconds that a request may wait for a full batch; ``None`` for no limit."""
         ...
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
-        """Return the next batch; none when it is better to wait for more to arrive."""
+        """Return the next batch; empty to wait for more requests."""
         ...
 
 
 class StaticPolicy:
-    """Serves batch after batch.
+    """Serves one batch after the other.
 
     Args:
-        former: chooses a batch.
-        micro_batching: how a batch is split in either phase.
-        holds_finished: keep finished sequences in the batch (FasterTransformer). Without, they
-            leave and the batch shrinks (DeepSpeed with early termination).
+        former: chooses the batches.
+        micro_batching: maximum sequences of a micro-batch in each phase.
+        holds_finished: keep finished sequences in the batch (FasterTransformer); if false, they
+            leave it (DeepSpeed with early termination).
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class StaticPolicy:
 
     @property
     def holds_finished(self) -> bool:
-        """Whether finished sequences are computed until the whole batch is done."""
+        """Whether finished sequences stay until the whole batch is finished."""
         return self._holds_finished
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Prefill the batch to its end, then let its micro-batches circulate unchanged."""
+        """Prefill the whole batch, then decode its micro-batches unchanged."""
         if not view.waiting:
-            self._to_prefill.clear()  # what was chosen was let go (the run drains)
+            self._to_prefill.clear()  # the run drains: the chosen requests were removed
         if not (self._to_prefill or view.ready or view.in_flight):
             self._to_prefill.extend(self._former(view))
             self._groups.clear()
@@ -70,7 +69,7 @@ class StaticPolicy:
         return self._next_group(view)
 
     def _form_groups(self, view: SchedulerView) -> None:
-        """Put sequences that were just prefilled into decode micro-batches, for good."""
+        """Assign newly prefilled sequences to fixed decode micro-batches."""
         fresh = [item.request for item in view.ready if item.request not in self._groups]
         while len(fresh) >= self._sizes.decode or (fresh and not view.num_in_flight(Phase.PREFILL)):
             group, fresh = tuple(fresh[: self._sizes.decode]), fresh[self._sizes.decode :]
@@ -80,7 +79,7 @@ class StaticPolicy:
         for first in view.ready:
             group = self._groups.get(first.request)
             if group is not None:
-                # Members land together, and those that left are gone from the view.
+                # Members complete together; finished ones are no longer in the view.
                 return Decode(slots=tuple(s.slot for s in view.ready if s.request in group))
         return Wait()
 
@@ -90,8 +89,8 @@ class FirstComeFormer:
 
     Args:
         batch: requests of a batch.
-        max_wait_s: take an incomplete batch when its oldest request has waited that long;
-            ``None`` waits for as long as requests may still arrive.
+        max_wait_s: serve an incomplete batch when its oldest request has waited that long; ``None``
+            for no limit.
     """
 
     def __init__(self, *, batch: int, max_wait_s: float | None = None) -> None:
@@ -109,14 +108,14 @@ class FirstComeFormer:
 
 
 def must_flush(view: SchedulerView, max_wait_s: float | None) -> bool:
-    """Whether an incomplete batch must be served: nobody will join it, or it waited too long."""
+    """Whether an incomplete batch must be served: no request will arrive, or it waited too long."""
     flush_s = _flush_s(view, max_wait_s)
     is_late = flush_s is not None and view.now_s >= flush_s
     return bool(view.waiting) and (view.is_closed or is_late)
 
 
 def _flush_s(view: SchedulerView, max_wait_s: float | None) -> float | None:
-    """Return when the oldest request will have waited long enough; ``None`` is never."""
+    """Return when the oldest request reaches ``max_wait_s``; ``None`` for never."""
     if max_wait_s is None or not view.waiting:
         return None
     return next(iter(view.waiting)).arrival_s + max_wait_s

@@ -1,8 +1,8 @@
-"""WAA: some stages encode, others decode, at the same time (ExeGPT, Sec. 4.1).
+"""WAA: some stages encode while others decode (ExeGPT, Sec. 4.1).
 
-While one batch of ``B_E`` requests is encoded, those encoded before are decoded one iteration;
-what comes out of encoding is merged into the decoding batch, ``B_D = B_E`` times the mean answer.
-Which devices do which (WAA-C by time, WAA-M by memory) is the plan's; this decides the batches.
+While a batch of ``B_E`` requests is encoded, the decoding batch runs one iteration; encoded
+requests join it, with ``B_D = B_E`` times the mean answer. The plan assigns the devices (WAA-C by
+time, WAA-M by memory).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from llmpq.spec.precision import Phase
 
 
 class WaaPolicy:
-    """Keeps the stages of either phase busy.
+    """Dispatches encoding and decoding batches.
 
     Args:
-        admission: batch sizes and how they are kept even.
-        micro_batching: most sequences of a micro-batch; in decode that is ``B_m``.
+        admission: batch sizes and their tolerance.
+        micro_batching: maximum sequences of a micro-batch; in decode ``B_m``.
     """
 
     def __init__(self, *, admission: Admission, micro_batching: MicroBatching) -> None:
@@ -29,14 +29,14 @@ class WaaPolicy:
 
     @property
     def holds_finished(self) -> bool:
-        """A finished sequence leaves its slot at once."""
+        """False: a finished sequence releases its slot at once."""
         return False
 
     def decide(self, view: SchedulerView) -> Decision:
-        """Encode whenever the encoding stages are free, and decode whatever is ready.
+        """Encode whenever the encoding stages are free, else decode the ready sequences.
 
-        Encoding goes first: sending it off costs the master next to nothing, and a master that
-        decodes alone would never find the time for it.
+        Encoding comes first: its dispatch is short, and a master that computes decode alone would
+        otherwise starve it.
         """
         if view.can(Phase.PREFILL) and self._has_room(view):
             chosen_requests = self._admission.choose(view)[: self._sizes.prefill]
@@ -48,12 +48,12 @@ class WaaPolicy:
         return Wait()
 
     def _has_room(self, view: SchedulerView) -> bool:
-        """Whether a whole batch of ``B_E`` can begin, or there is nothing whose end makes room."""
+        """Whether a full batch of ``B_E`` fits, or no running sequence will make room for it."""
         room = min(self._admission.decode_batch - view.alive, view.free_slots)
         return room >= min(self._admission.encode_batch, len(view.waiting)) or not view.alive
 
     def _is_time_to_decode(self, view: SchedulerView) -> bool:
-        """Send full micro-batches, and a smaller one only when no other could fill it."""
+        """Whether a full micro-batch is ready, or a smaller one that cannot become full."""
         if len(view.ready) >= self._sizes.decode:
             return True
         alive = len(view.ready) + view.sequences_in_flight(Phase.DECODE)

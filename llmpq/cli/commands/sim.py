@@ -9,14 +9,20 @@ from typing import Any
 
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import make_predictor
-from llmpq.batching.workload_shift import Drift, DriftWatch, drift_of, drift_words, watch_of
+from llmpq.batching.workload_shift import (
+    LengthMonitor,
+    WorkloadShift,
+    compare_lengths,
+    describe_shift,
+    make_length_monitor,
+)
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.options import add_policy_options, prediction_of, schedule_of
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
-from llmpq.sim.timeline import chrome_trace
+from llmpq.sim.report import chrome_trace
 from llmpq.spec import catalog
 from llmpq.spec.fields import write_text
 from llmpq.spec.lengths import constant, load_lengths
@@ -93,29 +99,29 @@ def _run(options: argparse.Namespace) -> int:
     prompts = [item.prompt_tokens for item in trace]
     predictor = make_predictor(prediction_of(options), prompts, answers)
     policy = make_policy(schedule, shape, predictor)
-    watch = watch_of(schedule, policy, replans=options.replan)
+    monitor = make_length_monitor(schedule, policy, replans=options.replan)
     report = simulate(
         _costs(plan, options.profile),
         policy,
         trace,
         num_slots=plan.workload.batch,
         with_activities=options.trace_out is not None,
-        watch=watch,
+        monitor=monitor,
     )
     if options.trace_out is not None:
         write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))
     record = {"policy": schedule.policy, "skipped": skipped, **report.to_json()}
-    drift = drift_of(schedule, answers)
-    if drift is not None and watch is not None:
-        record["drift"] = drift.to_json(watch.adjusted)
+    drift = compare_lengths(schedule, answers)
+    if drift is not None and monitor is not None:
+        record["drift"] = drift.to_json(monitor.adjusted)
     for stage, name in zip(record["stages"], _stage_names(plan), strict=True):
         stage["device"] = name
     if options.json:
         print_json(record)
     else:
         print(_text(plan, record, report))
-        if drift is not None and watch is not None and drift.is_notable:
-            print(_drift_text(drift, watch))
+        if drift is not None and monitor is not None and drift.is_notable:
+            print(_drift_text(drift, monitor))
     return 0
 
 
@@ -159,15 +165,15 @@ def _stage_names(plan: Plan) -> list[str]:
     return [plan.device_of(stage).label for stage in plan.stages]
 
 
-def _drift_text(drift: Drift, watch: DriftWatch) -> str:
-    if watch.adjusted:
-        advice = f"went on with {', '.join(map(str, watch.adjusted))} decode iterations"
+def _drift_text(drift: WorkloadShift, monitor: LengthMonitor) -> str:
+    if monitor.adjusted:
+        advice = f"went on with {', '.join(map(str, monitor.adjusted))} decode iterations"
     elif drift.suggested is not None:
         advice = f"--replan would take {drift.suggested.decode_iterations} decode iterations"
     else:
         advice = "other stages would suit them"
     return (
-        f"drift          {drift_words(drift)}; {advice}; a bound is kept only by a new search "
+        f"drift          {describe_shift(drift)}; {advice}; a bound is kept only by a new search "
         "(llmpq-algo --policy, with --lengths of these)"
     )
 

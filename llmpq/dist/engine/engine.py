@@ -32,7 +32,7 @@ from llmpq.batching import (
     WaitingRequest,
     uniform_depth,
 )
-from llmpq.batching.workload_shift import DriftWatch
+from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.dist.engine.policy import in_order
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import PHASES, StageRunner
@@ -150,7 +150,7 @@ class MasterEngine:
         num_slots: KV slots of every stage.
         depth: how many micro-batches may be in flight; by default from the number of ranks.
         prefill_runner: the master's part of a prefill where prefill has stages of its own.
-        watch: compares answers with the policy's schedule; ``None`` without one.
+        monitor: compares answers with the policy's schedule; ``None`` without one.
         first_number: number of the first micro-batch; an engine that follows another one on the
             same ranks continues from that one's ``next_number``.
     """
@@ -167,7 +167,7 @@ class MasterEngine:
         num_slots: int,
         depth: PipelineDepth | None = None,
         prefill_runner: StageRunner | None = None,
-        watch: DriftWatch | None = None,
+        monitor: LengthMonitor | None = None,
         first_number: int = 0,
     ) -> None:
         self._master = master
@@ -177,9 +177,9 @@ class MasterEngine:
         self._sampler = sampler
         self._clock = clock
         self._scheduler = Scheduler(
-            policy=policy, num_slots=num_slots, watch=watch, first_number=first_number
+            policy=policy, num_slots=num_slots, monitor=monitor, first_number=first_number
         )
-        self._watch = watch
+        self._monitor = monitor
         self._holds_finished = policy.holds_finished
         self._depth = depth or uniform_depth(1 if communicator is None else len(communicator.names))
         # Steps in flight by phase, in order; phases that share their stages share one queue.
@@ -237,7 +237,7 @@ class MasterEngine:
             elapsed_s=self._now_s(),
             prefill_s=self._prefill_s,
             records=tuple(sorted(self._records, key=lambda record: record.request)),
-            adjusted=() if self._watch is None else self._watch.adjusted,
+            adjusted=() if self._monitor is None else self._monitor.adjusted,
         )
 
     def _step(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:

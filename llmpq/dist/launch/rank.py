@@ -40,7 +40,7 @@ from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.measurement import HeldBytes, Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
-from llmpq.dist.metrics.report import watch_for
+from llmpq.dist.metrics.report import length_monitor_for
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
@@ -477,7 +477,7 @@ class MasterRank:
             num_slots=plan.workload.batch,
             depth=depth,
             prefill_runner=_no_layers(self._device) if plan.is_split else None,
-            watch=watch_for(self._schedule, policy, self._context.drift),
+            monitor=length_monitor_for(self._schedule, policy, self._context.drift),
             first_number=self._next_number,
         )
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.batching import BatchingPolicy, summarise
-from llmpq.batching.workload_shift import Drift, DriftWatch, drift_of, drift_words, watch_of
+from llmpq.batching.workload_shift import (
+    LengthMonitor,
+    WorkloadShift,
+    compare_lengths,
+    describe_shift,
+    make_length_monitor,
+)
 from llmpq.dist.io.job import DriftHandling
 from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.logging import get_logger
@@ -250,27 +256,27 @@ def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
     return (*cells, f"{stage['busy_fraction']:.0%}", f"{stage['wait_fraction']:.0%}")
 
 
-def watch_for(
+def length_monitor_for(
     schedule: Schedule, policy: BatchingPolicy, handling: DriftHandling
-) -> DriftWatch | None:
-    """Return the watch over answer lengths, ``None`` if the schedule does not depend on lengths.
+) -> LengthMonitor | None:
+    """Return the monitor of answer lengths, ``None`` if the schedule does not depend on lengths.
 
     When it notices a drift, it writes the lengths so far.
     """
-    watch: DriftWatch | None = None
+    monitor: LengthMonitor | None = None
 
-    def tell(drift: Drift) -> None:
-        assert watch is not None
+    def on_shift(drift: WorkloadShift) -> None:
+        assert monitor is not None
         logger.info("%s", drift_message(drift, schedule, handling))
         if handling.lengths is not None:
-            write_lengths(handling.lengths, watch.observed)
+            write_lengths(handling.lengths, monitor.observed)
 
-    watch = watch_of(schedule, policy, replans=handling.replans, tell=tell)
-    return watch
+    monitor = make_length_monitor(schedule, policy, replans=handling.replans, on_shift=on_shift)
+    return monitor
 
 
 def drift_message(
-    drift: Drift, schedule: Schedule, handling: DriftHandling, adjusted: Sequence[int] = ()
+    drift: WorkloadShift, schedule: Schedule, handling: DriftHandling, adjusted: Sequence[int] = ()
 ) -> str:
     """Return the message about a drift: what was observed, what the run does, what else helps.
 
@@ -288,7 +294,7 @@ def drift_message(
         own = f"{does} {drift.suggested.decode_iterations} decode iterations; "
     file = "FILE" if handling.lengths is None else handling.lengths
     return (
-        f"drift: {drift_words(drift)}; {own}a latency bound is kept only by a new search: "
+        f"drift: {describe_shift(drift)}; {own}a latency bound is kept only by a new search: "
         f"llmpq-algo --policy {schedule.policy} --lengths {file}"
     )
 
@@ -298,10 +304,10 @@ def write_lengths(file: Path, new_tokens: Sequence[int]) -> None:
     write_text(file, dump_json(lengths_to_json(empirical(new_tokens))))
 
 
-def drift_of_run(schedule: Schedule, measurement: Measurement) -> Drift | None:
+def drift_of_run(schedule: Schedule, measurement: Measurement) -> WorkloadShift | None:
     """Compare all answers of a run with its schedule; ``None`` if it does not depend on lengths."""
     lengths = lengths_of(measurement)
-    return drift_of(schedule, lengths) if lengths else None
+    return compare_lengths(schedule, lengths) if lengths else None
 
 
 def lengths_of(measurement: Measurement) -> list[int]:

@@ -15,7 +15,7 @@ from llmpq.assigner.schedules.rra import RraSpace, ScheduleTask, best_rra
 from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
-from llmpq.sim import Hop, Layout, Shape, simulate, straight
+from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
 from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -33,24 +33,24 @@ class Costs:
     token_s: float = 3e-5
 
     @property
-    def layout(self) -> Layout:
-        return straight(self.stages)
+    def layout(self) -> PipelineLayout:
+        return linear_layout(self.stages)
 
-    def stage_s(self, _: int, shape: Shape) -> float:
+    def stage_s(self, _: int, shape: BatchShape) -> float:
         if shape.phase is Phase.PREFILL:
             return max(self.floor_s, self.token_s * shape.rows * shape.longest)
         return max(self.floor_s, self.row_s * shape.rows * (1 + shape.mean / 500))
 
-    def embed_s(self, _: Shape) -> float:
+    def embed_s(self, _: BatchShape) -> float:
         return 1e-4
 
-    def project_s(self, shape: Shape) -> float:
+    def project_s(self, shape: BatchShape) -> float:
         return 3e-4 + 2e-6 * shape.rows
 
-    def hop(self, _: int, shape: Shape) -> Hop:
+    def hop(self, _: int, shape: BatchShape) -> Hop:
         return Hop(1e-5, 5e-5 + 1e-7 * shape.rows)
 
-    def handover_s(self, _: Shape) -> float:
+    def handover_s(self, _: BatchShape) -> float:
         return 0.0
 
 

@@ -14,7 +14,7 @@ from llmpq.assigner.schedules.rra import ScheduleTask
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
-from llmpq.sim import Hop, Layout, Shape, simulate, straight
+from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
 from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import draw_trace
@@ -33,15 +33,15 @@ class Costs:
     handover: float = 1e-3
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> PipelineLayout:
         ranks = self.decoding + self.prefilling
         return replace(
-            straight(ranks),
+            linear_layout(ranks),
             prefill_path=(0, *range(self.decoding, ranks)),
             decode_path=tuple(range(self.decoding)),
         )
 
-    def stage_s(self, rank: int, shape: Shape) -> float:
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
         if (rank < self.decoding) is (shape.phase is Phase.PREFILL):
             return 0.0
         if shape.phase is Phase.PREFILL:
@@ -49,16 +49,16 @@ class Costs:
             return seconds / self.prefilling
         return max(self.floor_s, self.row_s * shape.rows * (1 + shape.mean / 500)) / self.decoding
 
-    def embed_s(self, _: Shape) -> float:
+    def embed_s(self, _: BatchShape) -> float:
         return 1e-4
 
-    def project_s(self, shape: Shape) -> float:
+    def project_s(self, shape: BatchShape) -> float:
         return 3e-4 + 2e-6 * shape.rows
 
-    def hop(self, _: int, shape: Shape) -> Hop:
+    def hop(self, _: int, shape: BatchShape) -> Hop:
         return Hop(1e-5, 5e-5 + 1e-7 * shape.rows)
 
-    def handover_s(self, _: Shape) -> float:
+    def handover_s(self, _: BatchShape) -> float:
         return self.handover
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.ranks import make_plan
 
-from llmpq.batching.workload_shift import COHORT
+from llmpq.batching.workload_shift import GROUP_REQUESTS
 from llmpq.cli.commands.dist import main
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import write_plan
@@ -153,7 +153,7 @@ def test_run_reports_a_workload_shift(files, capfd, tmp_path, replan):
     write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
     lines = [
         {"id": number, "prompt_token_ids": [1, 2], "max_new_tokens": 5, "ignore_eos": True}
-        for number in range(COHORT + 6)
+        for number in range(GROUP_REQUESTS + 6)
     ]
     files["--prompts"].write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "seen.json"

@@ -3,8 +3,8 @@
 import pytest
 
 from llmpq.batching.policies.chunked import ChunkLimits
-from llmpq.sim.iterations import simulate_iterations
 from llmpq.spec.trace import TraceRequest
+from scripts.reproduce.iterations import simulate_iterations
 
 LIMITS = ChunkLimits(tokens=4, sequences=8, blocks=64, block_tokens=4)
 

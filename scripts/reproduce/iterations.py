@@ -1,7 +1,7 @@
-"""One worker in simulated time whose iterations mix prompts and decode steps (chunked prefill).
+"""Simulate one worker with chunked prefill.
 
-The next iteration is scheduled while one is computed, so that the worker never waits for its host;
-a request that arrives meanwhile is seen when an iteration ends.
+The next iteration is scheduled while one is computed; a request that arrives meanwhile is
+considered when an iteration ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ IterationCost = Callable[[Sequence[Chunk]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationsReport:
-    """What a run took.
+    """Results of a simulation.
 
     Attributes:
         requests: one record each, in order of their numbers.
         iterations: how many there were.
-        preemptions: sequences that had to give up their memory.
+        preemptions: number of preempted sequences.
         work_s: seconds the worker was busy.
     """
 
@@ -44,7 +44,7 @@ class IterationsReport:
 def simulate_iterations(
     cost: IterationCost, trace: Sequence[TraceRequest], limits: ChunkLimits, *, ahead: int = 2
 ) -> IterationsReport:
-    """Play a trace.
+    """Simulate a trace.
 
     Args:
         cost: seconds of an iteration.
@@ -54,7 +54,7 @@ def simulate_iterations(
 
     Raises:
         CapacityError: a request does not fit into memory.
-        LlmpqError: nobody can go on.
+        LlmpqError: no request can continue.
     """
     return _Run(cost, trace, limits, ahead).run()
 
@@ -79,11 +79,11 @@ class _Run:
             if len(self._out) < self._ahead and self._send():
                 continue
             if self._out:
-                self._land()
+                self._complete_next()
             elif self._arrived < len(self._trace):
                 self._now_s = self._trace[self._arrived].arrival_s
             else:
-                raise LlmpqError("chunked prefill: requests are left, and none can go on")
+                raise LlmpqError("chunked prefill: requests are left, and none can continue")
         return IterationsReport(
             requests=tuple(self._record(number) for number in range(len(self._trace))),
             iterations=self._iterations,
@@ -112,12 +112,12 @@ class _Run:
         self._iterations += 1
         return True
 
-    def _land(self) -> None:
+    def _complete_next(self) -> None:
         self._now_s, chunks = self._out.popleft()
         for chunk in chunks:
             if chunk.makes_token and self._first_s[chunk.request] < 0:
                 self._first_s[chunk.request] = self._now_s
-        for request in self._scheduler.land(chunks):
+        for request in self._scheduler.complete(chunks):
             self._end_s[request] = self._now_s
             self._left -= 1
 

@@ -12,7 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching import MultiBinFormer, StaticPolicy
-from llmpq.batching.binning import (
+from llmpq.batching.length import OraclePredictor
+from llmpq.batching.policies.multibin import uniform_boundaries
+from llmpq.errors import SpecError
+from llmpq.spec.plan import MicroBatching
+from scripts.reproduce.binning import (
     bins_needed,
     exponential_boundaries,
     exponential_service_bound_s,
@@ -20,10 +24,6 @@ from llmpq.batching.binning import (
     uniform_service_s,
     uniform_throughput,
 )
-from llmpq.batching.length import OraclePredictor
-from llmpq.batching.policies.multibin import uniform_boundaries
-from llmpq.errors import SpecError
-from llmpq.spec.plan import MicroBatching
 
 
 @pytest.mark.parametrize("bins", [1, 2, 3, 4, 8, 16, 32])
