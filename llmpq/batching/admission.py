@@ -42,7 +42,7 @@ class Admission:
     def choose(self, view: SchedulerView) -> tuple[int, ...]:
         """Return the requests to encode now, in order of arrival; may be empty."""
         most = self.encode_batch
-        if self._is_small(view.alive + most):
+        if view.alive + most < self._smallest:
             most += max(1, round(self.encode_batch * self.threshold))
         return self.take(view, most)
 
@@ -51,7 +51,7 @@ class Admission:
 
         ``encode_batch``, or more when the decoding batch is too small, as at the start of a run.
         """
-        if not self._is_small(alive + self.encode_batch):
+        if alive + self.encode_batch >= self._smallest:
             return self.encode_batch
         return max(self.encode_batch, math.ceil(self._smallest) - alive)
 
@@ -74,6 +74,3 @@ class Admission:
     @property
     def _smallest(self) -> float:
         return self.decode_batch * (1 - self.threshold)
-
-    def _is_small(self, alive: int) -> bool:
-        return alive < self._smallest

@@ -33,8 +33,8 @@ BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
 class SlotAllocator:
     """Free and owned slots; every slot has at most one owner.
 
-    The lowest free slot is given out first, so that live sequences stay together at the front of
-    the cache: the compaction that early ends call for (ExeGPT, Sec. 3) without moving a byte.
+    The lowest free slot is allocated first, which keeps live sequences at the front of the cache
+    without copies (compaction in ExeGPT, Sec. 3).
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -74,12 +74,12 @@ class SlotAllocator:
 
 
 class Scheduler:
-    """All requests of a run.
+    """The requests of a run: queue, slots and micro-batches in flight.
 
     Args:
         policy: decides what to dispatch next.
-        num_slots: sequences that may hold a slot at once.
-        monitor: records every answer that begins and ends; ``None`` for no record.
+        num_slots: number of KV slots.
+        monitor: receives started requests and finished answers.
         first_number: number of the first micro-batch.
 
     Attributes:
@@ -213,10 +213,7 @@ class Scheduler:
         return tuple(finished)
 
     def _release_batch(self) -> None:
-        """Free the slots of a batch whose last answer is complete.
-
-        Members still in flight are finished too; their slots are freed when they complete.
-        """
+        """Free the slots of a finished batch; members in flight are freed when they complete."""
         for slot in self._ready:
             self._slots.release(slot)
         self._ready.clear()

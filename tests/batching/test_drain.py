@@ -72,7 +72,7 @@ def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
     assert sorted(begun | set(dropped)) == list(range(len(wanted)))
 
 
-def test_a_drained_scheduler_admits_no_request():
+def test_drained_scheduler_admits_no_request():
     scheduler = Scheduler(policy=IterationPolicy(micro_batching=SIZES), num_slots=SLOTS)
     scheduler.drain()
     with pytest.raises(LlmpqError, match="after the last one"):

@@ -56,7 +56,7 @@ def test_prefills_everything_then_decodes_in_full_micro_batches():
     assert [len(d.slots) for d in steps[4:] if isinstance(d, Decode)] == [4, 4, 4, 4]
 
 
-def test_a_sequence_joins_when_a_slot_is_free():
+def test_sequence_starts_when_a_slot_is_free():
     view = SchedulerView(
         waiting=[WaitingRequest(request=7, prompt_tokens=2)],
         ready=[ReadySequence(request=0, slot=0, context_tokens=5, new_tokens=2)],
@@ -88,7 +88,7 @@ def test_running_sequences_do_not_wait_for_a_prefill():
         Decode(slots=()),
     ],
 )
-def test_check_decision_refuses(decision):
+def test_check_decision_rejects_invalid_decisions(decision):
     view = SchedulerView(
         waiting=[WaitingRequest(request=r, prompt_tokens=1) for r in (1, 2)],
         ready=[ReadySequence(request=0, slot=0, context_tokens=2, new_tokens=1)],

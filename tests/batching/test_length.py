@@ -1,4 +1,4 @@
-"""Predictors: the error they state is the error they make."""
+"""Length predictors and bin boundaries."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def _request(number: int, prompt_tokens: int = 5) -> WaitingRequest:
     return WaitingRequest(request=number, prompt_tokens=prompt_tokens)
 
 
-def test_the_oracle_knows():
+def test_oracle_returns_the_true_length():
     assert OraclePredictor([4, 9])(_request(1)) == 9
     with pytest.raises(LlmpqError, match="no length is known of request 2"):
         OraclePredictor([4, 9])(_request(2))
 
 
-def test_the_empirical_predictor_knows_the_mean():
+def test_empirical_predictor_returns_the_mean():
     assert EmpiricalPredictor([1, 2, 6])(_request(0)) == 3
     with pytest.raises(SpecError):
         EmpiricalPredictor([])
 
 
-def test_noise_has_the_stated_size():
+def test_noise_has_the_given_deviation():
     noisy = NoisyPredictor(OraclePredictor([100] * 4000), sigma=0.3, seed=1)
     logs = [math.log(noisy(_request(number)) / 100) for number in range(4000)]
     assert abs(mean(logs)) < 0.02
@@ -50,7 +50,7 @@ def test_regression_recovers_a_line():
         RegressionPredictor([1], [])
 
 
-def test_boundaries():
+def test_uniform_and_quantile_boundaries():
     assert uniform_boundaries(1, 20, 1) == ()
     assert uniform_boundaries(0, 20, 4) == (5, 10, 15)
     assert quantile_boundaries(range(100), 4) == (25, 50, 75)

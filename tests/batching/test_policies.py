@@ -86,7 +86,7 @@ def test_every_request_gets_exactly_its_tokens(name, workload):
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(workload=workloads())
-def test_only_a_held_batch_computes_for_nothing(name, workload):
+def test_only_a_held_batch_computes_finished_sequences(name, workload):
     pipeline, sizes = workload
     policy = POLICIES[name](pipeline.num_slots, sizes, list(pipeline.wanted))
     pipeline.run(policy)
@@ -96,7 +96,7 @@ def test_only_a_held_batch_computes_for_nothing(name, workload):
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(workload=workloads())
-def test_equal_views_get_equal_answers(name, workload):
+def test_equal_views_give_equal_decisions(name, workload):
     first, sizes = workload
     second = Pipeline(first.wanted, first.num_slots, first.limit, first.arrivals)
     for pipeline in (first, second):
@@ -118,7 +118,7 @@ def test_static_batches_wait_for_their_last_member():
     assert pipeline.computed == 2 * 4 + 2 * 2  # request 0 is computed three times for nothing
 
 
-def test_multi_bin_serves_the_paper_s_example():
+def test_multi_bin_equals_the_example_of_the_paper():
     wanted = [1, 5, 2, 6]  # Figure 1(b): 11 steps in order of arrival, 8 in two bins
     sizes = MicroBatching(prefill=2, decode=2)
     predictor = OraclePredictor(wanted)
@@ -165,7 +165,7 @@ class Watched(RraPolicy):
         return decision
 
 
-def test_rra_encodes_before_the_last_micro_batch_of_a_cycle_is_back():
+def test_rra_encodes_before_the_last_micro_batch_of_a_cycle_completes():
     pipeline = Pipeline([3, 9, 9, 9] * 5, num_slots=4, limit=2)
     policy = Watched(
         admission=Admission(encode_batch=1, decode_batch=4, threshold=0.0),
@@ -177,7 +177,7 @@ def test_rra_encodes_before_the_last_micro_batch_of_a_cycle_is_back():
 
 
 @pytest.mark.parametrize(("free", "phase"), [(2, "prefill"), (1, "prefill"), (0, "decode")])
-def test_rra_never_waits_for_room_that_others_may_make(free, phase):
+def test_rra_does_not_wait_for_slots_in_use(free, phase):
     policy = RraPolicy(
         admission=Admission(encode_batch=2, decode_batch=6, threshold=0.0),
         decode_iterations=1,
@@ -202,7 +202,7 @@ def test_rra_never_waits_for_room_that_others_may_make(free, phase):
         assert len(decision.requests) == free
 
 
-def test_rra_begins_with_a_batch_large_enough_to_decode():
+def test_rra_starts_with_a_full_decoding_batch():
     pipeline = Pipeline([20] * 40, num_slots=16, limit=1)
     policy = RraPolicy(
         admission=Admission(encode_batch=2, decode_batch=16),
@@ -227,7 +227,7 @@ def test_rra_keeps_its_decoding_batch_near_the_mean():
     assert sum(decodes) / len(decodes) > 0.7 * 24
 
 
-def test_waa_merges_what_was_encoded_into_one_decoding_batch():
+def test_waa_merges_encoded_requests_into_one_decoding_batch():
     pipeline = Pipeline([8] * 40, num_slots=16, limit=2)
     policy = WaaPolicy(
         admission=Admission(encode_batch=2, decode_batch=16),
@@ -238,7 +238,7 @@ def test_waa_merges_what_was_encoded_into_one_decoding_batch():
     assert max(size for phase, size in pipeline.sizes if phase == "decode") > 6
 
 
-def test_iterations_join_requests_while_others_decode():
+def test_iteration_policy_adds_requests_while_others_decode():
     pipeline = Pipeline([9, 9, 9], num_slots=3, limit=1, arrivals=[0, 3, 6])
     pipeline.run(IterationPolicy(micro_batching=MicroBatching(prefill=3, decode=3)))
     sizes = [size for phase, size in pipeline.sizes if phase == "decode"]

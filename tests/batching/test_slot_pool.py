@@ -38,7 +38,7 @@ class SlotsHaveOneOwner(RuleBasedStateMachine):
         self.pool.release(slot)
 
     @rule(slot=st.integers(-1, 5))
-    def release_what_nobody_owns(self, slot):
+    def release_a_free_slot(self, slot):
         if slot not in self.owned:
             with pytest.raises(LlmpqError):
                 self.pool.release(slot)

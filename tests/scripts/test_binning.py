@@ -1,4 +1,4 @@
-"""Multi-bin theory against Monte Carlo, perturbation and the policy itself."""
+"""Multi-bin theory compared with Monte Carlo, perturbed boundaries and the policy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scripts.reproduce.binning import (
 
 
 @pytest.mark.parametrize("bins", [1, 2, 3, 4, 8, 16, 32])
-def test_throughput_follows_the_theorem(bins):
+def test_throughput_equals_the_theorem(bins):
     draws = np.random.default_rng(bins)
     low, high, batch, rounds = 1.0, 20.0, 8, 40_000
     width = (high - low) / bins
@@ -38,7 +38,7 @@ def test_throughput_follows_the_theorem(bins):
     )
 
 
-def test_more_bins_approach_perfect_batches():
+def test_throughput_approaches_that_of_perfect_batches():
     values = [uniform_throughput(1, 20, 128, bins) for bins in (1, 2, 4, 8, 1000)]
     assert values == sorted(values)
     assert values[-1] == pytest.approx(128 / 10.5, rel=1e-3)
@@ -50,7 +50,7 @@ def test_more_bins_approach_perfect_batches():
     batch=st.integers(2, 64),
     share=st.floats(0.05, 0.98),
 )
-def test_bins_needed_is_the_smallest_number_that_reaches_it(low, spread, batch, share):
+def test_bins_needed_is_minimal(low, spread, batch, share):
     one = uniform_throughput(low, low + spread, batch, 1)
     perfect = batch / (low + spread / 2)
     wanted = one + share * (perfect - one)
@@ -59,13 +59,13 @@ def test_bins_needed_is_the_smallest_number_that_reaches_it(low, spread, batch, 
     assert bins == 1 or uniform_throughput(low, low + spread, batch, bins - 1) < wanted * (1 + 1e-9)
 
 
-def test_what_no_bins_reach_is_refused():
+def test_unreachable_throughput_raises_an_error():
     with pytest.raises(SpecError, match="no number of bins"):
         bins_needed(1, 20, 8, 8 / 10.5)
 
 
 @given(data=st.data(), bins=st.integers(2, 6), batch=st.integers(2, 32))
-def test_even_bins_are_best_for_uniform_lengths(data, bins, batch):
+def test_equal_bins_are_optimal_for_uniform_lengths(data, bins, batch):
     best = uniform_service_s(1, 20, batch, bins)
     inner = data.draw(st.lists(st.floats(1, 20), min_size=bins - 1, max_size=bins - 1))
     assert uniform_bin_mix_service_s([1, *sorted(inner), 20], batch) >= best - 1e-9
@@ -74,7 +74,7 @@ def test_even_bins_are_best_for_uniform_lengths(data, bins, batch):
 
 
 @given(seed=st.integers(0, 10_000), bins=st.integers(2, 6), batch=st.integers(2, 64))
-def test_exponential_boundaries_minimise_their_bound(seed, bins, batch):
+def test_exponential_boundaries_minimise_the_bound(seed, bins, batch):
     chance = random.Random(seed)
     best = exponential_boundaries(3.0, batch, bins)
     bound = exponential_service_bound_s(3.0, batch, best)
@@ -82,7 +82,7 @@ def test_exponential_boundaries_minimise_their_bound(seed, bins, batch):
     assert exponential_service_bound_s(3.0, batch, moved) >= bound - 1e-9
 
 
-def test_the_exponential_bound_is_one():
+def test_exponential_bound_holds():
     draws = np.random.default_rng(1)
     batch, bins = 16, 4
     edges = np.array(exponential_boundaries(1.0, batch, bins))
@@ -109,7 +109,7 @@ def rounds_of(lengths, boundaries, batch):
 
 
 @pytest.mark.parametrize("bins", [1, 2, 4, 8])
-def test_the_policy_serves_each_batch_as_long_as_its_longest_answer(bins):
+def test_policy_serves_batches_until_the_longest_answer(bins):
     chance = random.Random(bins)
     lengths = [chance.randint(1, 200) for _ in range(400)]
     boundaries = uniform_boundaries(0.5, 200.5, bins)
@@ -121,7 +121,7 @@ def test_the_policy_serves_each_batch_as_long_as_its_longest_answer(bins):
 
 
 @pytest.mark.parametrize("bins", [1, 2, 4, 8, 16, 32])
-def test_such_batches_reach_what_the_theorem_promises(bins):
+def test_batches_reach_the_throughput_of_the_theorem(bins):
     # Every length equally often: what is left to chance is who shares a batch.
     lengths = np.random.default_rng(bins).permutation(np.tile(np.arange(1, 201), 1000)).tolist()
     measured = len(lengths) / rounds_of(lengths, uniform_boundaries(0.5, 200.5, bins), 10)

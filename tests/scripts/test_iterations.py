@@ -1,4 +1,4 @@
-"""A worker whose iterations mix prompts and decode steps, in simulated time."""
+"""Simulation of one worker with chunked prefill."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def _request(arrival_s, prompt, new):
     return TraceRequest(arrival_s=arrival_s, prompt_tokens=prompt, new_tokens=new)
 
 
-def test_a_request_alone_takes_its_chunks_and_its_steps():
+def test_single_request_takes_its_chunks_and_steps():
     report = simulate_iterations(lambda _: 1.0, [_request(2.0, 10, 5)], LIMITS)
     (record,) = report.requests
     assert (record.start_s, record.first_token_s, record.end_s) == (2.0, 5.0, 9.0)
@@ -29,7 +29,7 @@ def test_iterations_are_scheduled_one_ahead():
     assert (late.start_s, late.end_s) == (1.0, 3.0)
 
 
-def test_work_is_what_iterations_cost():
+def test_work_is_the_sum_of_iteration_costs():
     trace = [_request(0.0, 3, 2), _request(0.0, 3, 2)]
     report = simulate_iterations(lambda chunks: sum(c.tokens for c in chunks) / 8, trace, LIMITS)
     assert report.work_s == pytest.approx(8 / 8)

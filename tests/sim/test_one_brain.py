@@ -1,7 +1,7 @@
 """The runtime's engine and the simulator, on one trace and one clock, decide the same.
 
 The engine runs as it is, with stages, ends and clock replaced: a ring of stages that only take
-time, ``Master`` and ``StageRunner`` that advance the clock, and tokens that nobody reads. Costs are
+time, ``Master`` and ``StageRunner`` that advance the clock, and dummy tokens. Costs are
 multiples of a power of two, so that sums of them are exact in any order.
 """
 

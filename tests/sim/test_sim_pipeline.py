@@ -70,7 +70,7 @@ def _hybrid(size: int, slots: int, stages: int) -> HybridPolicy:
     new_tokens=st.integers(1, 6),
     link_s=st.floats(0, 1),
 )
-def test_one_micro_batch_takes_the_sum_of_its_way(prefill, decode_s, batches, new_tokens, link_s):
+def test_one_micro_batch_takes_the_sum_of_its_path(prefill, decode_s, batches, new_tokens, link_s):
     costs = FlatCosts(tuple(prefill), (decode_s,) * len(prefill), link_s)
     report = simulate(costs, _hybrid(4, 4, len(prefill)), _batch(4, new_tokens), num_slots=4)
     links = 0 if len(prefill) == 1 else link_s * len(prefill)
@@ -78,7 +78,7 @@ def test_one_micro_batch_takes_the_sum_of_its_way(prefill, decode_s, batches, ne
     assert report.makespan_s == pytest.approx(sum(prefill) + links + rounds)
 
 
-def test_the_steady_state_is_set_by_the_slowest_stage():
+def test_steady_state_is_limited_by_the_slowest_stage():
     # LLM-PQ, Sec. 4.3 as we state it: a round costs micro-batches times the slowest stage.
     costs = FlatCosts((1.0, 3.0), (1.0, 3.0))
     report = simulate(costs, _hybrid(2, 8, 2), _batch(8, 21), num_slots=8)
@@ -89,7 +89,7 @@ def test_the_steady_state_is_set_by_the_slowest_stage():
 
 
 @given(seed=st.integers(0, 500), stages=st.integers(1, 3))
-def test_time_only_passes_and_every_token_is_made(seed, stages):
+def test_time_is_monotone_and_every_token_is_generated(seed, stages):
     trace = draw_trace(20, uniform(1, 20), uniform(1, 12), requests_per_s=2.0, seed=seed)
     costs = FlatCosts((0.3,) * stages, (0.1,) * stages, 0.01, 0.02, 0.03)
     policy = IterationPolicy(micro_batching=MicroBatching(prefill=3, decode=4))
@@ -105,7 +105,7 @@ def test_time_only_passes_and_every_token_is_made(seed, stages):
         )
 
 
-def test_a_held_batch_costs_what_its_longest_member_takes():
+def test_held_batch_costs_as_much_as_its_longest_member():
     costs = FlatCosts((1.0,), (1.0,))
     trace = [
         TraceRequest(arrival_s=0, prompt_tokens=1, new_tokens=tokens) for tokens in (1, 5, 2, 6)
@@ -117,7 +117,7 @@ def test_a_held_batch_costs_what_its_longest_member_takes():
     assert report.makespan_s == pytest.approx(11)  # multi-bin batching, Figure 1(b)
 
 
-def test_the_clock_jumps_to_the_next_arrival():
+def test_clock_advances_to_the_next_arrival():
     costs = FlatCosts((1.0,), (1.0,))
     trace = [
         TraceRequest(arrival_s=2, prompt_tokens=1, new_tokens=1),
@@ -141,7 +141,7 @@ class SharedCosts(FlatCosts):
         return replace(linear_layout(stages), hosts=("one",) * stages, cores={"one": self.cores})
 
 
-def test_workers_share_cores_while_they_both_work():
+def test_busy_workers_share_cores():
     free = simulate(FlatCosts((1.0, 1.0), (1.0, 1.0)), _hybrid(2, 8, 2), _batch(8, 9), num_slots=8)
     shared = SharedCosts((1.0, 1.0), (1.0, 1.0))
     report = simulate(shared, _hybrid(2, 8, 2), _batch(8, 9), num_slots=8)
@@ -164,7 +164,7 @@ class SplitCosts(FlatCosts):
 
 
 @pytest.mark.parametrize("handover", [0.0, 0.5])
-def test_split_stages_prefill_and_decode_at_the_same_time(handover):
+def test_split_stages_prefill_and_decode_concurrently(handover):
     costs = SplitCosts((0.0, 4.0, 0.0), (0.0, 0.0, 1.0), handover=handover)
     policy = WaaPolicy(
         admission=Admission(encode_batch=1, decode_batch=8, threshold=0.0),

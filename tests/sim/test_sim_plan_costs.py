@@ -46,18 +46,18 @@ def on_cpu():
     return _plan("cpu")
 
 
-def test_a_cpu_reads_each_row_as_far_as_it_goes(on_cpu):
+def test_cpu_decode_costs_the_mean_context(on_cpu):
     costs = PlanCosts(*on_cpu)
     assert costs.stage_s(0, RAGGED) == costs.stage_s(0, EVEN)
 
 
-def test_a_gpu_reads_every_row_as_far_as_the_longest():
+def test_gpu_decode_costs_the_longest_context():
     costs = PlanCosts(*_plan("A100-80G"))
     assert costs.stage_s(0, RAGGED) == costs.stage_s(0, replace(RAGGED, total=4 * 160))
     assert costs.stage_s(0, RAGGED) > costs.stage_s(0, EVEN)
 
 
-def test_prompts_are_padded_everywhere(on_cpu):
+def test_prefill_costs_padded_prompts(on_cpu):
     costs = PlanCosts(*on_cpu)
     ragged = replace(RAGGED, phase=Phase.PREFILL)
     assert costs.stage_s(0, ragged) == costs.stage_s(0, replace(ragged, total=4 * 160))
@@ -107,7 +107,7 @@ def _hop(nodes, wire, device="cpu"):
 COPY_S = 4 * 768 * 2 * 1e-6
 
 
-def test_ends_of_one_host_work_as_long_as_the_table_says_and_while_they_copy():
+def test_local_ends_work_for_the_measured_time_and_the_copy():
     end_s, delay_s = _hop(1, Wire(way_s=2e-4, work_s=1.5e-4))
     assert end_s == pytest.approx(1.5e-4 + COPY_S / 2)
     assert delay_s == 0.0
@@ -115,16 +115,16 @@ def test_ends_of_one_host_work_as_long_as_the_table_says_and_while_they_copy():
     assert 2 * end_s + delay_s == pytest.approx(5e-4 + COPY_S)
 
 
-def test_ends_of_two_hosts_work_and_the_rest_of_the_way_delays():
+def test_remote_ends_work_for_the_measured_time_and_the_rest_is_delay():
     end_s, delay_s = _hop(2, Wire(way_s=1e-3, work_s=1e-4))
     assert end_s == pytest.approx(1e-4)
     assert delay_s == pytest.approx(8e-4 + COPY_S)
 
 
-def test_without_measured_ends_half_of_a_send_of_one_host_is_work():
+def test_without_measured_ends_half_of_a_local_send_is_work():
     assert _hop(1, Wire(way_s=1e-3, work_s=None)).end_s == pytest.approx((1e-3 + COPY_S) / 2)
     assert _hop(2, Wire(way_s=1e-3, work_s=None)).end_s == 0.0
 
 
-def test_a_message_between_gpus_takes_nobody_s_time():
+def test_message_between_gpus_is_delay_only():
     assert _hop(1, Wire(way_s=1e-3, work_s=1e-4), "T4-16G").end_s == 0.0

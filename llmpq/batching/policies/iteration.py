@@ -18,14 +18,10 @@ class IterationPolicy:
 
     Args:
         micro_batching: maximum sequences of a micro-batch in each phase.
-        max_prefill_tokens: maximum prompt tokens of a prefill micro-batch with several requests.
     """
 
-    def __init__(
-        self, *, micro_batching: MicroBatching, max_prefill_tokens: int | None = None
-    ) -> None:
+    def __init__(self, *, micro_batching: MicroBatching) -> None:
         self._sizes = micro_batching
-        self._max_prefill_tokens = max_prefill_tokens
         self._has_prefilled = False
 
     @property
@@ -46,14 +42,5 @@ class IterationPolicy:
         return Wait()
 
     def _new_requests(self, view: SchedulerView) -> tuple[int, ...]:
-        if not view.can(Phase.PREFILL):
-            return ()
-        chosen: list[int] = []
-        tokens = 0
-        for item in islice(view.waiting, min(self._sizes.prefill, view.free_slots)):
-            tokens += item.prompt_tokens
-            limit = self._max_prefill_tokens
-            if chosen and limit is not None and tokens > limit:
-                break
-            chosen.append(item.request)
-        return tuple(chosen)
+        room = min(self._sizes.prefill, view.free_slots) if view.can(Phase.PREFILL) else 0
+        return tuple(item.request for item in islice(view.waiting, room))
