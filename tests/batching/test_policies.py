@@ -155,7 +155,7 @@ def test_rra_decodes_n_iterations_between_two_encodings(iterations):
     assert iterations in runs
 
 
-class Watched(RraPolicy):
+class RecordingRra(RraPolicy):
     """Remembers how many decode micro-batches were out whenever it encoded."""
 
     def decide(self, view):
@@ -167,7 +167,7 @@ class Watched(RraPolicy):
 
 def test_rra_encodes_before_the_last_micro_batch_of_a_cycle_completes():
     pipeline = Pipeline([3, 9, 9, 9] * 5, num_slots=4, limit=2)
-    policy = Watched(
+    policy = RecordingRra(
         admission=Admission(encode_batch=1, decode_batch=4, threshold=0.0),
         decode_iterations=2,
         micro_batching=MicroBatching(prefill=1, decode=2),

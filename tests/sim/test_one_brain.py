@@ -303,14 +303,14 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     )
     shape = PipelineShape(micro_batching=sizes, num_slots=slots, num_stages=len(costs.prefill))
     answers = [item.new_tokens for item in trace]
-    replans, cohort = data.draw(st.booleans()), data.draw(st.integers(1, 4))
+    replans, group = data.draw(st.booleans()), data.draw(st.integers(1, 4))
 
     def fresh() -> tuple[Recorder, LengthMonitor | None]:
         prediction = Prediction(predictor="noisy", error=0.3)
         predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
         made = make_policy(schedule, shape, predictor)
         return Recorder(made), make_length_monitor(
-            schedule, made, replans=replans, group_requests=cohort
+            schedule, made, replans=replans, group_requests=group
         )
 
     played, seen = fresh()
