@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress
@@ -97,7 +97,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
         theta_s=theta,
         **options,
     )
-    return make_plan(keep_stored_bits(request), method, command="llmpq.plan")
+    return make_plan(with_stored_bits(request), method, command="llmpq.plan")
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -107,32 +107,6 @@ def load_plan(path: str | Path) -> Plan:
         SpecError: names the file and the field that is wrong.
     """
     return read_plan(path)
-
-
-def keep_stored_bits(request: PlanRequest) -> PlanRequest:
-    """Return the request with the bits of layers that the checkpoint holds quantized.
-
-    Raises:
-        SpecError: the request does not allow these bits.
-    """
-    widths = [precision.bits for precision in request.model.stored]
-    if not widths:
-        return request
-    bits = tuple(sorted(set(widths), reverse=True))
-    if not set(bits) <= set(request.bits):
-        raise SpecError(
-            f"bits: found {list(request.bits)}, expected {list(bits)} among them: layers of "
-            f"{request.model_source} are stored at these and can be served at no others"
-        )
-    if len(bits) == 1:
-        return replace(request, bits=bits)
-    runs, first = [], 0
-    for width, layers in groupby(widths):
-        end = first + len(list(layers))
-        runs.append((first, end, width))
-        first = end
-    overrides = replace(request.overrides, layer_bits=tuple(runs))
-    return replace(request, bits=bits, overrides=overrides)
 
 
 def _cluster(cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int]) -> Cluster:
