@@ -13,6 +13,7 @@ from llmpq.spec.codec import to_json
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencyTable
 from llmpq.units import GIB, MIB, format_seconds
 
 BAR_WIDTH = 12
@@ -407,3 +408,16 @@ def _answer_record(plan: Plan, answer: Alternative) -> dict[str, Any]:
         "throughput_tokens_per_s": answer.plan.throughput_tokens_per_s,
         "throughput_gain": answer.plan.throughput_tokens_per_s / plan.throughput_tokens_per_s - 1,
     }
+
+
+def table_summary(table: LatencyTable) -> str:
+    """Return one line per phase and bitwidth with the smallest and the largest shape."""
+    lines = ["phase    bits  smallest shape            largest shape"]
+    seen: dict[tuple[str, int], list[str]] = {}
+    for sample in sorted(table.samples, key=lambda one: one.batch * one.tokens):
+        text = f"{sample.batch} x {sample.tokens}: {format_seconds(sample.seconds)}"
+        seen.setdefault((sample.phase.value, sample.bits), []).append(text)
+    for (phase, bits), texts in sorted(seen.items()):
+        what = str(bits) if bits else "master"
+        lines.append(f"{phase:8} {what:>6}  {texts[0]:24}  {texts[-1]}")
+    return "\n".join(lines)

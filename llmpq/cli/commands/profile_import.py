@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.commands.profile_table import table_summary
 from llmpq.cli.common import command_line, print_json
+from llmpq.cli.render import table_summary
 from llmpq.costmodel.comm import fit_links
 from llmpq.costmodel.importers.imported import (
     DEVICE_TYPES,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.commands.profile_table import table_summary
 from llmpq.cli.common import command_line, print_json
+from llmpq.cli.render import table_summary
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
