@@ -253,4 +253,4 @@ def test_directory_without_weights_raises_an_error(tmp_path):
 
 def test_tensor_that_does_not_exist_raises_an_error(tiny_model):
     with pytest.raises(SpecError, match="no tensor 'ghost'"):
-        list(TensorFiles(tiny_model("llama")).read(["ghost"]))
+        TensorFiles(tiny_model("llama")).source("ghost")

@@ -23,6 +23,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmpq.dist import block_unused_imports as lean  # noqa: F401  before what imports transformers
 from llmpq.dist.engine.engine import ShouldDrain
 from llmpq.dist.engine.hidden_states import run_teacher_forcing
 from llmpq.dist.engine.serve import serve
@@ -39,7 +40,6 @@ from llmpq.dist.io.prompts import (
     sort_requests,
 )
 from llmpq.dist.io.results import FinishReason, Result, ResultWriter
-from llmpq.dist.launch import block_unused_imports as lean  # noqa: F401  before what imports transformers
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
 from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
