@@ -42,7 +42,7 @@ def main() -> int:
     sides = {"before": options.before.absolute(), "after": ROOT}
     samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     if {"pipeline", "single"} & set(options.topics) and not (folder / "plan-1-16.json").exists():
-        script(sides["before"], "pipeline.py", "--folder", str(folder), "--prepare", threads=2)
+        script(ROOT, "pipeline.py", "--folder", str(folder), "--prepare", threads=2)
     for number in range(options.rounds):
         # Which side goes first alternates, so that a drift of the machine hits both alike.
         order = list(sides) if number % 2 == 0 else list(reversed(sides))
