@@ -200,7 +200,7 @@ def choose_prompts() -> tuple[list[dict[str, Any]], Workload]:
     """Return prompts made from the shipped ones, and the workload they make.
 
     All prompts and all answers have one length, so that the measured batch is the predicted one:
-    longer prompts are cut, shorter ones follow the end of the one before.
+    longer prompts are cut, shorter ones follow the end of the one before (the first, of the last).
     """
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     lines = read_lines(MODEL / "prompts.jsonl")
