@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from layer_sweep import Sweep, sweep_layers
 from torch import Tensor
 
-from benchmarks.layer_sweep import Sweep, sweep_layers
 from llmpq import __version__
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
