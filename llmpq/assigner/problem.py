@@ -8,7 +8,7 @@ kind cost the same, so every figure is stored once per group and kind. Array leg
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -95,38 +95,47 @@ class PairCosts:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AssignmentProblem:
-    """Assign a device and a bitwidth to each layer, for one order of devices and one pair.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Terms:
+    """The layers, their bitwidths, and what a choice of bitwidths costs.
 
     Attributes:
-        costs: the costs of the pair.
         kinds: ``[L]`` kind of each layer.
         bits: the ``B`` bitwidths, widest first.
         omega: ``[L, B]`` normalised degradation; "every layer at 4 bits" sums to 1.
         theta_s: seconds that one unit of degradation costs.
         quality_budget: largest allowed degradation, ``None`` for no limit.
         formula: the latency formula.
-        order: group of every position of the pipeline, each group at most as often as it has
-            devices. Position 0 is the master and always runs; any other may stay empty and is
-            then no part of the pipeline.
         limits: manual limits, ``None`` for none.
     """
 
-    costs: PairCosts
     kinds: IntArray
     bits: tuple[int, ...]
     omega: FloatArray
     theta_s: float
     quality_budget: float | None
     formula: Formula
-    order: tuple[int, ...]
     limits: Limits | None = None
 
     @property
     def num_layers(self) -> int:
         """Layers ``L`` (or runs of layers decided together)."""
         return len(self.kinds)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AssignmentProblem(_Terms):
+    """Assign a device and a bitwidth to each layer, for one order of devices and one pair.
+
+    Attributes:
+        costs: the costs of the pair.
+        order: group of every position of the pipeline, each group at most as often as it has
+            devices. Position 0 is the master and always runs; any other may stay empty and is
+            then no part of the pipeline.
+    """
+
+    costs: PairCosts
+    order: tuple[int, ...]
 
     @property
     def num_positions(self) -> int:
@@ -149,29 +158,16 @@ class AssignmentProblem:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SearchSpace:
+class SearchSpace(_Terms):
     """All micro-batch pairs and device groups of one request.
 
     Attributes:
         pairs: costs of every micro-batch pair.
         group_counts: ``[T]`` devices of every group.
-        kinds, bits, omega, theta_s, quality_budget, formula, limits: as in ``AssignmentProblem``.
     """
 
     pairs: tuple[PairCosts, ...]
     group_counts: tuple[int, ...]
-    kinds: IntArray
-    bits: tuple[int, ...]
-    omega: FloatArray
-    theta_s: float
-    quality_budget: float | None
-    formula: Formula
-    limits: Limits | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Layers ``L``."""
-        return len(self.kinds)
 
     @property
     def num_groups(self) -> int:
@@ -197,17 +193,8 @@ class SearchSpace:
 
     def problem(self, pair: PairCosts, order: tuple[int, ...]) -> AssignmentProblem:
         """Return the problem of one pair and one order of groups."""
-        return AssignmentProblem(
-            costs=pair,
-            kinds=self.kinds,
-            bits=self.bits,
-            omega=self.omega,
-            theta_s=self.theta_s,
-            quality_budget=self.quality_budget,
-            formula=self.formula,
-            order=order,
-            limits=self.limits,
-        )
+        terms = {field.name: getattr(self, field.name) for field in fields(_Terms)}
+        return AssignmentProblem(costs=pair, order=order, **terms)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -46,31 +46,6 @@ class State(NamedTuple):
     master: int
 
 
-class OrderSpace(Protocol):
-    """The device orders to search; ``None`` is the state before the first device."""
-
-    def successors(self, state: State | None) -> Iterator[State]:
-        """Yield the states after one more used device."""
-
-    def rank(self, state: State) -> tuple[int, ...]:
-        """Return a key that grows along every order."""
-
-    def is_first(self, state: State) -> bool:
-        """Whether only the master is used."""
-
-    def is_final(self, state: State) -> bool:
-        """Whether every group that must be used is used."""
-
-    def master_of(self, state: State) -> int:
-        """Return a group whose device may be the master of this state."""
-
-    def devices_left(self, state: State | None) -> list[int]:
-        """Return ``[T]`` devices that may still follow."""
-
-    def arrivals_left(self, state: State | None) -> list[int]:
-        """Return ``[T]`` how often a group may still be entered from another group."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderLattice:
     """The graph.
@@ -94,18 +69,16 @@ def build_lattice(space: SearchSpace, orders: Orders) -> OrderLattice:
     """
     tables = _GroupTables(space)
     needed = () if space.limits is None else space.limits.used
-    found: OrderSpace
-    if orders == "types":
-        found = _BlockOrders(space.group_counts, tables, needed)
-    elif orders == "all":
-        found = _InterleavedOrders(space.group_counts, tables, needed)
+    found: _GroupOrders | _FixedOrder
+    if isinstance(orders, str):
+        found = _GroupOrders(tables, needed, in_blocks=orders == "types")
     else:
         found = _FixedOrder(space.num_groups, tuple(int(group) for group in orders), needed)
     states = _explore(found, MAX_CELLS // (space.num_layers + 1))
     return _pack(space, found, states, price_inner=tables.inner_links_matter())
 
 
-def _explore(orders: OrderSpace, limit: int) -> list[State | None]:
+def _explore(orders: _GroupOrders | _FixedOrder, limit: int) -> list[State | None]:
     """Return every state in topological order, the start first."""
     found: set[State] = set()
     waiting: list[State | None] = [None]
@@ -122,7 +95,11 @@ def _explore(orders: OrderSpace, limit: int) -> list[State | None]:
 
 
 def _pack(
-    space: SearchSpace, orders: OrderSpace, states: list[State | None], *, price_inner: bool
+    space: SearchSpace,
+    orders: _GroupOrders | _FixedOrder,
+    states: list[State | None],
+    *,
+    price_inner: bool,
 ) -> OrderLattice:
     size = space.num_groups
     number = {state: node for node, state in enumerate(states)}
@@ -164,107 +141,81 @@ def _pack(
     return OrderLattice(graph=graph, node_group=groups, held=held)
 
 
-class _BlockOrders:
-    """The devices of a group stand together.
+class _GroupOrders:
+    """Every interleaving of the groups, or only those in which a group's devices stand together.
 
-    Progress: the groups entered, as a bit set, and the devices used of the last one.
+    Progress: devices of every group that are used or, in blocks, can no longer be used because
+    another group was entered.
     """
 
-    def __init__(
-        self, counts: tuple[int, ...], tables: _GroupTables, needed: tuple[int, ...]
-    ) -> None:
-        self.counts = counts
+    def __init__(self, tables: _GroupTables, needed: tuple[int, ...], *, in_blocks: bool) -> None:
+        self.counts = tables.counts
         self.earlier = tables.earlier_interchangeable()
-        self.masters = tables.master_classes(skip_own=True)
+        self.masters = tables.master_classes(skip_own=in_blocks)
         self.needed = needed
+        self.in_blocks = in_blocks
 
     def successors(self, state: State | None) -> Iterator[State]:
-        entered, used = (0, 0) if state is None else state.progress
-        if state is not None and used < self.counts[state.group]:
-            yield state._replace(progress=(entered, used + 1))
-        for group, count in enumerate(self.counts):
-            if not count or entered >> group & 1:
+        """Yield the states after one more used device; ``None`` is the state before the first."""
+        spent = self._spent(state)
+        groups = list(range(len(self.counts)))
+        if self.in_blocks and state is not None:  # the current block continues first
+            groups.sort(key=lambda group: group != state.group)
+        for group in groups:
+            if spent[group] == self.counts[group] or not all(
+                spent[other] for other in self.earlier[group]
+            ):
                 continue
-            if all(entered >> other & 1 for other in self.earlier[group]):
-                master = self.masters[group] if state is None else state.master
-                yield State((entered | 1 << group, 1), group, master)
-
-    def rank(self, state: State) -> tuple[int, ...]:
-        entered, used = state.progress
-        return entered.bit_count(), used
-
-    def is_first(self, state: State) -> bool:
-        return self.rank(state) == (1, 1)
-
-    def is_final(self, state: State) -> bool:
-        return all(state.progress[0] >> group & 1 for group in self.needed)
-
-    def master_of(self, state: State) -> int:
-        entered, _ = state.progress
-        if entered.bit_count() == 1:
-            return state.group
-        return next(
-            group
-            for group, master in enumerate(self.masters)
-            if master == state.master and group != state.group and entered >> group & 1
-        )
-
-    def devices_left(self, state: State | None) -> list[int]:
-        if state is None:
-            return list(self.counts)
-        entered, used = state.progress
-        left = [0 if entered >> g & 1 else count for g, count in enumerate(self.counts)]
-        left[state.group] = self.counts[state.group] - used
-        return left
-
-    def arrivals_left(self, state: State | None) -> list[int]:
-        entered = 0 if state is None else state.progress[0]
-        return [1 - (entered >> group & 1) for group in range(len(self.counts))]
-
-
-class _InterleavedOrders:
-    """Any interleaving. Progress: devices used of every group."""
-
-    def __init__(
-        self, counts: tuple[int, ...], tables: _GroupTables, needed: tuple[int, ...]
-    ) -> None:
-        self.counts = counts
-        self.earlier = tables.earlier_interchangeable()
-        self.masters = tables.master_classes(skip_own=False)
-        self.needed = needed
-
-    def successors(self, state: State | None) -> Iterator[State]:
-        used = (0,) * len(self.counts) if state is None else state.progress
-        for group, count in enumerate(self.counts):
-            if used[group] == count:
-                continue
-            if not used[group] and not all(used[other] for other in self.earlier[group]):
-                continue
+            grown = list(spent)
+            if self.in_blocks and state is not None and group != state.group:
+                grown[state.group] = self.counts[state.group]
+            grown[group] += 1
             master = self.masters[group] if state is None else state.master
-            grown = tuple(n + (index == group) for index, n in enumerate(used))
-            yield State(grown, group, master)
+            yield State(tuple(grown), group, master)
 
     def rank(self, state: State) -> tuple[int, ...]:
-        return (sum(state.progress),)
+        """Return a key that grows along every order."""
+        if not self.in_blocks:
+            return (sum(state.progress),)
+        entered = [group for group, spent in enumerate(state.progress) if spent]
+        bits = sum(1 << group for group in entered)
+        return len(entered), state.progress[state.group], bits, state.group
 
     def is_first(self, state: State) -> bool:
+        """Whether only the master is used."""
         return sum(state.progress) == 1
 
     def is_final(self, state: State) -> bool:
+        """Whether every group that must be used is used."""
         return all(state.progress[group] for group in self.needed)
 
     def master_of(self, state: State) -> int:
-        return state.master
+        """Return a group whose device may be the master of this state."""
+        if not self.in_blocks:
+            return state.master
+        members = (group for group, spent in enumerate(state.progress) if spent)
+        others = (g for g in members if g != state.group and self.masters[g] == state.master)
+        return next(others, state.group)
 
     def devices_left(self, state: State | None) -> list[int]:
-        used = (0,) * len(self.counts) if state is None else state.progress
-        return [count - n for count, n in zip(self.counts, used, strict=True)]
+        """Return ``[T]`` devices that may still follow."""
+        return [count - n for count, n in zip(self.counts, self._spent(state), strict=True)]
 
-    arrivals_left = devices_left
+    def arrivals_left(self, state: State | None) -> list[int]:
+        """Return ``[T]`` how often a group may still be entered from another group."""
+        if not self.in_blocks:
+            return self.devices_left(state)
+        return [int(not spent) for spent in self._spent(state)]
+
+    def _spent(self, state: State | None) -> tuple[int, ...]:
+        return (0,) * len(self.counts) if state is None else state.progress
 
 
 class _FixedOrder:
-    """One order, from which devices may be dropped. Progress: position in it."""
+    """One order, from which devices may be dropped. Progress: position in it.
+
+    The methods are those of ``_GroupOrders``.
+    """
 
     def __init__(self, num_groups: int, order: tuple[int, ...], needed: tuple[int, ...]) -> None:
         self.num_groups = num_groups
