@@ -92,6 +92,19 @@ def estimate_of(problem: AssignmentProblem, found: Evaluation) -> PlanEstimate:
     )
 
 
+def empty_estimate(stages: int, *, quality: float) -> PlanEstimate:
+    """Return the estimate of a plan that is not evaluated: no seconds and no bytes."""
+    nothing = StageEstimate(
+        prefill_s=0.0,
+        decode_s=0.0,
+        send_prefill_s=0.0,
+        send_decode_s=0.0,
+        memory=MemoryParts(weights=0, kv=0, temporary=0, master=0, runtime=0),
+        capacity_bytes=0,
+    )
+    return PlanEstimate(latency_s=0.0, quality=quality, objective_s=0.0, stages=(nothing,) * stages)
+
+
 def stage_memory(
     plan: Plan, costs: ClusterCosts, stage: StageAssignment, device: Device | None = None
 ) -> MemoryParts:

@@ -13,16 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from llmpq.assigner.plan_estimate import stage_memory
+from llmpq.assigner.plan_estimate import empty_estimate, stage_memory
 from llmpq.costmodel import ClusterCosts
-from llmpq.spec.plan import (
-    MemoryParts,
-    MicroBatching,
-    Plan,
-    PlanEstimate,
-    StageAssignment,
-    StageEstimate,
-)
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import default_schedule
 
@@ -32,15 +25,6 @@ BALANCES: tuple[Balance, ...] = get_args(Balance)
 
 RangeCost = Callable[[int, int], float]
 """Cost of layers ``[first, end)`` on one device; infinity where they do not fit."""
-
-_EMPTY = StageEstimate(
-    prefill_s=0.0,
-    decode_s=0.0,
-    send_prefill_s=0.0,
-    send_decode_s=0.0,
-    memory=MemoryParts(weights=0, kv=0, temporary=0, master=0, runtime=0),
-    capacity_bytes=0,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +199,6 @@ def _assembled(
         stages=stages,
         dropped_devices=(),
         schedule=default_schedule("waa", plan.workload.batch),
-        estimate=PlanEstimate(
-            latency_s=0.0,
-            quality=plan.estimate.quality,
-            objective_s=0.0,
-            stages=(_EMPTY,) * len(stages),
-        ),
+        estimate=empty_estimate(len(stages), quality=plan.estimate.quality),
         search=replace(plan.search, status="feasible", bound_s=None, gap=None),
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmpq.assigner.even_plan import even_plan
 from llmpq.cli.common import print_json, require
-from llmpq.costmodel.even_plan import even_plan
 from llmpq.dist.metrics.progress import BarProgress, SilentProgress
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.errors import SpecError

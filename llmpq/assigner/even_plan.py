@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 from llmpq import __version__
-from llmpq.costmodel.costs import ClusterCosts, build_costs
+from llmpq.assigner.plan_estimate import empty_estimate, stage_memory
+from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import (
-    MemoryParts,
     MicroBatching,
     ModelRef,
     Plan,
-    PlanEstimate,
     Provenance,
     Search,
     StageAssignment,
-    StageEstimate,
 )
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
@@ -73,7 +72,7 @@ def even_plan(  # noqa: PLR0913  keywords
         )
         for rank, (first, end) in enumerate(pairwise(cuts))
     )
-    return Plan(
+    plan = Plan(
         model=ModelRef(name=model.name, source=str(folder.resolve()), num_layers=model.num_layers),
         cluster=cluster,
         workload=workload,
@@ -82,49 +81,16 @@ def even_plan(  # noqa: PLR0913  keywords
         micro_batching=sizes,
         stages=assignments,
         dropped_devices=(),
-        estimate=PlanEstimate(
-            latency_s=0.0,
-            quality=0.0,
-            objective_s=0.0,
-            stages=tuple(_estimate(costs, stage, workload, sizes) for stage in assignments),
-        ),
+        estimate=empty_estimate(stages, quality=0.0),
         search=Search(method="even"),
         provenance=Provenance(command="llmpq-profile memory", version=__version__),
     )
-
-
-def _estimate(
-    costs: ClusterCosts, stage: StageAssignment, workload: Workload, sizes: MicroBatching
-) -> StageEstimate:
-    """Return the forecast of a stage's memory, without times."""
-    device = costs.cluster.devices[stage.device]
-    layers = range(stage.first_layer, stage.end_layer)
-    kinds = [costs.model.layer_kinds[layer] for layer in layers]
-    tokens = workload.max_context_tokens
-    kv = sum(costs.layer_kv_bytes(kind, workload.batch, tokens) for kind in kinds)
-    memory = MemoryParts(
-        weights=sum(
-            costs.layer_weight_bytes(device, kind, width)
-            for kind, width in zip(kinds, stage.bits, strict=True)
-        ),
-        kv=kv,
-        temporary=costs.temporary_bytes(
-            device,
-            workload,
-            sizes,
-            stage.rank == 0,
-            is_last=stage.end_layer == costs.model.num_layers,
-            dense_layers=stage.bits.count(16),
-            kv_bytes=kv,
-        ),
-        master=costs.master_bytes() if stage.rank == 0 else 0,
-        runtime=costs.runtime_bytes(device),
+    estimates = tuple(
+        replace(
+            estimate,
+            memory=stage_memory(plan, costs, stage),
+            capacity_bytes=costs.capacity_bytes(plan.device_of(stage)),
+        )
+        for estimate, stage in zip(plan.estimate.stages, plan.stages, strict=True)
     )
-    return StageEstimate(
-        prefill_s=0.0,
-        decode_s=0.0,
-        send_prefill_s=0.0,
-        send_decode_s=0.0,
-        memory=memory,
-        capacity_bytes=costs.capacity_bytes(device),
-    )
+    return replace(plan, estimate=replace(plan.estimate, stages=estimates))
