@@ -24,10 +24,8 @@ FORBIDDEN = 1e3
 def assignment_of_counts(problem: AssignmentProblem, counts: Sequence[FloatArray]) -> Assignment:
     """Return the assignment of least degradation with the given counts of every position.
 
-    Args:
-        problem: the problem.
-        counts: ``N`` arrays ``[K, B]``, how many layers of a kind a position holds at each width,
-            whole up to a solver's tolerance.
+    ``counts`` holds ``N`` arrays ``[K, B]``: how many layers of a kind a position holds at each
+    width, whole up to a solver's tolerance.
 
     Raises:
         SolverError: the counts do not describe contiguous stages of this model.
@@ -61,15 +59,11 @@ def assignment_of_counts(problem: AssignmentProblem, counts: Sequence[FloatArray
 
 
 def assign_bits_within_stage(omega: FloatArray, counts: Sequence[int]) -> list[int]:
-    """Return the width index of every layer, of least total ``omega``, with ``counts`` of each.
+    """Return the width index of every layer, of least total ``omega [M, B]``, with ``counts [B]``.
 
     Exchanges layers along cycles of bitwidths while that helps: a cycle moves the cheapest layer
     along each of its arcs. A flow without an improving cycle is optimal, and with at most four
     bitwidths there are at most twenty cycles.
-
-    Args:
-        omega: ``[M, B]`` degradation of the layers.
-        counts: ``B`` counts that sum to ``M``.
     """
     widths = [width for width, count in enumerate(counts) for _ in range(count)]
     used = [width for width, count in enumerate(counts) if count]

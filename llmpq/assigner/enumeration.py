@@ -53,11 +53,7 @@ def micro_batch_pairs(batch: int) -> tuple[MicroBatching, ...]:
 
 
 def device_orders(counts: Sequence[int], mode: OrderMode) -> tuple[tuple[int, ...], ...]:
-    """Return the orders of device groups to try.
-
-    Args:
-        counts: devices of every group.
-        mode: ``types`` keeps the devices of a group together, ``all`` interleaves them.
+    """Return the orders of device groups, of ``counts`` devices each, kept together or interleaved.
 
     Raises:
         SpecError: more than ``MAX_ORDERS``.

@@ -30,12 +30,7 @@ MIN_ROUNDS = 8
 def forecast(
     plan: Plan, costs: ClusterCosts, devices: Sequence[Device] | None = None
 ) -> PlanForecast:
-    """Simulate a plan's workload.
-
-    Args:
-        plan: the plan; its workload gives the requests.
-        costs: the cost models.
-        devices: of every stage, in the cost models' cluster; the plan's own by default.
+    """Simulate a plan's workload on ``devices`` of the cost models' cluster, the plan's by default.
 
     Raises:
         ProfileMissError: a table has nothing for a phase and bitwidth of the plan.

@@ -25,13 +25,9 @@ QUALITY_SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEvaluation:
-    """Seconds and bytes of one used position.
+    """Seconds of one micro-batch and bytes of the layers of one used position.
 
-    Attributes:
-        position: position in the order.
-        prefill_s, decode_s: one micro-batch, with the master's own work.
-        send_prefill_s, send_decode_s: one micro-batch on its outgoing link.
-        weight_bytes, kv_bytes: memory of its layers.
+    The stage's seconds include the master's own work; the sends are those of its outgoing link.
     """
 
     position: int
@@ -45,14 +41,9 @@ class StageEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Cost of an assignment.
+    """Cost of an assignment: latency, normalised degradation, and latency plus its price.
 
-    Attributes:
-        stages: the used positions in order.
-        latency_s: predicted latency by the problem's formula.
-        quality: total normalised degradation.
-        objective_s: latency plus ``theta_s`` times the degradation.
-        excess_bytes: bytes over capacity, summed over positions; 0 when it fits.
+    ``excess_bytes`` are over capacity, summed over positions; 0 when it fits.
     """
 
     stages: tuple[StageEvaluation, ...]

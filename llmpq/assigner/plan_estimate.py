@@ -25,15 +25,9 @@ from llmpq.spec.precision import BITS, Phase
 
 
 def evaluate_plan(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEstimate, int]:
-    """Evaluate a plan with the given cost models.
+    """Return the estimate of a plan with the given cost models, and its bytes over capacity.
 
-    Args:
-        plan: the plan; its own estimate is ignored.
-        costs: the cost models.
-        omega: ``[L, B]`` normalised degradation over all of ``BITS``.
-
-    Returns:
-        The estimate, and the bytes over capacity (0 when it fits).
+    ``omega`` is ``[L, B]`` over all of ``BITS``; the plan's own estimate is ignored.
     """
     if plan.is_split:
         estimate = _split_estimate(plan, costs, omega)
@@ -110,13 +104,8 @@ def stage_memory(
 ) -> MemoryParts:
     """Return the bytes of one stage, by cause.
 
-    Temporary buffers are those of both phases, even where a stage computes only one.
-
-    Args:
-        plan: the plan.
-        costs: the cost models.
-        stage: one of its stages.
-        device: its device in the cost models' cluster, the plan's own by default.
+    Temporary buffers are those of both phases, even where a stage computes only one. ``device`` is
+    the stage's in the cost models' cluster, the plan's own by default.
     """
     device, is_master = device or plan.device_of(stage), stage.rank == 0
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
@@ -145,13 +134,7 @@ def stage_memory(
 def with_exact_memory(
     plan: Plan, costs: ClusterCosts, devices: Sequence[Device] | None = None
 ) -> PlanEstimate:
-    """Return the estimate of a plan with the memory of its finished stages.
-
-    Args:
-        plan: the plan; its estimate may reserve more.
-        costs: the cost models.
-        devices: of its stages, in the cost models' cluster; the plan's own by default.
-    """
+    """Return a plan's estimate with the memory of its finished stages, on ``devices`` if given."""
     places = devices or [plan.device_of(stage) for stage in plan.stages]
     stages = []
     for estimate, stage, place in zip(plan.estimate.stages, plan.stages, places, strict=True):

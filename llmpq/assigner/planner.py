@@ -33,7 +33,8 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
 Method = Callable[[PlanningTask, Progress], Solution]
-"""Finds a solution of a task that has at least one micro-batch pair."""
+"""Finds a solution of a task that has at least one micro-batch pair, or raises ``InfeasibleError``
+with what leaves no plan: memory, the quality budget, or the time limit."""
 
 
 def find_best(task: PlanningTask, progress: Progress) -> Solution:
@@ -112,22 +113,14 @@ def plan_task(
 
 
 def solve_task(task: PlanningTask, method: str, progress: Progress = silent) -> Solution:
-    """Return a method's solution.
-
-    Raises:
-        InfeasibleError: no plan exists, or none was found in time.
-    """
+    """Return a method's solution; raises ``InfeasibleError`` as ``make_plan`` does."""
     if not task.pairs:
         raise InfeasibleError(explain_memory(task.request))
     return METHODS[method](task, progress)
 
 
 def check_method(request: PlanRequest, method: str) -> None:
-    """Raise for an unknown method, and for overrides that a method does not support.
-
-    Raises:
-        SpecError: names what was found.
-    """
+    """Raise ``SpecError`` for an unknown method or overrides that a method does not support."""
     if method not in METHODS:
         raise SpecError(f"method: found '{method}', expected one of {', '.join(METHODS)}")
     if method != "llmpq" and request.overrides.shapes_the_plan:

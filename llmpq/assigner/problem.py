@@ -75,11 +75,7 @@ class PairCosts:
         return self.capacity_bytes - self.master_bytes
 
     def merged(self, compositions: Sequence[Sequence[int]]) -> PairCosts:
-        """Return the costs of runs of layers that are decided together.
-
-        Args:
-            compositions: for each new kind, the old kinds of its layers.
-        """
+        """Return the costs of runs of layers decided together, given each new kind's old kinds."""
         picks = [list(kinds) for kinds in compositions]
 
         def summed(values: npt.NDArray[Number], axis: int) -> npt.NDArray[Number]:
@@ -127,11 +123,9 @@ class _Terms:
 class AssignmentProblem(_Terms):
     """Assign a device and a bitwidth to each layer, for one order of devices and one pair.
 
-    Attributes:
-        costs: the costs of the pair.
-        order: group of every position of the pipeline, each group at most as often as it has
-            devices. Position 0 is the master and always runs; any other may stay empty and is
-            then no part of the pipeline.
+    ``order`` is the group of every position, each group at most as often as it has devices.
+    Position 0 is the master and always runs; any other may stay empty and is then no part of the
+    pipeline.
     """
 
     costs: PairCosts
@@ -159,12 +153,7 @@ class AssignmentProblem(_Terms):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SearchSpace(_Terms):
-    """All micro-batch pairs and device groups of one request.
-
-    Attributes:
-        pairs: costs of every micro-batch pair.
-        group_counts: ``[T]`` devices of every group.
-    """
+    """All micro-batch pairs of one request, and the ``[T]`` numbers of devices of its groups."""
 
     pairs: tuple[PairCosts, ...]
     group_counts: tuple[int, ...]
@@ -199,12 +188,7 @@ class SearchSpace(_Terms):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """For every layer its position in the order and its index into ``bits``.
-
-    Attributes:
-        positions: ``L`` positions, never decreasing.
-        widths: ``L`` indices into the problem's ``bits``.
-    """
+    """For every layer its position in the order, never decreasing, and its index into ``bits``."""
 
     positions: tuple[int, ...]
     widths: tuple[int, ...]

@@ -222,10 +222,9 @@ class PlanningTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
-    """The result of a planning method.
+    """The result of a planning method: the decision, what it costs, and what is proven.
 
     Attributes:
-        problem, assignment, evaluation: the decision and what it costs.
         solver: solver's name, empty without one.
         status: ``optimal`` when proven within the requested gap.
         bound_s: proven lower bound over the method's search space, ``None`` without one.
@@ -293,11 +292,10 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
 
 
 def default_theta(task: PlanningTask) -> float:
-    """Return the seconds that one unit of degradation costs by default.
+    """Return the seconds that one unit of degradation costs by default; 0 under a quality budget.
 
-    0 under a quality budget. Otherwise a lower bound of any plan's latency, to two digits: all
-    layers at 4 bits must then save about as much time as the fastest plan takes, and 8 bits (a
-    three-hundredth of that degradation) are almost free.
+    It is a lower bound of any plan's latency, to two digits: all layers at 4 bits must then save
+    about as much time as the fastest plan takes.
     """
     if task.request.quality_budget is not None or not task.pairs:
         return 0.0

@@ -17,8 +17,7 @@ from llmpq.spec.precision import Phase
 class FlowShop:
     """Stages in a row; the master is first and also ends every micro-batch.
 
-    Attributes:
-        spans: seconds in which each stage computed the last micro-batch, start and end.
+    ``spans`` holds start and end of the last micro-batch on each stage, in seconds.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -53,15 +52,7 @@ class FlowShop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One micro-batch on one stage.
-
-    Attributes:
-        rank: the stage.
-        phase: prefill or decode.
-        micro_batch: number of the micro-batch within its phase.
-        step: 0 for prefill, then the number of the decode round.
-        start_s, end_s: seconds since the batch arrived.
-    """
+    """One micro-batch on one stage; step 0 is prefill, then decode rounds are counted."""
 
     rank: int
     phase: Phase

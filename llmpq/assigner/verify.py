@@ -26,13 +26,9 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Result of :func:`verify_plan`.
+    """Result of ``verify_plan``; without the model's directory only what the file states.
 
-    Attributes:
-        excess_bytes: memory that the plan needs and its devices do not have.
-        warnings: figures of the file that are not confirmed.
-        estimate: what the cost models predict, ``None`` when the model's directory is missing.
-        costs: the cost models, ``None`` likewise.
+    ``warnings`` name figures of the file that are not confirmed.
     """
 
     excess_bytes: int

@@ -15,13 +15,9 @@ from llmpq.spec.precision import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A prediction and its uncertainty.
+    """The seconds of one layer and their relative standard deviation.
 
-    Attributes:
-        seconds: of one layer.
-        is_extrapolated: the shape is outside the measured batches or lengths, or nothing was
-            measured.
-        relative_deviation: one standard deviation, as a share of ``seconds``.
+    ``is_extrapolated`` tells that the shape is outside what was measured.
     """
 
     seconds: float
@@ -38,14 +34,9 @@ class LatencyModel(Protocol):
         ...
 
     def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
-        """Return the seconds of ONE decoder layer.
+        """Return the seconds of ONE decoder layer of the model's ``layer_types[kind]``.
 
-        Args:
-            phase: prefill or decode.
-            bits: how its weights are stored.
-            batch: sequences of the micro-batch ``v``.
-            tokens: prompt length ``s`` in prefill, context length ``s + t`` in decode.
-            kind: index into the model's ``layer_types``.
+        ``tokens`` is the prompt length ``s`` in prefill, the context length ``s + t`` in decode.
 
         Raises:
             ProfileMissError: a measured table holds nothing for this phase and bitwidth.

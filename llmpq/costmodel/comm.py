@@ -61,10 +61,7 @@ def fit_links(samples: Sequence[CommSample]) -> tuple[LinkSpec, ...]:
     """Fit latency and bandwidth of every pair of nodes, both directions together.
 
     Minimizes the relative error, so that small messages determine the latency and large ones the
-    bandwidth; neither is negative.
-
-    Raises:
-        SpecError: a pair was measured at one size only, which does not determine both.
+    bandwidth; neither is negative. Raises ``SpecError`` for a pair measured at one size only.
     """
     pairs = dict.fromkeys(tuple(sorted((one.source, one.target))) for one in samples)
     links = []

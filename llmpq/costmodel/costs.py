@@ -67,14 +67,10 @@ class ClusterCosts:
     """Seconds and bytes of one model on one cluster; equal devices of one group cost the same.
 
     Attributes:
-        model, cluster: the model and the cluster.
         dtype: number format of unquantized weights and activations.
-        kv_bits: bits of a cached key or value.
-        specs: figures of every group, by ``Device.group``.
-        latency: the latency model of every group, by ``Device.group``.
-        comm: the links.
+        specs, latency: figures and latency model of every group, by ``Device.group``.
         stage: seconds per micro-batch that a stage takes in addition to its layers (positions,
-            masks, unpacking a message), in prefill and in decode, by ``Device.group``.
+            masks, unpacking a message), by ``Device.group``.
     """
 
     model: ModelSpec
@@ -119,10 +115,7 @@ class ClusterCosts:
         return self.stage[device.group].seconds(phase) if self.stage else 0.0
 
     def crowding(self, device: Device) -> float:
-        """Return the slowdown of a device if its host has more threads than cores, at least 1.
-
-        It is 1 for a device that is not a CPU worker.
-        """
+        """Return the slowdown of a CPU worker whose host has more threads than cores, or 1."""
         node = self.cluster.node_of(device)
         if node.cores is None or device.threads is None:
             return 1.0
@@ -194,17 +187,9 @@ def build_costs(
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster, from tables where there are any, else the roofline.
 
-    A table that the cluster names or the folder holds comes first, then one of the public database
-    if the ``profiles`` extra is installed.
-
-    Args:
-        model: the model.
-        cluster: the cluster; its ``profile`` entries name tables for their devices.
-        dtype: number format of the run.
-        kv_bits: bits of a cached key or value.
-        profile_dir: a folder of tables, searched for latency tables whose provenance matches a
-            device and for link tables of this cluster's nodes.
-        latency: how tables are read; devices without one use the roofline in any case.
+    A table that the cluster names or ``profile_dir`` holds comes first, then one of the public
+    database if the ``profiles`` extra is installed. The folder is searched for latency tables whose
+    provenance matches a device and for link tables of this cluster's nodes.
 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.

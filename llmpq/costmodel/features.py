@@ -33,14 +33,7 @@ class LayerWork:
 
 
 def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> LayerWork:
-    """Count the work of one layer.
-
-    Args:
-        layer: the kind of layer.
-        phase: prefill or decode.
-        batch: sequences ``v``.
-        tokens: prompt length ``s``, or context length ``s + t`` in decode.
-    """
+    """Count the work of one layer; ``tokens`` is the prompt length, in decode the context's."""
     rows = batch * tokens if phase is Phase.PREFILL else float(batch)
     width = layer.num_heads * layer.head_dim
     return LayerWork(
@@ -74,8 +67,7 @@ def touched_bytes(
 ) -> tuple[float, float]:
     """Return the bytes of weights that ``rows`` tokens make a layer read.
 
-    Returns:
-        Bytes of the quantizable operators at ``precision``, and bytes of what stays in the dtype.
+    They are those of the quantizable operators at ``precision``, and of what stays in the dtype.
     """
     stored = 0.0
     kept = float(layer.norm_parameters * dtype_bytes)

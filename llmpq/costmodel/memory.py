@@ -68,12 +68,7 @@ def layer_weight_bytes(
 ) -> int:
     """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases.
 
-    Args:
-        model: the model.
-        kind: index into its ``layer_types``.
-        bits: bitwidth of the layer.
-        dtype: number format of the run.
-        kernel: name of the kernel, ``None`` for the default one.
+    ``kernel`` is ``None`` for the default one.
     """
     layer, precision = model.layer_types[kind], model.precision(bits)
     total = layer.weight_bytes(precision, DTYPE_BYTES[dtype])

@@ -43,15 +43,7 @@ times at 64 and 512 rows, but 1.0 in bfloat16 at 512; at one row 1.0 in float32,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineLatencyModel:
-    """Analytic latency of one model on one type of device.
-
-    Attributes:
-        model: the model.
-        device: the device's figures; those of a CPU are per thread.
-        dtype: number format of the run; "16 bits" means this format.
-        kv_bits: bits of a cached key or value.
-        threads: CPU threads of the worker.
-    """
+    """Analytic latency of one model on one type of device; figures of a CPU are per thread."""
 
     model: ModelSpec
     device: DeviceSpec

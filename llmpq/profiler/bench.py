@@ -56,13 +56,7 @@ small against the spread of one layer."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One thing to time.
-
-    Attributes:
-        shape: the micro-batch.
-        bits: of the layers, or ``MASTER_BITS``.
-        layers: how many run in a row; 0 for the master.
-    """
+    """One micro-batch to time on layers in a row; no layers and ``MASTER_BITS``: the master."""
 
     shape: Shape
     bits: int
@@ -90,11 +84,8 @@ class LayerJob:
     """What to measure.
 
     Attributes:
-        model_dir: directory with ``config.json`` and safetensors.
-        bits: bitwidths.
         shapes: the grid.
         dtype: number format of activations and unquantized weights.
-        device: where to run.
         layers: most decoder layers timed in a row; a third of them (at most 2) is timed too.
         budget_s: seconds to spend on timing; every point is timed at least three times.
         seed: order of the points.
@@ -122,12 +113,7 @@ class LayerJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _OtherMemory(StageRunner):
-    """A stage without layers that reads other memory and records how long that took.
-
-    Attributes:
-        other: the memory.
-        spent_s: seconds, one entry a micro-batch.
-    """
+    """A stage without layers that reads other memory and records each micro-batch's seconds."""
 
     other: Tensor
     spent_s: list[float]
@@ -145,8 +131,7 @@ class _OtherMemory(StageRunner):
 class Bench:
     """One short stage per bitwidth, the master, and KV slots.
 
-    Attributes:
-        first_run_s: by phase, extra seconds of the first run of each burst of few layers.
+    ``first_run_s`` holds by phase the extra seconds of the first run of each burst of few layers.
 
     Raises:
         SpecError: the grid does not fit the model's positions.

@@ -36,13 +36,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridLimits:
-    """The largest sizes a plan is expected to ask for.
-
-    Attributes:
-        batch: sequences of a micro-batch.
-        prompt_tokens, context_tokens: longest prompt and longest context.
-        prefill_tokens: tokens of a prefill micro-batch.
-    """
+    """The largest sizes a plan is expected to ask for; ``prefill_tokens`` are of a micro-batch."""
 
     batch: int = 32
     prompt_tokens: int = 512
@@ -56,11 +50,7 @@ class GridLimits:
 
 
 def planned_grid(limits: GridLimits, points: int) -> tuple[Shape, ...]:
-    """Return at most ``points`` shapes a phase, spread over everything within the limits.
-
-    Raises:
-        SpecError: fewer than 2 points.
-    """
+    """Return at most ``points`` (2 or more) shapes a phase, spread over all within the limits."""
     if points < 2:
         raise SpecError(f"grid: points: found {points}, expected at least 2 a phase")
     found: list[Shape] = []

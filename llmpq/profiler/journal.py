@@ -26,12 +26,7 @@ def journal_file(table: Path) -> Path:
 
 
 class Journal:
-    """An open journal.
-
-    Args:
-        path: the file.
-        identity: what is measured, on what, by what.
-        resume: read the timings of an earlier run; otherwise they are overwritten.
+    """An open journal of ``identity``; without ``resume`` earlier timings are overwritten.
 
     Raises:
         SpecError: the earlier run measured something else, or the file is not a journal.
@@ -82,11 +77,7 @@ class Journal:
 
 
 def read_journal(path: Path, identity: Identity) -> list[Timing]:
-    """Read the timings of an interrupted run; an incomplete last line is skipped.
-
-    Raises:
-        SpecError: see ``Journal``.
-    """
+    """Read the timings of an interrupted run; an incomplete last line is skipped."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     stated = [line[1:].partition(":") for line in lines if line.startswith("#")]
     found = {key.strip(): value.strip() for key, _, value in stated}

@@ -46,12 +46,8 @@ def profile_layer(
 ) -> LatencyTable:
     """Measure the first decoder layers and the master's work; return medians.
 
-    Logs a warning if the timings vary by more than ``NOISY_SPREAD``.
-
-    Args:
-        job: what to measure.
-        progress: receives the progress.
-        journal: records every timing, and may hold those of an interrupted run.
+    Records every timing in ``journal``, which may hold those of an interrupted run. Logs a warning
+    if the timings vary by more than ``NOISY_SPREAD``.
 
     Raises:
         SpecError: the grid does not fit the model's positions.

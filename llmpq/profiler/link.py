@@ -175,9 +175,8 @@ def _exchange_all(
 ) -> tuple[list[list[float]], list[float], LinkEnds]:
     """Repeat every exchange in shuffled rounds; the first round is not counted.
 
-    Returns:
-        Seconds of every exchange; those of the smallest after both ranks have read other memory;
-        and the processor time of either end in that state.
+    Returns the seconds of every exchange; those of the smallest after both ranks have read other
+    memory; and the processor time of either end in that state.
     """
     shuffle = random.Random(job.seed)
     times: list[list[float]] = [[] for _ in job.exchanges]

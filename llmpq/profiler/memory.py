@@ -31,16 +31,7 @@ def measure_memory(
 ) -> tuple[StageStats, ...]:
     """Run ``plan`` with random prompts that fill it, and return the statistics of each stage.
 
-    Args:
-        plan: the strategy; all of its ranks run on this host.
-        model_dir: where the weights are.
-        lengths: tokens of every prompt; ``None`` for one full prompt per slot.
-        seed: of the prompts.
-        step_timeout_s: seconds after which a silent rank counts as failed.
-        progress: receives events.
-
-    Returns:
-        The statistics of every stage, in order of rank.
+    All ranks run on this host. Without ``lengths`` of prompts there is one full prompt per slot.
 
     Raises:
         LlmpqError: as ``llmpq.dist.run_job``.

@@ -38,11 +38,7 @@ def bits_at_average(
 ) -> tuple[int, ...]:
     """Return the bits of least degradation with at most ``average`` bits a weight.
 
-    Args:
-        omega: ``[L, B]`` degradation.
-        bits: the bitwidths, in the order of its columns.
-        weights: ``[L]`` weights of every layer.
-        average: largest mean.
+    ``omega [L, B]`` has a column for each of ``bits``; ``weights [L]`` counts each layer's weights.
 
     Raises:
         SpecError: the average is not a number above 0.

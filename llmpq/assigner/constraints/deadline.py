@@ -14,12 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on a clock; never by default.
-
-    Attributes:
-        at_s: the moment, in the clock's seconds.
-        clock: returns the current time in seconds.
-    """
+    """A moment in the seconds of a clock; never by default."""
 
     at_s: float = math.inf
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)

@@ -30,11 +30,7 @@ def with_stored_bits(request: PlanRequest) -> PlanRequest:
 
 
 def with_average_bits(request: PlanRequest, average: float) -> PlanRequest:
-    """Return the request with the bits of every layer that lose least at an average.
-
-    Args:
-        request: its sensitivity decides.
-        average: largest mean bits of a quantizable weight.
+    """Return the request with the bits that lose least at a mean of ``average`` bits a weight.
 
     Raises:
         SpecError: the average is not a number above 0.

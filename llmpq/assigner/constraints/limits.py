@@ -44,14 +44,7 @@ def obeys(
     positions: Sequence[int],
     widths: Sequence[int],
 ) -> bool:
-    """Return whether an assignment keeps the limits.
-
-    Args:
-        limits: ``None`` allows all.
-        order: group of every position.
-        positions: position of every layer.
-        widths: width index of every layer.
-    """
+    """Return whether positions and width indices of all layers keep the limits, if any."""
     if limits is None:
         return True
     groups = [order[position] for position in positions]

@@ -43,11 +43,8 @@ def resolve(
 ) -> Resolved:
     """Apply overrides to a cluster and the layers.
 
-    Args:
-        overrides: the decisions.
-        cluster: the user's cluster.
-        starts: first layer of every run of layers decided together, then the number of layers.
-        bits: the bitwidths allowed, widest first.
+    ``starts`` holds the first layer of every run of layers decided together, then the number of
+    layers; ``bits`` the bitwidths allowed, widest first.
 
     Raises:
         SpecError: a decision names an unknown device or layer, or contradicts another one.

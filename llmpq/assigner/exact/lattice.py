@@ -35,10 +35,8 @@ MAX_CELLS = 4_000_000
 class State(NamedTuple):
     """A node: all that determines the rest of a plan after one used device.
 
-    Attributes:
-        progress: how far the groups are used; its meaning is the order space's.
-        group: group of the device.
-        master: class of masters of the first device.
+    ``progress`` is how far the groups are used, as the order space defines it; ``master`` the class
+    of masters of the first device.
     """
 
     progress: tuple[int, ...]
@@ -48,13 +46,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderLattice:
-    """The graph.
-
-    Attributes:
-        graph: the core's structure.
-        node_group: group of every node's device; -1 for the start.
-        held: arrays that the structure points into.
-    """
+    """The core's structure, with the arrays that it points into; group -1 is the start node's."""
 
     graph: native.Lattice
     node_group: tuple[int, ...]
@@ -62,11 +54,7 @@ class OrderLattice:
 
 
 def build_lattice(space: SearchSpace, orders: Orders) -> OrderLattice:
-    """Build the graph of ``orders``.
-
-    Raises:
-        NotCoveredError: it would be too large.
-    """
+    """Build the graph of ``orders``; raises ``NotCoveredError`` if it would be too large."""
     tables = _GroupTables(space)
     needed = () if space.limits is None else space.limits.used
     found: _GroupOrders | _FixedOrder

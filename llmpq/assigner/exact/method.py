@@ -22,11 +22,7 @@ from llmpq.errors import InfeasibleError
 
 
 def find_exact(task: PlanningTask, progress: Progress) -> Solution:
-    """Find the best plan; by integer programs where the exact search does not support a task.
-
-    Raises:
-        InfeasibleError: memory, the quality budget or the time limit leaves no plan; says which.
-    """
+    """Find the best plan; by integer programs where the exact search does not support a task."""
     request, counts = task.request, task.group_counts.tolist()
     try:
         result = solve_exact(

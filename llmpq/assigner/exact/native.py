@@ -43,11 +43,7 @@ class NotCoveredError(SolverError):
 
 
 def core_path(here: Path | None = None, limit_s: float = math.inf) -> Path:
-    """Return the compiled core; compile it unless it exists.
-
-    Args:
-        here: the package's folder.
-        limit_s: seconds that compiling may take.
+    """Return the compiled core; compile it within ``limit_s`` seconds unless it exists.
 
     Raises:
         NotCoveredError: there is none, and it cannot be compiled or stored.
@@ -110,11 +106,7 @@ class Search(Structure):
 
 
 def fill(target: Structure, **values: object) -> list[AnyArray]:
-    """Set fields of a structure; arrays become pointers.
-
-    Returns:
-        The arrays, which must outlive the structure.
-    """
+    """Set fields of a structure, arrays as pointers; return the arrays, which must outlive it."""
     kinds: dict[str, Any] = {name: kind for name, kind, *_ in target._fields_}
     held: list[AnyArray] = []
     for name, value in values.items():
@@ -143,13 +135,7 @@ def lattice_bound(
 ) -> float:
     """Improve ``multipliers`` in place; return the bound they prove, infinite when no plan fits.
 
-    Args:
-        problem: the pair.
-        lattice: the device orders.
-        multipliers: in the core's layout.
-        schedules: steps of the ascent; without any the multipliers are only evaluated.
-        target: a bound at which to stop.
-        seconds: time limit.
+    Stops at ``target`` or after ``seconds``. Without schedules the multipliers are only evaluated.
     """
     steps = (Ascent * max(1, len(schedules)))(*schedules)
     return float(
@@ -172,15 +158,10 @@ def noncontiguous_bound(
     multipliers: npt.NDArray[np.float64],
     schedule: Ascent,
 ) -> float:
-    """Return the bound with contiguity dropped.
+    """Improve ``multipliers`` in place; return the bound they prove without contiguity.
 
-    Args:
-        problem: the pair.
-        lattice: for the numbers of devices.
-        floor: ``[T]`` whether a group can hold a layer; ``[2]`` the least prefill and decode
-            seconds of any link; the least number of devices of any plan.
-        multipliers: improved in place.
-        schedule: steps of the ascent.
+    ``floor`` is ``[T]`` whether a group can hold a layer; ``[2]`` the least prefill and decode
+    seconds of any link; the least number of devices of any plan.
     """
     usable, link, fewest = floor
     return float(
@@ -215,10 +196,9 @@ def relaxed_plan(
 def search(
     problem: Problem, lattice: Lattice, multipliers: npt.NDArray[np.float64], limits: Search
 ) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-    """Run the label search; its results are stored in ``limits``.
+    """Run the label search, with results in ``limits``.
 
-    Returns:
-        Status; stages ``[n, 3]`` (node, first, end) and counts ``[n]``, first stage first.
+    Returns the status, stages ``[n, 3]`` (node, first, end) and counts ``[n]``, first stage first.
     """
     stages = np.zeros((lattice.nodes, 3), dtype=np.int32)
     counts = np.zeros(lattice.nodes, dtype=np.uint64)
@@ -236,22 +216,14 @@ def search(
 
 
 def prepare(left_s: float) -> None:
-    """Load the compiled core, compiling it within the time that is left.
-
-    Raises:
-        NotCoveredError: as ``library``, and when the time is too short to compile it.
-    """
+    """Load the compiled core; raises ``NotCoveredError`` if the time is too short to compile it."""
     core_path(limit_s=left_s)
     library()
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the compiled core, compiling it when needed.
-
-    Raises:
-        NotCoveredError: there is none, and no compiler to build it.
-    """
+    """Load the compiled core, compiling it when needed; raises as ``core_path`` does."""
     path = core_path()
     loaded = ctypes.CDLL(str(path))
     if loaded.exact_abi() != ABI:

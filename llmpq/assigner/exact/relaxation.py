@@ -74,12 +74,7 @@ def noncontiguous_bound(
 ) -> tuple[float, FloatArray]:
     """Return the bound without contiguity, and its multipliers.
 
-    Args:
-        space: the search space of ``pair``.
-        pair: the pair.
-        lattice: for the numbers of devices.
-        warm: another pair and its multipliers to start from, scaled to this pair's totals.
-        steps: the ascent.
+    ``warm`` is another pair and its multipliers to start from, scaled to this pair's totals.
     """
     size = space.num_groups
     other, multipliers = warm

@@ -72,14 +72,10 @@ of time or memory was reached), with a proven bound."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairProof:
-    """The certificate of one micro-batch pair.
+    """The certificate of one micro-batch pair: no plan of it costs less than ``bound_s``.
 
-    Attributes:
-        micro_batching: the pair.
-        bound_s: no plan of the pair is cheaper; infinite when none fits.
-        reason: how that is known.
-        multipliers: Lagrange multipliers that attain a ``noncontiguous`` or ``lattice`` bound, in
-            the core's layout; empty for the other reasons.
+    ``multipliers`` attain a ``noncontiguous`` or ``lattice`` bound, in the core's layout; they are
+    empty for other reasons.
     """
 
     micro_batching: MicroBatching
@@ -92,12 +88,9 @@ class PairProof:
 class SearchStats:
     """Work of a search.
 
-    Attributes:
-        pairs: micro-batch pairs.
-        ascended, searched: pairs whose lattice bound was computed, and whose plans were enumerated.
-        nodes: nodes of the order lattice.
-        columns, labels: largest number of stage columns and partial plans in memory at once.
-        total_s: seconds.
+    ``ascended`` and ``searched`` count pairs whose lattice bound was computed, and whose plans were
+    enumerated; ``nodes`` those of the order lattice; ``columns`` and ``labels`` the most stage
+    columns and partial plans in memory at once.
     """
 
     pairs: int
@@ -113,13 +106,8 @@ class SearchStats:
 class ExactResult:
     """A plan and its certificate.
 
-    Attributes:
-        problem: pair and order of the plan; the order names the used devices only.
-        assignment: position and width of every layer.
-        evaluation: its cost by ``objective``.
-        bound_s: no plan of the whole space is cheaper.
-        proofs: one entry a pair, in the order of the space.
-        stats: work of the search.
+    The problem's order names the used devices only. No plan of the whole space costs less than
+    ``bound_s``; ``proofs`` has one entry a pair, in the order of the space.
     """
 
     problem: AssignmentProblem
@@ -155,11 +143,7 @@ class _Candidate:
     """One pair until it is closed.
 
     Attributes:
-        index: its index in the space.
-        pair: its costs.
-        bound_s: proven so far.
-        multipliers: of that bound, or the lattice's.
-        reason: why it is closed, ``open`` until then.
+        bound_s, multipliers: proven so far, and what proves it or the lattice's bound.
         visits: steps so far: short ascent, long ascent, then enumeration of rising levels.
         base_s: lattice bound; the levels of enumeration are relative to it.
         failed_s: lowest level at which enumeration exceeded a limit.
@@ -185,13 +169,8 @@ def solve_exact(
 ) -> ExactResult:
     """Minimise latency plus priced degradation over all pairs, orders, placements and bitwidths.
 
-    Args:
-        space: the search space.
-        orders: blocks of groups, every interleaving, or one fixed order.
-        gap: relative optimality gap at which to stop.
-        deadline: when to return the best plan so far with its bound. After it the core is not
-            compiled, pairs are bounded in fewer steps, and the first plan is returned.
-        progress: called during the search.
+    Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
+    bounded in fewer steps, and the best or the first plan is returned with its bound.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.

@@ -56,14 +56,10 @@ def counts_of_key(space: SearchSpace, key: int, first: int, end: int) -> FloatAr
 
 
 class NativePair:
-    """One pair as the core's structure.
+    """One pair as the core's structure, which points into arrays of this object.
 
-    Attributes:
-        costs: the pair.
-        problem: the structure; it points into arrays of this object.
-        floor: see ``native.noncontiguous_bound``.
-        fits: whether the smallest layers fit in all devices together: necessary, and with one kind
-            of layers sufficient.
+    ``floor`` is that of ``native.noncontiguous_bound``; ``fits`` whether the smallest layers fit in
+    all devices together: necessary, and with one kind of layers sufficient.
     """
 
     def __init__(self, space: SearchSpace, costs: PairCosts) -> None:

@@ -21,7 +21,6 @@ class Binding:
     """The binding constraints of one stage.
 
     Attributes:
-        rank: the stage.
         constraints: ``memory`` without room for the smallest step; a phase or its link when among
             the slowest, where the phase's latency follows its slowest stage.
         slack_bytes: memory left.
@@ -42,14 +41,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBinding:
-    """The binding constraints of a plan.
-
-    Attributes:
-        prefill_by_slowest: with several micro-batches prefill follows the slowest stage, else the
-            sum of all stages.
-        decode_by_slowest: the same of a decode round.
-        stages: one entry a stage.
-    """
+    """The binding constraints of a plan; whether a phase follows its slowest stage or the sum."""
 
     prefill_by_slowest: bool
     decode_by_slowest: bool
@@ -57,12 +49,7 @@ class PlanBinding:
 
 
 def plan_binding(plan: Plan, costs: ClusterCosts) -> PlanBinding:
-    """Return the binding constraints of every stage of a plan.
-
-    Args:
-        plan: the plan.
-        costs: cost models of its model and cluster.
-    """
+    """Return the binding constraints of every stage of a plan."""
     stages = plan.estimate.stages
     prefill_s = max(max(stage.prefill_s, stage.send_prefill_s) for stage in stages)
     decode_s = max(max(stage.decode_s, stage.send_decode_s) for stage in stages)

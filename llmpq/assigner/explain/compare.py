@@ -27,13 +27,7 @@ SEARCH = "llmpq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of one method.
-
-    Attributes:
-        method: its name in ``METHODS``.
-        plan: its plan, ``None`` without one.
-        error: why there is none.
-    """
+    """A method's plan, or why there is none."""
 
     method: str
     plan: Plan | None
@@ -53,10 +47,7 @@ def compare_methods(
 ) -> tuple[Outcome, ...]:
     """Return the outcome of every method, the search first.
 
-    Args:
-        request: what to plan. A method that does not support its overrides has an error.
-        command: the command line, for provenance.
-        run: calls the work of every method, for instance with a progress bar.
+    ``run`` calls the work of every method, for instance with a progress bar.
 
     Raises:
         SpecError: the request is invalid for every method.

@@ -35,13 +35,9 @@ MAX_LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The answer to one question.
+    """The best plan that uses devices left out or added, or the reason why there is none.
 
-    Attributes:
-        devices: labels of the devices left out, or the type added.
-        plan: the best plan found, ``None`` when there is none.
-        reason: why there is none.
-        proven: whether no better answer exists (within the requested gap).
+    ``proven`` tells whether no better answer exists (within the requested gap).
     """
 
     devices: tuple[str, ...]
@@ -55,7 +51,6 @@ class Explanation:
     """The explanation of a plan.
 
     Attributes:
-        binding: binding constraints of every stage.
         dropped: the reason why each device is left out, by its index.
         forced: best plans that use a device left out, empty unless requested.
         more: best plans with one more device, empty unless requested.
@@ -82,12 +77,8 @@ def explain_plan(
 ) -> Explanation:
     """Explain a plan that was just made.
 
-    Args:
-        request: the request of the plan.
-        plan: the plan.
-        resolve: plan again for every kind of device left out.
-        more: plan again with one more device of each kind.
-        progress: called with the number of finished searches.
+    With ``resolve`` plans again for every kind of device left out; with ``more`` with one more
+    device of each kind. ``progress`` counts finished searches.
     """
     found = explain_costs(plan, costs_of(request, plan.cluster))
     # Only this method can be forced to use a device.

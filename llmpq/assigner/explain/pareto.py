@@ -51,13 +51,8 @@ def pareto_plans(
 ) -> tuple[Plan, ...]:
     """Return up to ``count`` plans, the best quality first and each next one faster.
 
-    Args:
-        request: what to plan; its quality budget holds for every plan, its time limit for every
-            single search (``SEARCH_LIMIT_S`` without one).
-        count: most plans; there may be fewer that differ.
-        method: a name in ``METHODS``.
-        command: the command line, for provenance.
-        progress: called with the number of plans found.
+    The request's quality budget holds for every plan, its time limit for every single search
+    (``SEARCH_LIMIT_S`` without one). ``progress`` counts plans found.
 
     Raises:
         SpecError: as ``make_plan``, and for fewer than two plans or a price of degradation.

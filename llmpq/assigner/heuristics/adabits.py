@@ -30,11 +30,7 @@ TIE = 1e-9
 
 
 def find_adabits(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the least degradation that memory allows; each group leads once, others in file order.
-
-    Raises:
-        InfeasibleError: even the least degradation is over the quality budget, or nothing fits.
-    """
+    """Return the least degradation that memory allows; each group leads once."""
     best = best_adabits(PairTable(task), progress)
     if best is None:
         raise InfeasibleError(_reason(task, "the placement of least degradation"))
@@ -63,11 +59,7 @@ def best_adabits(table: PairTable, progress: Progress) -> Choice | None:
 
 
 def find_adaptive_even(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the even split with each device's bits of least degradation, in file order.
-
-    Raises:
-        InfeasibleError: an even split does not fit, or not within the quality budget.
-    """
+    """Return the even split with each device's bits of least degradation, in file order."""
     table, order = PairTable(task), file_order(task)
     positions = proportional_split(len(task.kinds), [1.0] * len(order))
     classes = _classes(table, order)

@@ -103,11 +103,9 @@ def _range(problem: AdditiveProblem) -> float:
 class _Relaxed:
     """The Lagrangian relaxation of memory.
 
-    Attributes:
-        bound: no placement that fits costs less.
-        rest: ``[N, L + 1]`` the least cost of the other layers when layers ``[0, i)`` are placed
-            up to this position, with credit for all of its memory.
-        used_bytes: ``[N]`` bytes of the cheapest relaxed placement.
+    ``bound`` is below the cost of all placements that fit; ``rest [N, L + 1]`` the least cost of
+    the other layers when layers ``[0, i)`` are placed up to this position, with credit for all of
+    its memory; ``used_bytes [N]`` those of the cheapest relaxed placement.
     """
 
     def __init__(self, problem: AdditiveProblem, multipliers: FloatArray) -> None:
@@ -184,10 +182,7 @@ class _Sweep:
         self.fronts: list[list[_Front]] = []
 
     def run(self) -> float:
-        """Return the cost of the best placement found, infinite without one.
-
-        It is optimal when it is not above the ceiling.
-        """
+        """Return the cost of the best placement found; optimal when it is not above the ceiling."""
         positions, layers, _ = self.problem.costs.shape
         for position in range(positions):
             row: list[_Front] = []

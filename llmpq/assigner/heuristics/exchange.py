@@ -30,11 +30,9 @@ PREFILL, DECODE, BYTES, QUALITY = range(4)
 class Exchange:
     """Every giver loses ``given`` layers, every taker gains ``taken``; both may be 0.
 
-    Attributes:
-        givers, takers: two disjoint sets of positions. The members of a side do the same, so that
-            equal devices that are equally slow can be relieved together. Without takers the
-            givers only change bitwidths.
-        given, taken: layers each; ``len(givers) * given == len(takers) * taken``.
+    Givers and takers are disjoint sets of positions, ``len(givers) * given == len(takers) *
+    taken``. The members of a side do the same, so that equal devices that are equally slow can be
+    relieved together. Without takers the givers only change bitwidths.
     """
 
     givers: tuple[int, ...]
@@ -130,11 +128,7 @@ class Stages:
         return Assignment(tuple(positions.tolist()), tuple(widths.tolist()))
 
     def sends(self, sizes: Sequence[int]) -> tuple[float, float, float, float]:
-        """Return maximum and sum of the prefill sends, then of the decode sends.
-
-        Args:
-            sizes: ``N`` layers of every position; only those that run have links.
-        """
+        """Return maximum and sum of the prefill sends, then of the decode sends, in use."""
         order, costs = self.problem.order, self.problem.costs
         used = [order[j] for j, size in enumerate(sizes) if size or j == 0]
         if len(used) == 1:
@@ -146,13 +140,7 @@ class Stages:
 
 
 class Layout:
-    """The counts of every position, and the results of exchanges.
-
-    Attributes:
-        counts: ``[N, B]`` layers of each bitwidth.
-        totals: ``[N, 4]`` totals of every position.
-        objective_s: the objective.
-    """
+    """Counts ``[N, B]`` and totals ``[N, 4]`` of every position, and the results of exchanges."""
 
     def __init__(self, stages: Stages, counts: IntArray) -> None:
         self.stages = stages
@@ -250,10 +238,7 @@ def _objective(
     total: FloatArray,
     sends: tuple[float, float, float, float],
 ) -> FloatArray:
-    """Return ``[...]`` objectives of ``[..., 2]`` maxima and ``[..., 4]`` sums over all stages.
-
-    The formulas of ``objective``; infinite over the quality budget.
-    """
+    """Return objectives of ``[..., 2]`` maxima and ``[..., 4]`` sums; infinite over the budget."""
     problem, costs = stages.problem, stages.problem.costs
     rounds = costs.new_tokens - 1
     slow_prefill = np.maximum(slowest[..., PREFILL], sends[0])

@@ -21,11 +21,7 @@ from llmpq.errors import InfeasibleError
 
 
 def find_fastest(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the best plan that uses one device only.
-
-    Raises:
-        InfeasibleError: no device holds the whole model alone (within the quality budget).
-    """
+    """Return the best plan that uses one device only."""
     found = [
         (float(costs.min(axis=1).sum()) + constant_s, pair, group, costs)
         for pair in range(len(task.pairs))

@@ -23,14 +23,7 @@ MAX_FULL_ORDERS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A placement and its micro-batch pair.
-
-    Attributes:
-        objective_s: the objective.
-        pair: index of the pair in ``PlanningTask.pairs``.
-        order: groups of the positions.
-        assignment: the placement.
-    """
+    """A placement on an order of groups, and the index of its pair in ``PlanningTask.pairs``."""
 
     objective_s: float
     pair: int
@@ -104,13 +97,7 @@ class PairTable:
     def best(
         self, order: Sequence[int], assignment: Assignment, among: np.ndarray | None = None
     ) -> Choice | None:
-        """Return a placement with its best pair, ``None`` when it fits with none.
-
-        Args:
-            order: groups of the positions.
-            assignment: the placement.
-            among: ``[P]`` mask of the pairs to choose from, all by default.
-        """
+        """Return a placement with its best pair of those in ``among [P]``; ``None`` without one."""
         values = self.objectives(order, assignment)
         if among is not None:
             values = np.where(among, values, np.inf)

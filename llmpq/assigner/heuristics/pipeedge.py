@@ -25,11 +25,7 @@ from llmpq.errors import InfeasibleError
 
 
 def find_pipeedge(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the prefill-optimal split of the widest bitwidth that fits, with its best pair.
-
-    Raises:
-        InfeasibleError: no split fits at any single bitwidth (within the quality budget).
-    """
+    """Return the prefill-optimal split of the widest bitwidth that fits, with its best pair."""
     table, orders = PairTable(task), block_orders(task)
     best: Choice | None = None
     total = len(task.request.bits) * len(orders)
@@ -73,10 +69,7 @@ def fitting_ranges(problem: AssignmentProblem, width: int) -> np.ndarray:
 
 
 def _spans(values: FloatArray) -> FloatArray:
-    """Return ``[N, L + 1, L + 1]`` sums of ``values`` ``[N, L]`` over ``[start, end)``.
-
-    Infinite where the range ends before it starts.
-    """
+    """Return ``[N, L + 1, L + 1]`` sums of ``values [N, L]`` over ``[start, end)``, or infinity."""
     done = np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1)], axis=1)
     spans = done[:, None, :] - done[:, :, None]
     forward = np.triu(np.ones(spans.shape[1:], dtype=bool))
@@ -88,10 +81,7 @@ def shortest_pipeline(
 ) -> tuple[int, ...] | None:
     """Return the position of every layer for the shortest slowest part, ``None`` if nothing fits.
 
-    Args:
-        problem: order and pair; only its prefill counts.
-        width: index of the one bitwidth.
-        fits: ``[N, L + 1, L + 1]`` whether a position holds layers ``[start, end)``.
+    ``fits`` is ``[N, L + 1, L + 1]``: whether a position holds layers ``[start, end)``.
     """
     costs, group = problem.costs, list(problem.order)
     times = _spans(costs.prefill_s[group][:, problem.kinds, width])

@@ -25,11 +25,7 @@ from llmpq.errors import InfeasibleError
 
 
 def find_memory_proportional(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the split by memory, less the runtime's own, at the widest bits that fit.
-
-    Raises:
-        InfeasibleError: it fits at no allowed bitwidth, although another split may.
-    """
+    """Return the split by memory, less the runtime's own, at the widest bits that fit."""
     free = np.maximum(0, [pair.total_bytes - pair.runtime_bytes for pair in task.pairs])
     return _find(task, progress, free.astype(np.float64), "layers in proportion to memory fit")
 
@@ -39,9 +35,6 @@ def find_speed_proportional(task: PlanningTask, progress: Progress) -> Solution:
 
     A device's speed is the number of layers that it runs through the whole workload in a second,
     both phases together, so it depends on the micro-batch pair.
-
-    Raises:
-        InfeasibleError: it fits at no allowed bitwidth, although another split may.
     """
     layers = [
         pair.prefill_batches * pair.prefill_s[:, task.kinds, 0].mean(axis=1)
@@ -53,11 +46,7 @@ def find_speed_proportional(task: PlanningTask, progress: Progress) -> Solution:
 
 
 def find_uniform(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the even split at the widest bits that fit; later stages take the remainder.
-
-    Raises:
-        InfeasibleError: it fits at no allowed bitwidth, although another split may.
-    """
+    """Return the even split at the widest bits that fit; later stages take the remainder."""
     equal = np.ones((len(task.pairs), len(task.groups)))
     layers, devices = task.request.model.num_layers, len(task.request.cluster.devices)
     text = f"an even split of {layers} layers over {devices} devices fits"
@@ -67,8 +56,7 @@ def find_uniform(task: PlanningTask, progress: Progress) -> Solution:
 def find_proportional(task: PlanningTask) -> Solution | None:
     """Return the cheaper of the splits by speed and by memory, ``None`` where neither fits.
 
-    It takes milliseconds and ignores manual limits, with which it returns ``None``: the plan when
-    the time is up.
+    It takes milliseconds: the plan when the time is up. With manual limits it returns ``None``.
     """
     if task.has_limits:
         return None

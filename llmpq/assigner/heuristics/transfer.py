@@ -1,13 +1,10 @@
-"""Bitwidth transfer (LLM-PQ, Algorithm 2): a good plan in little time, without a solver.
+"""Bitwidth transfer (LLM-PQ, Algorithm 2): a good plan in little time, without a solver or a bound.
 
 Starts from adabits and moves work off the slowest stage while that lowers the objective: layers
-change stage, bitwidths are exchanged between stages. The paper's rules
-``(b_straggler, b_other, count)`` exchange ``count`` layers of the straggler for one of another
-stage, such as two at 4 bits for one at 8; they are among the steps of ``exchange``. Three
-deviations: every step is judged by exact memory and the real objective; when relieving the slowest
-stage no longer helps, all stages are tried; and the micro-batch pair is exchanged too.
-
-It proves no bound. It is deterministic, except at the time limit, where it returns its best plan.
+change stage, bitwidths are exchanged between stages. The paper's rules ``(b_straggler, b_other,
+count)`` are among the steps of ``exchange``. Three deviations: every step is judged by exact memory
+and the real objective; when relieving the slowest stage no longer helps, all stages are tried; and
+the micro-batch pair is exchanged too.
 """
 
 from __future__ import annotations
@@ -52,11 +49,7 @@ LEAST_GAIN = 1e-9
 
 
 def find_transfer(task: PlanningTask, progress: Progress) -> Solution:
-    """Return the best plan that bitwidth transfer reaches from adabits.
-
-    Raises:
-        InfeasibleError: adabits fits with no pair (within the quality budget).
-    """
+    """Return the best plan that bitwidth transfer reaches from adabits."""
     deadline = task.request.deadline
     table, orders = PairTable(task), block_orders(task)
     best = best_adabits(table, progress)

@@ -41,14 +41,7 @@ _Link = tuple[pulp.LpVariable, float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpOptions:
-    """How to solve.
-
-    Attributes:
-        solver: solver's name.
-        gap: relative optimality gap at which to stop.
-        time_limit_s: seconds at most, ``None`` for no limit.
-        cutoff_s: only plans of at most this objective are allowed.
-    """
+    """How to solve; only plans of at most ``cutoff_s`` are allowed."""
 
     solver: SolverName = "highs"
     gap: float = 0.0
@@ -60,10 +53,8 @@ class IlpOptions:
 class IlpResult:
     """The result of one program.
 
-    Attributes:
-        status: as a solver's; also ``infeasible`` when no plan is below the cutoff.
-        assignment, evaluation: the plan, ``None`` without one.
-        bound_s: proven lower bound of the objective among plans below the cutoff.
+    The status is also ``infeasible`` when no plan is below the cutoff; ``bound_s`` is a lower bound
+    among plans below it.
     """
 
     status: SolverStatus
@@ -116,16 +107,9 @@ def _solve(problem: AssignmentProblem, options: IlpOptions, margin: float) -> Il
 
 
 class Program:
-    """The PuLP model of one problem.
+    """The PuLP model of one problem, in units of ``unit_s`` seconds.
 
-    Args:
-        problem: what to plan.
-        margin: relative tightening of memory and budget.
-        cutoff_s: only plans of at most this objective are allowed.
-
-    Attributes:
-        lp: the model, in units of ``unit_s``.
-        unit_s: seconds of one unit of its objective.
+    ``margin`` is a relative tightening of memory and budget.
     """
 
     def __init__(self, problem: AssignmentProblem, *, margin: float, cutoff_s: float) -> None:

@@ -40,11 +40,7 @@ class _Candidate:
 
 
 def find_plan(task: PlanningTask, progress: Progress) -> Solution:
-    """Minimise the objective over all orders, pairs, placements and bitwidths; some pair fits.
-
-    Raises:
-        InfeasibleError: memory, the quality budget or the time limit leaves no plan; says which.
-    """
+    """Minimise the objective over all orders, pairs, placements and bitwidths; some pair fits."""
     request, orders = task.request, task.orders()
     search = _Search(task, progress, _candidates(task, orders))
     search.run()

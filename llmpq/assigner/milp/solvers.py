@@ -26,12 +26,10 @@ SolverStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
 class SolverResult:
     """A solver's answer to a minimisation.
 
-    Attributes:
-        status: ``optimal`` within the requested gap; ``feasible`` with an incumbent at the time
-            limit; ``infeasible`` proven; ``unknown`` without solution or proof.
-        values: value of every variable by name; empty without a solution.
-        objective: value of the solution, infinite without one.
-        bound: proven lower bound of the optimum, minus infinity without one.
+    The status is ``optimal`` within the requested gap, ``feasible`` with an incumbent at the time
+    limit, ``infeasible`` when proven, and ``unknown`` without solution or proof. Without a solution
+    ``values`` (by variable name) is empty and ``objective`` infinite; without a proven bound
+    ``bound`` is minus infinity.
     """
 
     status: SolverStatus
@@ -43,13 +41,7 @@ class SolverResult:
 def solve(
     program: pulp.LpProblem, solver: SolverName, *, gap: float, time_limit_s: float | None
 ) -> SolverResult:
-    """Minimise ``program``.
-
-    Args:
-        program: the program; its variables have unique names.
-        solver: a name in ``SOLVERS``.
-        gap: relative optimality gap at which to stop.
-        time_limit_s: seconds after which to stop, ``None`` for no limit.
+    """Minimise ``program``, whose variables have unique names, to a relative optimality gap.
 
     Raises:
         SpecError: the solver is not installed or not licensed.

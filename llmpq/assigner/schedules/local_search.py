@@ -69,12 +69,7 @@ def local_search(
 ) -> list[Plan]:
     """Return ever better RRA plans, from the given one to a local optimum.
 
-    Args:
-        plan: with an RRA schedule.
-        prompt_tokens: distribution of prompt lengths.
-        new_tokens: distribution of answer lengths.
-        score: called once for each plan.
-        moves: steps to neighbours, tried in turn from the best plan so far.
+    ``score`` is called once for each plan; ``moves`` are tried in turn from the best plan so far.
     """
     path, best_score = [plan], score(plan)
     seen = {(plan.schedule, plan.micro_batching)}

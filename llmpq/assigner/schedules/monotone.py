@@ -39,14 +39,7 @@ _FEW_POINTS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridOptimum:
-    """The outcome of a search.
-
-    Attributes:
-        point: the best point within the bound, ``None`` without one.
-        value: its throughput and latency.
-        evaluated: points evaluated.
-        space: points of the grid.
-    """
+    """The best point within the bound, if any, its value, and how many points were evaluated."""
 
     point: Point | None
     value: Value | None

@@ -79,11 +79,8 @@ def with_schedule(
 ) -> Plan:
     """Return the plan with the schedule of highest throughput within the bound.
 
-    Args:
-        plan: layers and bits; its workload's batch is the number of KV slots.
-        costs: the cost models of its cluster.
-        request: length distributions and bound.
-        policy: RRA, or WAA, which assigns the layers anew to separate stages per phase.
+    The workload's batch is the number of KV slots. WAA assigns the layers anew to separate stages
+    per phase.
 
     Raises:
         SpecError: the distributions hold lengths that the plan has no room for.
@@ -114,8 +111,7 @@ def with_schedule(
 def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
     """Return the plan under the policy that answers most requests a second within the bound.
 
-    The simulator compares the best RRA schedule, the best WAA schedule, iteration-level batching,
-    and static batches.
+    The simulator compares the best RRA and WAA schedules, iteration-level and static batching.
 
     Raises:
         InfeasibleError: none keeps the bound; the message is that of RRA.
@@ -289,11 +285,7 @@ def _applied(plan: Plan, costs: ClusterCosts, chosen: ChosenSchedule) -> Plan:
 
 
 def _reevaluated(plan: Plan, costs: ClusterCosts) -> Plan:
-    """Return the plan with the estimate of its new micro-batches.
-
-    Raises:
-        InfeasibleError: they do not fit in memory.
-    """
+    """Return the plan with the estimate of its new micro-batches, if they fit in memory."""
     nothing = np.zeros((plan.model.num_layers, len(BITS)))
     estimate, excess = evaluate_plan(plan, costs, nothing)
     if excess:

@@ -33,11 +33,8 @@ class ScheduleTask:
     """What a schedule is searched for.
 
     Attributes:
-        costs: seconds of the plan's parts.
         num_slots: sequences that memory holds, and the largest decoding batch.
-        prompt_tokens, new_tokens: distributions of lengths.
         latency_bound_s: largest latency of an answer of ``bound_tokens``; infinity for no bound.
-        bound_tokens: length of the answer that the bound applies to.
         threshold: share by which a decoding batch may shrink before more is encoded.
     """
 

@@ -19,11 +19,8 @@ from llmpq.spec.precision import Phase
 def safety_factor(plan: Plan, costs: ClusterCosts, confidence: float) -> float:
     """Return the factor on simulated latencies, at least 1.
 
-    Args:
-        plan: with the micro-batches that are simulated.
-        costs: the cost models of its cluster.
-        confidence: probability of keeping the bound, with normal errors of the stated deviation;
-            0.5 for no margin.
+    ``confidence`` is the probability of keeping the bound, with normal errors of the stated
+    deviation; 0.5 for no margin.
 
     Raises:
         SpecError: ``confidence`` is not in [0.5, 1).

@@ -30,12 +30,9 @@ from llmpq.spec.precision import Phase
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyBatch:
-    """The members of a decoding batch in the steady state.
+    """The members of a decoding batch in the steady state, with ``N_D`` iterations a phase.
 
-    Attributes:
-        prompt_tokens: distribution of prompt lengths, independent of the answers'.
-        new_tokens: distribution of answer lengths ``S``, including the first token.
-        decode_iterations: iterations of a phase ``N_D``.
+    Answer lengths ``S`` include the first token and do not depend on prompt lengths.
     """
 
     prompt_tokens: LengthDistribution
@@ -134,12 +131,9 @@ def decode_shape(context_tokens: float, rows: int) -> BatchShape:
 class Performance:
     """Expected throughput and latency of a schedule.
 
-    Attributes:
-        requests_per_s: finished requests a second.
-        latency_s: of the answer that the latency bound applies to, from the start of its encoding.
-        decode_batch: mean sequences at the start of a decoding phase ``B_D``.
-        encode_batch: mean requests of an encoding phase ``B_E``.
-        cycle_s: seconds of one encoding and its decode iterations.
+    The latency is that of the answer that the bound applies to, from the start of its encoding; the
+    batches are mean sizes ``B_D`` and ``B_E`` at the start of their phases; a cycle is one encoding
+    and its decode iterations.
     """
 
     requests_per_s: float
@@ -156,15 +150,7 @@ def rra_performance(
     sizes: MicroBatching,
     new_tokens: int,
 ) -> Performance:
-    """Return the performance of RRA in the steady state.
-
-    Args:
-        costs: seconds of the plan's parts.
-        batch: the length distributions, and ``N_D``.
-        encode_batch: requests encoded a cycle ``B_E``.
-        sizes: largest micro-batches of the two phases.
-        new_tokens: length of the answer whose latency is reported.
-    """
+    """Return the performance of RRA in the steady state, for an answer of ``new_tokens`` tokens."""
     decode_batch = batch.decode_batch(encode_batch)
     pipeline = FlowShop(costs)
     now_s = encoded_s = _encode(pipeline, batch.prompt_tokens, encode_batch, sizes.prefill)

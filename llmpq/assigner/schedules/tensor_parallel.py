@@ -29,16 +29,8 @@ def schedule_plan(
 ) -> tuple[PlanRequest, Plan]:
     """Return the plan with a searched schedule, and the request that it is a plan of.
 
-    Every degree gets its own plan; the result is the one with the most requests per second in
-    simulation.
-
-    Args:
-        request: what was planned.
-        plan: its plan, without tensor parallelism.
-        wanted: what the schedule must satisfy.
-        policy: searched policy; ``auto`` compares all.
-        degrees: devices that may share every layer; 1 is no tensor parallelism.
-        planned: makes a plan of another request.
+    Every degree gets its own plan by ``planned``; the result is the one with the most requests per
+    second in simulation. Degree 1 is ``plan`` itself; the policy ``auto`` compares all.
 
     Raises:
         SpecError: no group of devices divides into teams of a degree.

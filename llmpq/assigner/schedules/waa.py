@@ -33,13 +33,7 @@ Fits = Callable[[MicroBatching], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PathTime:
-    """Seconds of one micro-batch on its path.
-
-    Attributes:
-        total_s: from dispatch to its tokens.
-        master_s: the master's work.
-        busiest_s: the work of the busiest other stage.
-    """
+    """Seconds of a micro-batch until its tokens are known; of the master; of the busiest other."""
 
     total_s: float
     master_s: float
@@ -67,10 +61,7 @@ def _path_time(costs: StepCosts, shape: BatchShape) -> _PathTime:
 class WaaPoint:
     """A point of the space and its performance.
 
-    Attributes:
-        sizes: micro-batches; ``prefill`` is ``B_E``.
-        performance: throughput and latency.
-        slots: mean number of sequences that hold a slot, including those being encoded.
+    ``slots`` is the mean number of sequences that hold a slot, including those being encoded.
     """
 
     sizes: MicroBatching
@@ -81,9 +72,7 @@ class WaaPoint:
 class WaaSpace:
     """The grid of WAA's control variables: ``B_m`` rises with i, micro-batches in flight with j.
 
-    Args:
-        task: its costs have a layout with separate stages per phase.
-        fits: whether memory holds the temporary buffers of such micro-batches.
+    ``fits`` tells whether memory holds the temporary buffers of such micro-batches.
     """
 
     def __init__(self, task: ScheduleTask, fits: Fits = lambda _: True) -> None:

@@ -29,15 +29,7 @@ RangeCost = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PhaseCosts:
-    """Costs of layer ranges in one phase.
-
-    Attributes:
-        plan: whose layers and bits.
-        costs: the cost models.
-        phase: prefill or decode.
-        rows, tokens: the micro-batch whose seconds count.
-        by_memory: WAA-M instead of WAA-C.
-    """
+    """Costs of layer ranges in one phase, by memory (WAA-M) or by a micro-batch's time (WAA-C)."""
 
     plan: Plan
     costs: ClusterCosts
@@ -92,14 +84,8 @@ def split_plans(
 ) -> Iterator[Plan]:
     """Yield plans with the layers and bits of ``plan`` and separate stages per phase, as they fit.
 
-    They have no estimate and no searched schedule yet.
-
-    Args:
-        plan: a plan whose stages do both; the devices it left out are used as well.
-        costs: the cost models.
-        prompt: mean prompt, and
-        context: mean context in decode, for which times are balanced.
-        balances: WAA-C, WAA-M, or both.
+    They use the devices that ``plan`` left out as well, and have no estimate and no searched
+    schedule yet. Times are balanced for a mean ``prompt`` and a mean ``context`` in decode.
     """
     order = [*(stage.device for stage in plan.stages), *plan.dropped_devices]
     for count in range(1, len(order)):
@@ -141,12 +127,8 @@ def _ends(
 def balanced_cuts(costs: Sequence[RangeCost], num_layers: int) -> tuple[int, ...] | None:
     """Cut layers into one range a device so that the largest cost is least (dynamic programming).
 
-    Args:
-        costs: of each device, in order; a longer range costs no less.
-        num_layers: layers to cut.
-
-    Returns:
-        Where the ranges begin, and the end of the last; ``None`` when no cut fits.
+    A longer range costs no less. Returns where the ranges begin, and the end of the last; ``None``
+    when no cut fits.
     """
     if len(costs) > num_layers:
         return None

@@ -55,10 +55,8 @@ GemmPoints = dict[tuple[int, int], tuple[tuple[int, float], ...]]
 class Database:
     """Measured operators of one device and where they come from.
 
-    Attributes:
-        times: its operators.
-        kernels: number format, engine and version behind every bitwidth.
-        engine: engine and version of the attention, and of the products where it has them.
+    ``kernels`` has number format, engine and version behind every bitwidth; ``engine`` those of the
+    attention, and of the products where it has them.
     """
 
     times: OperatorTimes

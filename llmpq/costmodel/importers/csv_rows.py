@@ -28,11 +28,7 @@ def csv_rows(file: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str
 
 
 def number(file: Path, line: int, text: str) -> float:
-    """Return a cell as a number.
-
-    Raises:
-        SpecError: it is none.
-    """
+    """Return a cell as a number; raises ``SpecError`` if it is none."""
     try:
         return float(text)
     except (TypeError, ValueError):

@@ -43,11 +43,7 @@ class ImportRequest:
     """What to import.
 
     Attributes:
-        model: the model whose layer is assembled.
-        device: the database's name of the device.
-        device_type: the catalogue's name, written into the table.
-        bits: bitwidths wanted.
-        dtype: number format of what is not quantized.
+        device, device_type: the database's name of the device, and the catalogue's.
         path: the database, where it is not the installed package.
         engine: whose kernels, ``None`` for the first known one that was measured.
         context_tokens: context that layouts without one (helix) were measured at.
@@ -89,12 +85,9 @@ def import_table(layout: str, request: ImportRequest) -> LatencyTable:
 
 
 def import_links(layout: str, path: Path | None, between: tuple[str, str]) -> CommTable:
-    """Read measured transfers between two devices as a link table.
+    """Read measured transfers between two devices as a link table; only ``vidur`` has any.
 
-    Args:
-        layout: ``vidur``, the only one that has any.
-        path: its ``send_recv.csv``.
-        between: nodes the table is for; twice the same for two devices of one node.
+    ``between`` names the nodes that the table is for; twice the same for two devices of one node.
 
     Raises:
         SpecError: another layout, or a file that is not there or malformed.

@@ -39,11 +39,7 @@ HeadShape = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTimes:
-    """Measured matrix products of one number format.
-
-    Attributes:
-        points: for each weight shape ``(out, in)``, ``(rows, seconds)`` in ascending order.
-    """
+    """Measured products of one number format: ascending ``(rows, seconds)`` by ``(out, in)``."""
 
     points: Mapping[tuple[int, int], tuple[tuple[int, float], ...]]
     _sizes: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)
@@ -99,11 +95,7 @@ class AttentionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimesBySize:
-    """Measured calls of one kernel: routed feed-forwards by rows, or all-reduces by values.
-
-    Attributes:
-        points: ``(size, seconds)`` in ascending order.
-    """
+    """Ascending ``(size, seconds)``: routed feed-forwards by rows, or all-reduces by values."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -117,11 +109,9 @@ class OperatorTimes:
     """Measured seconds of the operators of one device.
 
     Attributes:
-        gemms: matrix products by bitwidth of the weights.
-        attention: attention by phase.
+        gemms, experts: matrix products and routed feed-forwards, by bitwidth of the weights.
         stream_bytes_per_s: rate at which norms and activations move their values.
         launch_s: constant seconds of one small kernel.
-        experts: the layer's experts by bitwidth, empty for a dense one.
         all_reduce: between the devices that share a layer, ``None`` where none do.
     """
 
@@ -138,12 +128,8 @@ def layer_samples(
 ) -> tuple[LatencySample, ...]:
     """Return one sample for every shape at which both attention and the products were measured.
 
-    Args:
-        layer: a decoder layer, or one device's share of it; with experts, only bitwidths they
-            were measured at.
-        hidden_size: width of the residual stream.
-        times: the measured operators.
-        value_bytes: bytes of one activation.
+    ``layer`` may be one device's share of a layer. With experts, only bitwidths at which they were
+    measured have samples.
 
     Raises:
         SpecError: the layer holds experts that were not measured at any bitwidth.

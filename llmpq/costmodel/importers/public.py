@@ -36,8 +36,8 @@ def public_table(
 ) -> LatencyTable | None:
     """Return the table of a model's layer on a device, ``None`` where none can be assembled.
 
-    With ``members`` the layer is shared by so many devices (tensor parallelism). Assembling takes
-    a quarter of a second, and a planner asks more than once: the last tables are remembered.
+    ``members`` devices share the layer (tensor parallelism). The last tables are kept: assembling
+    takes a quarter of a second.
     """
     if dtype == "float32" or not is_known(device_type) or not is_installed():
         return None

@@ -31,9 +31,6 @@ _MS = 1e-3
 def layer_samples(folder: Path) -> tuple[LatencySample, ...]:
     """Return samples of the whole layer at every shape whose attention was measured.
 
-    Args:
-        folder: with ``mlp.csv`` and ``attention.csv`` of one model.
-
     Raises:
         SpecError: a file is not there, lacks a column, or has no row of one worker.
     """
@@ -54,10 +51,6 @@ def link_table(file: Path, between: tuple[str, str]) -> CommTable:
 
     Two different nodes take what was measured with one device a node, twice the same node what was
     measured inside one. The file times one direction; a fit of links takes it for both.
-
-    Args:
-        file: the transfers.
-        between: names of the nodes.
 
     Raises:
         SpecError: the file is not there, lacks a column, or has too few such transfers.

@@ -81,11 +81,7 @@ def fidelity(
 ) -> dict[Phase, ErrorReport]:
     """Fit a table and report the errors on a hold-out, the decoder layers only.
 
-    Args:
-        table: what to fit.
-        held: samples to be compared with; ``None`` holds back a seeded share of ``table``.
-        seed: of that share.
-        law: which regression.
+    Without ``held`` a seeded share of ``table`` is held back.
 
     Raises:
         ProfileMissError: the hold-out has a phase or bitwidth the table lacks.

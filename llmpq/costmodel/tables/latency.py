@@ -181,11 +181,7 @@ class RegressionLatencyModel:
         return (phase, bits) in self._samples
 
     def seconds(self, phase: Phase, bits: int, batch: float, tokens: float) -> float:
-        """Return the seconds of one layer at a shape.
-
-        Raises:
-            ProfileMissError: no sample of this phase and bitwidth.
-        """
+        """Return the seconds of one layer; raises ``ProfileMissError`` without a sample."""
         return self._curve(phase, bits).seconds(batch, tokens)
 
     def estimate(self, phase: Phase, bits: int, batch: float, tokens: float) -> Estimate:
@@ -217,14 +213,11 @@ def fitted(table: LatencyTable, law: LawName, file: str) -> RegressionLatencyMod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLatencyModel:
-    """Latency of one model on one type of device, from measurements.
+    """Latency of one model on one type of device, from samples of layers of one kind.
 
     Attributes:
-        table: the samples, of layers of kind ``profiled_kind``.
         analytic: prices the other kinds by its ratio to the profiled one, and the master's work
             where the table has none (rows of 0 bits).
-        profiled_kind: the kind of layer that was measured.
-        file: the table's file, for messages.
         fitted_only: answer with the paper's features everywhere, at measured points too.
     """
 
@@ -248,11 +241,7 @@ class TableLatencyModel:
         return f"{'fit of ' if self.fitted_only else ''}table {self.file}"
 
     def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
-        """Return the seconds of one decoder layer; see ``LatencyModel``.
-
-        Raises:
-            ProfileMissError: no sample of this phase and bitwidth.
-        """
+        """Return the seconds of one decoder layer; see ``LatencyModel``."""
         seconds = self._regression.seconds(phase, bits, batch, tokens)
         return seconds * self._ratio(phase, bits, batch, tokens, kind)
 
@@ -302,7 +291,6 @@ def _octaves_outside(samples: Samples, batch: float, tokens: float) -> list[floa
 def _reach(octaves: float) -> float:
     """Return what a deviation an octave is multiplied by, so many octaves outside.
 
-    Nearer than an octave errors do not fade in proportion: a kernel may change just behind the
-    last measured size.
+    A kernel may change just behind the last measured size.
     """
     return max(octaves, sqrt(octaves))

@@ -100,14 +100,8 @@ class Polyline:
 class Law:
     """The fitted function; see the module.
 
-    Attributes:
-        phase: prefill or decode.
-        least: seconds that it answers at least.
-        constant, each_sequence, each_token: coefficients of ``1``, ``v`` and ``s``.
-        steps: rows above which seconds jump.
-        jumps: sum of the jumps up to each step, from 0.
-        of_rows, of_work: functions of rows and of rows times tokens.
-        of_length: function of the tokens, times rows.
+    ``jumps`` sums the jumps of the seconds up to each of the ``steps`` of the rows, from 0;
+    ``of_work`` is a function of rows times tokens, ``of_length`` one of the tokens, times rows.
     """
 
     phase: Phase

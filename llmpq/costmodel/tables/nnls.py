@@ -15,23 +15,16 @@ _JITTER = 1e-12
 def fit_relative(features: Array, seconds: Array) -> Array:
     """Return coefficients ``c >= 0`` that minimise ``sum ((features c - seconds) / seconds)^2``.
 
-    Costs add up, so a negative coefficient is noise that makes extrapolation absurd.
-
-    Args:
-        features: ``[samples, features]``, none negative.
-        seconds: ``[samples]``, all positive.
+    Costs add up, so a negative coefficient is noise. ``features`` is ``[samples, features]``, none
+    negative, and all ``seconds`` are positive.
     """
     return solve_nnls(features / seconds[:, None], np.ones(len(seconds)))
 
 
 def solve_nnls(matrix: Array, target: Array) -> Array:
-    """Return ``x >= 0`` that minimises ``|matrix x - target|``.
+    """Return ``x >= 0`` that minimises ``|matrix x - target|``, all finite.
 
     Where several columns explain the target equally well, the leftmost is taken.
-
-    Args:
-        matrix: ``[rows, columns]``, finite.
-        target: ``[rows]``, finite.
     """
     # Columns are scaled first: squaring large and tiny ones would cost the tiny ones their digits.
     scale = np.sqrt(np.maximum((matrix**2).sum(axis=0), np.finfo(float).tiny))

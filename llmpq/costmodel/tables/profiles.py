@@ -47,8 +47,7 @@ class StageOverhead:
     def of(cls, file: str, provenance: dict[str, str]) -> StageOverhead:
         """Read ``stage_s: prefill 0.0004 decode 0.0003``; both are 0 without the line.
 
-        Raises:
-            SpecError: the line is malformed.
+        A malformed line is a ``SpecError``.
         """
         text = provenance.get(STAGE_KEY)
         if text is None:
@@ -68,14 +67,7 @@ class StageOverhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The measured table of a device.
-
-    Attributes:
-        table: its samples.
-        file: where they come from.
-        layer: index of the decoder layer that was measured.
-        stage: what a stage takes in addition to its layers.
-    """
+    """The measured table of a device, its file, the layer measured, and the overhead of a stage."""
 
     table: LatencyTable
     file: str
@@ -113,10 +105,6 @@ class ProfileKey:
 
 def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Profile | None:
     """Return the measured profile of a device, ``None`` when there is none.
-
-    Args:
-        key: model, dtype and device.
-        folder_tables: the tables of the profile folder, by file.
 
     Raises:
         SpecError: the cluster names a table for this device that was measured on something else.

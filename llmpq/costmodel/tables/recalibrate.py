@@ -4,11 +4,8 @@ A run report states, for every stage, phase and kind of micro-batch, what all it
 together; the table states what each bitwidth should have taken. One factor per phase and bitwidth
 is fitted so that the sums agree: least squares of the relative errors, weighted by time, with a
 ridge towards a factor that all bitwidths share, because a run that mixes bitwidths cannot always
-separate them. Bitwidths that did not run take the mean factor of their phase. The master's own work
-has a factor of its own; it contains the scheduler, as the profiled rows of 0 bits do.
-
-Only seconds are corrected, by a factor for all shapes: a table of the wrong kernel needs a new
-measurement.
+separate them. The factor of the master's own work contains the scheduler, as the profiled rows of 0
+bits do.
 """
 
 from __future__ import annotations
@@ -39,13 +36,9 @@ Factors = Mapping[tuple[Phase, int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """All micro-batches of one kind on one stage.
+    """All micro-batches of one kind on one stage: predicted seconds by bitwidth, and measured ones.
 
-    Attributes:
-        phase: prefill or decode.
-        predicted: by bitwidth, the seconds that the table gives; bits 0 is the master's own work.
-        apart_s: predicted seconds that no factor corrects (the stage's overhead).
-        measured_s: measured seconds.
+    No factor corrects ``apart_s``, the predicted overhead of the stage.
     """
 
     phase: Phase
@@ -58,13 +51,8 @@ class Observation:
 class _Work:
     """All micro-batches of one kind on one stage, as a report states them.
 
-    Attributes:
-        phase: prefill or decode.
-        rows: sequences of a micro-batch.
-        tokens: prompt length, or mean context of decode.
-        count: micro-batches.
-        seconds: all of them, without the master's own work.
-        master_s: the master's own work on them.
+    ``tokens`` is the prompt length, or the mean context of decode; ``seconds`` of all micro-batches
+    exclude ``master_s``, the master's own work on them.
     """
 
     phase: Phase
@@ -105,11 +93,7 @@ def recalibrated_table(
 
 
 def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase, int], float]:
-    """Return the factor on every phase and bitwidth that was observed.
-
-    Raises:
-        SpecError: nothing was measured.
-    """
+    """Return the factor on every phase and bitwidth observed; ``SpecError`` without any."""
     if not any(one.measured_s > 0 for one in observations):
         raise SpecError("report: found no measured work, expected that of a run")
     factors: dict[tuple[Phase, int], float] = {}
@@ -245,12 +229,7 @@ def _observed(
 ) -> list[Observation]:
     """Return what one kind of work states of the layers and of the master.
 
-    Args:
-        plan: what ran.
-        costs: with the table to correct.
-        rank: of the stage.
-        work: one kind of the stage's work.
-        scheduler_s: seconds of the master's scheduler, a micro-batch.
+    ``scheduler_s`` are seconds of the master's scheduler, a micro-batch.
     """
     stage = plan.stages[rank]
     device = costs.cluster.devices[stage.device]
