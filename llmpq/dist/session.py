@@ -26,7 +26,7 @@ from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.launch.launcher import launch
 from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
-from llmpq.dist.metrics.progress import Event, RunProgress, SilentProgress
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.spec.codec import to_json
@@ -268,24 +268,15 @@ class _RankThread:
             self._channel.close()
         self._resources.close()
 
-    def on_event(self, event: Event) -> None:
-        """Pass a rank's event on."""
-        if event.kind != "alive":
-            self._progress.report(event)
-
-    def check(self) -> None:
-        """End the ranks when they are to be stopped.
-
-        Raises:
-            StoppedError: they are.
-        """
+    def _check(self) -> None:
         if self._is_stopping:
             raise StoppedError("the session was closed")
 
     def _supervise(self, job: Job, plan: Plan) -> None:
         try:
             with clean_up_if_killed(self.folder):
-                launch(job, plan, range(len(plan.stages)), self.folder, self)
+                ranks = range(len(plan.stages))
+                launch(job, plan, ranks, self.folder, self._progress, self._check)
         except BaseException as error:
             self._error = error
         finally:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from llmpq.dist import generate_offline
 from llmpq.dist.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, Work
+from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
@@ -194,9 +195,9 @@ def tokens(setting: Setting) -> list[Row]:
         def keep(request: Request, made: Sequence[int], _: object, to=answers) -> None:
             to[request.id] = list(made)
 
-        context = RankContext(
-            plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
-        )
+        paths = {name: model_dir / name for name in ("strategy", "prompts", "output")}
+        job = Job(model_dir=model_dir, **paths)
+        context = RankContext(job=job, plan=plan, rank=0, progress=SilentProgress())
         run_master(context, _requests(), SamplingParams(), keep)
         same = [answers[number] == made for number, made in enumerate(expected)]
         rows.append({"family": family, "prompts": len(same), "equal": sum(same)})

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.in_process_ring import in_process_ring
-from helpers.ranks import make_plan
+from helpers.ranks import make_plan, rank_contexts
 
 from llmpq.dist.engine.hidden_states import micro_batches, run_teacher_forcing
-from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_stage
-from llmpq.dist.metrics.progress import SilentProgress
+from llmpq.dist.launch.rank import frame_limits, run_stage
 from llmpq.errors import SpecError
 from llmpq.evals import LayerSource, Windows, perplexity_and_kl, pipeline_hidden, stream_hidden
 from llmpq.evals.pipeline import evaluation_plan
@@ -35,20 +34,9 @@ def _alone(model_dir, dtype, kv_bits=None):
 def _in_threads(plan, model_dir):
     """Play the plan's ranks as threads of this process."""
     plan = evaluation_plan(plan, WINDOWS)
-    limits = frame_limits(plan, model_dir, checked_config(plan, model_dir))
     num_ranks = len(plan.stages)
-    ring = in_process_ring(num_ranks, limits) if num_ranks > 1 else [None]
-    contexts = [
-        RankContext(
-            plan=plan,
-            rank=rank,
-            model_dir=model_dir,
-            communicator=ring[rank],
-            progress=SilentProgress(),
-            keeps_all_tokens=True,
-        )
-        for rank in range(num_ranks)
-    ]
+    ring = in_process_ring(num_ranks, frame_limits(plan, model_dir)) if num_ranks > 1 else ()
+    contexts = rank_contexts(plan, model_dir, ring, task="hidden")
     threads = [threading.Thread(target=run_stage, args=(item,)) for item in contexts[1:]]
     for thread in threads:
         thread.start()

@@ -12,11 +12,11 @@ from typing import Any
 
 from helpers.in_process_ring import in_process_ring
 
+from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
-from llmpq.dist.launch.rank import RankContext, checked_config, frame_limits, run_master, run_stage
+from llmpq.dist.launch.rank import RankContext, frame_limits, run_master, run_stage
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.transport.channels import RankChannels, make_rank_channels
@@ -152,6 +152,28 @@ def socket_junctions(
     ]
 
 
+def rank_contexts(
+    plan: Plan,
+    model_dir: Path,
+    ring: Sequence[Communicator] = (),
+    progress: RunProgress | None = None,
+    **options: Any,
+) -> list[RankContext]:
+    """The contexts of all ranks, connected by a ring; ``options`` are those of the job."""
+    paths = {name: model_dir / name for name in ("strategy", "prompts", "output")}
+    channels = [RankChannels(communicator=one, transport="threads") for one in ring]
+    return [
+        RankContext(
+            job=Job(model_dir=model_dir, **paths, **options),
+            plan=plan,
+            rank=rank,
+            channels=channels[rank] if channels else None,
+            progress=progress or SilentProgress(),
+        )
+        for rank in range(len(plan.stages))
+    ]
+
+
 def run_threads(
     plan: Plan,
     model_dir: Path,
@@ -168,28 +190,17 @@ def run_threads(
         assert request.id not in answers
         answers[request.id] = (token_ids, reason)
 
-    limits = frame_limits(plan, model_dir, checked_config(plan, model_dir))
-    num_ranks = len(plan.stages)
-    ring: list[Communicator] = []
-    ends: list[tuple[Sequence[KVSendLink], Sequence[KVReceiveLink]]] = [((), ())] * num_ranks
+    limits = frame_limits(plan, model_dir)
     if plan.is_split:
-        junctions = socket_junctions(plan, limits)
-        ring = [wrap(one.communicator) for one in junctions]
-        ends = [(one.send_links, one.receive_links) for one in junctions]
-    elif num_ranks > 1:
-        ring = [wrap(communicator) for communicator in in_process_ring(num_ranks, limits)]
-    contexts = [
-        RankContext(
-            plan=plan,
-            rank=rank,
-            model_dir=model_dir,
-            communicator=ring[rank] if ring else None,
-            progress=progress or SilentProgress(),
-            send_links=ends[rank][0],
-            receive_links=ends[rank][1],
-        )
-        for rank in range(num_ranks)
-    ]
+        channels = socket_junctions(plan, limits)
+        channels = [replace(one, communicator=wrap(one.communicator)) for one in channels]
+        contexts = rank_contexts(plan, model_dir, [], progress)
+        contexts = [
+            replace(context, channels=own) for context, own in zip(contexts, channels, strict=True)
+        ]
+    else:
+        ring = in_process_ring(len(plan.stages), limits) if len(plan.stages) > 1 else []
+        contexts = rank_contexts(plan, model_dir, [wrap(one) for one in ring], progress)
     failures: list[BaseException] = []
 
     def stage(context: RankContext) -> None:

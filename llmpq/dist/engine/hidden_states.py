@@ -17,19 +17,12 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.engine.stage import PHASES
-from llmpq.dist.launch.rank import (
-    DTYPES,
-    RankContext,
-    load_runner,
-    send_error,
-    use_device,
-)
+from llmpq.dist.launch.rank import DTYPES, RankContext, load_runner, ring_errors, torch_device
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.stats import StageClock, synchronize
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
-    as_llmpq_error,
     error_from_frame,
     shut_down,
     wait_until_ready,
@@ -47,7 +40,7 @@ def run_teacher_forcing(
     """Run the master: pass sequences through all layers and report their hidden states.
 
     Args:
-        context: of rank 0, with ``keeps_all_tokens``.
+        context: of rank 0 of a job with the task ``hidden``.
         sequences: tokens of each; neighbours of one length share a micro-batch, as many as the
             plan's prefill micro-batch holds.
         on_hidden: called with the number of each micro-batch and its states ``[R, T, H]``.
@@ -55,16 +48,8 @@ def run_teacher_forcing(
     Raises:
         LlmpqError: what went wrong here or on any other rank.
     """
-    try:
+    with ring_errors(context):
         return _TeacherForcing(context).run(sequences, on_hidden)
-    except Exception as error:
-        found = as_llmpq_error(error, context.name)
-        if context.communicator is not None:
-            send_error(context.communicator, found)
-        raise found from error
-    finally:
-        if context.communicator is not None:
-            context.communicator.close()
 
 
 def micro_batches(
@@ -93,10 +78,12 @@ class _TeacherForcing:
             )
         self._context = context
         self._clock = StageClock(micro_batching=plan.micro_batching)
-        self._device = use_device(plan, 0)
+        self._device = torch_device(plan, 0)
         self._communicator: Communicator | None = context.communicator
         start = self._clock.now()
-        self._master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
+        self._master = load_master(
+            context.job.model_dir, dtype=DTYPES[plan.dtype], device=self._device
+        )
         self._runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
         if self._communicator is not None:

@@ -35,8 +35,8 @@ class Rendezvous:
         file: a file in a folder that only this user can enter, for ranks of one host.
         address: host and port that rank 0 listens on.
         from_environment: torchrun's own store, named by its environment variables.
-        folder: private to this user, for the socket files of one host's ranks; that of ``file``
-            where there is one.
+        folder: private to this user, for the socket files of one host's ranks; unused where
+            there is a ``file``, whose folder they are in.
         token_file: holds the secret that ranks of several hosts share.
     """
 
@@ -45,6 +45,11 @@ class Rendezvous:
     from_environment: bool = False
     folder: Path | None = None
     token_file: Path | None = None
+
+    @property
+    def private_folder(self) -> Path | None:
+        """The launcher's folder on this host, ``None`` under torchrun."""
+        return self.folder if self.file is None else self.file.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,8 @@
 """Launcher: starts the ranks of a plan on this host, and ends all of them when one fails.
 
 The processes get torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK ...) and their own thread
-count, vector extensions and cores. torchrun's agent would give all ranks one environment, load
-torch into the launching process and listen on every address of the host. Ranks that torchrun
-starts (``llmpq-dist --no_auto``) run the same code.
-
-Needs no torch.
+count, vector extensions and cores. Ranks that torchrun starts (``llmpq-dist --no_auto``) run the
+same code. Needs no torch.
 """
 
 from __future__ import annotations
@@ -17,17 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 import llmpq
 from llmpq.dist.io.job import START_TIMEOUT_S, Job, write_job
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.launch.signals import SIGNALS
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import Event
+from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.transport.errors import (
     PeerLostError,
     error_from_status,
@@ -40,21 +37,10 @@ from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 
+T = TypeVar("T")
 POLL_S = 0.05
 GRACE_S = 1.0
 """How long the other ranks may take to write their errors, after one failed."""
-
-
-class RunMonitor(Protocol):
-    """Callbacks of :func:`launch` while the ranks work."""
-
-    def on_event(self, event: Event) -> None:
-        """Handle an event of a rank."""
-        ...
-
-    def check(self) -> None:
-        """Called many times a second; an exception ends the run."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +66,17 @@ class ErrorRecord:
 
 def write_error_record(folder: Path, record: ErrorRecord) -> None:
     """Write the error of a rank for the launcher."""
-    write_text(_error_file(folder, record.rank), dump_json(to_json(record)))
+    write_text(folder / f"error-{record.rank}.json", dump_json(to_json(record)))
 
 
 def read_error_record(folder: Path, rank: int) -> ErrorRecord | None:
     """Return the error of a rank, ``None`` if it wrote none."""
-    path = _error_file(folder, rank)
-    if not path.is_file():
-        return None
-    return from_json(ErrorRecord, Fields(read_json(path), str(path)))
+    path = folder / f"error-{rank}.json"
+    return _read(ErrorRecord, path) if path.is_file() else None
 
 
-def _error_file(folder: Path, rank: int) -> Path:
-    return folder / f"error-{rank}.json"
+def _read(kind: type[T], path: Path) -> T:
+    return from_json(kind, Fields(read_json(path), str(path)))
 
 
 def measurement_file(folder: Path) -> Path:
@@ -138,7 +122,12 @@ def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[
 
 
 def launch(
-    job: Job, plan: Plan, ranks: Sequence[int], folder: Path, monitor: RunMonitor
+    job: Job,
+    plan: Plan,
+    ranks: Sequence[int],
+    folder: Path,
+    progress: RunProgress,
+    check: Callable[[], None],
 ) -> Measurement | None:
     """Run these ranks until they end.
 
@@ -147,7 +136,8 @@ def launch(
         plan: of the job.
         ranks: of this host.
         folder: private to this user and this run.
-        monitor: receives the events of the ranks, and may end the run.
+        progress: receives the events of the ranks, except signs of life.
+        check: called many times a second; an exception ends the run.
 
     Returns:
         The master's measurement, ``None`` if it runs on another host.
@@ -163,19 +153,7 @@ def launch(
     try:
         for rank in ranks:
             workers[rank] = _start(job, plan, rank, ranks, folder, writer)
-        os.close(writer)
-        writer = -1
-        followed = _WorkerMonitor(workers, reader, job.step_timeout_s + GRACE_S)
-        silent = followed.run(monitor)
-        if silent is not None:
-            name = stage_name(plan, silent, os.uname().nodename)
-            if not followed.has_started(silent):
-                raise PeerLostError(
-                    f"{name}: did not start within {START_TIMEOUT_S:g} s, expected its libraries "
-                    "to be loaded by then; the machine may be short of memory or busy",
-                    silent,
-                )
-            raise peer_silent(name, silent, job.step_timeout_s)
+        _WorkerMonitor(plan, workers, reader, job.step_timeout_s).run(progress, check)
         if any(worker.poll() for worker in workers.values()):
             _wait_for_errors(workers, folder)
             raise _cause(plan, workers, folder)
@@ -185,18 +163,18 @@ def launch(
         for worker in workers.values():
             worker.wait()
         os.close(reader)
-        if writer >= 0:
-            os.close(writer)
-    if 0 not in ranks:
-        return None
-    path = measurement_file(folder)
-    return from_json(Measurement, Fields(read_json(path), str(path)))
+        os.close(writer)
+    return _read(Measurement, measurement_file(folder)) if 0 in ranks else None
 
 
 def _start(
     job: Job, plan: Plan, rank: int, ranks: Sequence[int], folder: Path, events: int
 ) -> subprocess.Popen[bytes]:
-    environment = _inherited(os.environ) | rank_environment(plan, rank, ranks)
+    # The workers import the package from where it is now.
+    package_parent = str(Path(llmpq.__file__).resolve().parents[1])
+    paths = [package_parent, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | rank_environment(plan, rank, ranks)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if job.rendezvous.file is not None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-m", "llmpq.dist.launch.worker"]
@@ -220,23 +198,12 @@ def _start(
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM in processes that are started here: only the launcher ends ranks.
-
-    Terminals and service managers send them to every process of a group. The blocked mask is
-    inherited; afterwards the launcher's own is restored and pending signals arrive.
-    """
+    """Block Ctrl-C and SIGTERM in processes that are started here: only the launcher ends ranks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with this package first on the path."""
-    package_parent = str(Path(llmpq.__file__).resolve().parents[1])
-    paths = [package_parent, *environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return dict(environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _threads(plan: Plan, rank: int, local_ranks: Sequence[int]) -> int:
@@ -246,11 +213,7 @@ def _threads(plan: Plan, rank: int, local_ranks: Sequence[int]) -> int:
 
 
 def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
-    """Return a CPU worker's own cores, none if there are not enough for all workers.
-
-    The kernel then shares them: of three workers on two cores each gets two thirds of a core, while
-    two pinned to one core get less than half and the other core is idle at times.
-    """
+    """Return a CPU worker's own cores; none if there are too few, which the kernel then shares."""
     workers = [
         other
         for other in ranks
@@ -268,25 +231,25 @@ class _WorkerMonitor:
     """Follows the workers of this host: their events, their ends, their silence."""
 
     def __init__(
-        self, workers: Mapping[int, subprocess.Popen[bytes]], reader: int, timeout_s: float
+        self,
+        plan: Plan,
+        workers: Mapping[int, subprocess.Popen[bytes]],
+        reader: int,
+        timeout_s: float,
     ) -> None:
+        self._plan = plan
         self._workers = workers
         self._reader = reader
         self._timeout_s = timeout_s
         self._silent_s = dict.fromkeys(workers, 0.0)
-        self._allowed_s = dict.fromkeys(workers, START_TIMEOUT_S)
-        self._started: set[int] = set()
+        self._started: set[int] = set()  # ranks that sent an event: their libraries are loaded
         self._rest = b""
 
-    def has_started(self, rank: int) -> bool:
-        """Return whether a rank sent an event, so that its libraries are loaded."""
-        return rank in self._started
+    def run(self, progress: RunProgress, check: Callable[[], None]) -> None:
+        """Pass events on until all ranks have ended or one failed.
 
-    def run(self, monitor: RunMonitor) -> int | None:
-        """Pass events on until all ranks have ended, or one failed or hangs.
-
-        Returns:
-            The rank that was silent for too long, ``None`` if there is none.
+        Raises:
+            PeerLostError: a rank was silent for too long.
         """
         os.set_blocking(self._reader, False)
         last = time.monotonic()
@@ -294,33 +257,40 @@ class _WorkerMonitor:
             selector.register(self._reader, selectors.EVENT_READ)
             while True:
                 codes = [worker.poll() for worker in self._workers.values()]
-                self._pass_on(selector.select(POLL_S) != [], monitor)
+                self._pass_on(selector.select(POLL_S) != [], progress)
                 if any(codes) or all(code == 0 for code in codes):
-                    return None
+                    return
                 now = time.monotonic()
                 # A long step of this loop means that this process was stopped, not the workers.
-                silent = self._find_silent(min(now - last, 1.0))
-                if silent is not None:
-                    return silent
+                self._check_silence(min(now - last, 1.0))
                 last = now
-                monitor.check()
+                check()
 
-    def _pass_on(self, is_readable: bool, monitor: RunMonitor) -> None:
+    def _pass_on(self, is_readable: bool, progress: RunProgress) -> None:
         data = os.read(self._reader, 65536) if is_readable else b""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = Event.decode(line)
             self._started.add(event.rank)
             self._silent_s[event.rank] = 0.0
-            self._allowed_s[event.rank] = self._timeout_s
-            monitor.on_event(event)
+            if event.kind != "alive":
+                progress.report(event)
 
-    def _find_silent(self, elapsed_s: float) -> int | None:
+    def _check_silence(self, elapsed_s: float) -> None:
         for rank, worker in self._workers.items():
             self._silent_s[rank] += elapsed_s
-            if self._silent_s[rank] > self._allowed_s[rank] and worker.poll() is None:
-                return rank
-        return None
+            has_started = rank in self._started
+            allowed_s = self._timeout_s + GRACE_S if has_started else START_TIMEOUT_S
+            if self._silent_s[rank] <= allowed_s or worker.poll() is not None:
+                continue
+            name = stage_name(self._plan, rank, os.uname().nodename)
+            if has_started:
+                raise peer_silent(name, rank, self._timeout_s)
+            raise PeerLostError(
+                f"{name}: did not start within {START_TIMEOUT_S:g} s, expected its libraries to be "
+                "loaded by then; the machine may be short of memory or busy",
+                rank,
+            )
 
 
 def _wait_for_errors(workers: Mapping[int, subprocess.Popen[bytes]], folder: Path) -> None:
@@ -343,14 +313,10 @@ def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: P
         if (code := worker.poll() or 0) < 0:
             name = signal.Signals(-code).name
             hint = ", perhaps because memory ran out" if name == "SIGKILL" else ""
-            return StageError(
-                f"{stage_name(plan, rank, os.uname().nodename)}: was ended by {name}{hint}"
-            )
-    records = sorted(
-        _error_records(workers, folder), key=lambda one: (one.lost_rank is not None, one.time_s)
-    )
+            return StageError(f"{stage_name(plan, rank, host)}: was ended by {name}{hint}")
+    records = _error_records(workers, folder)
     if records:
-        first = records[0]
+        first = min(records, key=lambda one: (one.lost_rank is not None, one.time_s))
         return error_from_status(first.exit_status, first.message, is_permanent=first.is_permanent)
     rank = next(rank for rank, worker in workers.items() if worker.poll())
     log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()

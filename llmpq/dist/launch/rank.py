@@ -1,47 +1,38 @@
-"""One rank of a run: what a plan makes of it, and the two roles it can have.
-
-The same two functions serve processes (``llmpq.dist.launch.worker``) and, in tests, threads: only
-the communicator differs.
-"""
+"""One rank of a run, as master or as stage: in a process or, in tests, in a thread."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
 
 from llmpq.batching import PipelineDepth
-from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.engine.cuda_graphs import graphs_of
-from llmpq.dist.engine.engine import (
-    MasterEngine,
-    OnFinish,
-    OnTokens,
-    ShouldAbort,
-    ShouldDrain,
-)
+from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.policy import policy_of, schedule_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
-from llmpq.dist.io.job import TOLD_ONLY, DriftHandling, check_plan
+from llmpq.dist.io.job import Job, check_plan
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
-from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink, kv_connector
+from llmpq.dist.kv.transfer import kv_connector
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
+from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import HeldBytes, Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.report import length_monitor_for
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
+from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import (
     as_llmpq_error,
@@ -52,7 +43,7 @@ from llmpq.dist.transport.control_messages import (
 )
 from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
-from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.errors import SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
@@ -60,81 +51,57 @@ from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.plan import Plan, StageAssignment, plan_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What one rank needs to play its role.
+    """One rank of a run.
 
     Attributes:
-        plan: the strategy.
-        rank: which of its stages this is.
-        model_dir: where the weights are.
-        communicator: the ring, ``None`` when there is only one stage.
-        send_links, receive_links: its ends of the links for keys and values of a split plan (WAA).
-        step_timeout_s: how long those links may be silent while somebody waits.
-        progress: takes events.
-        keeps_all_tokens: whether the last stage hands on every token of a row, not its last alone.
-        store, kernel: layers quantized by earlier runs; backend to prefer, ``None`` for any.
-        captures: whether decode steps may become CUDA graphs.
-        recorder: keeps what this rank did when.
-        schedule: the batching policy to obey; ``None`` is the plan's own.
-        prediction: answer lengths as policies see them.
-        drift: what is done when answers are not those that the schedule was made for.
-        should_drain: returns True once the master should admit no new requests.
+        job: the run.
+        plan: of the job.
+        rank: which of the plan's stages this is.
+        progress: receives events.
+        channels: connections to the other ranks, ``None`` when there is only one stage.
+        recorder: keeps this rank's time line.
     """
 
+    job: Job
     plan: Plan
     rank: int
-    model_dir: Path
-    communicator: Communicator | None
     progress: RunProgress
-    keeps_all_tokens: bool = False
-    store: WeightCache | None = None
-    kernel: str | None = None
-    captures: bool = True
-    recorder: Recorder | None = None
-    schedule: Schedule | None = None
-    prediction: Prediction = ORACLE
-    drift: DriftHandling = TOLD_ONLY
-    should_drain: ShouldDrain | None = None
-    send_links: Sequence[KVSendLink] = ()
-    receive_links: Sequence[KVReceiveLink] = ()
-    step_timeout_s: float = 10.0
+    channels: RankChannels | None = None
+    recorder: Recorder = field(default_factory=lambda: Recorder(0, is_on=False))
 
-    def recorded(self, clock: StageClock) -> Communicator | None:
-        """Return the communicator, with its waits added up in ``clock``."""
-        if self.communicator is None:
-            return None
-        recorder = self.recorder or Recorder(self.rank, is_on=False)
-        return RecordingCommunicator(self.communicator, recorder, clock, self.progress)
+    @property
+    def communicator(self) -> Communicator | None:
+        """The ring, ``None`` when there is only one stage."""
+        return None if self.channels is None else self.channels.communicator
 
     @property
     def name(self) -> str:
-        """What messages call this rank."""
+        """Name of this rank in messages."""
         if self.communicator is not None:
             return self.communicator.names[self.rank]
         return stage_name(self.plan, self.rank)
 
 
 def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
-    """Read the model's configuration and make sure that the plan is for it.
-
-    Raises:
-        SpecError: what ``load_config`` and ``check_plan`` refuse.
-    """
+    """Read the model's configuration; ``SpecError`` if the plan is for another model."""
     config = load_config(model_dir)
     check_plan(plan, model_dir, config.num_hidden_layers)
     return config
 
 
-def frame_limits(plan: Plan, model_dir: Path, config: PreTrainedConfig) -> FrameLimits:
-    """Return what frames of this run may be; equal on all ranks of equal plans and models."""
+def frame_limits(plan: Plan, model_dir: Path) -> FrameLimits:
+    """Return the limits of a run's frames; equal on all ranks of equal plans and models."""
+    config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
     digest.update((model_dir / "config.json").read_bytes())
+    dtype = DTYPES[plan.dtype]
+    shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     return FrameLimits(
         digest=digest.digest()[:8],
         num_slots=plan.workload.batch,
@@ -143,21 +110,15 @@ def frame_limits(plan: Plan, model_dir: Path, config: PreTrainedConfig) -> Frame
         prefill_tokens=plan.workload.prompt_tokens,
         decode_rows=plan.micro_batching.decode,
         hidden_size=config.hidden_size,
-        dtype=DTYPES[plan.dtype],
-        kv_token_bytes=_kv_token_bytes(plan, config),
+        dtype=dtype,
+        kv_token_bytes=tuple(token_bytes(shape, dtype, plan.kv_bits) for shape in shapes),
     )
-
-
-def _kv_token_bytes(plan: Plan, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the bytes of a token's keys and values in every layer; none where they stay."""
-    if not plan.is_split:
-        return ()
-    shapes = kv_shapes(config, 0, plan.model.num_layers)
-    return tuple(token_bytes(shape, DTYPES[plan.dtype], plan.kv_bits) for shape in shapes)
 
 
 def torch_device(plan: Plan, rank: int) -> torch.device:
     """Return the device of a rank: the CPU, or its node's n-th accelerator.
+
+    An accelerator becomes this thread's current device, on which Triton launches.
 
     Raises:
         SpecError: the plan asks for an accelerator this host does not have.
@@ -166,49 +127,41 @@ def torch_device(plan: Plan, rank: int) -> torch.device:
     devices = plan.cluster.devices
     if device_spec(devices[own].type).kind == "cpu":
         return torch.device("cpu")
-    before = [
-        other
+    index = sum(
+        other.node == devices[own].node and device_spec(other.type).kind == "cuda"
         for other in devices[:own]
-        if other.node == devices[own].node and device_spec(other.type).kind == "cuda"
-    ]
-    if len(before) >= torch.cuda.device_count():
+    )
+    if index >= torch.cuda.device_count():
         raise SpecError(
             f"{stage_name(plan, rank)}: found {torch.cuda.device_count()} CUDA devices on this "
-            f"host, expected at least {len(before) + 1}"
+            f"host, expected at least {index + 1}"
         )
-    return torch.device("cuda", len(before))
-
-
-def use_device(plan: Plan, rank: int) -> torch.device:
-    """Return the device of a rank, made this thread's current one: Triton launches on that."""
-    device = torch_device(plan, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
-    """Read, quantize and place the layers of a stage, and take the memory of its KV slots."""
-    plan, rank = context.plan, context.rank
+    """Read, quantize and place the layers of a stage, and allocate its KV slots."""
+    job, plan, rank = context.job, context.plan, context.rank
     stage = plan.stages[rank]
-    way = plan.path(stage.phase or Phase.DECODE)
-    is_last = rank == way[-1] and not context.keeps_all_tokens
+    is_last = rank == plan.path(stage.phase or Phase.DECODE)[-1] and job.task != "hidden"
     if stage.num_layers == 0:
-        return _no_layers(device, is_last=is_last)
+        return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
 
     def report(done: int, total: int, _: str) -> None:
         context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
 
+    cached = None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
     layers = load_stage(
-        context.model_dir,
+        job.model_dir,
         stage.first_layer,
         stage.end_layer,
         stage.bits,
         dtype=DTYPES[plan.dtype],
         device=device,
         progress=report,
-        backend=context.kernel,
-        weight_cache=context.store,
+        backend=job.kernel,
+        weight_cache=cached,
     )
     num_slots, max_tokens = plan.slots_of(stage)
     cache = KVCache(
@@ -221,23 +174,17 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_bits=plan.kv_bits,
         read_tokens=_most_tokens_read(plan, stage),
     )
-    connector = kv_connector(
-        plan, cache, (context.send_links, context.receive_links), timeout_s=context.step_timeout_s
-    )
-    captures = context.captures and stage.computes(Phase.DECODE)
-    graphs = graphs_of(layers, cache, plan.micro_batching.decode) if captures else None
+    channels = context.channels
+    links = ((), ()) if channels is None else (channels.send_links, channels.receive_links)
+    captures = job.captures and stage.computes(Phase.DECODE)
     return StageRunner(
         layers=layers,
         cache=cache,
         device=device,
         is_last=is_last,
-        kv_connector=connector,
-        graphs=graphs,
+        kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
+        graphs=graphs_of(layers, cache, plan.micro_batching.decode) if captures else None,
     )
-
-
-def _no_layers(device: torch.device, *, is_last: bool = False) -> StageRunner:
-    return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
 
 
 def _most_tokens_read(plan: Plan, stage: StageAssignment) -> int:
@@ -248,70 +195,80 @@ def _most_tokens_read(plan: Plan, stage: StageAssignment) -> int:
     return max(prefill, decode)
 
 
-def held_bytes(runner: StageRunner, master: Master | None) -> HeldBytes:
-    """Count what a loaded rank holds; its peak so far is that of loading."""
+def _load(
+    context: RankContext, clock: StageClock, stack: contextlib.ExitStack
+) -> tuple[StageRunner, Master | None]:
+    """Load and warm up what a rank computes with: its layers, and on rank 0 the master.
+
+    ``stack`` closes the layers' links. From now on the process keeps freed memory.
+    """
+    plan, rank, start_s = context.plan, context.rank, clock.now()
+    device, dtype = torch_device(plan, rank), DTYPES[plan.dtype]
+    master = None if rank else load_master(context.job.model_dir, dtype=dtype, device=device)
+    runner = load_runner(context, device)
+    stack.callback(runner.close)
+    clock.load_s = clock.now() - start_s
     layers, cache = runner.layers, runner.cache
-    return HeldBytes(
+    clock.held = HeldBytes(
         weights=0 if layers is None else stored_bytes(layers.layers),
         master=0 if master is None else stored_bytes(master),
         kv=0 if cache is None else cache.nbytes,
         buffers=0 if cache is None else cache.buffer_bytes,
-        load_peak=peak_memory_bytes(runner.device),
+        load_peak=peak_memory_bytes(device),
     )
+    tune_malloc_for_serving()
+    trace_calls = context.recorder.trace_calls
+    if layers is not None:
+        warm_up(plan, plan.stages[rank], runner, layers.config.hidden_size, dtype)
+        trace_calls(runner.graphs or layers, "forward", "compute", device)
+    if master is not None:
+        warm_up_master(plan, master, runner)
+        trace_calls(master, "embed", "embed", device)
+        trace_calls(master, "logits", "project", device)
+    return runner, master
+
+
+@contextlib.contextmanager
+def ring_errors(context: RankContext) -> Iterator[None]:
+    """Send an error inside the context to the next rank, and close the ring at its end.
+
+    Raises:
+        LlmpqError: what went wrong, with the name of a stage.
+    """
+    communicator = context.communicator
+    try:
+        yield
+    except Exception as error:
+        found = as_llmpq_error(error, context.name)
+        if communicator is not None:
+            with contextlib.suppress(StageError):  # that the next rank is gone hides no error
+                communicator.send(error_frame(found))
+        raise found from error
+    finally:
+        if communicator is not None:
+            communicator.close()
 
 
 def run_stage(context: RankContext) -> None:
-    """Play the role of a stage until the master ends the run.
+    """Run a stage until the master ends the run.
 
     Raises:
-        LlmpqError: what went wrong here or before this rank; the ranks further on know it too.
+        LlmpqError: what went wrong here or on a rank before this one; the next ranks get it too.
     """
     clock = StageClock(micro_batching=context.plan.micro_batching)
-    communicator = context.recorded(clock)
-    assert communicator is not None
-    runner: StageRunner | None = None
-    try:
-        start = clock.now()
-        runner = load_runner(context, use_device(context.plan, context.rank))
-        clock.load_s = clock.now() - start
-        clock.held = held_bytes(runner, None)
-        _warm_up_layers(context, runner)
-        _watch(context, runner)
+    with contextlib.ExitStack() as stack, ring_errors(context):
+        assert context.communicator is not None
+        communicator = RecordingCommunicator(
+            context.communicator, context.recorder, clock, context.progress
+        )
+        runner, _ = _load(context, clock, stack)
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
-    except Exception as error:
-        found = as_llmpq_error(error, context.name)
-        send_error(communicator, found)
-        raise found from error
-    finally:
-        communicator.close()
-        if runner is not None:
-            runner.close()
-
-
-def _watch(context: RankContext, runner: StageRunner) -> None:
-    if context.recorder is not None and runner.layers is not None:
-        computes = runner.graphs or runner.layers
-        context.recorder.trace_calls(computes, "forward", "compute", runner.device)
-
-
-def _warm_up_layers(context: RankContext, runner: StageRunner) -> None:
-    """Run the layers once; from then on, keep freed memory."""
-    plan, stage = context.plan, context.plan.stages[context.rank]
-    tune_malloc_for_serving()
-    if runner.layers is not None:
-        warm_up(plan, stage, runner, runner.layers.config.hidden_size, DTYPES[plan.dtype])
-
-
-def send_error(communicator: Communicator, error: LlmpqError) -> None:
-    """Send the reason for the end on; that the next rank is gone too must not hide it."""
-    with contextlib.suppress(StageError):
-        communicator.send(error_frame(error))
 
 
 def run_master(
     context: RankContext, requests: Sequence[Request], sampling: SamplingParams, on_finish: OnFinish
 ) -> Measurement:
-    """Play the role of the master: load, answer every request, end the run.
+    """Load the master, answer every request and end the run.
 
     Args:
         context: of rank 0.
@@ -331,59 +288,39 @@ def run_master(
 def master_rank(context: RankContext) -> Iterator[MasterRank]:
     """Load the master and wait for the other ranks; end the run when the context ends.
 
-    An error inside the context is sent to the other ranks.
-
     Raises:
         LlmpqError: what went wrong here or on any other rank.
     """
-    try:
-        master = MasterRank(context)
-        with contextlib.closing(master.runner):
-            yield master
-    except Exception as error:
-        found = as_llmpq_error(error, context.name)
-        if context.communicator is not None:
-            send_error(context.communicator, found)
-        raise found from error
-    finally:
-        if context.communicator is not None:
-            context.communicator.close()
+    with contextlib.ExitStack() as stack, ring_errors(context):
+        yield MasterRank(context, stack)
 
 
 class MasterRank:
-    """A loaded master: answers batches of requests, one after the other.
+    """A loaded master: answers batches of requests, one after the other."""
 
-    Args:
-        context: of rank 0.
-
-    Attributes:
-        runner: the layers of its own stage.
-    """
-
-    def __init__(self, context: RankContext) -> None:
-        plan = context.plan
+    def __init__(self, context: RankContext, stack: contextlib.ExitStack) -> None:
+        plan, job = context.plan, context.job
         self._context = context
-        self._schedule = schedule_of(plan, context.schedule)
+        self._schedule = schedule_of(plan, job.schedule)
         self._clock = StageClock(micro_batching=plan.micro_batching)
-        self._device = use_device(plan, 0)
-        start = self._clock.now()
-        self._master = load_master(context.model_dir, dtype=DTYPES[plan.dtype], device=self._device)
-        runner = self.runner = load_runner(context, self._device)
-        self._clock.load_s = self._clock.now() - start
-        self._clock.held = held_bytes(runner, self._master)
-        _warm_up_layers(context, runner)
-        warm_up_master(plan, self._master, runner)
-        self._communicator = context.recorded(self._clock)
-        if self._communicator is not None:
+        start_s = self._clock.now()
+        self._runner, master = _load(context, self._clock, stack)
+        assert master is not None
+        self._master = master
+        self._communicator: Communicator | None = None
+        if context.communicator is not None:
+            self._communicator = RecordingCommunicator(
+                context.communicator, context.recorder, self._clock, context.progress
+            )
             wait_until_ready(self._communicator)
-        self._watch_master()
-        self._load_s = self._clock.now() - start
+        folder = job.rendezvous.private_folder
+        self._should_drain = None if folder is None else DrainFlag(folder)
         self._next_number = 0
         self._made = Measurement(
             requests=0,
             generated_tokens=0,
             latency_s=0.0,
-            load_s=self._load_s,
+            load_s=self._clock.now() - start_s,
             stages=(),
             prefill_s=0.0,
             policy=self._schedule.policy,
@@ -397,18 +334,7 @@ class MasterRank:
         on_tokens: OnTokens | None = None,
         should_abort: ShouldAbort | None = None,
     ) -> None:
-        """Answer a batch of requests.
-
-        Args:
-            requests: in order of arrival.
-            sampling: how tokens are chosen.
-            on_finish: called once for each request.
-            on_tokens: called after each step with its new tokens.
-            should_abort: returns True once the batch should end early.
-
-        Raises:
-            LlmpqError: what went wrong here or on any other rank.
-        """
+        """Answer a batch of requests, in order of arrival; see :meth:`MasterEngine.run`."""
         expected = sum(request.max_new_tokens for request in requests)
         progress = TokenCounter(self._context.progress, expected)  # says that serving begins
 
@@ -422,7 +348,7 @@ class MasterRank:
                 on_tokens(tokens)
 
         engine = self._engine(requests, sampling)
-        made = engine.run(requests, finish, count, self._context.should_drain, should_abort)
+        made = engine.run(requests, finish, count, self._should_drain, should_abort)
         self._next_number = engine.next_number
         progress.report()
         total = self._made
@@ -438,11 +364,7 @@ class MasterRank:
         )
 
     def check_stages(self) -> None:
-        """Look whether the other ranks still work, between two batches.
-
-        Raises:
-            LlmpqError: why one of them does not.
-        """
+        """Raise the error of another rank that failed between two batches."""
         if self._communicator is not None and self._communicator.has_frame():
             raise error_from_frame(self._communicator.recv())
 
@@ -451,40 +373,31 @@ class MasterRank:
 
         The requests' records are those of the last batch.
         """
-        stages = [self._clock.stats(0, self._device)]
+        stages = [self._clock.stats(0, self._runner.device)]
         if self._communicator is not None:
             stages += shut_down(self._communicator)
         return replace(self._made, stages=tuple(stages))
 
     def _engine(self, requests: Sequence[Request], sampling: SamplingParams) -> MasterEngine:
-        plan = self._context.plan
-        policy = policy_of(plan, self._schedule, self._context.prediction, requests)
-        depth = PipelineDepth(
-            prefill_stages=len(plan.path(Phase.PREFILL)),
-            decode_stages=len(plan.path(Phase.DECODE)),
-            is_split=plan.is_split,
-        )
+        plan, job, device = self._context.plan, self._context.job, self._runner.device
+        policy = policy_of(plan, self._schedule, job.prediction, requests)
         sampler = Sampler(sampling)
-        if self._context.recorder is not None:
-            self._context.recorder.trace_calls(sampler, "sample", "sample", self._device)
+        self._context.recorder.trace_calls(sampler, "sample", "sample", device)
+        no_layers = StageRunner(layers=None, cache=None, device=device, is_last=False)
         return MasterEngine(
             master=self._master,
-            runner=self.runner,
+            runner=self._runner,
             communicator=self._communicator,
             policy=policy,
             sampler=sampler,
             clock=self._clock,
             num_slots=plan.workload.batch,
-            depth=depth,
-            prefill_runner=_no_layers(self._device) if plan.is_split else None,
-            monitor=length_monitor_for(self._schedule, policy, self._context.drift),
+            depth=PipelineDepth(
+                prefill_stages=len(plan.path(Phase.PREFILL)),
+                decode_stages=len(plan.path(Phase.DECODE)),
+                is_split=plan.is_split,
+            ),
+            prefill_runner=no_layers if plan.is_split else None,
+            monitor=length_monitor_for(self._schedule, policy, job.drift),
             first_number=self._next_number,
         )
-
-    def _watch_master(self) -> None:
-        recorder = self._context.recorder
-        if recorder is None:
-            return
-        recorder.trace_calls(self._master, "embed", "embed", self._device)
-        _watch(self._context, self.runner)
-        recorder.trace_calls(self._master, "logits", "project", self._device)

@@ -9,24 +9,86 @@ the run at once; so do two starts in a row without a token. Needs no torch.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.results import finished_ids
-from llmpq.dist.launch.health import Health
 from llmpq.dist.launch.launcher import launch
 from llmpq.dist.launch.signals import StopRequest, drain_file
 from llmpq.dist.metrics.measurement import Measurement, Restart
 from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
+from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 
 DRAIN_TIMEOUT_S = 30.0
 _log = get_logger(__name__)
+
+State = Literal["starting", "serving", "draining", "restarting", "done", "stopped", "failed"]
+HEARTBEAT_S = 1.0
+"""How often the file is written while nothing changes."""
+
+
+class Health:
+    """The health file of a run, for monitoring: its state, replaced as a whole.
+
+    It is written at every change and once a second: an old ``time`` means that the launcher hangs
+    or was killed.
+
+    Args:
+        path: of the file; ``None`` for none.
+        clock: seconds since the epoch.
+
+    Attributes:
+        state: requests make progress while ``serving``; while ``draining``, running ones do.
+        restarts: number of restarts of all ranks.
+        tokens: generated since the last start.
+        expected: tokens of all requests.
+        cause: the last error that ended the ranks, empty before the first.
+    """
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self.state: State = "starting"
+        self.restarts = 0
+        self.tokens = 0
+        self.expected = 0
+        self.cause = ""
+        self._path = path
+        self._clock = clock
+        self._written_s = 0.0
+
+    def set_state(self, state: State) -> None:
+        """Change the state and write the file."""
+        if state != self.state or not self._written_s:
+            self.state = state
+            self._write()
+
+    def heartbeat(self) -> None:
+        """Write the file if it is older than ``HEARTBEAT_S``."""
+        if self._clock() - self._written_s >= HEARTBEAT_S:
+            self._write()
+
+    def _write(self) -> None:
+        self._written_s = self._clock()
+        if self._path is None:
+            return
+        fields = {
+            "state": self.state,
+            "is_healthy": self.state in ("serving", "done"),
+            "restarts": self.restarts,
+            "tokens": self.tokens,
+            "expected_tokens": self.expected,
+            "cause": self.cause,
+            "pid": os.getpid(),
+            "time": self._written_s,
+        }
+        write_text(self._path, dump_json(fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +99,7 @@ class Supervision:
         max_restarts: how many times all ranks may be started again after one was lost.
         drain_timeout_s: how long running requests may go on once the run is asked to end.
         stop: asks the run to end.
-        health: file of :class:`~llmpq.dist.launch.health.Health`; ``None`` for none.
+        health: file of :class:`Health`; ``None`` for none.
     """
 
     max_restarts: int = 0
@@ -85,6 +147,7 @@ class Supervisor:
         self._restarts: list[Restart] = []
         self._is_serving = False
         self._was_idle = False  # whether the previous start made no token
+        self._has_answers = 0 in ranks and job.task == "generate"  # whether they are written here
 
     def run(self) -> Measurement | None:
         """Run to the end.
@@ -99,24 +162,22 @@ class Supervisor:
         try:
             measurement = self._run_until_done()
         except BaseException as error:
-            self._health.cause = (
-                self._health.cause if isinstance(error, StoppedError) else str(error)
-            )
+            if not isinstance(error, StoppedError):
+                self._health.cause = str(error)
             is_stopped = isinstance(error, StoppedError | KeyboardInterrupt)
             self._health.set_state("stopped" if is_stopped else "failed")
             raise
         self._health.set_state("done")
         return measurement and replace(measurement, restarts=tuple(self._restarts))
 
-    def on_event(self, event: Event) -> None:
-        """Update the health file and report progress."""
+    def report(self, event: Event) -> None:
+        """Update the health file and pass the event on."""
         if event.kind == "tokens":
             self._is_serving = True
             self._health.tokens, self._health.expected = event.done, event.total
             if self._health.state in ("starting", "restarting"):
                 self._health.set_state("serving")
-        if event.kind != "alive":
-            self._progress.report(event)
+        self._progress.report(event)
 
     def check(self) -> None:
         """Drain when asked to; end if that takes too long or no request is running.
@@ -128,7 +189,7 @@ class Supervisor:
         stop, limit_s = self._supervision.stop, self._supervision.drain_timeout_s
         if not stop.is_requested:
             return
-        if not (self._is_serving and 0 in self._ranks and self._job.task == "generate"):
+        if not (self._is_serving and self._has_answers):
             raise self._stopped("nothing had begun here")
         if stop.elapsed_s() >= limit_s:
             raise self._stopped(f"what had begun was not finished within {limit_s:g} s")
@@ -149,17 +210,18 @@ class Supervisor:
             self._health.set_state("restarting" if self._restarts else "starting")
             before = self._count_finished()
             try:
-                return launch(self._job, self._plan, self._ranks, self._folder, self)
+                return launch(self._job, self._plan, self._ranks, self._folder, self, self.check)
             except StageError as error:
                 self._health.cause = str(error)
                 lost_s = time.monotonic() - start_s
-                found = self._final_error(error)
-                if found is not None:
-                    raise found from None
+                if (final := self._final_error(error)) is not None:
+                    raise final from None
                 done = self._count_finished() - before
                 self._restarts.append(Restart(cause=str(error), lost_s=lost_s, finished=done))
             self._health.restarts = len(self._restarts)
-            self._prepare_restart()
+            for path in self._folder.iterdir():  # files of the ranks that ended
+                path.unlink()
+            self._job = replace(self._job, resume=True)
 
     def _final_error(self, error: StageError) -> LlmpqError | None:
         """Return the error to end with, ``None`` to start the ranks again."""
@@ -176,15 +238,9 @@ class Supervisor:
         _log.warning("%s; starting all ranks anew (%d of %d)", error, done + 1, limit)
         return None
 
-    def _prepare_restart(self) -> None:
-        """Remove the files of the ranks that ended; the next ones resume from the results."""
-        for path in self._folder.iterdir():
-            path.unlink()
-        self._job = replace(self._job, resume=True)
-
     def _stopped(self, why: str) -> StoppedError:
         stop = self._supervision.stop
-        if 0 not in self._ranks or self._job.task != "generate":
+        if not self._has_answers:
             return StoppedError(f"stopped by {stop.source}: {why}")
         return StoppedError(
             f"stopped by {stop.source}: {why}; {self._job.output} holds {self._count_finished()} "
@@ -192,6 +248,4 @@ class Supervisor:
         )
 
     def _count_finished(self) -> int:
-        if 0 not in self._ranks or self._job.task != "generate":
-            return 0
-        return len(finished_ids(self._job.output, resume=True))
+        return len(finished_ids(self._job.output, resume=True)) if self._has_answers else 0

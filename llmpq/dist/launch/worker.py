@@ -6,6 +6,7 @@ error and leaves the error, or the master's measurement, as a file beside the jo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -24,7 +25,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.dist import block_unused_imports as lean  # noqa: F401  before what imports transformers
-from llmpq.dist.engine.engine import ShouldDrain
 from llmpq.dist.engine.hidden_states import run_teacher_forcing
 from llmpq.dist.engine.serve import serve
 from llmpq.dist.io.control_channel import ControlChannel
@@ -50,7 +50,6 @@ from llmpq.dist.launch.rank import (
     run_master,
     run_stage,
 )
-from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.dist.metrics.progress import EventPipe, Heartbeat, RunProgress
 from llmpq.dist.metrics.recorder import Recorder
@@ -61,7 +60,6 @@ from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.dist.transport.topology import topology_of
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
-from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.codec import to_json
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
@@ -130,7 +128,7 @@ def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
         context = _context(job, plan, rank, progress)
         measurement = run_master(context, requests, job.sampling, finish)
         measurement = replace(measurement, refused=tuple(map(str, refused)))
-    if job.trace is not None and context.recorder is not None:
+    if job.trace is not None:
         names = [context.name] if context.communicator is None else context.communicator.names
         write_text(job.trace, json.dumps(context.recorder.to_json(names)))
     return measurement
@@ -152,13 +150,12 @@ def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
     facts = examine(plan, rank, job.model_dir) | {"clock_offset_s": 0.0}
     everyone: list[dict[str, Any]] | None = [facts]
     if len(plan.stages) > 1:
-        me = _me(job, plan, rank)
-        ring = connect(me, job.rendezvous, job.transport)
-        try:
-            facts |= {"clock_offset_s": ring.clock_offset_s, "link": time_link(ring, me.limits)}
+        identity = _identity(job, plan, rank)
+        ring = connect(identity, job.rendezvous, job.transport)
+        with contextlib.closing(ring.communicator):
+            link = time_link(ring, identity.limits)
+            facts |= {"clock_offset_s": ring.clock_offset_s, "link": link}
             everyone = gather(ring, facts)
-        finally:
-            ring.communicator.close()
     if everyone is None:
         return None
     write_text(job.output, dump_json(report(plan, everyone)))
@@ -215,46 +212,27 @@ def _requests(
 
 def _context(job: Job, plan: Plan, rank: int, progress: RunProgress) -> RankContext:
     checked_config(plan, job.model_dir)
-    ring: RankChannels | None = None
+    channels: RankChannels | None = None
     if len(plan.stages) > 1:
-        ring = connect(_me(job, plan, rank), job.rendezvous, job.transport, topology_of(plan))
+        identity = _identity(job, plan, rank)
+        channels = connect(identity, job.rendezvous, job.transport, topology_of(plan))
+    offset_s = 0.0 if channels is None else channels.clock_offset_s
     return RankContext(
+        job=job,
         plan=plan,
         rank=rank,
-        model_dir=job.model_dir,
-        communicator=None if ring is None else ring.communicator,
-        send_links=() if ring is None else ring.send_links,
-        receive_links=() if ring is None else ring.receive_links,
-        step_timeout_s=job.step_timeout_s,
         progress=progress,
-        recorder=Recorder(
-            rank,
-            is_on=job.trace is not None,
-            clock_offset_s=0.0 if ring is None else ring.clock_offset_s,
-        ),
-        keeps_all_tokens=job.task == "hidden",
-        schedule=job.schedule,
-        prediction=job.prediction,
-        drift=job.drift,
-        store=None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes),
-        kernel=job.kernel,
-        captures=job.captures,
-        should_drain=_drain_watch(job),
+        channels=channels,
+        recorder=Recorder(rank, is_on=job.trace is not None, clock_offset_s=offset_s),
     )
 
 
-def _drain_watch(job: Job) -> ShouldDrain | None:
-    """Look for the launcher's sign to begin nothing else; torchrun has none to give."""
-    folder = job.rendezvous.folder if job.rendezvous.file is None else job.rendezvous.file.parent
-    return None if folder is None else DrainFlag(folder)
-
-
-def _me(job: Job, plan: Plan, rank: int) -> RankIdentity:
+def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
     return RankIdentity(
         rank=rank,
         world_size=len(plan.stages),
         name=stage_name(plan, rank, socket.gethostname()),
-        limits=frame_limits(plan, job.model_dir, checked_config(plan, job.model_dir)),
+        limits=frame_limits(plan, job.model_dir),
         timeout_s=job.step_timeout_s,
     )
 

@@ -409,10 +409,8 @@ def read_token(path: Path) -> bytes:
 @contextlib.contextmanager
 def _socket_folder(rendezvous: Rendezvous) -> Iterator[Path]:
     """Return a private folder for socket files: the launcher's, or a temporary one."""
-    if rendezvous.file is not None:
-        yield rendezvous.file.parent
-    elif rendezvous.folder is not None:
-        yield rendezvous.folder
+    if rendezvous.private_folder is not None:
+        yield rendezvous.private_folder
     else:
         with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
             yield Path(name)

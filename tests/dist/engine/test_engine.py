@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import make_plan, run_threads
+from helpers.ranks import make_plan, rank_contexts, run_threads
 from helpers.tiny_models import load_reference
 
 from llmpq.batching import Decision, Decode, Prefill, SchedulerView, Wait
@@ -14,8 +14,7 @@ from llmpq.dist.engine.engine import MasterEngine
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.rank import RankContext, load_runner
-from llmpq.dist.metrics.progress import SilentProgress
+from llmpq.dist.launch.rank import load_runner
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.quant.loading.loader import load_master
 from llmpq.quant.modules.layer import quantize_layer_
@@ -159,9 +158,7 @@ def lone_engine(model_dir, policy):
     """Return a master that has all layers and two slots."""
     device = torch.device("cpu")
     plan = make_plan((0, 3), batch=2)
-    context = RankContext(
-        plan=plan, rank=0, model_dir=model_dir, communicator=None, progress=SilentProgress()
-    )
+    (context,) = rank_contexts(plan, model_dir)
     return MasterEngine(
         master=load_master(model_dir, dtype=torch.float32, device=device),
         runner=load_runner(context, device),

@@ -2,25 +2,18 @@
 
 import pytest
 import torch
-from helpers.ranks import make_plan
+from helpers.ranks import make_plan, rank_contexts
 
 from llmpq.dist.io.job import Job, read_job, write_job
-from llmpq.dist.launch.rank import RankContext, load_runner
-from llmpq.dist.metrics.progress import SilentProgress
+from llmpq.dist.launch.rank import load_runner
 from llmpq.errors import SpecError
 
 SHAPE = {"layers": 2, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2}
 
 
 def backends(model_dir, kernel):
-    context = RankContext(
-        plan=make_plan((0, 2), bits=[8, 8]),
-        rank=0,
-        model_dir=model_dir,
-        communicator=None,
-        progress=SilentProgress(),
-        kernel=kernel,
-    )
+    plan = make_plan((0, 2), bits=[8, 8])
+    (context,) = rank_contexts(plan, model_dir, kernel=kernel)
     layers = load_runner(context, torch.device("cpu")).layers
     return {module.backend_name for module in layers.modules() if hasattr(module, "backend_name")}
 

@@ -31,7 +31,7 @@ class Generations:
         self.jobs: list[Job] = []
         self._plays = list(plays)
 
-    def __call__(self, job, _, __, folder, monitor):
+    def __call__(self, job, _, __, folder, monitor, ___):
         self.jobs.append(job)
         (folder / "job.json").touch()
         self._plays.pop(0)(job, folder, monitor)
@@ -40,7 +40,7 @@ class Generations:
 
 def dies(tokens: int = 0, answers: int = 0, error: Exception | None = None):
     def play(job: Job, folder: Path, monitor: Supervisor) -> None:
-        monitor.on_event(Event(rank=0, kind="tokens", done=tokens, total=9))
+        monitor.report(Event(rank=0, kind="tokens", done=tokens, total=9))
         with job.output.open("a") as file:
             for number in range(answers):
                 line = {"id": number, "token_ids": [1], "text": "", "finish_reason": "length"}
@@ -140,7 +140,7 @@ def test_health_follows_the_run(tmp_path, monkeypatch):
 
     def dies_watched(job: Job, folder: Path, monitor: Supervisor) -> None:
         look()
-        monitor.on_event(Event(rank=0, kind="tokens", done=3, total=9))
+        monitor.report(Event(rank=0, kind="tokens", done=3, total=9))
         look()
         raise StageError("stage 1: was ended by SIGKILL")
 
@@ -178,7 +178,7 @@ def asked(seconds_ago: float) -> StopRequest:
 def checks(serving: bool):
     def play(job: Job, folder: Path, monitor: Supervisor) -> None:
         if serving:
-            monitor.on_event(Event(rank=0, kind="tokens", done=0, total=9))
+            monitor.report(Event(rank=0, kind="tokens", done=0, total=9))
         monitor.check()
         monitor.check()
         assert drain_file(folder).exists()
