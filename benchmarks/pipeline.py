@@ -30,7 +30,6 @@ from workbench import call, command, make_model, write_prompts
 
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row
@@ -224,7 +223,7 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
     cache = KVCache(kv_shapes(config, 0, layers), 0, num_slots=rows, max_tokens=MAX_POSITIONS,
                     dtype=torch.bfloat16)  # fmt: skip
     runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
-    sampler = Sampler(SamplingParams())
+    sampler = Sampler()
 
     def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
         width = tokens.shape[1]

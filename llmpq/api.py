@@ -30,6 +30,7 @@ __all__ = ["Output", "OutputChunk", "Pipeline", "SamplingParams", "load_plan", "
 
 ClusterLike = Cluster | str | Path | Mapping[str, Any]
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 def plan(  # noqa: PLR0913  what a plan is made from
@@ -212,12 +213,12 @@ class Pipeline:
             progress=progress,
         )
 
-    def generate(self, prompts: Prompts, sampling: SamplingParams | None = None) -> list[Output]:
+    def generate(self, prompts: Prompts, sampling: Sampling = None) -> list[Output]:
         """Answer prompts; return when all of them are finished.
 
         Args:
             prompts: one text, several texts, or several lists of token ids.
-            sampling: how tokens are chosen; greedy by default.
+            sampling: how tokens are chosen, for all prompts or one for each; greedy by default.
 
         Returns:
             One output for each prompt, in their order.
@@ -227,9 +228,9 @@ class Pipeline:
                 other one is answered either.
             StageError: a rank died, hung or failed, or the pipeline is closed.
         """
-        batch = _as_prompts(prompts)
+        batch = _as_prompts(prompts, sampling)
         with self._lock:
-            results = self._session.generate(batch, sampling or SamplingParams())
+            results = self._session.generate(batch)
         return [
             Output(
                 id=number,
@@ -241,24 +242,20 @@ class Pipeline:
             for number, (item, result) in enumerate(zip(batch, results, strict=True))
         ]
 
-    def stream(
-        self, prompts: Prompts, sampling: SamplingParams | None = None
-    ) -> Iterator[OutputChunk]:
+    def stream(self, prompts: Prompts, sampling: Sampling = None) -> Iterator[OutputChunk]:
         """Answer prompts; yield every token as it is made.
 
         Leaving the loop early cancels what is not finished, and so does a later call.
 
         Args:
             prompts: as for :meth:`generate`.
-            sampling: how tokens are chosen; greedy by default.
+            sampling: as for :meth:`generate`.
 
         Raises:
             LlmpqError: as :meth:`generate`.
         """
         with self._lock:
-            answers = self._session.run(
-                _as_prompts(prompts), sampling or SamplingParams(), streams=True
-            )
+            answers = self._session.run(_as_prompts(prompts, sampling), streams=True)
         texts: dict[object, str] = {}
         while True:
             with self._lock:
@@ -289,11 +286,22 @@ class Pipeline:
         self.close()
 
 
-def _as_prompts(prompts: Prompts) -> list[Prompt]:
+def _as_prompts(prompts: Prompts, sampling: Sampling) -> list[Prompt]:
     found: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else [*prompts]
+    if sampling is None or isinstance(sampling, SamplingParams):
+        sampling = [sampling or SamplingParams()] * len(found)
+    if len(sampling) != len(found):
+        raise SpecError(
+            f"sampling: found {len(sampling)} parameters for {len(found)} prompts, "
+            "expected one for each"
+        )
     return [
-        Prompt(id=number, where=f"prompt {number}", text=item)
-        if isinstance(item, str)
-        else Prompt(id=number, where=f"prompt {number}", token_ids=tuple(item))
-        for number, item in enumerate(found)
+        Prompt(
+            id=number,
+            where=f"prompt {number}",
+            text=item if isinstance(item, str) else None,
+            token_ids=None if isinstance(item, str) else tuple(item),
+            sampling_params=params,
+        )
+        for number, (item, params) in enumerate(zip(found, sampling, strict=True))
     ]

@@ -79,7 +79,7 @@ def generate_offline(
         plan: the strategy.
         prompts: any number; ids must differ.
         model_dir: where the weights are; the plan's own directory by default.
-        sampling: how tokens are chosen; greedy by default.
+        sampling: how tokens are chosen where a prompt does not say; greedy by default.
         step_timeout_s: how long a rank may give no sign of life.
         progress: takes events.
 
@@ -92,7 +92,9 @@ def generate_offline(
     """
     folder = model_dir_of(plan, model_dir)
     with Session(plan, folder, step_timeout_s=step_timeout_s, progress=progress) as session:
-        return session.generate(prompts, sampling)
+        return session.generate(
+            [replace(item, sampling_params=item.sampling_params or sampling) for item in prompts]
+        )
 
 
 def run_job(

@@ -23,13 +23,11 @@ from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.job import Job, Rendezvous, check_plan
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
-from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.launch.launcher import launch
 from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
-from llmpq.spec.codec import to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, write_plan
@@ -107,13 +105,12 @@ class Session:
             raise
 
     def run(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY, *, streams: bool = False
+        self, prompts: Sequence[Prompt], *, streams: bool = False
     ) -> Iterator[NewToken | Result]:
         """Answer a batch of prompts; an earlier batch that is not finished is cancelled.
 
         Args:
             prompts: their ids differ.
-            sampling: how tokens are chosen.
             streams: whether tokens are yielded as they are made.
 
         Yields:
@@ -127,18 +124,15 @@ class Session:
         self._send(
             "batch",
             prompts=[prompt_to_json(prompt) for prompt in prompts],
-            sampling=to_json(sampling),
             streams=streams,
         )
         self._batch += 1
         self._is_running = True
         return self._answers(self._batch)
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams = GREEDY
-    ) -> list[Result]:
+    def generate(self, prompts: Sequence[Prompt]) -> list[Result]:
         """Return the results of a batch in the order of its prompts; see :meth:`run`."""
-        answers = self.run(prompts, sampling)
+        answers = self.run(prompts)
         results = {answer.id: answer for answer in answers if isinstance(answer, Result)}
         return [results[prompt.id] for prompt in prompts]
 

@@ -28,7 +28,6 @@ from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.stats import StageClock, synchronize
@@ -239,7 +238,7 @@ class Bench:
             runner=runner,
             communicator=None,
             policy=HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1),
-            sampler=Sampler(SamplingParams()),
+            sampler=Sampler(),
             clock=StageClock(micro_batching=sizes),
             num_slots=shape.batch,
         )

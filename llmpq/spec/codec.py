@@ -126,7 +126,8 @@ def _read(kind: Any, rule: Rule, source: Fields, key: str) -> Any:
     if kind is bool:
         return source.flag(key)
     if kind is int:
-        return source.integer(key, int(rule.minimum), int(min(rule.maximum, MAX_INTEGER)))
+        maximum = MAX_INTEGER if rule.maximum == math.inf else int(rule.maximum)
+        return source.integer(key, int(rule.minimum), maximum)
     if kind is float:
         return source.number(key, rule.minimum, rule.maximum)
     if kind is Path:
@@ -147,6 +148,8 @@ def _read_items(kinds: tuple[Any, ...], rule: Rule, source: Fields, key: str) ->
         for name in names:
             if rule.choices is not None and name not in rule.choices:
                 raise entries.error(name, name, f"one of {', '.join(rule.choices)}")
+            if name_kind is int and not name.isdecimal():
+                raise entries.error(name, name, "a whole number as the key")
             yield name_kind(name), _read(value_kind, value_rule, entries, name)
         return
     is_fixed = kinds[-1] is not Ellipsis

@@ -19,7 +19,6 @@ from llmpq.dist import generate_offline
 from llmpq.dist.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, Work
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import RankContext, run_master
 from llmpq.dist.metrics.progress import SilentProgress
@@ -198,7 +197,7 @@ def tokens(setting: Setting) -> list[Row]:
         paths = {name: model_dir / name for name in ("strategy", "prompts", "output")}
         job = Job(model_dir=model_dir, **paths)
         context = RankContext(job=job, plan=plan, rank=0, progress=SilentProgress())
-        run_master(context, _requests(), SamplingParams(), keep)
+        run_master(context, _requests(), keep)
         same = [answers[number] == made for number, made in enumerate(expected)]
         rows.append({"family": family, "prompts": len(same), "equal": sum(same)})
     if any(row["equal"] != row["prompts"] for row in rows):

@@ -85,6 +85,17 @@ def test_sampling_parameters_hold_for_one_call(pipeline, expected):
     assert first != pipeline.generate(PROMPTS, SamplingParams(temperature=2.0, seed=4))
 
 
+def test_each_prompt_has_its_own_sampling_parameters(pipeline, expected):
+    warm = SamplingParams(temperature=2.0, seed=3, ignore_eos=True)
+    greedy = SamplingParams(ignore_eos=True)
+    params = [warm if number % 2 else greedy for number in range(len(PROMPTS))]
+    mixed = [output.token_ids for output in pipeline.generate(PROMPTS, params)]
+    alone = [output.token_ids for output in pipeline.generate(PROMPTS, warm)]
+    assert mixed == [(alone if number % 2 else expected)[number] for number in range(len(PROMPTS))]
+    with pytest.raises(SpecError, match="one for each"):
+        pipeline.generate(PROMPTS, params[1:])
+
+
 def test_a_stream_yields_every_token_and_the_text_of_generate(pipeline):
     params = SamplingParams(ignore_eos=True)
     whole = pipeline.generate(PROMPTS, params)

@@ -15,7 +15,6 @@ from helpers.in_process_ring import in_process_ring
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import RankContext, frame_limits, run_master, run_stage
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
@@ -179,7 +178,6 @@ def run_threads(
     model_dir: Path,
     requests: Sequence[Request],
     *,
-    sampling: SamplingParams | None = None,
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
     progress: RunProgress | None = None,
 ) -> tuple[Answers, Measurement]:
@@ -213,7 +211,7 @@ def run_threads(
     for thread in threads:
         thread.start()
     try:
-        measurement = run_master(contexts[0], requests, sampling or SamplingParams(), finish)
+        measurement = run_master(contexts[0], requests, finish)
     finally:
         for thread in threads:
             thread.join(timeout=20)

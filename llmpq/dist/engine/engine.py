@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from llmpq.batching import (
 )
 from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.dist.engine.policy import in_order
-from llmpq.dist.engine.sampler import Sampler
+from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import PHASES, StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -67,14 +67,20 @@ class RunningRequest:
 
     Attributes:
         origin: number of the prefill micro-batch that filled its slot.
+        sampling: its tokens so far, and how the next one is chosen.
     """
 
     request: Request
     start_s: float
     origin: int
+    sampling: SamplingState
     first_token_s: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
     is_aborted: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the answer so far."""
+        return self.sampling.token_ids
 
     @property
     def is_complete(self) -> bool:
@@ -336,8 +342,12 @@ class MasterEngine:
     def _dispatch_prefill(self, batch: InFlightBatch) -> None:
         start_s = self._now_s()
         for number in batch.requests:
+            request = self._requests[number]
             self._running[number] = RunningRequest(
-                request=self._requests[number], start_s=start_s, origin=batch.number
+                request=request,
+                start_s=start_s,
+                origin=batch.number,
+                sampling=sampling_state_of(request),
             )
         prompts = [self._requests[number].prompt_token_ids for number in batch.requests]
         width = max(len(prompt) for prompt in prompts)
@@ -403,8 +413,7 @@ class MasterEngine:
         start = self._clock.now()
         logits = self._master.logits(hidden[:, 0].to(self._device))  # [R, V]
         members = [self._running[number] for number in batch.requests]
-        keys = [(str(member.request.id), len(member.token_ids)) for member in members]
-        tokens = self._sampler.sample(logits, keys)
+        tokens = self._sampler.sample(logits, [member.sampling for member in members])
         spent_s = self._clock.now() - start
         self._clock.record(
             batch.phase,
@@ -421,8 +430,10 @@ class MasterEngine:
         made: list[tuple[Request, int]] = []
         for item, member, token in zip(batch.sequences, members, tokens, strict=True):
             if not item.is_finished:  # a policy may keep finished sequences in their batch
-                member.token_ids.append(token)
-                made.append((member.request, token))
+                if token.error is not None:
+                    raise StageError(token.error, is_permanent=True)
+                member.sampling.accept(token.token_id)
+                made.append((member.request, token.token_id))
         self._tokens += len(made)
         is_complete = [member.is_complete for member in members]
         for number in self._scheduler.complete(batch.number, is_complete):
@@ -464,3 +475,14 @@ class MasterEngine:
                 f"({frame.kind.name}), expected {batch.number} ({kind.name})"
             )
         return frame.hidden
+
+
+def sampling_state_of(request: Request, token_ids: Sequence[int] = ()) -> SamplingState:
+    """Return the state of a request that has these tokens."""
+    return SamplingState(
+        request.sampling_params,
+        request=str(request.id),
+        prompt_token_ids=request.prompt_token_ids,
+        stop_token_ids=request.stop_token_ids,
+        token_ids=token_ids,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from llmpq.dist.engine.engine import MAX_IDLE_WAIT_S
 from llmpq.dist.io.control_channel import ControlChannel, Message
@@ -18,11 +18,9 @@ from llmpq.dist.io.prompts import (
     prompt_from_fields,
 )
 from llmpq.dist.io.results import FinishReason, Result, result_to_json
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import MasterRank, RankContext, master_rank
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 
 CANCEL_POLL_S = 0.02
@@ -30,14 +28,12 @@ CANCEL_POLL_S = 0.02
 INCOMPLETE = "\ufffd"
 """What a tokenizer decodes bytes to that are not a whole character yet."""
 
-LimitsOf = Callable[[SamplingParams], RequestLimits]
-
 
 def serve(
     context: RankContext,
     channel: ControlChannel,
     tokenizer: Tokenizer | None,
-    limits_of: LimitsOf,
+    limits: RequestLimits,
 ) -> Measurement:
     """Answer batches of requests until the other end closes the channel.
 
@@ -45,7 +41,7 @@ def serve(
         context: of rank 0.
         channel: where the requests come from.
         tokenizer: of the model, ``None`` when it has none.
-        limits_of: returns what a request may be at most under given sampling parameters.
+        limits: limits and defaults of requests.
 
     Raises:
         LlmpqError: what went wrong here or on any other rank.
@@ -59,7 +55,7 @@ def serve(
                     master.check_stages()
                 elif message["kind"] == "batch":
                     _Batch(channel, tokenizer, streams=message["streams"]).run(
-                        master, message, limits_of
+                        master, message, limits
                     )
         return master.finish()
 
@@ -79,15 +75,13 @@ class _Batch:
         self._is_cancelled = False
         self._poll_s = 0.0
 
-    def run(self, master: MasterRank, message: Message, limits_of: LimitsOf) -> None:
+    def run(self, master: MasterRank, message: Message, limits: RequestLimits) -> None:
         """Answer the batch, or refuse it whole.
 
         Raises:
             EOFError: the other end is closed.
         """
         try:
-            sampling = from_json(SamplingParams, Fields(message["sampling"], "sampling"))
-            limits = limits_of(sampling)
             requests = [
                 make_request(
                     prompt_from_fields(Fields(line, f"prompt {line['id']}")),
@@ -100,7 +94,7 @@ class _Batch:
             self._channel.send("refused", message=str(error))
             return
         on_tokens = self._send_tokens if self._streams else None
-        master.answer(requests, sampling, self._send_result, on_tokens, self._should_abort)
+        master.answer(requests, self._send_result, on_tokens, self._should_abort)
         self._channel.send("done")
 
     def _send_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:

@@ -1,7 +1,7 @@
 """ControlChannel: JSON objects, one a line, between a session and the master's process.
 
-Messages to the master have a ``kind``: ``batch`` (``prompts``, ``sampling``, ``streams``) starts a
-batch of requests, ``cancel`` ends it early. Messages from the master: ``ready`` once all ranks are
+Messages to the master have a ``kind``: ``batch`` (``prompts``, ``streams``) starts a batch of
+requests, ``cancel`` ends it early. Messages from the master: ``ready`` once all ranks are
 loaded; then for each batch ``tokens`` after each step when it streams, ``result`` for each finished
 request, and at last ``done``, or ``refused`` when a request cannot be served. Needs no torch.
 """

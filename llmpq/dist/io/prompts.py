@@ -1,8 +1,8 @@
 """Prompts: JSON lines, read strictly.
 
 A line is ``{"id", "prompt"}`` or ``{"id", "prompt_token_ids"}`` with optional ``max_new_tokens``,
-``stop_token_ids`` and ``ignore_eos``. Errors name the file, the line and the field. Needs no torch,
-so that a command can check prompts before it starts a rank.
+``stop_token_ids``, ``ignore_eos`` and ``sampling_params``. Errors name the file, the line and the
+field. Needs no torch, so that a command can check prompts before it starts a rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
@@ -51,6 +52,7 @@ class Prompt:
         stop_token_ids: tokens that end the answer.
         ignore_eos: whether the answer goes on after the model's own end tokens.
         arrival_s: arrival in seconds after the start of the run.
+        sampling_params: how its tokens are chosen; ``None`` is as all others.
     """
 
     id: RequestId
@@ -61,6 +63,7 @@ class Prompt:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     arrival_s: float = 0.0
+    sampling_params: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Request:
         max_new_tokens: at least one.
         stop_token_ids: tokens that end the answer, as its last token.
         arrival_s: arrival in seconds after the start of the run.
+        sampling_params: how its tokens are chosen; its stop tokens and lengths are in the fields
+            above.
     """
 
     id: RequestId
@@ -80,6 +85,7 @@ class Request:
     max_new_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     arrival_s: float = 0.0
+    sampling_params: SamplingParams = GREEDY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +95,11 @@ class RequestLimits:
     Attributes:
         prompt_tokens: longest prompt that the plan has memory for.
         context_tokens: length of a KV slot.
-        new_tokens: most new tokens of a prompt without a number of its own.
+        new_tokens: most new tokens of a prompt that asks for no number.
         max_positions: longest sequence of the model, ``None`` when unlimited.
         vocab_size: tokens are below this number.
         eos_token_ids: the model's own end tokens.
-        stop_token_ids: further tokens that end every answer.
+        sampling_params: those of prompts without parameters of their own.
     """
 
     prompt_tokens: int
@@ -102,7 +108,7 @@ class RequestLimits:
     max_positions: int | None
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: tuple[int, ...] = ()
+    sampling_params: SamplingParams = GREEDY
 
 
 def request_limits(
@@ -115,11 +121,11 @@ def request_limits(
     return RequestLimits(
         prompt_tokens=plan.workload.prompt_tokens,
         context_tokens=plan.workload.max_context_tokens,
-        new_tokens=sampling.max_tokens or plan.workload.new_tokens,
+        new_tokens=plan.workload.new_tokens,
         max_positions=model.max_positions,
         vocab_size=model.vocab_size,
-        eos_token_ids=frozenset() if sampling.ignore_eos else frozenset(eos_token_ids),
-        stop_token_ids=sampling.stop_token_ids,
+        eos_token_ids=frozenset(eos_token_ids),
+        sampling_params=sampling,
     )
 
 
@@ -196,17 +202,24 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
             )
         token_ids = tuple(tokenizer.encode(prompt.text or ""))
     _check_tokens(prompt.where, "prompt_token_ids", token_ids, limits.vocab_size)
-    stop_token_ids = (*prompt.stop_token_ids, *limits.stop_token_ids)
-    _check_tokens(prompt.where, "stop_token_ids", stop_token_ids, limits.vocab_size)
-    new_tokens = prompt.max_new_tokens or limits.new_tokens
+    _check_tokens(prompt.where, "stop_token_ids", prompt.stop_token_ids, limits.vocab_size)
+    sampling = prompt.sampling_params or limits.sampling_params
+    try:
+        sampling.check_tokens(limits.vocab_size)
+    except SpecError as error:
+        raise SpecError(f"{prompt.where}: {error}") from None
+    new_tokens = prompt.max_new_tokens or sampling.max_tokens or limits.new_tokens
     _check_lengths(prompt.where, len(token_ids), new_tokens, limits)
-    stops = set(stop_token_ids) | (set() if prompt.ignore_eos else limits.eos_token_ids)
+    stops = {*prompt.stop_token_ids, *sampling.stop_token_ids}
+    if not (prompt.ignore_eos or sampling.ignore_eos):
+        stops |= limits.eos_token_ids
     return Request(
         id=prompt.id,
         prompt_token_ids=token_ids,
         max_new_tokens=new_tokens,
         stop_token_ids=frozenset(stops),
         arrival_s=prompt.arrival_s,
+        sampling_params=sampling,
     )
 
 
@@ -228,6 +241,8 @@ def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
         line["max_new_tokens"] = prompt.max_new_tokens
     if prompt.arrival_s:
         line["arrival_s"] = prompt.arrival_s
+    if prompt.sampling_params is not None:
+        line["sampling_params"] = to_json(prompt.sampling_params)
     return line | {
         "stop_token_ids": list(prompt.stop_token_ids),
         "ignore_eos": prompt.ignore_eos,
@@ -288,6 +303,9 @@ def prompt_from_fields(fields: Fields) -> Prompt:
         arrival_s=fields.number("arrival_s", maximum=MAX_ARRIVAL_S)
         if fields.has("arrival_s")
         else 0.0,
+        sampling_params=from_json(SamplingParams, fields.child("sampling_params"))
+        if fields.has("sampling_params")
+        else None,
     )
     fields.done()
     return prompt

@@ -21,7 +21,6 @@ from llmpq.dist.engine.warmup import warm_up, warm_up_master
 from llmpq.dist.io.job import Job, check_plan
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import kv_connector
@@ -266,21 +265,20 @@ def run_stage(context: RankContext) -> None:
 
 
 def run_master(
-    context: RankContext, requests: Sequence[Request], sampling: SamplingParams, on_finish: OnFinish
+    context: RankContext, requests: Sequence[Request], on_finish: OnFinish
 ) -> Measurement:
     """Load the master, answer every request and end the run.
 
     Args:
         context: of rank 0.
         requests: in order of arrival; may be none, when all were answered before.
-        sampling: how tokens are chosen.
         on_finish: called once for each request.
 
     Raises:
         LlmpqError: what went wrong here or on any other rank.
     """
     with master_rank(context) as master:
-        master.answer(requests, sampling, on_finish)
+        master.answer(requests, on_finish)
         return master.finish()
 
 
@@ -329,7 +327,6 @@ class MasterRank:
     def answer(
         self,
         requests: Sequence[Request],
-        sampling: SamplingParams,
         on_finish: OnFinish,
         on_tokens: OnTokens | None = None,
         should_abort: ShouldAbort | None = None,
@@ -347,7 +344,7 @@ class MasterRank:
             if on_tokens is not None:
                 on_tokens(tokens)
 
-        engine = self._engine(requests, sampling)
+        engine = self._engine(requests)
         made = engine.run(requests, finish, count, self._should_drain, should_abort)
         self._next_number = engine.next_number
         progress.report()
@@ -378,10 +375,10 @@ class MasterRank:
             stages += shut_down(self._communicator)
         return replace(self._made, stages=tuple(stages))
 
-    def _engine(self, requests: Sequence[Request], sampling: SamplingParams) -> MasterEngine:
+    def _engine(self, requests: Sequence[Request]) -> MasterEngine:
         plan, job, device = self._context.plan, self._context.job, self._runner.device
         policy = policy_of(plan, self._schedule, job.prediction, requests)
-        sampler = Sampler(sampling)
+        sampler = Sampler()
         self._context.recorder.trace_calls(sampler, "sample", "sample", device)
         no_layers = StageRunner(layers=None, cache=None, device=device, is_last=False)
         return MasterEngine(

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
             )
 
         context = _context(job, plan, rank, progress)
-        measurement = run_master(context, requests, job.sampling, finish)
+        measurement = run_master(context, requests, finish)
         measurement = replace(measurement, refused=tuple(map(str, refused)))
     if job.trace is not None:
         names = [context.name] if context.communicator is None else context.communicator.names
@@ -138,11 +137,11 @@ def _serve(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
     """Answer batches of requests from the socket of the session that started this process."""
     model = load_model_dir(job.model_dir)
     eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
-    limits_of = partial(request_limits, plan, model, eos)
+    limits = request_limits(plan, model, eos)
     with Endpoint(path=str(job.prompts)).connect(START_TIMEOUT_S) as sock:
         sock.settimeout(None)
         tokenizer = load_tokenizer(job.model_dir)
-        return serve(_context(job, plan, 0, progress), ControlChannel(sock), tokenizer, limits_of)
+        return serve(_context(job, plan, 0, progress), ControlChannel(sock), tokenizer, limits)
 
 
 def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,9 +129,10 @@ def test_sampling_does_not_depend_on_the_plan(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     requests, greedy = requests_with_stops(model_dir)
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=3)
-    alone, _ = run_threads(make_plan((0, 3)), model_dir, requests, sampling=sampling)
+    requests = [replace(request, sampling_params=sampling) for request in requests]
+    alone, _ = run_threads(make_plan((0, 3)), model_dir, requests)
     plan = make_plan((0, 1, 3), prefill=2, decode=4)
-    together, _ = run_threads(plan, model_dir, requests, sampling=sampling)
+    together, _ = run_threads(plan, model_dir, requests)
     assert together == alone
     assert {number: list(tokens) for number, (tokens, _) in alone.items()} != greedy
 
@@ -164,7 +166,7 @@ def lone_engine(model_dir, policy):
         runner=load_runner(context, device),
         communicator=None,
         policy=policy,
-        sampler=Sampler(SamplingParams()),
+        sampler=Sampler(),
         clock=StageClock(micro_batching=plan.micro_batching),
         num_slots=2,
     )
