@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from llmpq.dist.engine.engine import MAX_IDLE_WAIT_S
 from llmpq.dist.io.control_channel import ControlChannel, Message
+from llmpq.dist.io.detokenizer import IncrementalDecoder
 from llmpq.dist.io.prompts import (
     Request,
     RequestId,
@@ -25,8 +26,6 @@ from llmpq.spec.fields import Fields
 
 CANCEL_POLL_S = 0.02
 """How often a running batch looks for ``cancel``."""
-INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes bytes to that are not a whole character yet."""
 
 
 def serve(
@@ -70,7 +69,7 @@ class _Batch:
         self._tokenizer = tokenizer
         self._streams = streams
         self._decoders: defaultdict[RequestId, IncrementalDecoder] = defaultdict(
-            lambda: IncrementalDecoder(tokenizer)
+            lambda: IncrementalDecoder(None if tokenizer is None else tokenizer.decode)
         )
         self._is_cancelled = False
         self._poll_s = 0.0
@@ -127,29 +126,3 @@ class _Batch:
             except EOFError:
                 self._is_cancelled = True
         return self._is_cancelled
-
-
-class IncrementalDecoder:
-    """Text of an answer, token by token.
-
-    Args:
-        tokenizer: of the model; without one all text is empty.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._start = 0  # the tokens decoded together with new ones, for their spaces
-        self._read = 0  # the tokens whose text was returned
-
-    def add(self, token: int) -> str:
-        """Return the text that a token completes; empty inside a character of several tokens."""
-        if self._tokenizer is None:
-            return ""
-        self._token_ids.append(token)
-        known = self._tokenizer.decode(self._token_ids[self._start : self._read])
-        text = self._tokenizer.decode(self._token_ids[self._start :])
-        if len(text) <= len(known) or text.endswith(INCOMPLETE):
-            return ""
-        self._start, self._read = self._read, len(self._token_ids)
-        return text[len(known) :]
