@@ -1,21 +1,22 @@
-"""Simulate one worker with chunked prefill.
-
-The next iteration is scheduled while one is computed; a request that arrives meanwhile is
-considered when an iteration ends.
-"""
+"""Simulate one worker with chunked prefill; iterations are scheduled one at a time."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.policies.chunked import Chunk, ChunkedScheduler, ChunkLimits
-from llmpq.errors import LlmpqError
+from llmpq.batching.engine_scheduler import (
+    EngineLimits,
+    EngineRequest,
+    EngineScheduler,
+    EngineStep,
+    ScheduledChunk,
+)
+from llmpq.batching.queue_order import queue_order
 from llmpq.spec.trace import TraceRequest
 
-IterationCost = Callable[[Sequence[Chunk]], float]
+IterationCost = Callable[[Sequence[ScheduledChunk]], float]
 """Returns the seconds of an iteration."""
 
 
@@ -42,52 +43,46 @@ class IterationsReport:
 
 
 def simulate_iterations(
-    cost: IterationCost, trace: Sequence[TraceRequest], limits: ChunkLimits, *, ahead: int = 2
+    cost: IterationCost, trace: Sequence[TraceRequest], limits: EngineLimits
 ) -> IterationsReport:
     """Simulate a trace.
 
     Args:
         cost: seconds of an iteration.
         trace: requests in order of arrival.
-        limits: of an iteration.
-        ahead: iterations scheduled at once, the one being computed counted.
+        limits: of the engine.
 
     Raises:
         CapacityError: a request does not fit into memory.
-        LlmpqError: no request can continue.
     """
-    return _Run(cost, trace, limits, ahead).run()
+    return _Run(cost, trace, limits).run()
 
 
 class _Run:
     def __init__(
-        self, cost: IterationCost, trace: Sequence[TraceRequest], limits: ChunkLimits, ahead: int
+        self, cost: IterationCost, trace: Sequence[TraceRequest], limits: EngineLimits
     ) -> None:
-        self._cost, self._trace, self._ahead = cost, trace, ahead
-        self._scheduler = ChunkedScheduler(limits)
-        self._now_s = self._free_s = self._work_s = 0.0
-        self._out: deque[tuple[float, tuple[Chunk, ...]]] = deque()
+        self._cost, self._trace = cost, trace
+        self._scheduler = EngineScheduler(limits, queue_order("fcfs"))
+        self._now_s = self._work_s = 0.0
         self._arrived = self._iterations = 0
-        self._start_s = [0.0] * len(trace)
+        self._left = [item.new_tokens for item in trace]
+        self._start_s = [-1.0] * len(trace)
         self._first_s = [-1.0] * len(trace)
         self._end_s = [0.0] * len(trace)
-        self._left = len(trace)
 
     def run(self) -> IterationsReport:
-        while self._left:
+        while self._arrived < len(self._trace) or not self._scheduler.is_idle:
             self._take_arrivals()
-            if len(self._out) < self._ahead and self._send():
-                continue
-            if self._out:
-                self._complete_next()
-            elif self._arrived < len(self._trace):
+            step = self._scheduler.schedule(self._now_s)
+            if step is None:
                 self._now_s = self._trace[self._arrived].arrival_s
             else:
-                raise LlmpqError("chunked prefill: requests are left, and none can continue")
+                self._compute(step)
         return IterationsReport(
             requests=tuple(self._record(number) for number in range(len(self._trace))),
             iterations=self._iterations,
-            preemptions=self._scheduler.preemptions,
+            preemptions=self._scheduler.num_preemptions,
             work_s=self._work_s,
         )
 
@@ -95,31 +90,34 @@ class _Run:
         trace = self._trace
         while self._arrived < len(trace) and trace[self._arrived].arrival_s <= self._now_s:
             item = trace[self._arrived]
-            self._scheduler.arrive(self._arrived, item.prompt_tokens, item.new_tokens)
+            self._scheduler.add(
+                EngineRequest(
+                    request=self._arrived,
+                    token_ids=None,
+                    prompt_tokens=item.prompt_tokens,
+                    max_tokens=item.new_tokens,
+                    arrival_s=item.arrival_s,
+                )
+            )
             self._arrived += 1
 
-    def _send(self) -> bool:
-        chunks = self._scheduler.schedule()
-        if not chunks:
-            return False
-        for chunk in chunks:
-            if chunk.start == 0 and self._first_s[chunk.request] < 0:
-                self._start_s[chunk.request] = self._now_s
-        seconds = self._cost(chunks)
-        self._work_s += seconds
-        self._free_s = max(self._now_s, self._free_s) + seconds
-        self._out.append((self._free_s, chunks))
+    def _compute(self, step: EngineStep) -> None:
         self._iterations += 1
-        return True
-
-    def _complete_next(self) -> None:
-        self._now_s, chunks = self._out.popleft()
-        for chunk in chunks:
-            if chunk.makes_token and self._first_s[chunk.request] < 0:
-                self._first_s[chunk.request] = self._now_s
-        for request in self._scheduler.complete(chunks):
+        for chunk in step.chunks:
+            if self._start_s[chunk.request] < 0:
+                self._start_s[chunk.request] = self._now_s
+        seconds = self._cost(step.chunks)
+        self._work_s += seconds
+        self._now_s += seconds
+        made = [chunk.request for chunk in step.chunks if chunk.makes_token]
+        for request in made:
+            self._left[request] -= 1
+            if self._first_s[request] < 0:
+                self._first_s[request] = self._now_s
+        ended = {request for request in made if not self._left[request]}
+        for request in ended:
             self._end_s[request] = self._now_s
-            self._left -= 1
+        self._scheduler.complete(step.number, dict.fromkeys(made, 0), ended)
 
     def _record(self, number: int) -> RequestRecord:
         item = self._trace[number]

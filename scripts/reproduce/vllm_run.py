@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
-from llmpq.batching.policies.chunked import Chunk, ChunkLimits
+from llmpq.batching.engine_scheduler import EngineLimits, ScheduledChunk
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.trace import TraceRequest
 from llmpq.units import US
@@ -137,25 +137,25 @@ class Costs:
             {tuple(int(row[key]) for key in keys): float(row["time_us"]) for row in rows}
         )
 
-    def __call__(self, chunks: Sequence[Chunk]) -> float:
+    def __call__(self, chunks: Sequence[ScheduledChunk]) -> float:
         """Return the seconds of one iteration."""
-        tokens = sum(chunk.tokens for chunk in chunks)
+        tokens = sum(chunk.count for chunk in chunks)
         layer_us = sum(count * self._dense[name](tokens) for name, count in PER_LAYER.items())
         layer_us += self._attention_us(chunks)
         once_us = sum(self._dense[name](tokens) for name in ONCE)
         once_us += sum(line(len(chunks)) for line in self._ends.values())
         return (LAYERS * layer_us + once_us) * US
 
-    def _attention_us(self, chunks: Sequence[Chunk]) -> float:
-        prompts = [chunk for chunk in chunks if chunk.tokens > 1]
-        steps = [chunk.start + 1 for chunk in chunks if chunk.tokens == 1]
+    def _attention_us(self, chunks: Sequence[ScheduledChunk]) -> float:
+        prompts = [chunk for chunk in chunks if chunk.count > 1]
+        steps = [chunk.first + 1 for chunk in chunks if chunk.count == 1]
         context = fmean(steps) if steps else 0.0
         if not prompts:
             return self._attention.decode(len(steps), context)
-        total_us = sum(self._attention.prefill(chunk.tokens, chunk.start) for chunk in prompts)
+        total_us = sum(self._attention.prefill(chunk.count, chunk.first) for chunk in prompts)
         if steps:
-            tokens = sum(chunk.tokens for chunk in prompts)
-            before = sum(chunk.tokens * chunk.start for chunk in prompts) / tokens
+            tokens = sum(chunk.count for chunk in prompts)
+            before = sum(chunk.count * chunk.first for chunk in prompts) / tokens
             total_us += self._attention.added(tokens, before, len(steps), context)
         return total_us
 
@@ -216,15 +216,16 @@ def trace_of(folder: Path) -> list[TraceRequest]:
     ]
 
 
-def limits_of(bench: Path) -> ChunkLimits:
+def limits_of(bench: Path) -> EngineLimits:
     """Return what the real run was bounded by."""
     meta = json.loads((bench / "meta.json").read_text())
     engine, cache = meta["engine_kwargs"], meta["kv_cache"]
-    return ChunkLimits(
-        tokens=engine["max_num_batched_tokens"],
-        sequences=engine["max_num_seqs"],
-        blocks=cache["num_gpu_blocks"] - NULL_BLOCKS,
-        block_tokens=cache["block_size"],
+    return EngineLimits(
+        token_budget=engine["max_num_batched_tokens"],
+        max_sequences=engine["max_num_seqs"],
+        num_blocks=cache["num_gpu_blocks"] - NULL_BLOCKS,
+        block_size=cache["block_size"],
+        watermark=0.0,
     )
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from llmpq.batching.policies.chunked import ChunkLimits
+from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.spec.trace import TraceRequest
 from scripts.reproduce.iterations import simulate_iterations
 
-LIMITS = ChunkLimits(tokens=4, sequences=8, blocks=64, block_tokens=4)
+LIMITS = EngineLimits(token_budget=4, max_sequences=8, num_blocks=64, block_size=4)
 
 
 def _request(arrival_s, prompt, new):
@@ -20,17 +20,14 @@ def test_single_request_takes_its_chunks_and_steps():
     assert (report.iterations, report.makespan_s, report.work_s) == (7, 7.0, 7.0)
 
 
-def test_iterations_are_scheduled_one_ahead():
+def test_request_that_arrives_during_an_iteration_is_in_the_next():
     trace = [_request(0.0, 4, 4), _request(0.5, 1, 1)]
     late = simulate_iterations(lambda _: 1.0, trace, LIMITS).requests[1]
-    soon = simulate_iterations(lambda _: 1.0, trace, LIMITS, ahead=1).requests[1]
-    # It comes while the first iteration is computed, and the second is scheduled already.
-    assert (soon.start_s, soon.end_s) == (1.0, 2.0)
-    assert (late.start_s, late.end_s) == (1.0, 3.0)
+    assert (late.start_s, late.end_s) == (1.0, 2.0)
 
 
 def test_work_is_the_sum_of_iteration_costs():
     trace = [_request(0.0, 3, 2), _request(0.0, 3, 2)]
-    report = simulate_iterations(lambda chunks: sum(c.tokens for c in chunks) / 8, trace, LIMITS)
+    report = simulate_iterations(lambda chunks: sum(c.count for c in chunks) / 8, trace, LIMITS)
     assert report.work_s == pytest.approx(8 / 8)
     assert report.preemptions == 0

@@ -1,0 +1,137 @@
+"""KV memory in blocks with prefix caching (PagedAttention, as in vLLM), without tensors.
+
+A block is free, or it has one or more users. Several sequences may use a block only if it is full
+and found by its key, so a block that is still written has exactly one user. A key is a hash of all
+tokens from the start of the sequence to the end of the block. A free block keeps its content until
+it is allocated again; blocks without content are allocated first, then the least recently used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from llmpq.errors import CapacityError, LlmpqError
+
+BlockKey = Hashable
+"""Identifies the content of a full block and of all blocks before it."""
+
+
+def root_key(cache_salt: str) -> bytes:
+    """Return the key before the first block; sequences share blocks only under the same salt."""
+    return hashlib.sha256(cache_salt.encode()).digest()
+
+
+def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the key of a full block.
+
+    Args:
+        parent: key of the block before it, or the root key.
+        token_ids: the tokens of the block.
+    """
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class BlockAllocator:
+    """Allocates the KV blocks ``0 .. num_blocks - 1`` of one engine.
+
+    Args:
+        num_blocks: number of blocks.
+
+    Raises:
+        CapacityError: ``num_blocks`` is less than 1.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise CapacityError(f"KV blocks: found {num_blocks}, expected at least 1")
+        self.num_blocks = num_blocks
+        self._users = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))  # free, without content
+        self._reusable: OrderedDict[int, None] = OrderedDict()  # free, least recently used first
+        self._key: dict[int, BlockKey] = {}
+        self._block: dict[BlockKey, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a user."""
+        return len(self._empty) + len(self._reusable)
+
+    def find(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Return the blocks that hold the longest prefix of ``keys``, free or in use."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count_free(self, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks are free."""
+        return sum(not self._users[block] for block in blocks)
+
+    def allocate(self, count: int, shared: Sequence[int] = ()) -> list[int]:
+        """Return ``shared`` with one more user each, followed by ``count`` blocks of one user.
+
+        Args:
+            count: number of blocks to write.
+            shared: blocks returned by :meth:`find`.
+
+        Raises:
+            LlmpqError: fewer than ``count`` other blocks are free; nothing is changed.
+        """
+        available = self.num_free - self.count_free(shared)
+        if count > available:
+            raise LlmpqError(f"KV blocks: found {available} free, expected {count}")
+        for block in shared:
+            self._users[block] += 1
+            self._reusable.pop(block, None)
+        blocks = [*shared]
+        for _ in range(count):
+            block = self._empty.pop() if self._empty else self._evict()
+            self._users[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def cache(self, block: int, key: BlockKey) -> None:
+        """Record the content of a full block in use, unless another block has the same content."""
+        if not self._users[block]:
+            raise LlmpqError(f"KV blocks: block {block} is cached but not allocated")
+        if block not in self._key and key not in self._block:
+            self._key[block] = key
+            self._block[key] = block
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Remove one user from each block of a sequence.
+
+        The blocks at its end are allocated again first, because a prefix is useless without its
+        beginning.
+
+        Raises:
+            LlmpqError: a block is free already.
+        """
+        for block in reversed(blocks):
+            if not self._users[block]:
+                raise LlmpqError(f"KV blocks: block {block} is freed but not allocated")
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            if block in self._key:
+                self._reusable[block] = None
+            else:
+                self._empty.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget the content of all blocks."""
+        self._empty += self._reusable
+        self._reusable.clear()
+        self._key.clear()
+        self._block.clear()
+
+    def _evict(self) -> int:
+        block, _ = self._reusable.popitem(last=False)
+        del self._block[self._key.pop(block)]
+        return block

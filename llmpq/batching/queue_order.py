@@ -1,0 +1,187 @@
+"""Orders of the waiting queue of an engine: which request is admitted next.
+
+Each order is one small function that scores all waiting requests; the highest score is admitted
+first, and equal scores in the order of the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+from llmpq.errors import SpecError
+
+
+class WaitingView(Protocol):
+    """What an order may read of a waiting request."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of answer tokens."""
+        ...
+
+    @property
+    def arrival_s(self) -> float:
+        """Arrival on the clock of the engine."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Priority given by the client; a lower value is admitted earlier, as in vLLM."""
+        ...
+
+    @property
+    def predicted_tokens(self) -> float | None:
+        """Predicted answer tokens."""
+        ...
+
+
+class QueueState(NamedTuple):
+    """What an order may read of the engine.
+
+    Attributes:
+        now_s: time on the clock of the arrivals.
+        mean_prompt_tokens: mean over all requests that have arrived so far.
+    """
+
+    now_s: float
+    mean_prompt_tokens: float
+
+
+Scores = Callable[[Collection[WaitingView], QueueState], Iterable[float]]
+Waiting = TypeVar("Waiting", bound=WaitingView)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueOrder:
+    """A named order.
+
+    Attributes:
+        name: as given to :func:`queue_order`.
+        scores: returns the score of every waiting request; ``None`` for the order of arrival.
+        reserves_answer: allocate the blocks of the prompt and of the longest answer at admission,
+            so that no sequence is preempted (TensorRT-LLM, ORCA; LARRY, Sec. 2.2: No-Preempt).
+    """
+
+    name: str
+    scores: Scores | None = None
+    reserves_answer: bool = False
+
+    def __call__(self, waiting: Collection[Waiting], state: QueueState) -> Iterable[Waiting]:
+        """Return the waiting requests, the one to admit first in front.
+
+        Args:
+            waiting: in the order of the queue.
+            state: of the engine.
+        """
+        if self.scores is None:
+            return waiting
+        return _best_first(waiting, self.scores(waiting, state))
+
+
+def _best_first(waiting: Iterable[Waiting], scores: Iterable[float]) -> Iterator[Waiting]:
+    """Yield in decreasing order of score; only the yielded ones are sorted."""
+    heap = [
+        (-score, place, item)
+        for place, (item, score) in enumerate(zip(waiting, scores, strict=True))
+    ]
+    heapq.heapify(heap)
+    while heap:
+        yield heapq.heappop(heap)[2]
+
+
+def larry(
+    waiting: Collection[WaitingView],
+    state: QueueState,
+    *,
+    alpha: float,
+    unit: float | None = None,
+) -> list[float]:
+    """Score by waiting time, and against prompt length while the queue is long (LARRY, Sec. 4.1).
+
+    The paper's Equation 1 is missing from its public text; this is a reconstruction that meets
+    every statement about it: ``alpha * wait_s - |queue| * prompt_tokens / unit``.
+
+    Args:
+        waiting: the queue.
+        state: of the engine.
+        alpha: weight of a second of waiting; 0 is shortest prompt first, above about 1000 FCFS.
+        unit: tokens; the mean prompt by default. Scaling ``alpha`` by ``c`` and ``unit`` by
+            ``1 / c`` changes nothing.
+    """
+    weight = len(waiting) / (state.mean_prompt_tokens if unit is None else unit)
+    now_s = state.now_s
+    return [alpha * (now_s - item.arrival_s) - weight * item.prompt_tokens for item in waiting]
+
+
+def trail(waiting: Collection[WaitingView], state: QueueState) -> list[float]:  # noqa: ARG001
+    """Score by the fewest predicted answer tokens (TRAIL with ``c = 0``: LARRY, Sec. 6).
+
+    Running sequences are not preempted for shorter ones. A request without a prediction counts with
+    its longest answer.
+    """
+    return [
+        -float(item.max_tokens if item.predicted_tokens is None else item.predicted_tokens)
+        for item in waiting
+    ]
+
+
+def shortest_prompt_first(
+    waiting: Collection[WaitingView],
+    state: QueueState,  # noqa: ARG001
+) -> list[float]:
+    """Score by the shortest prompt."""
+    return [-float(item.prompt_tokens) for item in waiting]
+
+
+def highest_response_ratio(waiting: Collection[WaitingView], state: QueueState) -> list[float]:
+    """Score by ``(wait + service) / service`` with a service time proportional to the prompt."""
+    return [(state.now_s - item.arrival_s) / item.prompt_tokens for item in waiting]
+
+
+def by_priority(waiting: Collection[WaitingView], state: QueueState) -> list[float]:  # noqa: ARG001
+    """Score by the priority of the request."""
+    return [-float(item.priority) for item in waiting]
+
+
+_SCORES: dict[str, Scores | None] = {
+    "fcfs": None,
+    "no_preempt": None,
+    "trail": trail,
+    "spf": shortest_prompt_first,
+    "hrrn": highest_response_ratio,
+    "priority": by_priority,
+}
+QUEUE_ORDERS = ("larry", *_SCORES)
+
+
+def queue_order(name: str, *, alpha: float = 1.0, unit: float | None = None) -> QueueOrder:
+    """Return an order.
+
+    Args:
+        name: ``fcfs`` (first come, first served), ``larry``, ``no_preempt`` (FCFS that reserves
+            memory for the longest answer), ``trail``, ``spf`` (shortest prompt first), ``hrrn``
+            (highest response ratio next) or ``priority``.
+        alpha: of LARRY, see :func:`larry`.
+        unit: of LARRY.
+
+    Raises:
+        SpecError: the name is unknown, ``alpha`` is negative, or ``unit`` is not positive.
+    """
+    if not alpha >= 0 or (unit is not None and not unit > 0):
+        raise SpecError(
+            f"queue order: found alpha {alpha} and unit {unit}, expected at least 0 and above 0"
+        )
+    if name == "larry":
+        return QueueOrder(name=name, scores=partial(larry, alpha=alpha, unit=unit))
+    if name not in _SCORES:
+        raise SpecError(f"queue order: found '{name}', expected one of {', '.join(QUEUE_ORDERS)}")
+    return QueueOrder(name=name, scores=_SCORES[name], reserves_answer=name == "no_preempt")

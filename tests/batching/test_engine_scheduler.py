@@ -1,0 +1,358 @@
+"""Engine scheduler: budget, admission, preemption, aborts, and the memory behind its blocks.
+
+``Engine`` executes steps on a model of paged memory whose entries name the whole prefix of a token,
+so that a block that is shared, freed or reused too early is noticed by the sequence that reads it.
+"""
+
+import random
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.batching.engine_scheduler import EngineLimits, EngineRequest, EngineScheduler
+from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.errors import CapacityError, LlmpqError, SpecError
+
+
+def _limits(**given_):
+    defaults = {
+        "token_budget": 8,
+        "max_sequences": 4,
+        "num_blocks": 100,
+        "block_size": 4,
+        "watermark": 0.0,
+    }
+    return EngineLimits(**{**defaults, **given_})
+
+
+def _scheduler(name="fcfs", **given_):
+    return EngineScheduler(_limits(**given_), queue_order(name))
+
+
+def _request(number, prompt, new=4, arrival_s=0.0, **given_):
+    ids = tuple(prompt) if isinstance(prompt, (tuple, list)) else None
+    length = prompt if ids is None else len(ids)
+    return EngineRequest(
+        request=number,
+        token_ids=ids,
+        prompt_tokens=length,
+        max_tokens=new,
+        arrival_s=arrival_s,
+        **given_,
+    )
+
+
+def _next_token(prefix):
+    return hash(("next", *prefix)) % 3
+
+
+class Engine:
+    """Executes the steps of a scheduler in order, and checks every read."""
+
+    def __init__(self, scheduler, block_size):
+        self.scheduler, self.size = scheduler, block_size
+        self.memory = {}  # (block, offset) -> prefix up to and including the token
+        self.tokens = {}  # prompt and answer of every request
+        self.wanted = {}  # request -> answer length
+        self.done = set()
+        self.steps = deque()
+        self.history = []
+
+    def add(self, request, wanted):
+        self.scheduler.add(request)
+        self.tokens[request.request] = list(request.token_ids or (0,) * request.prompt_tokens)
+        self.wanted[request.request] = wanted + request.prompt_tokens
+
+    def schedule(self, now_s=0.0):
+        step = self.scheduler.schedule(now_s)
+        if step is not None:
+            busy = {chunk.request for other in self.steps for chunk in other.chunks}
+            own = [chunk.request for chunk in step.chunks]
+            assert len(set(own)) == len(own)
+            assert not busy & set(own)
+            self.steps.append(step)
+            self.history.append(step)
+        return step
+
+    def complete(self):
+        step = self.steps.popleft()
+        new, finished = {}, set()
+        for chunk in step.chunks:
+            sequence = self.tokens[chunk.request]
+            end = chunk.first + chunk.count
+            for place in range(chunk.first, end):
+                entry = chunk.blocks[place // self.size], place % self.size
+                self.memory[entry] = tuple(sequence[: place + 1])
+            for place in range(end):
+                entry = chunk.blocks[place // self.size], place % self.size
+                assert self.memory[entry] == tuple(sequence[: place + 1])
+            assert chunk.makes_token == (end == len(sequence))
+            if chunk.makes_token and chunk.request not in self.done:
+                new[chunk.request] = _next_token(sequence)
+                if len(sequence) + 1 == self.wanted[chunk.request]:
+                    finished.add(chunk.request)
+        self.scheduler.complete(step.number, new, finished)
+        for request, token in new.items():
+            self.tokens[request].append(token)
+        self.done |= finished
+
+    def restart(self):
+        self.scheduler.restart()
+        self.steps.clear()
+        self.memory.clear()
+
+    def run(self):
+        while not self.scheduler.is_idle:
+            if self.schedule() is None:
+                self.complete()
+
+
+def _chunks(step):
+    return [(chunk.request, chunk.first, chunk.count, chunk.makes_token) for chunk in step.chunks]
+
+
+def test_long_prompt_is_chunked_and_mixed_with_decode_steps():
+    engine = Engine(_scheduler(), 4)
+    engine.add(_request(0, 3), 4)
+    engine.add(_request(1, 14), 2)
+    engine.run()
+    assert [_chunks(step) for step in engine.history[:4]] == [
+        [(0, 0, 3, True), (1, 0, 5, False)],
+        [(0, 3, 1, True), (1, 5, 7, False)],
+        [(0, 4, 1, True), (1, 12, 2, True)],
+        [(0, 5, 1, True), (1, 14, 1, True)],
+    ]
+
+
+def test_sequence_admitted_last_is_preempted_and_resumes_before_others():
+    scheduler = _scheduler("spf", num_blocks=6, token_budget=64)
+    engine = Engine(scheduler, 4)
+    engine.add(_request(0, 8, 12), 12)
+    engine.add(_request(1, 9, 8), 8)
+    engine.add(_request(2, 10, 1), 1)
+    engine.run()
+    assert scheduler.num_preemptions == sum(len(step.preempted) for step in engine.history) > 0
+    assert {request for step in engine.history for request in step.preempted} == {1}
+    starts = [chunk.request for step in engine.history for chunk in step.chunks if chunk.count > 1]
+    assert starts.index(2) == len(starts) - 1
+
+
+def test_prompt_is_admitted_only_if_all_its_blocks_are_free():
+    scheduler = _scheduler(num_blocks=4, token_budget=4)
+    scheduler.add(_request(0, 6, 2))
+    scheduler.add(_request(1, 12, 1))
+    scheduler.add(_request(2, 1, 1))
+    step = scheduler.schedule(0.0)
+    assert [chunk.request for chunk in step.chunks] == [0]
+    scheduler.complete(step.number, {})
+    step = scheduler.schedule(0.0)  # two tokens are left, but no request skips the one in front
+    assert _chunks(step) == [(0, 4, 2, True)]
+    assert scheduler.free_blocks == 2
+
+
+def test_watermark_keeps_blocks_free_while_sequences_run():
+    scheduler = _scheduler(num_blocks=10, token_budget=100, watermark=0.3)
+    scheduler.add(_request(0, 20, 1))
+    scheduler.add(_request(1, 12, 1))
+    assert [chunk.request for chunk in scheduler.schedule(0.0).chunks] == [0]
+    alone = _scheduler(num_blocks=10, token_budget=100, watermark=0.3)
+    alone.add(_request(0, 40, 1))
+    assert alone.schedule(0.0) is not None
+
+
+def test_equal_prompts_share_full_blocks_from_the_next_step_on():
+    prompt = tuple(range(10))
+    scheduler = _scheduler(token_budget=100)
+    engine = Engine(scheduler, 4)
+    engine.add(_request(0, prompt), 4)
+    engine.add(_request(1, prompt), 4)
+    first = engine.schedule()
+    assert [chunk.first for chunk in first.chunks] == [0, 0]
+    engine.complete()
+    engine.add(_request(2, prompt), 4)
+    engine.add(_request(3, prompt[:8]), 4)
+    engine.add(_request(4, prompt, cache_salt="other"), 4)
+    engine.add(_request(5, prompt, skip_prefix_cache=True), 4)
+    engine.run()
+    starts = {chunk.request: chunk.first for step in engine.history for chunk in step.chunks[::-1]}
+    assert starts
+    firsts = {}
+    for step in engine.history:
+        for chunk in step.chunks:
+            firsts.setdefault(chunk.request, chunk.first)
+    # The last token of a prompt is always computed: its output is needed.
+    assert firsts == {0: 0, 1: 0, 2: 8, 3: 4, 4: 0, 5: 0}
+    assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (58, 12)
+
+
+def test_aborted_sequence_keeps_its_blocks_until_its_step_is_complete():
+    scheduler = _scheduler(token_budget=100)
+    engine = Engine(scheduler, 4)
+    for number in range(6):
+        engine.add(_request(number, 8), 4)
+    step = engine.schedule()
+    assert scheduler.abort(0)
+    assert not scheduler.abort(0)
+    assert scheduler.abort(5)  # it waits
+    assert (scheduler.free_blocks, scheduler.num_waiting) == (92, 1)
+    engine.complete()
+    assert (scheduler.free_blocks, scheduler.num_running) == (94, 3)
+    engine.run()
+    assert scheduler.free_blocks == 100
+    assert step.number == 0
+    assert not scheduler.abort(1)
+
+
+def test_steps_in_flight_share_the_running_sequences():
+    engine = Engine(_scheduler(token_budget=100, steps_in_flight=2), 4)
+    for number in range(4):
+        engine.add(_request(number, 2), 4)
+    engine.schedule()
+    assert engine.schedule() is None  # all of them are in the first step
+    engine.complete()
+    rows = [[chunk.request for chunk in engine.schedule().chunks] for _ in range(2)]
+    assert rows == [[0, 1], [2, 3]]
+    assert engine.scheduler.schedule(0.0) is None
+
+
+def test_restart_computes_unfinished_requests_again():
+    scheduler = _scheduler(token_budget=100)
+    engine = Engine(scheduler, 4)
+    for number in range(3):
+        engine.add(_request(number, (number, 1, 2, 3, 4)), 4)
+    engine.schedule()
+    engine.complete()
+    engine.schedule()
+    scheduler.abort(1)
+    engine.restart()
+    assert (scheduler.free_blocks, scheduler.num_waiting, scheduler.num_preemptions) == (100, 2, 0)
+    step = engine.schedule()
+    assert _chunks(step) == [(0, 0, 6, True), (2, 0, 6, True)]
+    engine.run()
+
+
+def test_queued_tokens_are_those_before_the_next_token_of_every_request():
+    scheduler = _scheduler(token_budget=8)
+    scheduler.add(_request(0, 10))
+    scheduler.add(_request(1, 5))
+    assert scheduler.queued_tokens == 15
+    step = scheduler.schedule(0.0)
+    assert scheduler.queued_tokens == 2 - 1 + 5
+    scheduler.complete(step.number, {})
+    scheduler.abort(1)
+    assert scheduler.queued_tokens == 1
+
+
+def test_invalid_requests_and_steps_raise_errors():
+    scheduler = _scheduler(num_blocks=2)
+    with pytest.raises(CapacityError, match="need 3 KV blocks, more than the 2 available"):
+        scheduler.add(_request(0, 5, 5))
+    scheduler.add(_request(0, 5, 4))
+    with pytest.raises(LlmpqError, match="request 0 is not finished"):
+        scheduler.add(_request(0, 1))
+    with pytest.raises(LlmpqError, match="step 7 is not in flight"):
+        scheduler.complete(7, {})
+    step = scheduler.schedule(0.0)
+    with pytest.raises(LlmpqError, match="no token of request 0"):
+        scheduler.complete(step.number, {})
+    with pytest.raises(SpecError, match="at least 1 of each"):
+        _request(0, ())
+    with pytest.raises(SpecError, match="'token_budget': found 0"):
+        _limits(token_budget=0)
+    with pytest.raises(SpecError, match="'watermark': found 1"):
+        _limits(watermark=1.0)
+
+
+def test_answer_longer_than_its_limit_raises_an_error():
+    scheduler = _scheduler()
+    scheduler.add(_request(0, 1, 1))
+    step = scheduler.schedule(0.0)
+    with pytest.raises(LlmpqError, match="has its 1 tokens"):
+        scheduler.complete(step.number, {0: 0})
+
+
+class RandomRun:
+    """Random arrivals, aborts, restarts and completions."""
+
+    def __init__(self, seed, scheduler, limits):
+        self.chance = random.Random(seed)
+        self.scheduler, self.limits = scheduler, limits
+        self.engine = Engine(scheduler, limits.block_size)
+        self.number, self.now_s, self.aborted = 0, 0.0, set()
+        self.prefixes = [tuple(self.chance.randrange(2) for _ in range(20)) for _ in range(2)]
+
+    def act(self):
+        self.now_s += 0.1
+        action = self.chance.random()
+        if action < 0.2:
+            self.add()
+        elif action < 0.24:
+            self.abort()
+        elif action < 0.25:
+            self.engine.restart()
+        elif action < 0.65 or not self.engine.steps:
+            self.schedule()
+        else:
+            self.engine.complete()
+
+    def add(self):
+        chance = self.chance
+        new = chance.randint(1, 6)
+        longest = new + chance.randint(0, 3)
+        room = self.limits.num_blocks * self.limits.block_size - longest
+        shared = chance.choice(self.prefixes)[: chance.randint(0, min(19, room - 1))]
+        request = _request(
+            self.number,
+            (*shared, chance.randrange(3)),
+            longest,
+            arrival_s=self.now_s,
+            priority=chance.randrange(3),
+            predicted_tokens=chance.choice([None, 2.0, 5.0]),
+            cache_salt=chance.choice(["", "", "salt"]),
+        )
+        self.engine.add(request, new)
+        self.number += 1
+
+    def abort(self):
+        request = self.chance.randint(0, self.number)
+        if self.scheduler.abort(request):
+            self.aborted.add(request)
+
+    def schedule(self):
+        step = self.engine.schedule(self.now_s)
+        if step is not None:
+            assert sum(chunk.count for chunk in step.chunks) <= self.limits.token_budget
+            assert len(step.chunks) <= self.limits.max_sequences
+        elif not self.engine.steps:
+            assert self.scheduler.is_idle
+
+
+@settings(max_examples=400)
+@given(
+    seed=st.integers(0, 2**32),
+    token_budget=st.integers(1, 24),
+    max_sequences=st.integers(1, 6),
+    num_blocks=st.integers(10, 22),
+    block_size=st.sampled_from([1, 2, 4]),
+    watermark=st.sampled_from([0.0, 0.1, 0.3]),
+    prefix_caching=st.booleans(),
+    steps_in_flight=st.integers(1, 3),
+    name=st.sampled_from(QUEUE_ORDERS),
+)
+def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(seed, name, **given_):
+    limits = EngineLimits(**given_)
+    scheduler = EngineScheduler(limits, queue_order(name))
+    run = RandomRun(seed, scheduler, limits)
+    for _ in range(80):
+        run.act()
+        assert scheduler.num_running <= limits.max_sequences
+    run.engine.run()
+    assert scheduler.free_blocks == limits.num_blocks
+    assert scheduler.num_waiting == scheduler.num_running == scheduler.queued_tokens == 0
+    for request in set(range(run.number)) - run.aborted:
+        assert request in run.engine.done
+        assert len(run.engine.tokens[request]) == run.engine.wanted[request]
+    if name == "no_preempt":
+        assert not scheduler.num_preemptions
