@@ -1,0 +1,56 @@
+"""Print a model's tokenizer as one JSON object, in a process of its own.
+
+transformers knows all layouts of tokenizer files and imports torch; processes without torch start
+this program and read its output. The object has ``tokenizer`` (the content of a
+``tokenizer.json``), ``special_tokens`` (such as ``bos_token``) and ``chat_template``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from llmpq.errors import SpecError
+
+
+def export_tokenizer(model_dir: Path) -> dict[str, Any]:
+    """Return tokenizer, special tokens and chat template of a model directory.
+
+    Raises:
+        SpecError: the tokenizer cannot be read, or has no form that the tokenizers library reads.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except Exception as error:  # tokenizers raise many types
+        raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SpecError(
+            f"{model_dir}: found a tokenizer written in Python, expected one that the tokenizers "
+            "library reads"
+        )
+    return {
+        "tokenizer": json.loads(backend.to_str()),
+        "special_tokens": {
+            name: str(value) for name, value in tokenizer.special_tokens_map.items()
+        },
+        "chat_template": tokenizer.chat_template,
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Print the tokenizer of the directory ``argv[0]``."""
+    try:
+        json.dump(export_tokenizer(Path(argv[0])), sys.stdout)
+    except SpecError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

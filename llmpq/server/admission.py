@@ -1,0 +1,180 @@
+"""Admission: how much may wait, and the answer to what comes on top.
+
+The server counts what it has handed to the engine, so that a decision takes no time and needs no
+answer of the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import TracebackType
+
+from llmpq.errors import SpecError
+from llmpq.server.errors import ApiError
+from llmpq.spec.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """Limits on what the server hands to the engine.
+
+    Attributes:
+        max_num_queued_reqs: most answers that wait or run; ``None`` for any number.
+        max_num_queued_tokens: most prompt tokens that have not been computed; likewise.
+        prefill_tokens_per_s: forecast of the plan, for ``Retry-After``.
+    """
+
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    prefill_tokens_per_s: float | None = None
+
+
+class Admission:
+    """Counts answers and prompt tokens under way, and refuses new requests above the limits.
+
+    Attributes:
+        is_draining: whether all new requests are refused.
+        num_choices: answers that wait or run.
+        queued_tokens: prompt tokens that have not been computed.
+        rejections: refused requests by reason.
+    """
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self._limits = limits
+        self.is_draining = False
+        self.num_choices = 0
+        self.queued_tokens = 0
+        self.rejections = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
+
+    def check_open(self) -> None:
+        """Check what needs no look at the request.
+
+        Raises:
+            ApiError: the server drains, or is full already.
+        """
+        if self.is_draining:
+            raise ApiError(503, "The server is shutting down.", retry_after_s=1)
+        limits = self._limits
+        if _reaches(self.num_choices, limits.max_num_queued_reqs):
+            self._refuse("max_num_queued_reqs")
+        if _reaches(self.queued_tokens, limits.max_num_queued_tokens):
+            self._refuse("max_num_queued_tokens")
+
+    def admit(self, num_choices: int, prompt_tokens: int) -> Ticket:
+        """Count a request; leaving the ticket's context ends it.
+
+        Args:
+            num_choices: its answers.
+            prompt_tokens: of all its answers.
+
+        Raises:
+            ApiError: it does not fit below the limits now. One that is alone always fits.
+        """
+        self.check_open()
+        limits = self._limits
+        if self.num_choices and _exceeds(
+            self.num_choices + num_choices, limits.max_num_queued_reqs
+        ):
+            self._refuse("max_num_queued_reqs")
+        if self.queued_tokens and _exceeds(
+            self.queued_tokens + prompt_tokens, limits.max_num_queued_tokens
+        ):
+            self._refuse("max_num_queued_tokens")
+        return Ticket(self, num_choices, prompt_tokens)
+
+    def _refuse(self, reason: str) -> None:
+        self.rejections[reason] += 1
+        rate = self._limits.prefill_tokens_per_s
+        wait_s = 1.0 if rate is None else self.queued_tokens / rate
+        raise ApiError(
+            503,
+            "The server is currently busy and has reached its limit of queued "
+            f"{'requests' if reason == 'max_num_queued_reqs' else 'tokens'}. "
+            "Please try again later or on a different instance.",
+            retry_after_s=max(1, math.ceil(min(wait_s, 3600.0))),
+        )
+
+
+class Ticket:
+    """A counted request; a context that ends with it."""
+
+    def __init__(self, admission: Admission, num_choices: int, prompt_tokens: int) -> None:
+        self._admission = admission
+        self._num_choices = num_choices
+        self._queued_tokens = prompt_tokens
+        admission.num_choices += num_choices
+        admission.queued_tokens += prompt_tokens
+
+    def computed(self, prompt_tokens: int) -> None:
+        """Count prompt tokens as computed."""
+        self._queued_tokens -= prompt_tokens
+        self._admission.queued_tokens -= prompt_tokens
+
+    def finish_one(self) -> None:
+        """Count one answer as ended."""
+        self._num_choices -= 1
+        self._admission.num_choices -= 1
+
+    def __enter__(self) -> Ticket:
+        """Return itself; the request is counted since construction."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop counting what has not ended by itself."""
+        self._admission.num_choices -= self._num_choices
+        self._admission.queued_tokens -= self._queued_tokens
+        self._num_choices = self._queued_tokens = 0
+
+
+def prefill_tokens_per_s(plan: Plan) -> float:
+    """Return how many prompt tokens a second the plan's own cost model forecasts.
+
+    In steady state the slowest stage gives the rate: a micro-batch of prompts passes it in the
+    forecast time, computing and sending overlapped.
+    """
+    slowest_s = max(_prefill_times(plan))
+    return plan.micro_batching.prefill * plan.workload.prompt_tokens / slowest_s
+
+
+def queued_tokens_for(plan: Plan, ttft_bound_s: float) -> int:
+    """Return how many prompt tokens may wait so that the last of them meets a bound.
+
+    A prompt that arrives last waits for the slowest stage to compute all tokens before it, and then
+    passes the other stages.
+
+    Args:
+        plan: with forecast times.
+        ttft_bound_s: longest time to the first token, in seconds.
+
+    Raises:
+        SpecError: one prompt alone takes longer than the bound.
+    """
+    times = _prefill_times(plan)
+    pass_s = sum(times) - max(times)
+    tokens = int((ttft_bound_s - pass_s) * prefill_tokens_per_s(plan))
+    if not math.isfinite(ttft_bound_s) or tokens < plan.workload.prompt_tokens:
+        least_s = pass_s + plan.workload.prompt_tokens / prefill_tokens_per_s(plan)
+        raise SpecError(
+            f"--ttft_bound: found {ttft_bound_s:g} s, expected at least the {least_s:.3g} s that "
+            f"the plan forecasts for one prompt of {plan.workload.prompt_tokens} tokens"
+        )
+    return tokens
+
+
+def _prefill_times(plan: Plan) -> list[float]:
+    """Return the seconds of a prefill micro-batch at each stage."""
+    return [max(stage.prefill_s, stage.send_prefill_s) for stage in plan.estimate.stages]
+
+
+def _reaches(value: int, limit: int | None) -> bool:
+    return limit is not None and value >= limit
+
+
+def _exceeds(value: int, limit: int | None) -> bool:
+    return limit is not None and value > limit

@@ -1,0 +1,96 @@
+"""Errors of the HTTP interface, in OpenAI's and vLLM's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import Response
+
+from llmpq.errors import CapacityError, LlmpqError, SpecError
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ApiError(LlmpqError):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: for the client.
+        param: the field that is wrong.
+        retry_after_s: when to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """Return the error of a request that can never be served."""
+    return ApiError(400, message, param=param)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """Return how an error of the engine is answered; it names nothing of this machine."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SpecError):
+        return bad_request(str(error))
+    if isinstance(error, CapacityError):
+        return ApiError(503, "The engine has no memory for this request.", retry_after_s=1)
+    return ApiError(500, f"The engine failed ({type(error).__name__}).")
+
+
+def dump_json(value: object) -> bytes:
+    """Return JSON in UTF-8; lone surrogates are escaped, as JSON allows."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return an answer with a JSON body."""
+    return Response(dump_json(value), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the answer to a request that failed."""
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    if error.status in (401, 408, 413, 415):  # the rest of the body stays unread
+        headers["Connection"] = "close"
+    return json_response(error.to_json(), error.status, headers)

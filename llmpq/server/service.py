@@ -1,0 +1,185 @@
+"""Answering a generation request, whole or as a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmpq.dist.io.generation import EngineClient
+from llmpq.errors import LlmpqError
+from llmpq.logging import get_logger
+from llmpq.server.admission import Admission
+from llmpq.server.choices import ChoiceRun, Piece
+from llmpq.server.errors import ApiError, as_api_error, dump_json
+from llmpq.server.metrics import ServerMetrics
+from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
+from llmpq.server.responses import (
+    AnswerFormat,
+    Answers,
+    ChatFormat,
+    CompletionFormat,
+    Json,
+)
+from llmpq.server.translate import ServedModel, Work, work_of_chat, work_of_completion
+
+logger = get_logger(__name__)
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Service:
+    """What all requests share.
+
+    Attributes:
+        engine: makes the tokens.
+        model: of the engine.
+        admission: limits and counts.
+        metrics: of the server.
+    """
+
+    engine: EngineClient
+    model: ServedModel
+    admission: Admission
+    metrics: ServerMetrics
+
+    def check_engine(self) -> None:
+        """Check that the engine can ever answer.
+
+        Raises:
+            ApiError: it has ended for good.
+        """
+        if self.engine.error is not None:
+            raise ApiError(503, "The engine has ended.")
+
+    async def prepare(
+        self, body: CompletionRequest | ChatCompletionRequest, request_id: str
+    ) -> Generation:
+        """Check a request; what it returns has not begun.
+
+        Raises:
+            ApiError: it cannot be served, now or ever.
+        """
+        self.model.check_name(body.model)
+        self.check_engine()
+        self.admission.check_open()
+        if isinstance(body, ChatCompletionRequest):
+            work = await work_of_chat(body, self.model)
+            answers = Answers(f"chatcmpl-{request_id}", self.model, work, "chat.completion")
+            return Generation(self, body, answers, ChatFormat(body, answers))
+        work = await work_of_completion(body, self.model)
+        answers = Answers(f"cmpl-{request_id}", self.model, work, "text_completion")
+        return Generation(self, body, answers, CompletionFormat(body, answers))
+
+
+class Generation:
+    """One checked request."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest | ChatCompletionRequest,
+        answers: Answers,
+        form: AnswerFormat,
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._answers = answers
+        self._form = form
+        self._work: Work = answers.work
+
+    async def result(self) -> Json:
+        """Return the whole answer.
+
+        Raises:
+            ApiError: the server is full, or the engine failed.
+        """
+        whole: dict[int, Piece] = {}
+        try:
+            async with self._run() as run:
+                async for pieces in run.pieces():
+                    for index, piece in pieces.items():
+                        if index in whole:
+                            whole[index].extend(piece)
+                        else:
+                            whole[index] = piece
+        except LlmpqError as error:
+            raise as_api_error(error) from error
+        if any(piece.finish_reason in ("abort", "error") for piece in whole.values()):
+            raise ApiError(500, "The engine ended the request.")
+        choices = []
+        for index, found in sorted(whole.items()):
+            piece = self._without_tokens(found)
+            self._answers.note(index, piece)
+            choices.append(self._form.choice(index, piece, is_chunk=False))
+        return self._answers.frame(choices, is_chunk=False, usage=self._answers.usage())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream; an error of the engine is the last event but one.
+
+        The first item is empty: the request is admitted.
+
+        Raises:
+            ApiError: the server is full; before the first event only.
+        """
+        options = self._body.stream_options or StreamOptions()
+        async with self._run() as run:
+            yield b""
+            for index in range(self._work.num_choices):
+                opening = self._form.opening(index)
+                if opening is not None:
+                    yield self._chunk([opening], index, options)
+            try:
+                async with contextlib.aclosing(run.pieces()) as batches:
+                    async for pieces in batches:
+                        yield b"".join(
+                            self._event(index, piece, options) for index, piece in pieces.items()
+                        )
+            except LlmpqError as error:
+                logger.error("a request failed: %s", type(error).__name__)
+                yield _event_of(as_api_error(error).to_json())
+            else:
+                if options.include_usage:
+                    usage = self._answers.usage()
+                    yield _event_of(self._answers.frame([], is_chunk=True, usage=usage))
+        yield DONE
+
+    @contextlib.asynccontextmanager
+    async def _run(self) -> AsyncIterator[ChoiceRun]:
+        """Admit the request and start its answers."""
+        service = self._service
+        tokens = self._work.prompt_tokens * self._work.n
+        with service.admission.admit(self._work.num_choices, tokens) as ticket:
+            service.metrics.observe_request(self._work)
+            observers = service.metrics.observers(self._work, ticket)
+            tokenizer = service.model.tokenizer
+            engine_id = uuid.uuid4().hex
+            async with ChoiceRun(
+                service.engine, self._work, tokenizer, engine_id, observers
+            ) as run:
+                yield run
+
+    def _event(self, index: int, piece: Piece, options: StreamOptions) -> bytes:
+        piece = self._without_tokens(piece)
+        self._answers.note(index, piece)
+        return self._chunk([self._form.choice(index, piece, is_chunk=True)], index, options)
+
+    def _chunk(self, choices: list[Json], index: int, options: StreamOptions) -> bytes:
+        frame = self._answers.frame(choices, is_chunk=True)
+        if options.continuous_usage_stats:
+            frame["usage"] = self._answers.usage([index])
+        elif options.include_usage:
+            frame["usage"] = None
+        return _event_of(frame)
+
+    def _without_tokens(self, piece: Piece) -> Piece:
+        """Return the piece of an answer that is the prompt alone, where ``max_tokens`` is 0."""
+        if self._work.generates:
+            return piece
+        return Piece(prompt_logprobs=piece.prompt_logprobs, finish_reason="length")
+
+
+def _event_of(value: dict[str, Any]) -> bytes:
+    return b"data: " + dump_json(value) + b"\n\n"

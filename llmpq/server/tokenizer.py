@@ -1,0 +1,100 @@
+"""The tokenizer of a server: text and messages to tokens, tokens to text. Needs no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from llmpq.dist.io.detokenizer import Decode
+from llmpq.errors import SpecError
+from llmpq.server.chat_template import ChatTemplate
+from llmpq.server.errors import bad_request
+
+EXPORT_TIMEOUT_S = 120.0
+INLINE_CHARACTERS = 2048
+"""Texts up to this length are encoded at once: a thread would take longer to wake up."""
+
+
+class ServerTokenizer:
+    """Encodes and decodes as transformers does with the same files.
+
+    Args:
+        exported: what ``llmpq.dist.io.export_tokenizer`` returns.
+    """
+
+    def __init__(self, exported: Mapping[str, Any]) -> None:
+        self._tokenizer = Tokenizer.from_str(json.dumps(exported["tokenizer"]))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.chat_template = ChatTemplate(exported["chat_template"], exported["special_tokens"])
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._longest_token = max((len(token) for token in vocab), default=1)
+        self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    async def encode_async(
+        self, text: str, *, max_tokens: int, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Encode in a thread if the text is long; other requests go on meanwhile.
+
+        Raises:
+            ApiError: the text certainly has more than ``max_tokens`` tokens.
+        """
+        if len(text) > max_tokens * self._longest_token:
+            raise bad_request(
+                f"The text has {len(text)} characters and certainly more than the model's "
+                f"{max_tokens} tokens.",
+                "prompt",
+            )
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decoder(self, *, skip_special_tokens: bool) -> Decode:
+        """Return the decode function of one answer."""
+        return lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary writes it."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    def _token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+
+def load_server_tokenizer(model_dir: Path) -> ServerTokenizer:
+    """Return the tokenizer of a model directory.
+
+    Raises:
+        SpecError: there is none, or it cannot be read.
+    """
+    command = [sys.executable, "-P", "-m", "llmpq.dist.io.export_tokenizer", str(model_dir)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=EXPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SpecError(
+            f"{model_dir}: the tokenizer was not read within {EXPORT_TIMEOUT_S:g} s"
+        ) from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise SpecError(lines[-1] if lines else f"{model_dir}: the tokenizer cannot be read")
+    return ServerTokenizer(json.loads(done.stdout))

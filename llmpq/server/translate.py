@@ -1,0 +1,451 @@
+"""From the body of a request to what the engine needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.errors import SpecError
+from llmpq.server.errors import ApiError, bad_request
+from llmpq.server.protocol import (
+    ChatBody,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    ResponseFormat,
+    StructuredOutputs,
+    TokenizeRequest,
+)
+from llmpq.server.tokenizer import ServerTokenizer
+from llmpq.spec.fields import read_json
+
+DEFAULT_SAMPLING: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Where neither the request nor the model's generation_config.json has a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The model of a server.
+
+    Attributes:
+        names: by which requests name it; answers use the first.
+        root: its directory.
+        tokenizer: ``None`` for a model without one, which takes and gives tokens only.
+        max_model_len: most tokens of prompt and answer together.
+        vocab_size: tokens are below this number.
+        created_s: when it was loaded, by the clock of the host.
+        default_sampling: values for fields that a request leaves out.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    tokenizer: ServerTokenizer | None
+    max_model_len: int
+    vocab_size: int
+    created_s: int = 0
+    default_sampling: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SAMPLING)
+
+    @property
+    def name(self) -> str:
+        """The name in answers."""
+        return self.names[0]
+
+    def check_name(self, name: str | None) -> None:
+        """Check the model that a request names.
+
+        Raises:
+            ApiError: it is another one.
+        """
+        if name and name not in self.names:
+            raise ApiError(404, f"The model `{name:.200}` does not exist.", param="model")
+
+    def need_tokenizer(self, purpose: str) -> ServerTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if self.tokenizer is None:
+            raise bad_request(f"The model has no tokenizer: {purpose}.")
+        return self.tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt as tokens.
+
+    Attributes:
+        token_ids: at least one.
+        sampling: of its answers, without a seed.
+        echo: text that stands before each answer, ``None`` for none.
+    """
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    echo: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A request, ready for the engine.
+
+    Attributes:
+        prompts: in the order of the request; each gets ``n`` answers.
+        n: answers to each prompt.
+        seed: of the first answer; the others use the numbers that follow. ``None`` for any.
+        stop: stop strings.
+        include_stop: whether the text of an answer ends with its stop string or stop token.
+        skip_special_tokens: whether special tokens are left out of texts.
+        echoes_tokens: whether the tokens of the prompt belong to the answer's log-probabilities.
+        generates: false when an answer is the prompt alone (``max_tokens`` of 0).
+        priority: of the queue.
+        cache_salt: of the prefix cache.
+    """
+
+    prompts: tuple[EncodedPrompt, ...]
+    n: int
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echoes_tokens: bool = False
+    generates: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def default_sampling_of(model_dir: Path) -> Mapping[str, float]:
+    """Return the default sampling of a model: ``generation_config.json``, as vLLM reads it.
+
+    Raises:
+        SpecError: the file cannot be read, or a value in it is not a number.
+    """
+    path = model_dir / "generation_config.json"
+    found = read_json(path) if path.is_file() else {}
+    values = dict(DEFAULT_SAMPLING)
+    if not isinstance(found, dict) or not found.get("do_sample", True):
+        return values
+    for name in values:
+        value = found.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SpecError(f"{path}: field '{name}': found {value!r}, expected a number")
+        values[name] = value
+    return values
+
+
+async def work_of_completion(body: CompletionRequest, model: ServedModel) -> Work:
+    """Encode the prompts of a completion request and check all its fields.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    if body.suffix:
+        raise bad_request("suffix is not supported.", "suffix")
+    echo = bool(body.echo)
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not echo:
+        raise bad_request("max_tokens must be at least 1 unless echo is true.", "max_tokens")
+    prompts = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            tokenizer = model.need_tokenizer("send prompts as lists of tokens")
+            special = body.add_special_tokens is not False
+            token_ids = await tokenizer.encode_async(
+                prompt, max_tokens=model.max_model_len, add_special_tokens=special
+            )
+        else:
+            token_ids = list(prompt)
+        token_ids = _truncate(token_ids, body, model)
+        echoed = None
+        if echo:
+            echoed = prompt if isinstance(prompt, str) else _decode(token_ids, model)
+        prompts.append(_encoded(token_ids, max(1, max_tokens), body, model, echoed))
+    generates = max_tokens > 0
+    return _work(body, model, prompts, echoes_tokens=echo, generates=generates)
+
+
+async def work_of_chat(body: ChatCompletionRequest, model: ServedModel) -> Work:
+    """Render and encode the messages of a chat request and check all its fields.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
+    choice = body.tool_choice
+    if choice not in (None, "none", "auto"):
+        raise bad_request(
+            "tool_choice: expected 'none' or 'auto': answers are not forced into tool calls.",
+            "tool_choice",
+        )
+    token_ids = await encode_chat(body, model, add_special_tokens=bool(body.add_special_tokens))
+    token_ids = _truncate(token_ids, body, model)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, model.max_model_len - len(token_ids))
+    last = body.messages[-1]
+    echo = content_text(last.get("content")) if body.echo and last["role"] == "assistant" else None
+    return _work(body, model, [_encoded(token_ids, max_tokens, body, model, echo)])
+
+
+async def encode_chat(
+    body: ChatBody | TokenizeRequest, model: ServedModel, *, add_special_tokens: bool
+) -> list[int]:
+    """Return the tokens of a conversation.
+
+    Raises:
+        ApiError: the model has no chat template, or it rejects the messages.
+    """
+    tokenizer = model.need_tokenizer("chat needs one")
+    if isinstance(body, ChatBody) and body.chat_template is not None:
+        raise bad_request("chat_template: the server uses the model's own.", "chat_template")
+    variables = dict(body.chat_template_kwargs or {})
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    continues = bool(body.continue_final_message)
+    adds = body.add_generation_prompt
+    text = tokenizer.chat_template.render(
+        [_plain_message(message) for message in body.messages or ()],
+        tools=body.tools,
+        add_generation_prompt=not continues if adds is None else adds,
+        continue_final_message=continues,
+        variables={name: value for name, value in variables.items() if name != "messages"},
+    )
+    return await tokenizer.encode_async(
+        text, max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
+    )
+
+
+def content_text(content: object) -> str:
+    """Return the text of a message's content: a text, or a list of parts of type ``text``.
+
+    Raises:
+        ApiError: a part is of another type.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request("messages: expected content to be a text or a list.", "messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
+            texts.append(part[kind])
+        else:
+            raise bad_request("messages: the model takes parts of type text only.", "messages")
+    return "\n".join(texts)
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with text for content, and tool calls whose arguments are JSON values."""
+    plain = dict(message)
+    if message.get("content") is not None:
+        plain["content"] = content_text(message["content"])
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: object) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise bad_request("messages: expected tool_calls with a function.", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise bad_request(
+                "messages: expected JSON arguments in tool_calls.", "messages"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _truncate(token_ids: list[int], body: GenerationBody, model: ServedModel) -> list[int]:
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return token_ids
+    if limit == 0 or limit > model.max_model_len:
+        raise bad_request(
+            f"truncate_prompt_tokens: expected -1, or 1 to {model.max_model_len}.",
+            "truncate_prompt_tokens",
+        )
+    if limit < 0:
+        limit = model.max_model_len - 1
+    return token_ids[:limit] if body.truncation_side == "right" else token_ids[-limit:]
+
+
+def _encoded(
+    token_ids: Sequence[int],
+    max_tokens: int,
+    body: CompletionRequest | ChatCompletionRequest,
+    model: ServedModel,
+    echo: str | None,
+) -> EncodedPrompt:
+    """Check one prompt and its sampling."""
+    if not token_ids:
+        raise bad_request("The prompt is empty: expected at least one token.", "prompt")
+    largest = max(token_ids)
+    if largest >= model.vocab_size:
+        raise bad_request(
+            f"Token id {largest} is out of vocabulary, which has {model.vocab_size} tokens.",
+            "prompt",
+        )
+    if len(token_ids) + max_tokens > model.max_model_len:
+        raise bad_request(
+            f"This model's maximum context length is {model.max_model_len} tokens. However, you "
+            f"requested {max_tokens} output tokens and your prompt contains {len(token_ids)} input "
+            "tokens. Please reduce the length of the prompt or the number of output tokens.",
+            "max_tokens",
+        )
+    sampling = _sampling(body, model, max_tokens)
+    return EncodedPrompt(token_ids=tuple(token_ids), sampling=sampling, echo=echo)
+
+
+def _work(
+    body: GenerationBody, model: ServedModel, prompts: list[EncodedPrompt], **more: bool
+) -> Work:
+    stop = body.stop_strings
+    if stop:
+        model.need_tokenizer("use stop_token_ids instead of stop")
+    return Work(
+        prompts=tuple(prompts),
+        n=body.n or 1,
+        seed=body.seed,
+        stop=stop,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        **more,
+    )
+
+
+def _sampling(
+    body: CompletionRequest | ChatCompletionRequest, model: ServedModel, max_tokens: int
+) -> SamplingParams:
+    if body.use_beam_search:
+        raise bad_request("use_beam_search is not supported.", "use_beam_search")
+    chosen = {name: getattr(body, name) for name in DEFAULT_SAMPLING}
+    values: dict[str, Any] = {
+        name: model.default_sampling[name] if value is None else value
+        for name, value in chosen.items()
+    }
+    values["top_k"] = int(values["top_k"])
+    logprobs, prompt_logprobs = _logprobs(body)
+    try:
+        sampling = SamplingParams(
+            **values,
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens or 0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_logit_bias(body.logit_bias),
+            bad_words_ids=_bad_words(body.bad_words or (), model),
+            allowed_token_ids=_optional_tuple(body.allowed_token_ids),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            structured_outputs=_structured_outputs(body.structured_outputs, body.response_format),
+        )
+        sampling.check_tokens(model.vocab_size)
+    except SpecError as error:
+        raise bad_request(str(error)) from None
+    return sampling
+
+
+def _logprobs(
+    body: CompletionRequest | ChatCompletionRequest,
+) -> tuple[int | None, int | None]:
+    """Return the numbers of log-probabilities of the answer and of the prompt."""
+    if isinstance(body, ChatCompletionRequest):
+        return ((body.top_logprobs or 0) if body.logprobs else None), body.prompt_logprobs
+    of_prompt = body.prompt_logprobs
+    return body.logprobs, body.logprobs if body.echo and of_prompt is None else of_prompt
+
+
+def _optional_tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
+    found = {}
+    for name, value in (bias or {}).items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 10):
+            raise bad_request("logit_bias: expected token ids as keys.", "logit_bias")
+        found[int(name)] = min(max(value, -100.0), 100.0)
+    return tuple(found.items())
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word at the start of a text and after a space."""
+    if not words:
+        return ()
+    tokenizer = model.need_tokenizer("bad_words needs one")
+    found = []
+    for word in words:
+        plain, spaced = (
+            tokenizer.encode(text, add_special_tokens=False)
+            for text in (word.lstrip(), " " + word.lstrip())
+        )
+        if not plain:
+            raise bad_request("bad_words: expected words that are not empty.", "bad_words")
+        found.append(tuple(plain))
+        if spaced[:1] != plain[:1] and len(spaced) == len(plain):
+            found.append(tuple(spaced))
+    return tuple(found)
+
+
+def _structured_outputs(
+    wanted: StructuredOutputs | None, response: ResponseFormat | None
+) -> StructuredOutputsParams | None:
+    if wanted is not None:
+        if wanted.structural_tag is not None:
+            raise bad_request("structured_outputs.structural_tag is not supported.")
+        schema = wanted.json_schema
+        return StructuredOutputsParams(
+            json=schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+            regex=wanted.regex,
+            choice=None if wanted.choice is None else tuple(wanted.choice),
+            grammar=wanted.grammar,
+            json_object=wanted.json_object or None,
+        )
+    if response is None or response.type == "text":
+        return None
+    if response.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if response.json_schema is None or response.json_schema.schema_ is None:
+        raise bad_request("response_format: expected json_schema.schema.", "response_format")
+    return StructuredOutputsParams(json=json.dumps(response.json_schema.schema_))
+
+
+def _decode(token_ids: Sequence[int], model: ServedModel) -> str:
+    if model.tokenizer is None:
+        return ""
+    return model.tokenizer.decode(token_ids)
