@@ -36,6 +36,7 @@ RETRY_S = 0.02
 BACKLOG = 128
 MAGIC = b"llmpq-1\n"
 NONCE_BYTES = 16
+MIN_TOKEN_BYTES = 16
 PROOF_BYTES = 32
 _SIZE = struct.Struct("<I")
 
@@ -290,6 +291,25 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(item[4][0]).is_loopback for item in found)
+
+
+def read_token(path: Path) -> bytes:
+    """Read a shared secret.
+
+    Raises:
+        SpecError: the file cannot be read, others may read it, or the secret is too short.
+    """
+    try:
+        mode, token = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+    if mode & 0o077:
+        raise SpecError(f"{path}: found mode {mode & 0o777:o}, expected 600: it is a secret")
+    if len(token) < MIN_TOKEN_BYTES:
+        raise SpecError(
+            f"{path}: found a token of {len(token)} bytes, expected at least {MIN_TOKEN_BYTES}"
+        )
+    return token
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from llmpq.dist.transport.endpoint import (
     Acceptor,
     Endpoint,
     is_loopback,
+    read_token,
     receive,
     receive_json,
     send_all,
@@ -45,7 +46,6 @@ from llmpq.errors import SpecError, StageError
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 
-MIN_TOKEN_BYTES = 16
 LINK_TIMEOUT_S = 30.0
 """Time limit for the links between neighbours, once the table of ranks is known."""
 CLOCK_ROUNDS = 8
@@ -385,25 +385,6 @@ def _token(rendezvous: Rendezvous) -> bytes:
             "token; expected --token_file FILE with the same secret on every host"
         )
     return b""
-
-
-def read_token(path: Path) -> bytes:
-    """Read a shared secret.
-
-    Raises:
-        SpecError: the file cannot be read, others may read it, or the secret is too short.
-    """
-    try:
-        mode, token = path.stat().st_mode, path.read_bytes().strip()
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
-    if mode & 0o077:
-        raise SpecError(f"{path}: found mode {mode & 0o777:o}, expected 600: it is a secret")
-    if len(token) < MIN_TOKEN_BYTES:
-        raise SpecError(
-            f"{path}: found a token of {len(token)} bytes, expected at least {MIN_TOKEN_BYTES}"
-        )
-    return token
 
 
 @contextlib.contextmanager

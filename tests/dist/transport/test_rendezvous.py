@@ -16,9 +16,9 @@ import torch
 
 from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.transport.channels import RankChannels
-from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint
+from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint, read_token
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
-from llmpq.dist.transport.rendezvous import RankIdentity, connect, read_token
+from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.errors import LlmpqError, SpecError, StageError
 
 LIMITS = FrameLimits(

@@ -1,0 +1,302 @@
+"""The life of a server: load, say that it is ready, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.transport.endpoint import is_loopback, read_token
+from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
+from llmpq.server.admission import Admission, AdmissionLimits
+from llmpq.server.app import build_app
+from llmpq.server.metrics import ServerMetrics
+from llmpq.server.service import Service
+from llmpq.server.tokenizer import ServerTokenizer
+from llmpq.server.translate import ServedModel, default_sampling_of
+from llmpq.server.transport import TransportLimits, bounded_protocol
+
+BACKLOG = 2048
+POLL_S = 0.05
+CLOSE_TIMEOUT_S = 2
+"""Seconds for connections to close after the last answer."""
+
+T = TypeVar("T")
+StartEngine = Callable[[], Awaitable[EngineClient]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How to serve.
+
+    Attributes:
+        host: address to listen on.
+        port: likewise; 0 takes a free one.
+        model_dir: directory of the model.
+        names: of the model in requests and answers.
+        admission: how much may wait.
+        transport: limits of connections.
+        api_key_file: accepted keys, one a line; required unless only this host can connect.
+        drain_timeout_s: seconds for running answers after SIGTERM.
+        ssl_certfile: certificate chain, for TLS.
+        ssl_keyfile: its key; ``None`` when it is in the same file.
+    """
+
+    host: str
+    port: int
+    model_dir: Path
+    names: tuple[str, ...]
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    transport: TransportLimits = field(default_factory=TransportLimits)
+    api_key_file: Path | None = None
+    drain_timeout_s: float = 30.0
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+
+
+def run_server(
+    options: ServerOptions,
+    start_engine: StartEngine,
+    load_tokenizer: Callable[[Path], ServerTokenizer | None],
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Args:
+        options: how to serve.
+        start_engine: returns the loaded engine.
+        load_tokenizer: returns the tokenizer of a model directory.
+        on_ready: called with the address once requests are served.
+
+    Raises:
+        LlmpqError: an option cannot be used, the engine did not start or ended; ``StoppedError``
+            when answers were cut short.
+    """
+    keys = read_api_keys(options)
+    with listen(options.host, options.port) as sock:
+        config = uvicorn.Config(lambda: None, lifespan="off", log_config=None)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_Life(options, keys, sock, on_ready).run(start_engine, load_tokenizer))
+
+
+@contextlib.contextmanager
+def listen(host: str, port: int) -> Iterator[socket.socket]:
+    """Return a bound socket that sends small writes at once.
+
+    Raises:
+        SpecError: the address cannot be used.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SpecError(
+            f"--host: found {host}, expected an address of this host: {error}"
+        ) from None
+    with sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            raise SpecError(
+                f"--host, --port: {host} port {port} cannot be used: {error.strerror}"
+            ) from None
+        yield sock
+
+
+def read_api_keys(options: ServerOptions) -> tuple[str, ...]:
+    """Return the accepted keys.
+
+    Raises:
+        SpecError: the file cannot be used, or is missing where other hosts can connect.
+    """
+    if options.api_key_file is None:
+        if is_loopback(options.host):
+            return ()
+        raise SpecError(
+            f"--host: found {options.host}, which other hosts can reach, and no key; expected "
+            "--api_key_file FILE"
+        )
+    lines = read_token(options.api_key_file).decode("utf-8", "replace").splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
+
+
+class _Life:
+    """One server, from loading to its end."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        keys: tuple[str, ...],
+        sock: socket.socket,
+        on_ready: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._keys = keys
+        self._sock = sock
+        self._on_ready = on_ready
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(
+        self,
+        start_engine: StartEngine,
+        load_tokenizer: Callable[[Path], ServerTokenizer | None],
+    ) -> None:
+        """Load, serve, drain, end."""
+        with self._signals():
+            async with self._loaded(start_engine, load_tokenizer) as service:
+                await self._serve(service)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGTERM, signal.SIGINT)
+        for number in handled:
+            loop.add_signal_handler(number, self._on_signal)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        (self._stop_now if self._stop.is_set() else self._stop).set()
+
+    @contextlib.asynccontextmanager
+    async def _loaded(
+        self,
+        start_engine: StartEngine,
+        load_tokenizer: Callable[[Path], ServerTokenizer | None],
+    ) -> AsyncIterator[Service]:
+        """Load engine and tokenizer together; close the engine in the end."""
+        options = self._options
+        tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, options.model_dir))
+        engine_task = asyncio.ensure_future(start_engine())
+        try:
+            engine = await self._unless_stopped(engine_task)
+        except BaseException:
+            tokenizer_task.cancel()
+            raise
+        try:
+            tokenizer = await self._unless_stopped(tokenizer_task)
+            yield self._service(engine, tokenizer)
+        finally:
+            await engine.close()
+
+    async def _unless_stopped(self, task: asyncio.Future[T]) -> T:
+        """Return the result of a task; a signal cancels it."""
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            both: set[asyncio.Future[Any]] = {task, stop}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise StoppedError("stopped while loading")
+        finally:
+            stop.cancel()
+
+    def _service(self, engine: EngineClient, tokenizer: ServerTokenizer | None) -> Service:
+        options = self._options
+        folder = options.model_dir
+        model = ServedModel(
+            names=options.names,
+            root=str(folder),
+            tokenizer=tokenizer,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            created_s=int(time.time()),
+            default_sampling=default_sampling_of(folder),
+        )
+        admission = Admission(options.admission)
+        return Service(engine, model, admission, ServerMetrics(options.names[0], engine, admission))
+
+    async def _serve(self, service: Service) -> None:
+        options = self._options
+        app = build_app(service, options.transport, self._keys)
+        config = uvicorn.Config(
+            app,
+            http=bounded_protocol(options.transport),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+        )
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise SpecError(
+                f"--ssl_certfile: {options.ssl_certfile}: cannot be used: {error}"
+            ) from None
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve([self._sock]))
+        try:
+            while not server.started and not serving.done():
+                await asyncio.sleep(POLL_S / 10)
+            self._on_ready(self._address())
+            await self._until_stopped(service)
+            is_drained = await self._drain(service)
+        finally:
+            server.should_exit = True
+            server.force_exit = self._stop_now.is_set()
+            await serving
+        if service.engine.error is not None:
+            raise _as_stage_error(service.engine.error)
+        if not is_drained:
+            raise StoppedError("answers were cut short after --drain_timeout or a second signal")
+
+    def _address(self) -> str:
+        host, port = self._sock.getsockname()[:2]
+        scheme = "https" if self._options.ssl_certfile is not None else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    async def _until_stopped(self, service: Service) -> None:
+        """Wait for a signal, or for the end of the engine."""
+        while not self._stop.is_set() and service.engine.error is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), POLL_S)
+
+    async def _drain(self, service: Service) -> bool:
+        """Finish running answers and admit no new ones; return whether all of them ended."""
+        admission = service.admission
+        admission.is_draining = True
+        end_s = time.monotonic() + self._options.drain_timeout_s
+        while admission.num_choices and time.monotonic() < end_s:
+            if self._stop_now.is_set() or service.engine.error is not None:
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_now.wait(), POLL_S)
+        return admission.num_choices == 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own handling of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+def _as_stage_error(error: BaseException) -> LlmpqError:
+    return error if isinstance(error, LlmpqError) else StageError(f"the engine ended: {error}")
