@@ -43,7 +43,10 @@ def forecast(
         arrival_s=0.0, prompt_tokens=work.prompt_tokens, new_tokens=simulated + 1
     )
     thinned = _ThinnedCosts(plan, costs, devices, rounds / simulated if simulated else 1.0)
-    report = simulate(thinned, _policy(plan), [request] * work.batch, num_slots=work.batch)
+    # With separate stages per phase the plan's own policy counts.
+    schedule = plan.schedule if plan.is_split else None
+    policy = policy_of(plan, schedule or Schedule(policy="hybrid"))
+    report = simulate(thinned, policy, [request] * work.batch, num_slots=work.batch)
     prefill_s = max(record.first_token_s for record in report.requests)
     return PlanForecast(
         latency_s=prefill_s + (report.makespan_s - prefill_s) * thinned.stretch,
@@ -54,15 +57,23 @@ def forecast(
     )
 
 
-def _policy(plan: Plan) -> BatchingPolicy:
-    """Return hybrid micro-batches; with separate stages per phase, the plan's policy."""
+def policy_of(plan: Plan, schedule: Schedule) -> BatchingPolicy:
+    """Return the policy of a schedule on the plan's pipeline."""
     shape = PipelineShape(
         micro_batching=plan.micro_batching,
         num_slots=plan.workload.batch,
         num_stages=len(plan.path(Phase.DECODE)),
     )
-    schedule = plan.schedule if plan.is_split else None
-    return make_policy(schedule or Schedule(policy="hybrid"), shape)
+    return make_policy(schedule, shape)
+
+
+def micro_batches_of(plan: Plan) -> tuple[tuple[Phase, int, float], ...]:
+    """Return rows and tokens of a full micro-batch of both phases, in decode the mean context."""
+    work, sizes = plan.workload, plan.micro_batching
+    return (
+        (Phase.PREFILL, sizes.prefill, float(work.prompt_tokens)),
+        (Phase.DECODE, sizes.decode, work.mean_context_tokens),
+    )
 
 
 def _stage(
@@ -70,10 +81,7 @@ def _stage(
 ) -> StageForecast:
     """Return a stage's seconds of one full micro-batch and of all of them."""
     seconds = {}
-    for phase, rows, tokens in (
-        (Phase.PREFILL, plan.micro_batching.prefill, float(plan.workload.prompt_tokens)),
-        (Phase.DECODE, plan.micro_batching.decode, plan.workload.mean_context_tokens),
-    ):
+    for phase, rows, tokens in micro_batches_of(plan):
         shape = BatchShape(
             phase=phase, rows=rows, longest=round(tokens), total=round(rows * tokens)
         )

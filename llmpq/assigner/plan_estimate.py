@@ -14,14 +14,14 @@ from dataclasses import replace
 import numpy as np
 
 from llmpq.assigner.enumeration import build_pairs
-from llmpq.assigner.forecast import forecast
+from llmpq.assigner.forecast import forecast, micro_batches_of
 from llmpq.assigner.objective import Evaluation, evaluate
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.plan import MemoryParts, Plan, PlanEstimate, StageAssignment, StageEstimate
-from llmpq.spec.precision import BITS, Phase
+from llmpq.spec.precision import BITS
 
 
 def evaluate_plan(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEstimate, int]:
@@ -170,12 +170,9 @@ def _split_estimate(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> PlanE
 def _split_stage(
     plan: Plan, costs: ClusterCosts, seconds: PlanCosts, stage: StageAssignment
 ) -> StageEstimate:
-    work, sizes, device = plan.workload, plan.micro_batching, plan.device_of(stage)
+    device = plan.device_of(stage)
     steps_s, sends_s = [], []
-    for phase, rows, tokens in (
-        (Phase.PREFILL, sizes.prefill, float(work.prompt_tokens)),
-        (Phase.DECODE, sizes.decode, work.mean_context_tokens),
-    ):
+    for phase, rows, tokens in micro_batches_of(plan):
         path = plan.path(phase)
         has_layers = seconds.has_layers(stage.rank, phase)
         step_s = seconds.layers_s(stage.rank, phase, rows, tokens) if has_layers else 0.0

@@ -197,7 +197,7 @@ def build_costs(
     tables = read_folder(profile_dir)
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
-    profiles: list[Profile | None] = []
+    stages: list[StageOverhead] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -207,16 +207,25 @@ def build_costs(
         )
         key = ProfileKey(model=model, dtype=dtype, device=device)
         profile = None if latency == "roofline" else _profile(key, tables)
-        chosen = None if profile is None else _measured(profile, analytic, latency)
-        if chosen is None and device.members > 1:
+        if profile is None and device.members > 1:
             raise SpecError(
                 f"device {device.label}: found no table of {device.members} devices that share a "
                 "layer, expected one in the profile folder (llmpq-profile import "
                 f"--tensor_parallel {device.members}), or the 'profiles' extra with such layers"
             )
         specs.append(spec)
-        profiles.append(profile)
-        models.append(chosen or analytic)
+        stages.append(StageOverhead() if profile is None else profile.stage)
+        models.append(
+            analytic
+            if profile is None
+            else TableLatencyModel(
+                table=profile.table,
+                analytic=analytic,
+                profiled_kind=model.layer_kinds[profile.layer],
+                file=profile.file,
+                fitted_only=latency == "fit",
+            )
+        )
     return ClusterCosts(
         model=model,
         cluster=cluster,
@@ -225,7 +234,7 @@ def build_costs(
         specs=tuple(specs),
         latency=tuple(models),
         comm=read_links(profile_dir, cluster, tuple(specs)),
-        stage=tuple(StageOverhead() if one is None else one.stage for one in profiles),
+        stage=tuple(stages),
     )
 
 
@@ -239,18 +248,6 @@ def _profile(key: ProfileKey, tables: dict[str, LatencyTable]) -> Profile | None
     if table is None:
         return None
     return Profile(table=table, file=public_source(type_name), layer=0)
-
-
-def _measured(
-    profile: Profile, analytic: RooflineLatencyModel, latency: LatencySource
-) -> TableLatencyModel:
-    return TableLatencyModel(
-        table=profile.table,
-        analytic=analytic,
-        profiled_kind=analytic.model.layer_kinds[profile.layer],
-        file=profile.file,
-        fitted_only=latency == "fit",
-    )
 
 
 def _figures(device: Device, dtype: Dtype) -> DeviceSpec:

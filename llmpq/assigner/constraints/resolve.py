@@ -7,7 +7,9 @@ back. Contradictory decisions are errors here; whether a plan exists is decided 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -56,7 +58,7 @@ def resolve(
     keeping = _kept(overrides, names)
     whole = _split(cluster, overrides, names)
     kept = [index for index in all_devices if index in keeping]
-    part = _part(whole, kept)
+    part = with_counts(whole, Counter(whole.devices[index].group for index in kept))
     groups = {index: part.devices[number].group for number, index in enumerate(kept)}
     order = tuple(groups[names.one(name, "--fix_order")] for name in overrides.order) or None
     return Resolved(
@@ -151,24 +153,14 @@ def _split(cluster: Cluster, overrides: Overrides, names: _Names) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def _part(cluster: Cluster, kept: Sequence[int]) -> Cluster:
-    """Return the cluster of some of the devices."""
-    if len(kept) == len(cluster.devices):
-        return cluster
-    left: dict[int, int] = {}
-    for index in kept:
-        group = cluster.devices[index].group
-        left[group] = left.get(group, 0) + 1
-    number = -1
+def with_counts(cluster: Cluster, counts: Mapping[int, int]) -> Cluster:
+    """Return a cluster with these numbers of devices by group; others are left out."""
+    number = itertools.count()
     nodes = []
     for node in cluster.nodes:
-        groups = []
-        for group_of_node in node.devices:
-            number += 1
-            if number in left:
-                groups.append(replace(group_of_node, count=left[number]))
-        if groups:
-            nodes.append(replace(node, devices=tuple(groups)))
+        numbered = [(group, counts.get(next(number), 0)) for group in node.devices]
+        groups = tuple(replace(group, count=count) for group, count in numbered if count)
+        nodes += [replace(node, devices=groups)] if groups else []
     names = {node.name for node in nodes}
     links = tuple(link for link in cluster.links if set(link.between) <= names)
     return Cluster(name=cluster.name, nodes=tuple(nodes), links=links)

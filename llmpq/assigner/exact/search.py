@@ -127,16 +127,6 @@ class ExactResult:
         """The optimality gap."""
         return relative_gap(self.value_s, self.bound_s)
 
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """``[first, end)`` of every position of the order; only the first may be empty."""
-        found, start = [], 0
-        for position in range(self.problem.num_positions):
-            end = start + self.assignment.positions.count(position)
-            found.append((start, end))
-            start = end
-        return tuple(found)
-
 
 @dataclass(slots=True)
 class _Candidate:
@@ -203,18 +193,13 @@ class _Search:
         """Only plans below this improve on the incumbent."""
         return self.best_s * self.keep
 
-    @property
-    def left_s(self) -> float:
-        """Seconds left."""
-        return self.deadline.left_s
-
     def run(self, progress: Progress) -> None:
         """Visit the pair of least bound until that bound cannot win."""
         self._bound_without_contiguity()
         heap = [(c.bound_s, c.index, c) for c in self.candidates if c.reason == "open"]
         heapq.heapify(heap)
         total, parked = len(heap), []
-        while heap and (self.left_s > 0 or self.best is None):
+        while heap and (self.deadline.left_s > 0 or self.best is None):
             candidate = heapq.heappop(heap)[2]
             progress(total - len(heap) - 1, total, self.best_s if self.best else None)
             if candidate.bound_s >= self.cutoff_s:
@@ -223,7 +208,7 @@ class _Search:
                 heapq.heappush(heap, (candidate.bound_s, candidate.index, candidate))
             elif candidate.reason == "open":
                 parked.append(candidate)
-            if self.left_s <= 0 and candidate.visits > len(_ASCENTS):
+            if self.deadline.left_s <= 0 and candidate.visits > len(_ASCENTS):
                 break
         for candidate in parked:
             self._retry(candidate)
@@ -259,7 +244,7 @@ class _Search:
                 self.candidates.append(_Candidate(index, pair, math.inf, nothing, "memory"))
                 continue
             warm = warm or (pair, start_multipliers(self.space, pair))
-            steps = NONCONTIGUOUS if self.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
+            steps = NONCONTIGUOUS if self.deadline.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
             bound_s, multipliers = noncontiguous_bound(self.space, pair, self.lattice, warm, steps)
             self.candidates.append(_Candidate(index, pair, bound_s, multipliers))
             if math.isfinite(bound_s):
@@ -283,7 +268,7 @@ class _Search:
             candidate.multipliers,
             schedules,
             target=self.cutoff_s,
-            seconds=max(0.0, self.left_s),
+            seconds=max(0.0, self.deadline.left_s),
         )
         candidate.bound_s = candidate.base_s = max(candidate.bound_s, bound_s)
         if math.isinf(bound_s):
@@ -303,7 +288,7 @@ class _Search:
 
     def _retry(self, candidate: _Candidate) -> None:
         """Search again where the incumbent is now below the level that failed."""
-        if candidate.bound_s < self.cutoff_s < candidate.failed_s and self.left_s > 0:
+        if candidate.bound_s < self.cutoff_s < candidate.failed_s and self.deadline.left_s > 0:
             self._search_labels(candidate, self.cutoff_s)
         if candidate.bound_s >= self.cutoff_s:
             candidate.reason = "search"
@@ -312,7 +297,7 @@ class _Search:
         """Enumerate below a limit; keep the plan and the bound; return whether it was complete."""
         limits = native.Search(
             limit=limit_s,
-            seconds=min(1e9, max(0.0, self.left_s)),
+            seconds=min(1e9, max(0.0, self.deadline.left_s)),
             beam_limit=min(limit_s + 3 * (limit_s - candidate.base_s), self.best_s),
             max_columns=MAX_COLUMNS,
             max_labels=MAX_LABELS,

@@ -5,12 +5,14 @@ Every change that a message names was verified by the memory test.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llmpq.assigner.constraints.resolve import with_counts
 from llmpq.assigner.enumeration import (
     build_pairs,
     device_groups,
@@ -215,16 +217,9 @@ def _largest(top: int, holds: Callable[[int], bool]) -> int:
 
 def larger_cluster(cluster: Cluster, index: int, more: int) -> Cluster:
     """Return a cluster with ``more`` devices in its group number ``index``."""
-    nodes = []
-    first = 0
-    for node in cluster.nodes:
-        groups = list(node.devices)
-        if first <= index < first + len(groups):
-            group = groups[index - first]
-            groups[index - first] = replace(group, count=group.count + more)
-        first += len(groups)
-        nodes.append(replace(node, devices=tuple(groups)))
-    return replace(cluster, nodes=tuple(nodes))
+    counts = Counter(device.group for device in cluster.devices)
+    counts[index] += more
+    return with_counts(cluster, counts)
 
 
 def _rounded_up(value: float) -> str:

@@ -16,13 +16,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from llmpq.assigner.forecast import policy_of
 from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes
 from llmpq.assigner.schedules.local_search import BATCH_MOVES, CYCLE_MOVES, Move, local_search
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, with_estimate
 from llmpq.assigner.schedules.safety_margin import safety_factor
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.assigner.schedules.waa_split import BALANCES, Balance, split_plans
-from llmpq.batching import PipelineShape, make_policy, percentile
+from llmpq.batching import percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.sim import simulate
@@ -30,7 +31,7 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import SimReport
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.precision import BITS, Phase
+from llmpq.spec.precision import BITS
 from llmpq.spec.schedule import PolicyName, default_schedule
 from llmpq.spec.trace import draw_trace
 from llmpq.units import format_bytes
@@ -177,17 +178,8 @@ def simulated(
     """Simulate ``count`` drawn requests, all waiting at the start, under the plan's schedule."""
     assert plan.schedule is not None
     trace = draw_trace(count, request.prompt_tokens, request.new_tokens, seed=request.seed)
-    shape = PipelineShape(
-        micro_batching=plan.micro_batching,
-        num_slots=plan.workload.batch,
-        num_stages=len(plan.path(Phase.DECODE)),
-    )
-    return simulate(
-        PlanCosts(plan, costs),
-        make_policy(plan.schedule, shape),
-        trace,
-        num_slots=plan.workload.batch,
-    )
+    policy = policy_of(plan, plan.schedule)
+    return simulate(PlanCosts(plan, costs), policy, trace, num_slots=plan.workload.batch)
 
 
 def _p99_s(report: SimReport, plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llmpq.assigner.schedules.monotone import GridOptimum, Point, Value, branch_and_bound
 from llmpq.assigner.schedules.steady_state import (
@@ -17,7 +18,7 @@ from llmpq.errors import InfeasibleError
 from llmpq.sim import StepCosts
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.schedule import PolicyName, Schedule, ScheduleEstimate
+from llmpq.spec.schedule import Schedule, ScheduleEstimate
 
 THROUGHPUT_TOLERANCE = 0.1
 LATENCY_TOLERANCE = 0.02
@@ -56,21 +57,13 @@ class ScheduleTask:
             latency_tolerance=LATENCY_TOLERANCE,
         )
 
-    def schedule(
-        self,
-        policy: PolicyName,
-        performance: Performance,
-        *,
-        encode_batch: int,
-        decode_batch: int,
-        decode_iterations: int | None = None,
-    ) -> Schedule:
-        """Return a schedule with its expected performance."""
-        return Schedule(
-            policy=policy,
-            encode_batch=encode_batch,
-            decode_batch=decode_batch,
-            decode_iterations=decode_iterations,
+    def chosen(
+        self, found: GridOptimum, performance: Performance, sizes: MicroBatching, **variables: Any
+    ) -> ChosenSchedule:
+        """Return the optimum as a schedule of these ``variables``, with its performance."""
+        bound_s = None if math.isinf(self.latency_bound_s) else self.latency_bound_s
+        schedule = Schedule(
+            **variables,
             threshold=self.threshold,
             mean_prompt_tokens=self.prompt_tokens.mean,
             mean_new_tokens=self.new_tokens.mean,
@@ -78,10 +71,11 @@ class ScheduleTask:
                 requests_per_s=performance.requests_per_s,
                 latency_s=performance.latency_s,
                 new_tokens=self.bound_tokens,
-                latency_bound_s=(
-                    None if math.isinf(self.latency_bound_s) else self.latency_bound_s
-                ),
+                latency_bound_s=bound_s,
             ),
+        )
+        return ChosenSchedule(
+            schedule=schedule, micro_batching=sizes, performance=performance, found=found
         )
 
 
@@ -171,17 +165,14 @@ def best_rra(task: ScheduleTask) -> ChosenSchedule:
         )
     performance = space.performance(found.point)
     encode_batch, iterations = space.variables(found.point)
-    return ChosenSchedule(
-        schedule=task.schedule(
-            "rra",
-            performance,
-            encode_batch=encode_batch,
-            decode_batch=max(encode_batch, round(performance.decode_batch)),
-            decode_iterations=iterations,
-        ),
-        micro_batching=space.sizes(found.point),
-        performance=performance,
-        found=found,
+    return task.chosen(
+        found,
+        performance,
+        space.sizes(found.point),
+        policy="rra",
+        encode_batch=encode_batch,
+        decode_batch=max(encode_batch, round(performance.decode_batch)),
+        decode_iterations=iterations,
     )
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from statistics import NormalDist
 
+from llmpq.assigner.forecast import micro_batches_of
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan, StageAssignment
-from llmpq.spec.precision import Phase
 
 
 def safety_factor(plan: Plan, costs: ClusterCosts, confidence: float) -> float:
@@ -38,17 +38,12 @@ def _deviation(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> float
     device = plan.device_of(stage)
     if costs.latency_source(device) == "roofline" or not stage.num_layers:
         return 0.0
-    work, sizes = plan.workload, plan.micro_batching
-    shapes = [
-        (Phase.PREFILL, sizes.prefill, work.prompt_tokens),
-        (Phase.DECODE, sizes.decode, round(work.mean_context_tokens)),
-    ]
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
     layers = set(zip(kinds, stage.bits, strict=True))
     return max(
         (
-            costs.layer_estimate(device, phase, bits, batch, tokens, kind).relative_deviation
-            for phase, batch, tokens in shapes
+            costs.layer_estimate(device, phase, bits, rows, round(tokens), kind).relative_deviation
+            for phase, rows, tokens in micro_batches_of(plan)
             if stage.computes(phase)
             for kind, bits in layers
         ),

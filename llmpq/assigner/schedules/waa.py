@@ -180,11 +180,11 @@ def best_waa(task: ScheduleTask, fits: Fits = lambda _: True) -> ChosenSchedule:
             f"{space.point((0, 0)).performance.latency_s:.3g} s; allow at least that"
         )
     best = space.point(found.point)
-    return ChosenSchedule(
-        schedule=task.schedule(
-            "waa", best.performance, encode_batch=best.sizes.prefill, decode_batch=best.slots
-        ),
-        micro_batching=best.sizes,
-        performance=best.performance,
-        found=found,
+    return task.chosen(
+        found,
+        best.performance,
+        best.sizes,
+        policy="waa",
+        encode_batch=best.sizes.prefill,
+        decode_batch=best.slots,
     )

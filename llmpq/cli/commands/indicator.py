@@ -156,7 +156,7 @@ def _indicator(method: str, options: argparse.Namespace) -> Indicator:
 def _at_average(options: argparse.Namespace, table: SensitivityTable) -> tuple[int, ...]:
     import numpy as np
 
-    from llmpq.assigner.constraints.average import bits_at_average, quantizable_weights
+    from llmpq.assigner.constraints.fixed_bits import bits_at_average, quantizable_weights
 
     widths = tuple(sorted({16, *options.bits}, reverse=True))
     omega = np.array(table.normalised(widths))

@@ -12,7 +12,8 @@ from llmpq.assigner import make_plan, planner
 from llmpq.assigner import request as request_module
 from llmpq.assigner.constraints.deadline import NEVER, Deadline
 from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.exact import NotCoveredError, native
+from llmpq.assigner.exact import native
+from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.explain import explanation
 from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.heuristics import adabits, pipeedge

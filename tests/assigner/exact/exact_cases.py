@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.exact import SearchSpace
-from llmpq.assigner.problem import PairCosts
+from llmpq.assigner.problem import PairCosts, SearchSpace
 from llmpq.spec.plan import MicroBatching
 
 

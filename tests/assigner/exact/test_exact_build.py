@@ -14,7 +14,9 @@ from exact_cases import Shape, random_space
 from helpers.processes import is_running, wait_for
 
 from llmpq import compiled
-from llmpq.assigner.exact import NotCoveredError, native, solve_exact
+from llmpq.assigner.exact import native
+from llmpq.assigner.exact.native import NotCoveredError
+from llmpq.assigner.exact.search import solve_exact
 from llmpq.errors import InfeasibleError
 
 PACKAGE = Path(native.__file__).parent

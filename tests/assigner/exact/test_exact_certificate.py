@@ -10,8 +10,9 @@ import pytest
 from exact_cases import Shape, best_value, random_space
 
 from llmpq.assigner.constraints.deadline import NEVER
-from llmpq.assigner.exact import PairProof, SearchSpace, search, solve_exact
-from llmpq.assigner.problem import PairCosts
+from llmpq.assigner.exact import search
+from llmpq.assigner.exact.search import PairProof, solve_exact
+from llmpq.assigner.problem import PairCosts, SearchSpace
 
 SHAPES = (
     Shape(counts=(2, 1), layers=5, pairs=6, memory=0.6),

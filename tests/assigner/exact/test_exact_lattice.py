@@ -9,7 +9,10 @@ import pytest
 from exact_cases import Shape, random_space
 
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.exact import NotCoveredError, SearchSpace, lattice, solve_exact
+from llmpq.assigner.exact import lattice
+from llmpq.assigner.exact.native import NotCoveredError
+from llmpq.assigner.exact.search import solve_exact
+from llmpq.assigner.problem import SearchSpace
 
 
 def space_of(counts: tuple[int, ...], *, equal: bool = False) -> SearchSpace:

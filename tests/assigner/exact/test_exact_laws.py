@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
-from llmpq.assigner.exact import SearchSpace, solve_exact
+from llmpq.assigner.exact.search import solve_exact
+from llmpq.assigner.problem import SearchSpace
 from llmpq.errors import InfeasibleError
 
 SHAPES = (

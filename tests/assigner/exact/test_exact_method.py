@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.assigner.exact import NotCoveredError, method
+from llmpq.assigner.exact import method
+from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import evaluate
 from llmpq.assigner.planner import plan_task

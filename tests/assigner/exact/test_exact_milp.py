@@ -10,8 +10,9 @@ import pytest
 from exact_cases import Shape, random_space
 
 from llmpq.assigner.constraints.limits import Limits
-from llmpq.assigner.exact import SearchSpace, solve_exact
+from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.problem import SearchSpace
 from llmpq.errors import InfeasibleError
 
 

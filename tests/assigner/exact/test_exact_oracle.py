@@ -12,7 +12,9 @@ from helpers.brute_force import brute_force
 
 from llmpq.assigner.constraints.limits import Limits
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.exact import SearchSpace, search, solve_exact
+from llmpq.assigner.exact import search
+from llmpq.assigner.exact.search import solve_exact
+from llmpq.assigner.problem import SearchSpace
 from llmpq.errors import InfeasibleError
 
 BLOCK = 25
@@ -145,5 +147,5 @@ def test_exact_search_lets_the_master_hold_no_layer() -> None:
     pair.master_bytes[1] += 10**9  # only group 0 can be the master
     result = solve_exact(space, orders="types")
     assert result.problem.order == (0, 1)
-    assert result.ranges == ((0, 0), (0, 3))
+    assert result.assignment.positions == (1, 1, 1)
     assert result.value_s == pytest.approx(best_value(space, "types"), rel=1e-9)

@@ -1,14 +1,20 @@
 """Bits of a given average have the least degradation."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
-from llmpq.assigner.constraints.average import average_of, bits_at_average
+from llmpq.assigner.constraints.fixed_bits import bits_at_average
 from llmpq.errors import InfeasibleError, SpecError
 
 WIDTHS = (16, 8, 4, 3)
+
+
+def average_of(bits, weights):
+    """Return the mean bits of a weight, for layers of ``weights`` weights at ``bits``."""
+    return sum(map(math.prod, zip(bits, weights, strict=True))) / sum(weights)
 
 
 @pytest.mark.parametrize("seed", range(20))
