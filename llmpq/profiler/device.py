@@ -19,14 +19,7 @@ def available_cores() -> tuple[int, ...]:
 
 def cpu_isas() -> tuple[str, ...]:
     """Return the vector extensions of this CPU that a worker can be limited to, oldest first."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return ()
-    flags: set[str] = set()
-    for line in cpuinfo.read_text().splitlines():
-        if line.startswith("flags"):
-            flags = set(line.partition(":")[2].split())
-            break
+    flags = set(_cpuinfo("flags").split())
     needed = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
     return tuple(isa for isa in CPU_ISAS if needed[isa] in flags)
 
@@ -67,9 +60,11 @@ def _quota(group: Path) -> float | None:
 
 def cpu_name() -> str:
     """Return the processor's name for provenance."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return os.uname().machine
+    return _cpuinfo("model name") or os.uname().machine
+
+
+def _cpuinfo(field: str) -> str:
+    """Return a field of the first processor, empty where it is not stated."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((one.partition(":")[2].strip() for one in lines if one.startswith(field)), "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_int32, c_int64, c_uint64
+from ctypes import POINTER, Structure, c_double, c_int32, c_int64
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,6 @@ def fill(target: Structure, **values: object) -> list[AnyArray]:
     return held
 
 
-def doubles(array: npt.NDArray[np.float64]) -> object:
-    """Return the C pointer of a contiguous float64 array."""
-    return array.ctypes.data_as(_Doubles)
-
-
 def lattice_bound(
     problem: Problem,
     lattice: Lattice,
@@ -137,18 +132,9 @@ def lattice_bound(
 
     Stops at ``target`` or after ``seconds``. Without schedules the multipliers are only evaluated.
     """
-    steps = (Ascent * max(1, len(schedules)))(*schedules)
-    return float(
-        library().exact_lattice_bound(
-            byref(problem),
-            byref(lattice),
-            doubles(multipliers),
-            steps,
-            len(schedules),
-            target,
-            seconds,
-        )
-    )
+    steps, count = (Ascent * max(1, len(schedules)))(*schedules), len(schedules)
+    bound = library().exact_lattice_bound
+    return float(bound(problem, lattice, multipliers, steps, count, target, seconds))
 
 
 def noncontiguous_bound(
@@ -163,18 +149,8 @@ def noncontiguous_bound(
     ``floor`` is ``[T]`` whether a group can hold a layer; ``[2]`` the least prefill and decode
     seconds of any link; the least number of devices of any plan.
     """
-    usable, link, fewest = floor
-    return float(
-        library().exact_noncontiguous_bound(
-            byref(problem),
-            byref(lattice),
-            usable.ctypes.data_as(_Ints),
-            doubles(link),
-            float(fewest),
-            doubles(multipliers),
-            byref(schedule),
-        )
-    )
+    bound = library().exact_noncontiguous_bound
+    return float(bound(problem, lattice, *floor, multipliers, schedule))
 
 
 def relaxed_plan(
@@ -183,13 +159,7 @@ def relaxed_plan(
     """Return the stages ``[n, 3]`` (node, first, end) and widths ``[L]`` that attain a bound."""
     stages = np.zeros((lattice.nodes, 3), dtype=np.int32)
     choice = np.zeros(problem.layers, dtype=np.int32)
-    count = library().exact_relaxed_plan(
-        byref(problem),
-        byref(lattice),
-        doubles(multipliers),
-        stages.ctypes.data_as(_Ints),
-        choice.ctypes.data_as(_Ints),
-    )
+    count = library().exact_relaxed_plan(problem, lattice, multipliers, stages, choice)
     return stages[:count], choice
 
 
@@ -202,17 +172,8 @@ def search(
     """
     stages = np.zeros((lattice.nodes, 3), dtype=np.int32)
     counts = np.zeros(lattice.nodes, dtype=np.uint64)
-    status = int(
-        library().exact_search(
-            byref(problem),
-            byref(lattice),
-            doubles(multipliers),
-            byref(limits),
-            stages.ctypes.data_as(_Ints),
-            counts.ctypes.data_as(POINTER(c_uint64)),
-        )
-    )
-    return status, stages[: limits.stages][::-1], counts[: limits.stages][::-1]
+    status = library().exact_search(problem, lattice, multipliers, limits, stages, counts)
+    return int(status), stages[: limits.stages][::-1], counts[: limits.stages][::-1]
 
 
 def prepare(left_s: float) -> None:
@@ -229,10 +190,15 @@ def library() -> ctypes.CDLL:
     if loaded.exact_abi() != ABI:
         found = loaded.exact_abi()
         raise NotCoveredError(f"{path}: found version {found} of the core, expected {ABI}")
-    both = POINTER(Problem), POINTER(Lattice)
+    pair = POINTER(Problem), POINTER(Lattice)
+    doubles, ints, counts = (
+        np.ctypeslib.ndpointer(dtype, flags="C") for dtype in (np.float64, np.int32, np.uint64)
+    )
     ascent = POINTER(Ascent)
     bound, relaxed = loaded.exact_lattice_bound, loaded.exact_noncontiguous_bound
     bound.restype = relaxed.restype = c_double
-    bound.argtypes = (*both, _Doubles, ascent, c_int32, c_double, c_double)
-    relaxed.argtypes = (*both, _Ints, _Doubles, c_double, _Doubles, ascent)
+    bound.argtypes = (*pair, doubles, ascent, c_int32, c_double, c_double)
+    relaxed.argtypes = (*pair, ints, doubles, c_double, doubles, ascent)
+    loaded.exact_relaxed_plan.argtypes = (*pair, doubles, ints, ints)
+    loaded.exact_search.argtypes = (*pair, doubles, POINTER(Search), ints, counts)
     return loaded

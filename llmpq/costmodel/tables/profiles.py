@@ -85,21 +85,21 @@ class ProfileKey:
 
     def mismatch(self, provenance: dict[str, str]) -> str | None:
         """Return what differs, in words, or ``None``."""
-        wanted = {"model": self.model.name, "dtype": self.dtype, "device": self.device.type}
-        for key in ("threads", "cpu_isa"):
-            value = getattr(self.device, key)
-            if value is not None:
-                wanted[key] = str(value)
+        device = self.device
+        wanted = {
+            "model": self.model.name,
+            "dtype": self.dtype,
+            "device": device.type,
+            "threads": device.threads,
+            "cpu_isa": device.cpu_isa,
+            "tensor_parallel": device.members,
+            "cpu_share": device.cpu_share or 1.0,
+        }
+        # A table that states no share was measured by one device with all of its threads' time.
+        stated = {"tensor_parallel": "1", "cpu_share": "1.0"} | provenance
         for key, value in wanted.items():
-            if key in provenance and provenance[key] != value:
-                return f"found {key} '{provenance[key]}', expected '{value}'"
-        degree = provenance.get("tensor_parallel", "1")
-        if degree != str(self.device.members):
-            return f"found tensor_parallel '{degree}', expected '{self.device.members}'"
-        # A table that states no share was measured with all of its threads' time.
-        share, own = provenance.get("cpu_share", "1.0"), str(self.device.cpu_share or 1.0)
-        if share != own:
-            return f"found cpu_share '{share}', expected '{own}'"
+            if value is not None and stated.get(key, str(value)) != str(value):
+                return f"found {key} '{stated[key]}', expected '{value}'"
         return None
 
 
@@ -115,12 +115,13 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
         difference = key.mismatch(dict(table.provenance))
         if difference is not None:
             raise SpecError(f"{path}: not a table for device {key.device.label}: {difference}")
-        return _profile({path: table}, path, _layer(path, table, key.model))
-    matching = {
-        file: table
-        for file, table in folder_tables.items()
-        if "device" in (origin := dict(table.provenance)) and key.mismatch(origin) is None
-    }
+        matching = {path: table}
+    else:
+        matching = {
+            file: table
+            for file, table in folder_tables.items()
+            if "device" in (origin := dict(table.provenance)) and key.mismatch(origin) is None
+        }
     if not matching:
         return None
     layers = {_layer(file, table, key.model) for file, table in matching.items()}
@@ -132,19 +133,12 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
     samples = tuple(sample for table in matching.values() for sample in table.samples)
     lines = (line for table in matching.values() for line in table.provenance)
     filled = dict.fromkeys(line for line in lines if line[0].startswith("filled_"))
-    whole = LatencyTable(samples=samples, provenance=tuple(filled))
-    return _profile(matching, ", ".join(matching), layers.pop(), whole)
-
-
-def _profile(
-    tables: dict[str, LatencyTable], file: str, layer: int, whole: LatencyTable | None = None
-) -> Profile:
-    """Return the tables of one device as one profile; the first stated stage overhead counts."""
-    stages = [StageOverhead.of(name, dict(one.provenance)) for name, one in tables.items()]
+    stages = [StageOverhead.of(file, dict(one.provenance)) for file, one in matching.items()]
     return Profile(
-        table=next(iter(tables.values())) if whole is None else whole,
-        file=file,
-        layer=layer,
+        table=LatencyTable(samples=samples, provenance=tuple(filled)),
+        file=", ".join(matching),
+        layer=layers.pop(),
+        # The first stated overhead counts.
         stage=next((one for one in stages if one != StageOverhead()), StageOverhead()),
     )
 
