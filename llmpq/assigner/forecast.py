@@ -1,11 +1,8 @@
 """Forecast: a plan's own workload in the simulator, with the runtime's scheduler and policy.
 
-The closed formula that the search minimises uses two micro-batch times and one mean context. The
-simulator also covers ragged last micro-batches, regrouping between the phases, the overlap of the
-last prefill with the first decode, growing contexts and the limit of micro-batches in flight.
-
-All requests are equal and wait at the start. For long answers one simulated decode round stands for
-several.
+In addition to the closed formula the simulator covers ragged last micro-batches, regrouping between
+the phases, overlap of prefill and decode, growing contexts and the limit of micro-batches in
+flight. All requests are equal and wait at the start.
 """
 
 from __future__ import annotations

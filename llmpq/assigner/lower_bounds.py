@@ -1,13 +1,10 @@
 """Lower bounds of the objective for every micro-batch pair and first group, in one numpy sweep.
 
 The integer program is relaxed until it decomposes by layer: contiguity is dropped, the slowest
-stage of a group is replaced by the group's average, and the constraints of memory, slowest stage
-and quality budget get Lagrange multipliers. Any non-negative multipliers give a valid bound, for
-every device order that starts with the group. A fixed number of Adam steps (Kingma & Ba, 2015)
-improves them, so the result is deterministic and needs no compiler.
-
-Array legend: ``M`` candidates (pair and first group), ``T`` groups, ``K`` kinds, ``B`` widths,
-``U`` classes of equal layers.
+stage of a group is replaced by the group's average, and memory, slowest stage and quality budget
+get Lagrange multipliers. Any non-negative multipliers give a valid bound; a fixed number of Adam
+steps (Kingma & Ba, 2015) improves them. Array legend: ``M`` candidates (pair and first group),
+``T`` groups, ``K`` kinds, ``B`` widths, ``U`` classes of equal layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Micro-batches through stages in a row, one after another: the flow shop of the latency formulas.
 
-Each stage processes micro-batches in order of arrival, links only delay. ``timeline`` draws a plan
-with it, ``schedules.steady_state`` computes cycles of expected batches. Requests of different
-lengths and shared cores are modelled by ``llmpq.sim``.
+Each stage processes micro-batches in order of arrival, links only delay.
 """
 
 from __future__ import annotations

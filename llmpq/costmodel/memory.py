@@ -2,11 +2,9 @@
 
 Weights and slots are exact: the runtime allocates to the same formulas. Temporaries are the tensors
 alive at the worst moment of a step, times a margin for the allocator. On a CPU every moment is a
-list of the tensors alive in one statement of transformers' decoder layers
-(``tests/costmodel/test_cpu_memory.py`` compares the lists with running layers), and ``HEAP_MARGIN``
-is added for the holes that glibc's heap keeps between tensors of different sizes. Measured peaks of
-whole processes are then 1 % more to 10 % less than the forecast. Elsewhere one documented upper
-estimate of a decoder layer's worst moment is taken, plus ``GPU_MARGIN``.
+list of the tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN`` is
+added for the holes of glibc's heap; measured peaks of whole processes are 1 % more to 10 % less.
+Elsewhere one documented upper estimate is taken, plus ``GPU_MARGIN``.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
 """

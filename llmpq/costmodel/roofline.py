@@ -1,9 +1,8 @@
 """Roofline: seconds from a device's figures alone, used where nothing was measured.
 
-Arithmetic and weight streaming overlap imperfectly: the slower of the two counts in full, the
-faster one with 15 percent. Attention, widening of quantized weights and launches are added. The
-constants are those of the LLM-PQ cluster study, which the catalogue's efficiencies are from. The
-estimate is positive and never decreases with batch or tokens.
+The slower of arithmetic and weight streaming counts in full, the faster with 15 percent; attention,
+widening of quantized weights and launches are added. The constants are those of the LLM-PQ cluster
+study. The estimate is positive and never decreases with batch or tokens.
 """
 
 from __future__ import annotations

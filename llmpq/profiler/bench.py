@@ -1,10 +1,8 @@
 """The objects that are timed: the runtime's own stages at every bitwidth, and the master's engine.
 
 A stage is timed with few and with more layers in a row: the difference is the time of a layer, and
-the rest is the overhead of a stage. The master's work is timed by letting the engine answer
-requests over a stage without layers, so that embedding, head, sampling and scheduler are included.
-In place of the layers other memory is read, outside the timing: the layers of a run evict the head
-from the caches too.
+the rest is the overhead of a stage. For the master the engine answers requests over a stage without
+layers, which reads other memory outside the timing: layers evict the head from the caches.
 
 Shapes: ``[R, T, H]`` rows (sequences), tokens, hidden size.
 """

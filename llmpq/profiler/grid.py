@@ -1,11 +1,8 @@
-"""The shapes to time: few points that cover what a plan may ask for.
+"""The shapes to time: few points that cover what a plan may ask for, spread evenly in octaves.
 
-Latency changes slope where kernels change regime, at sizes that are not known beforehand, so the
-points are spread evenly in octaves. Candidates are the sizes 1, 2, 4, 6, 8, 12, 16, 24 ... of batch
-and tokens. The smallest and the largest are taken first, then repeatedly the candidate farthest
-from all that were taken (farthest-point sampling). Distances are measured in prefill in octaves of
-rows (tokens of the micro-batch) and of length (attention); in decode in octaves of batch, with a
-weight of 1.5, and of context.
+Candidates are the sizes 1, 2, 4, 6, 8, 12, 16, 24 ... of batch and tokens. The smallest and the
+largest are taken first, then repeatedly the candidate farthest from all that were taken, in octaves
+of rows and of length in prefill, of batch (with a weight of 1.5) and of context in decode.
 """
 
 from __future__ import annotations

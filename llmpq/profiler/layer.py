@@ -1,9 +1,8 @@
 """Time one decoder layer of a model over a grid of shapes, at every bitwidth, in both phases.
 
 The trials of all bitwidths are interleaved in a seeded random order and repeated in rounds, so that
-a slow period of the host is spread over all points, and no stage finds its own weights in the cache
-because it ran just before. A point is finished once the standard error of its median is small; the
-remaining time goes to the others. The table holds the medians; its provenance states their spread.
+a slow period of the host is spread over all points and no stage finds its weights in the cache. A
+point is finished once the standard error of its median is small.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Time messages between two ranks, through the communicator that the runtime itself uses.
 
-The clocks of two hosts cannot be compared, so round trips are timed: a frame of one size goes out
-and one of another size returns. Large out and small back gives the bandwidth of one direction,
-small out and large back that of the other. The smallest in both directions is twice the latency,
-which is taken to be equal in both.
-
-Between two messages of a run a rank reads its weights, which evicts the sending and receiving code
-from its caches: 0.15 ms instead of 0.07 at either end. The smallest frame is timed in that state
-too, and half of the difference is added to every size.
-
-For a busy rank the message is already there, and only the processor time of send and receive
-counts. Both are timed separately, in the same state, at the first rank.
+Round trips are timed: a frame of one size goes out and one of another size returns. Large out and
+small back gives the bandwidth of one direction, small out and large back that of the other; the
+smallest in both directions is twice the latency. A rank that reads its weights between messages
+finds less in its caches, so the smallest frame is timed in that state too, and half of the
+difference is added to every size. The processor time of send and receive is timed apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Measure the memory of a plan's stages: run it once, at its full size, and read the peaks.
-
-The ranks are the processes that ``llmpq-dist`` starts, loaded from the same files. By default they
-get as many prompts of the full length as the plan has slots, so that every slot is written to its
-end.
-"""
+"""Measure the memory of a plan's stages: run it once, at its full size, and read the peaks."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from llmpq.costmodel.costs import build_costs
-from llmpq.costmodel.importers import aiconfigurator, public
+from llmpq.costmodel.importers import aiconfigurator, imported
 from llmpq.costmodel.importers.imported import ImportRequest, import_table
 from llmpq.costmodel.importers.operators import (
     AttentionTimes,
@@ -343,10 +343,10 @@ def test_a_roofline_plan_reads_no_table(monkeypatch):
 def test_a_public_table_is_assembled_once(monkeypatch):
     table = LatencyTable(samples=(), provenance=(("device", "A100-80G"),))
     requests = []
-    monkeypatch.setattr(public, "is_installed", lambda: True)
-    monkeypatch.setattr(public, "import_table", lambda *args: requests.append(args) or table)
-    public.public_table.cache_clear()
+    monkeypatch.setattr(imported, "is_installed", lambda: True)
+    monkeypatch.setattr(imported, "import_table", lambda *args: requests.append(args) or table)
+    imported.public_table.cache_clear()
     for _ in range(2):
-        assert public.public_table(LLAMA, "A100-80G", "float16") == table
+        assert imported.public_table(LLAMA, "A100-80G", "float16") == table
     assert len(requests) == 1
-    public.public_table.cache_clear()
+    imported.public_table.cache_clear()

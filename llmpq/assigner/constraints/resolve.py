@@ -1,8 +1,7 @@
 """Overrides applied to a cluster: the devices to plan for, and the limits of the search.
 
-The planner gets a cluster without the excluded devices, with less memory where it is limited, and
-with every device that a decision names in a group of its own. ``Resolved.indices`` maps its devices
-back. Contradictory decisions are errors here; whether a plan exists is decided by the search.
+Every device that a decision names gets a group of its own. Contradictory decisions are errors here;
+whether a plan exists is decided by the search.
 """
 
 from __future__ import annotations

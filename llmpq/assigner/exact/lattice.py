@@ -1,16 +1,10 @@
 """All device orders at once: an acyclic graph whose paths are the orders.
 
-A node stands for one *used* device. It is identified by all that determines the rest of a plan: how
-many devices of each group are used, the group of this device (links differ), and the cost of the
-return link to the master. A device that stays empty is not on the path. Two exact reductions keep
-the graph small:
-
-- masters with equal return links from every last device share their nodes;
-- of interchangeable groups (equal devices and links, such as two equal nodes), a later one is only
-  entered after the earlier ones: any other order is a relabelling.
-
-There are three order spaces: blocks of groups, every interleaving, and the sub-orders of one fixed
-order.
+A node stands for one *used* device, identified by all that determines the rest of a plan: how many
+devices of each group are used, the group of this device (links differ), and the cost of the return
+link to the master. Two exact reductions keep the graph small: masters with equal return links from
+every last device share their nodes, and of interchangeable groups (equal devices and links) a later
+one is only entered after the earlier ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The compiled core, called through ctypes: arrays in, arrays out.
 
 The structures mirror ``csrc/exact.h``, which documents every field. A wheel may include the core
-compiled (``_core*.so`` next to this module); otherwise the first use compiles ``csrc/``, about two
-seconds (``llmpq.compiled``). Without a compiler the exact search is not available.
+compiled (``_core*.so`` next to this module); otherwise the first use compiles ``csrc/``. Without a
+compiler the exact search is not available.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Relaxing "no stage or link is slower than the maximum" and "a stage fits in its device" leaves a
 shortest path over the order lattice (``csrc/lagrangian.c``); without contiguity every layer chooses
-its group and bitwidth alone (``csrc/dual.c``). In the steady round the sum over devices has a
-multiplier as well. All multipliers within their totals prove a bound; the ascent schedules
-determine how good it is. The noncontiguous relaxation's multipliers start the lattice's.
+its group and bitwidth alone (``csrc/dual.c``), and those multipliers start the lattice's. All
+multipliers within their totals prove a bound.
 """
 
 from __future__ import annotations

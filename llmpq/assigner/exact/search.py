@@ -1,14 +1,9 @@
 """The exact search: best-first over micro-batch pairs, all device orders of a pair at once.
 
-Every pair has a proven bound, and the pair of least bound takes one more step:
-
-1. from its bound without contiguity to the lattice's, by a short ascent and then a long one;
-2. to a level slightly above it, by enumerating every plan below that level as labels over stage
-   columns (``csrc/labels.c``), and so on upwards, at most to the incumbent.
-
-When the least bound passes the incumbent, the incumbent is the best plan.
-
-Every plan is evaluated by ``objective``. At the time limit, or when columns or labels exceed their
+The pair of least proven bound takes one more step: first from its bound without contiguity to the
+lattice's, by a short and then a long ascent; then to levels above it, by enumerating every plan
+below a level as labels over stage columns (``csrc/labels.c``). When the least bound passes the
+incumbent, the incumbent is the best plan. At the time limit, or when columns or labels exceed their
 limit, the incumbent is returned with the bound proven so far.
 """
 

@@ -1,8 +1,7 @@
-"""All methods on one request.
+"""All methods on one request, evaluated with the same costs.
 
-The methods share one task, so they are evaluated with the same costs. The search stops within its
-gap, and a baseline's plan may lie inside it: then the search returns that plan with its own bound,
-so it is never worse than a baseline.
+The search stops within its gap, and a baseline's plan may lie inside it: then the search returns
+that plan with its own bound.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The explanation of a plan: its binding constraints, and what other devices would change.
 
-The what-if questions are: the best plan that must use a left-out device, or has one more device.
 Each answer is another search with a time limit, at the same price of degradation where objectives
 are compared and within the same degradation where speeds are.
 """

@@ -1,8 +1,7 @@
 """Several plans between the best quality and the highest speed, none of them dominated.
 
 The ends are the fastest plan and the fastest plan of least degradation. In between the widest gap
-is halved repeatedly: the fastest plan within a quality budget. Budgets also find the non-convex
-parts of the front; a small price of degradation avoids degradation without gain.
+is halved repeatedly: the fastest plan within a quality budget, which finds non-convex parts too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Adabits: bits of least degradation, without regard to latency (LLM-PQ, Sec. 4.3 and 6.9).
 
 Of all contiguous placements that fit, the one of least degradation; of equal ones, the one with
-least work in all layers. The micro-batch pair is chosen by the objective, as for every method.
-``find_adaptive_even`` keeps an even split instead.
+least work in all layers. ``find_adaptive_even`` keeps an even split instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Least additive cost under memory: exact placement when the objective is a sum over layers.
 
-Without the slowest stage in the objective every layer has a cost of its own at every position and
-bitwidth, and only memory couples the layers. That is adabits (degradation alone), a single device
-(its latency is linear) and the bits of a stage whose layers are given.
-
-Lagrange multipliers of memory give a lower bound; then the layers are placed one by one, keeping
-every partial plan that is neither dominated by a cheaper one of at most its memory nor ruled out by
-the bound. Array legend: ``N`` positions, ``L`` layers, ``B`` bitwidths.
+That is adabits (degradation alone), a single device (its latency is linear) and the bits of a stage
+whose layers are given. Lagrange multipliers of memory give a lower bound; then the layers are
+placed one by one, keeping every partial plan that is neither dominated by a cheaper one of at most
+its memory nor ruled out by the bound. Array legend: ``N`` positions, ``L`` layers, ``B`` bitwidths.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Exchanges of layers and bitwidths between stages: the steps of the bitwidth transfer.
 
-A plan is a table of counts: how many layers of each bitwidth every position holds. Within a stage
-the most sensitive layers have the widest bits, so the counts determine the plan. In an exchange one
-set of positions gives layers to another while layers of both change their bitwidth; positions in
-between keep their counts and shift. All options are evaluated in one sweep.
+A plan is a table of counts of layers by position and bitwidth; within a stage the most sensitive
+layers have the widest bits. In an exchange one set of positions gives layers to another while
+layers of both change their bitwidth; positions in between keep their counts and shift.
 
 Array legend: ``N`` positions, ``B`` bitwidths, ``M`` layers of a stage, ``A`` and ``C`` options of
 the two sides, and ``4`` totals: prefill seconds, decode seconds, bytes, degradation.

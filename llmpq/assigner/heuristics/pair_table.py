@@ -1,8 +1,7 @@
-"""One placement evaluated with every micro-batch pair at once.
+"""One placement evaluated with every micro-batch pair at once, to rank pairs.
 
-Most heuristics place the layers first and then take the best pair, so the formulas of ``objective``
-are computed here for all pairs in one sweep, for ranking; the choice is evaluated by ``objective``.
-Array legend: ``P`` pairs, ``S`` stages, ``L`` layers.
+The formulas are those of ``objective``, which evaluates the choice. Array legend: ``P`` pairs,
+``S`` stages, ``L`` layers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """PipeEdge: one bitwidth, and the split with the shortest pipeline of a single phase.
 
 Hu et al., 2021, as LLM-PQ (Sec. 6.1) compares with it: layers of one bitwidth, lowered until they
-fit, over different devices and links, by dynamic programming on the slowest stage or link. It was
-made for encoders, so it considers prefill and not decode; of splits whose slowest part is equal it
-takes the one of the least sum. The pair is then chosen by the objective; the paper uses the same
-micro-batch in both phases.
+fit, by dynamic programming on the slowest stage or link. It was made for encoders, so it considers
+prefill alone; of splits whose slowest part is equal it takes the one of the least sum.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The integer program of one device order and one micro-batch pair (LLM-PQ, Eqs. 4-16).
 
 The paper's pairwise contiguity constraints are replaced by step variables: ``v[i, j]`` says that
-layer ``i`` runs at position ``j`` or before it, and never increases with ``i``. Then ``z[i, j, b]``
-may stay continuous: once ``v`` is whole and the counts ``n[j, k, b] = sum_i z[i, j, b]`` are whole,
-what is left inside a stage is a transportation problem, whose optimum is whole. Time and memory
-only depend on the counts. When all layers are equal, ``v`` and ``z`` are not needed.
-
-Every solution becomes an assignment and is evaluated by ``objective``; a solver whose value differs
-from that is an error.
+layer ``i`` runs at position ``j`` or before it. Then ``z[i, j, b]`` may stay continuous: once ``v``
+and the counts ``n[j, k, b] = sum_i z[i, j, b]`` are whole, what is left inside a stage is a
+transportation problem, whose optimum is whole. When all layers are equal, ``v`` and ``z`` are not
+needed. A solver whose value differs from that of ``objective`` is an error.
 """
 
 from __future__ import annotations

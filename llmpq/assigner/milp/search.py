@@ -1,9 +1,8 @@
 """Every device order and micro-batch pair as an integer program, best bound first (Algorithm 1).
 
-Each candidate has a lower bound before anything is solved. Candidates are solved in its order, each
-only for plans better than the best so far, until the next bound cannot win. The result has a bound
-over all candidates. The first incumbent is the plan of bitwidth transfer, because programs are slow
-at finding plans where layers differ, and much faster with a cutoff.
+Candidates are solved in the order of their lower bounds, each only for plans better than the best
+so far, until the next bound cannot win. The first incumbent is the plan of bitwidth transfer,
+because programs are slow where layers differ, and much faster with a cutoff.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Local search around an RRA schedule, each neighbour evaluated by the simulator.
 
-The closed form takes the mean of every batch and assumes that a cycle ends before the next one
-begins. In a pipeline, prompts follow the last decode steps of the old cycle, so encoding more often
-costs less than it says; and a batch that is refilled at every encoding (a threshold of 0) has a
-higher throughput than one that is full on average. With a bound for 99 % of the requests the closed
-form, which bounds one answer, is inexact, so the decoding batch varies too. A neighbour encodes
-the ``B_E`` that its ``B_D`` and ``N_D`` need.
+The closed form assumes that a cycle ends before the next one begins. In a pipeline prompts follow
+the last decode steps of the old cycle, so encoding more often costs less than it says, and a batch
+that is refilled at every encoding (a threshold of 0) has a higher throughput. With a bound for 99 %
+of the requests the decoding batch varies too. A neighbour encodes the ``B_E`` that its ``B_D`` and
+``N_D`` need.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Branch and bound over two variables in which throughput and latency both rise (ExeGPT, Alg. 1).
 
 A block of the grid is searched when its lower corner meets the latency bound and the best
-throughput of its corners, which bounds the block, exceeds the best found. Padding and whole numbers
-of micro-batches make the functions slightly non-monotone; tolerances, a few seed points and a local
-search from the best point compensate for that.
+throughput of its corners exceeds the best found. Tolerances, a few seed points and a local search
+compensate for functions that are slightly non-monotone.
 """
 
 from __future__ import annotations

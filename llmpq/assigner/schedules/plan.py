@@ -1,9 +1,8 @@
 """From a plan to a plan with a schedule: the policy, its control variables, its micro-batches.
 
-The planner assigns layers and bits; the schedule is searched on top of that, with the same cost
-models. A schedule for ``queries`` is verified by the simulator: 99 of 100 requests of a trace with
-the same length distributions must be answered in time, counted from the start of each one's
-prefill. Simulated latencies are multiplied by the safety margin (``safety_margin``).
+A schedule for ``queries`` is verified by the simulator: 99 of 100 requests of a trace with the same
+length distributions must be answered in time, counted from the start of each one's prefill.
+Simulated latencies are multiplied by the safety margin (``safety_margin``).
 """
 
 from __future__ import annotations

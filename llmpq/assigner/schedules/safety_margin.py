@@ -1,9 +1,7 @@
 """The safety margin of a latency bound: a factor on simulated latencies.
 
-A forecast is a mean: half of all runs are slower. The margin follows from the standard deviation
-that a latency model states for a shape that was not measured, or was measured with noise. It is a
-share of the layers' seconds; a pipeline's latency grows no faster than these. The stage and phase
-with the largest deviation count. A roofline is not measured and gives no margin.
+It follows from the standard deviation that a latency model states for a shape, as a share of the
+layers' seconds; the stage and phase with the largest count. A roofline gives no margin.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """The steady state of a schedule: expected batch sizes in closed form, and the seconds of a cycle.
 
-A phase is ``N_D`` decode iterations (WAA has ``N_D = 1``). An answer of ``S`` tokens needs
-``D = S - 1`` iterations, because prefill makes its first token, and so ``ceil(D / N_D)`` phases.
+A phase is ``N_D`` decode iterations (WAA has ``N_D = 1``). An answer of ``S`` tokens needs ``D = S
+- 1`` iterations, because prefill makes its first token, and so ``ceil(D / N_D)`` phases.
 
 **Deviation from ExeGPT (Sec. 6).** The paper takes the lengths of a decoding batch's members to
 have the distribution of arriving requests, ``B_E = B_D E[1 / ceil(S / N_D)]``. In the steady state
-long answers stay longer, so members follow the arrival distribution weighted by the phases they
-stay, and Little's law gives ``B_E = B_D / E[ceil(D / N_D)]``. At ``N_D = 1`` this is the paper's
-formula for WAA, ``B_D = B_E E[S]``. A Monte Carlo simulation confirms ours (tests).
+long answers stay longer, and Little's law gives ``B_E = B_D / E[ceil(D / N_D)]``. At ``N_D = 1``
+this is the paper's formula for WAA. A Monte Carlo simulation confirms ours (tests).
 
-As in ExeGPT's XSimulator (Sec. 6), a cycle's encoding and its ``N_D`` iterations have their
-expected sizes, and a flow shop over the stages gives its seconds.
+As in ExeGPT's XSimulator, a cycle's encoding and its iterations have their expected sizes, and a
+flow shop over the stages gives its seconds.
 """
 
 from __future__ import annotations

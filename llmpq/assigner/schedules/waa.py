@@ -1,12 +1,10 @@
 """The best WAA schedule of a plan with separate stages per phase (ExeGPT, Sec. 4). Experimental.
 
 The size ``B_m`` of a decode micro-batch and the number of them in flight make the decoding batch
-``B_D``; ``B_E`` keeps it full, ``B_D = B_E E[D]`` an iteration (Sec. 4.1 and 4.2). Both raise
-throughput and latency, so the search is that of RRA.
+``B_D``; ``B_E`` keeps it full, ``B_D = B_E E[D]`` an iteration (Sec. 4.1 and 4.2).
 
-**Deviation.** The paper's ``B_E`` is a whole number of requests an iteration. With the batches of a
-small machine it would be below one: here encoding runs at its own pace, ``B_E`` at a time, and
-must be fast enough to keep the decoding batch full.
+**Deviation.** The paper's ``B_E`` is a whole number of requests an iteration, which would be below
+one with small batches: here encoding runs at its own pace, ``B_E`` at a time.
 """
 
 from __future__ import annotations

@@ -2,26 +2,28 @@
 
 Three layouts: ``aiconfigurator`` (the package aiconfigurator-core, parquet), ``vidur`` (a folder
 with ``mlp.csv`` and ``attention.csv``) and ``helix`` (one CSV of whole layers). What a database
-lacks is filled by a stated rule and named in the table's provenance: norms and launches as
-``llmpq.costmodel.importers.operators`` says; a bitwidth without a measured kernel is the nearest
-weight-only or unquantized one, times the ratio of the two in the roofline.
+lacks is filled by a rule that the table's provenance names: a bitwidth without a measured kernel is
+the nearest weight-only or unquantized one, times the ratio of the two in the roofline. Tables of
+the installed aiconfigurator price devices without any other table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from llmpq.costmodel.importers import vidur
-from llmpq.costmodel.importers.aiconfigurator import read_database
+from llmpq.costmodel.importers.aiconfigurator import PACKAGE, read_database
 from llmpq.costmodel.importers.csv_rows import csv_rows, number
 from llmpq.costmodel.importers.operators import expert_shape, layer_samples, shard_of
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import device, device_types
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import Dtype, Phase
+from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.tables import CommTable, LatencySample, LatencyTable
 
 DEVICE_TYPES: Mapping[str, str] = {
@@ -33,6 +35,8 @@ DEVICE_TYPES: Mapping[str, str] = {
 }
 """Catalogue types of the databases' devices; another device keeps its own name."""
 
+HINT = "pip install 'llmpq[profiles]' to plan these devices with measured kernels"
+_NAMES = {ours: theirs for theirs, ours in DEVICE_TYPES.items()}
 _HELIX_HEADER = ("model", "machine", "phase", "batch_tokens", "layer_ms")
 _HELIX_PHASES = {"prompt": Phase.PREFILL, "decode": Phase.DECODE}
 _MS = 1e-3
@@ -225,3 +229,44 @@ def _file(request: ImportRequest, expected: str) -> Path:
 
 LAYOUTS = {"aiconfigurator": _aiconfigurator, "helix": _helix, "vidur": _vidur}
 """Readers by the name a command gives."""
+
+
+def is_known(device_type: str) -> bool:
+    """Return whether the public database measured a device of this type, installed or not."""
+    return device_type in _NAMES
+
+
+def is_installed() -> bool:
+    """Return whether the public database and its reader are installed."""
+    return all(find_spec(name) is not None for name in (PACKAGE, "pyarrow"))
+
+
+@lru_cache(maxsize=32)
+def public_table(
+    model: ModelSpec, device_type: str, dtype: Dtype, *, members: int = 1
+) -> LatencyTable | None:
+    """Return the table of a model's layer on a device, ``None`` where none can be assembled.
+
+    ``members`` devices share the layer (tensor parallelism). The last tables are kept: assembling
+    takes a quarter of a second.
+    """
+    if dtype == "float32" or not is_known(device_type) or not is_installed():
+        return None
+    request = ImportRequest(
+        model=model,
+        device=_NAMES[device_type],
+        device_type=device_type,
+        bits=BITS,
+        dtype=dtype,
+        tensor_parallel=members,
+    )
+    try:
+        return import_table("aiconfigurator", request)
+    except SpecError:
+        # Such as attention that was not measured on this device: the roofline still answers.
+        return None
+
+
+def public_source(device_type: str) -> str:
+    """Return how messages name a public table."""
+    return f"aiconfigurator {_NAMES[device_type]}"

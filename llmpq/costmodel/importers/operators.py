@@ -1,11 +1,9 @@
 """Operators: measured seconds of single kernels, and the decoder layer they add up to.
 
-Public databases time one matrix product or one attention call at a time. A layer is the sum of
-those calls (query, key and value products fused, gate and up fused, as every engine runs them) plus
-what the databases leave out, filled by one stated rule: norms, rotary and activation stream their
-values at ``stream_bytes_per_s`` and cost ``launch_s`` each. Experts are one measured call of their
-exact shape, since a routed layer is not a sum of fixed products. With tensor parallelism (Megatron;
-ExeGPT, Sec. 4.2) each device holds a part: matrices that read the residual stream are cut by their
+A layer is the sum of its calls (query, key and value products fused, gate and up fused) plus what
+the databases leave out: norms, rotary and activation stream their values at ``stream_bytes_per_s``
+and cost ``launch_s`` each. Experts are one measured call of their exact shape. With tensor
+parallelism (Megatron; ExeGPT, Sec. 4.2) matrices that read the residual stream are cut by their
 outputs, those that write it by their inputs, heads evenly, norms not at all; two all-reduces of the
 hidden states add up the partial sums.
 """

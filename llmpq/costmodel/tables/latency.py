@@ -1,10 +1,9 @@
 """Latency: seconds of one model's layers on one type of device, from a measured table.
 
-Three laws answer. ``hinged``, the default, is that of ``llmpq.costmodel.tables.law``, kept between
-the measured shapes around the asked one: a measured shape answers for itself, and a larger batch or
-a longer context never costs less. ``paper`` is the regression of LLM-PQ by plain least squares, for
-comparison; ``features`` has the same features with non-negative coefficients fitted to relative
-errors. A phase and bitwidth without a sample is a ``ProfileMissError``.
+The law ``hinged``, the default, is that of ``llmpq.costmodel.tables.law``, kept between the
+measured shapes around the asked one. ``paper`` is the regression of LLM-PQ by plain least squares,
+for comparison; ``features`` has its features with non-negative coefficients fitted to relative
+errors.
 """
 
 from __future__ import annotations

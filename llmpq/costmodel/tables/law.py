@@ -1,11 +1,9 @@
 """Law: seconds of one layer as a non-negative sum of piecewise-linear functions of the shape.
 
-Matrix products take a non-decreasing piecewise-linear function of the rows that they multiply, with
-steps where libraries switch kernels. Attention takes one of its work, rows times tokens, and rows
-times one of the tokens. A constant and terms in tokens and in sequences are added. All coefficients
-are fitted together to relative errors and none is negative, so the law is positive, never falls
-with batch or tokens, and is linear outside the measured sizes. Where the knots have no effect it is
-the regression of LLM-PQ, Sec. 4.1, whose features these are.
+Matrix products take a function of the rows that they multiply, with steps where libraries switch
+kernels; attention one of its work, rows times tokens, and rows times one of the tokens. A constant
+and terms in tokens and in sequences are added. No coefficient is negative, so the law is positive
+and never falls with batch or tokens. Without knots it is the regression of LLM-PQ, Sec. 4.1.
 """
 
 from __future__ import annotations

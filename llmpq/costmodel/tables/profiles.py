@@ -1,9 +1,7 @@
-"""Profiles: find the measured tables of a device.
+"""Profiles: find the measured tables of a device, by their provenance lines.
 
-The provenance lines of a table state what it was measured on; its file name says nothing. A table
-that the cluster file names for a device must be of this model. A folder of tables is searched for
-those that match, and tables of the same device are read as one. Provenance lines that are not read
-here (also ``drift``, ``company`` and ``loop_s`` of older versions) have no effect.
+A table that the cluster file names for a device must be of this model. A folder of tables is
+searched for those that match, and tables of the same device are read as one.
 """
 
 from __future__ import annotations
