@@ -27,7 +27,7 @@ Schedules are searched as ``llmpq-algo --policy rra|waa|auto`` does: those of th
 is known before it, those for a bound after it. A bound is
 what static batches of 24 or 16 keep for 99 % of the requests when played, and as surely as the
 schedule is to keep it: both use the safety factor of
-``assigner/schedules/safety_margin.py``.
+``assigner/schedules/plan.py``.
 """
 
 from __future__ import annotations

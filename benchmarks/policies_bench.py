@@ -13,10 +13,10 @@ from workbench import command, write_prompts
 from llmpq.assigner.schedules.plan import (
     ScheduleRequest,
     best_of_policies,
+    safety_factor,
     simulated,
     with_schedule,
 )
-from llmpq.assigner.schedules.safety_margin import safety_factor
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries

@@ -226,6 +226,5 @@ def _floats(function: Callable[..., float], *axes: Sequence[Any]) -> FloatArray:
 
 
 def _integers(function: Callable[..., int], *axes: Sequence[Any]) -> IntArray:
-    """Return the table of a function over all combinations of its arguments."""
     values = [function(*cell) for cell in product(*axes)]
     return np.array(values, dtype=np.int64).reshape([len(axis) for axis in axes])

@@ -45,7 +45,7 @@ def even_plan(  # noqa: PLR0913  keywords
         shape: sequences, prompt tokens and new tokens.
         micro_batch: sequences of a prefill and of a decode micro-batch.
         kv_bits: bits of cached values, ``None`` for the dtype's.
-        dtype: number format of the run, ``None`` for the checkpoint's.
+        dtype: number format, ``None`` for the checkpoint's.
         cuts: first layer of every stage and end of the last, ``None`` for even stages.
 
     Raises:

@@ -94,10 +94,7 @@ def _stage(
 
 
 class _ThinnedCosts(PlanCosts):
-    """A plan's costs when each simulated decode round stands for ``stretch`` rounds.
-
-    The k-th simulated round is the middle of the rounds that it stands for.
-    """
+    """A plan's costs when each simulated decode round is the middle of ``stretch`` rounds."""
 
     def __init__(
         self,
@@ -111,7 +108,6 @@ class _ThinnedCosts(PlanCosts):
         self._prompt_tokens = plan.workload.prompt_tokens
 
     def stage_s(self, rank: int, shape: BatchShape) -> float:
-        """Return the seconds of a stage's layers at the context that the round stands for."""
         if shape.phase is Phase.PREFILL or not self.has_layers(rank, shape.phase):
             return super().stage_s(rank, shape)
         made = shape.longest - self._prompt_tokens

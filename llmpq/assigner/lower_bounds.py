@@ -38,8 +38,6 @@ def lower_bounds(space: SearchSpace) -> FloatArray:
 
 
 class _LagrangianDual:
-    """The dual functions of all candidates."""
-
     def __init__(self, space: SearchSpace, pairs: Sequence[PairCosts]) -> None:
         groups = space.num_groups
         self.shape = len(pairs), groups
@@ -81,7 +79,6 @@ class _LagrangianDual:
         self.budget = space.quality_budget
 
     def maximize(self) -> FloatArray:
-        """Return ``[P, T]`` the best bounds found."""
         size, groups = self.first.size, self.shape[1]
         share = np.zeros((size, groups))  # logits: which group is slowest in prefill
         decode = np.zeros((size, groups + 1))  # the same in decode; last: the pass is longer

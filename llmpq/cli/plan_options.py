@@ -15,8 +15,7 @@ from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
-from llmpq.assigner.schedules.plan import ScheduleRequest
-from llmpq.assigner.schedules.tensor_parallel import schedule_plan
+from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster

@@ -184,9 +184,8 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
 def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
     """Return the most bytes that a step takes for tensors and their holes.
 
-    Hidden states of a step are held for each link that carries whole ones (the last stage returns
-    last tokens only): in the receive buffer or on their way out; large ones in buffers shared with
-    the neighbour. A pipeline of one stage holds its embedded tokens.
+    Hidden states are held for each link that carries whole ones: received or on their way out,
+    large ones in buffers shared with the neighbour. One stage alone holds its embedded tokens.
     """
     held = SHARED_BUFFERS if step.hidden >= SHARED_FROM_BYTES else 1
     found = [

@@ -100,7 +100,6 @@ def _position(shape: Shape) -> tuple[float, float]:
 
 
 def _farthest_points(candidates: list[Shape], points: int) -> list[Shape]:
-    """Return the candidates chosen by farthest-point sampling; of equals the smaller."""
     order = sorted(candidates, key=lambda shape: (shape.batch * shape.tokens, shape.batch))
     positions = {shape: _position(shape) for shape in order}
     chosen = list(dict.fromkeys((order[0], order[-1])))

@@ -169,8 +169,7 @@ def _exchange_all(
 ) -> tuple[list[list[float]], list[float], LinkEnds]:
     """Repeat every exchange in shuffled rounds; the first round is not counted.
 
-    Returns the seconds of every exchange; those of the smallest after both ranks have read other
-    memory; and the processor time of either end in that state.
+    Returns the seconds of every exchange, those of the smallest with cold caches, and of the ends.
     """
     shuffle = random.Random(job.seed)
     times: list[list[float]] = [[] for _ in job.exchanges]

@@ -49,7 +49,6 @@ def measure_memory(
 
 
 def _prompts(plan: Plan, lengths: Sequence[int] | None, vocab_size: int, seed: int) -> list[Prompt]:
-    """Return random prompts whose answers have the plan's full length."""
     chance = random.Random(seed)
     work = plan.workload
     return [

@@ -126,8 +126,7 @@ def _pack(
 class _GroupOrders:
     """Every interleaving of the groups, or only those in which a group's devices stand together.
 
-    Progress: devices of every group that are used or, in blocks, can no longer be used because
-    another group was entered.
+    Progress: devices of every group that are used or, in blocks, were left behind.
     """
 
     def __init__(self, tables: _GroupTables, needed: tuple[int, ...], *, in_blocks: bool) -> None:
@@ -194,10 +193,7 @@ class _GroupOrders:
 
 
 class _FixedOrder:
-    """One order, from which devices may be dropped. Progress: position in it.
-
-    The methods are those of ``_GroupOrders``.
-    """
+    """One order, from which devices may be dropped. Progress: position in it."""
 
     def __init__(self, num_groups: int, order: tuple[int, ...], needed: tuple[int, ...]) -> None:
         self.num_groups = num_groups
@@ -273,7 +269,6 @@ class _GroupTables:
         self.returns = stacked(_MATRICES[2:], (size, size))
 
     def earlier_interchangeable(self) -> tuple[tuple[int, ...], ...]:
-        """Return for every group the earlier groups that it is interchangeable with."""
         return tuple(
             tuple(other for other in range(group) if self._are_interchangeable(other, group))
             for group in range(len(self.counts))
@@ -290,10 +285,9 @@ class _GroupTables:
         return bool((self.links[np.ix_(swapped, swapped)] == self.links).all())
 
     def master_classes(self, *, skip_own: bool) -> tuple[int, ...]:
-        """Return for every group the first group of its class of equal return links.
+        """Return for every group the first one with equal return links from every last group.
 
-        Members of a class have equal return links from every last group. ``skip_own`` ignores those
-        from the members themselves, as where groups stand together.
+        ``skip_own`` ignores those from the groups themselves, as where groups stand together.
         """
         returns, size = self.returns, len(self.counts)
         members: dict[int, list[int]] = {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,15 +21,13 @@ from llmpq.assigner.enumeration import (
 from llmpq.assigner.explain.binding import allowed_bits
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import IntArray, PairCosts
-from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.assigner.request import PlanningTask, PlanRequest, costs_of
+from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from llmpq.assigner.request import PlanningTask, PlanRequest
 
 MAX_ADDED_DEVICES = 16
 SMALLEST = MicroBatching(prefill=1, decode=1)
@@ -45,8 +42,7 @@ def explain_memory(request: PlanRequest) -> str:
             f"{request.model.name} does not fit when its layers are decided in groups of "
             f"{request.layer_group}; it does with smaller groups"
         )
-    costs = _costs(request)
-    pair = _smallest_pair(costs, request)
+    pair, costs = _smallest_pair(request)
     if held < 0:
         short = format_bytes(costs.master_bytes())
         why = f"no device holds the embeddings and head ({short}) and its runtime"
@@ -94,7 +90,7 @@ def explain_budget(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> s
 
 def held_layers(request: PlanRequest) -> int:
     """Return how many of the model's layers fit at the fewest bits, -1 when the master does not."""
-    pair = _smallest_pair(_costs(request), request)
+    pair, _ = _smallest_pair(request)
     counts = np.array([len(members) for members in device_groups(request.cluster)])
     if len(request.model.layer_types) > 1:
         try:
@@ -143,19 +139,11 @@ def dropped_reasons(plan: Plan, costs: ClusterCosts) -> dict[int, str]:
     return reasons
 
 
-def _costs(request: PlanRequest) -> ClusterCosts:
-    return build_costs(
-        request.model,
-        request.cluster,
-        dtype=request.dtype,
-        kv_bits=request.kv_bits,
-        latency="roofline",  # only bytes are needed, so no table is read
-    )
-
-
-def _smallest_pair(costs: ClusterCosts, request: PlanRequest) -> PairCosts:
+def _smallest_pair(request: PlanRequest) -> tuple[PairCosts, ClusterCosts]:
+    """Return the pair of least memory; only bytes are needed, so no table is read."""
+    costs = costs_of(replace(request, latency="roofline", profile_dir=None))
     (pair,) = build_pairs(costs, request.workload, request.bits, [SMALLEST])
-    return pair
+    return pair, costs
 
 
 def _held_by_order(pair: PairCosts, order: tuple[int, ...], kinds: tuple[int, ...]) -> int:

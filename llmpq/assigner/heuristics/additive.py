@@ -98,11 +98,10 @@ def _range(problem: AdditiveProblem) -> float:
 
 
 class _Relaxed:
-    """The Lagrangian relaxation of memory.
+    """The Lagrangian relaxation of memory: ``bound`` is below the cost of all that fits.
 
-    ``bound`` is below the cost of all placements that fit; ``rest [N, L + 1]`` the least cost of
-    the other layers when layers ``[0, i)`` are placed up to this position, with credit for all of
-    its memory; ``used_bytes [N]`` those of the cheapest relaxed placement.
+    ``rest [N, L + 1]`` is the least cost of the other layers when layers ``[0, i)`` are placed up
+    to this position; ``used_bytes [N]`` those of the cheapest relaxed placement.
     """
 
     def __init__(self, problem: AdditiveProblem, multipliers: FloatArray) -> None:
@@ -238,7 +237,6 @@ class _Sweep:
         return _Front(memory[rows], cost[rows], parents, widths)
 
     def choices(self) -> tuple[list[int], list[int]]:
-        """Return position and width of every layer of the placement that ``run`` found."""
         position, layer = len(self.fronts) - 1, len(self.fronts[0]) - 1
         row = len(self.fronts[position][layer].cost) - 1
         found: list[tuple[int, int]] = []

@@ -95,8 +95,6 @@ def _starts(
 
 
 class _Transfer:
-    """The transfer for one device order."""
-
     def __init__(self, table: PairTable, order: tuple[int, ...], deadline: Deadline) -> None:
         self.table = table
         self.order = order

@@ -336,7 +336,6 @@ _SENSES = {
 
 
 def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
-    """Add up the coefficients of each variable."""
     sums: dict[pulp.LpVariable, float] = {}
     for variable, value in terms:
         sums[variable] = sums.get(variable, 0.0) + value

@@ -84,8 +84,6 @@ def _candidates(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> list
 
 
 class _Search:
-    """Best-first search with an incumbent."""
-
     def __init__(
         self, task: PlanningTask, progress: Progress, candidates: list[_Candidate]
     ) -> None:

@@ -2,24 +2,25 @@
 
 A schedule for ``queries`` is verified by the simulator: 99 of 100 requests of a trace with the same
 length distributions must be answered in time, counted from the start of each one's prefill.
-Simulated latencies are multiplied by the safety margin (``safety_margin``).
+Simulated latencies are multiplied by ``safety_factor``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 from typing import Literal, get_args
 
 import numpy as np
 
-from llmpq.assigner.forecast import policy_of
+from llmpq.assigner.forecast import micro_batches_of, policy_of
 from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes
+from llmpq.assigner.request import PlanRequest, costs_of
 from llmpq.assigner.schedules.local_search import BATCH_MOVES, CYCLE_MOVES, Move, local_search
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, with_estimate
-from llmpq.assigner.schedules.safety_margin import safety_factor
 from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.assigner.schedules.waa_split import BALANCES, Balance, split_plans
 from llmpq.batching import percentile
@@ -28,8 +29,9 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.sim import simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import SimReport
+from llmpq.spec.cluster import with_tensor_parallel
 from llmpq.spec.lengths import LengthDistribution
-from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.precision import BITS
 from llmpq.spec.schedule import PolicyName, default_schedule
 from llmpq.spec.trace import draw_trace
@@ -72,6 +74,52 @@ class ScheduleRequest:
 
 Searched = Literal["rra", "waa"]
 SEARCHED: tuple[Searched, ...] = get_args(Searched)
+
+
+def schedule_plan(
+    request: PlanRequest,
+    plan: Plan,
+    wanted: ScheduleRequest,
+    policy: Literal["rra", "waa", "auto"],
+    *,
+    degrees: Sequence[int],
+    planned: Callable[[PlanRequest], Plan],
+) -> tuple[PlanRequest, Plan]:
+    """Return the plan with a searched schedule, and the request that it is a plan of.
+
+    Every degree gets its own plan by ``planned``; the result is the one with the most requests per
+    second in simulation. Degree 1 is ``plan`` itself; the policy ``auto`` compares all.
+
+    Raises:
+        SpecError: no group of devices divides into teams of a degree.
+        InfeasibleError: no schedule meets the bound.
+    """
+    found: list[tuple[float, PlanRequest, Plan]] = []
+    failures: list[InfeasibleError] = []
+    for degree in sorted(set(degrees)):
+        if degree < 1:
+            raise SpecError(f"--tensor_parallel: found {degree}, expected 1 or more")
+        own, base = request, plan
+        try:
+            if degree > 1:
+                own = replace(request, cluster=with_tensor_parallel(request.cluster, degree))
+                base = planned(own)
+            costs = costs_of(own, base.cluster)
+            if policy == "auto":
+                made = best_of_policies(base, costs, wanted)
+            else:
+                made = with_schedule(base, costs, wanted, policy)
+        except InfeasibleError as error:
+            failures.append(error)
+            continue
+        if len(degrees) == 1:
+            return own, made
+        report = simulated(made, costs_of(own, made.cluster), wanted)
+        found.append((report.throughput_requests_per_s, own, made))
+    if not found:
+        raise failures[0]
+    _, best, made = max(found, key=lambda item: item[0])
+    return best, made
 
 
 def with_schedule(
@@ -185,6 +233,43 @@ def _p99_s(report: SimReport, plan: Plan, costs: ClusterCosts, request: Schedule
     """Return the 99th percentile of latency from the start of prefill, with the safety margin."""
     simulated_s = percentile([record.service_s for record in report.requests], PERCENT)
     return simulated_s * safety_factor(plan, costs, request.confidence)
+
+
+def safety_factor(plan: Plan, costs: ClusterCosts, confidence: float) -> float:
+    """Return the factor on simulated latencies, at least 1: the safety margin of a bound.
+
+    It follows from the standard deviation that latency models state; a roofline gives none.
+
+    ``confidence`` is the probability of keeping the bound, with normal errors of the stated
+    deviation; 0.5 for no margin.
+
+    Raises:
+        SpecError: ``confidence`` is not in [0.5, 1).
+    """
+    if not 0.5 <= confidence < 1.0:
+        raise SpecError(f"bound confidence: found {confidence:g}, expected 0.5 to less than 1")
+    if confidence == 0.5:
+        return 1.0
+    deviation = max((_deviation(plan, costs, stage) for stage in plan.stages), default=0.0)
+    return 1.0 + NormalDist().inv_cdf(confidence) * deviation
+
+
+def _deviation(plan: Plan, costs: ClusterCosts, stage: StageAssignment) -> float:
+    """Return one standard deviation of a stage's seconds, relative to them."""
+    device = plan.device_of(stage)
+    if costs.latency_source(device) == "roofline" or not stage.num_layers:
+        return 0.0
+    kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
+    layers = set(zip(kinds, stage.bits, strict=True))
+    return max(
+        (
+            costs.layer_estimate(device, phase, bits, rows, round(tokens), kind).relative_deviation
+            for phase, rows, tokens in micro_batches_of(plan)
+            if stage.computes(phase)
+            for kind, bits in layers
+        ),
+        default=0.0,
+    )
 
 
 def _with_bound(plan: Plan, request: ScheduleRequest) -> Plan:

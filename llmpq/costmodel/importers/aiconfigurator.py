@@ -161,10 +161,7 @@ def _gemm_points(file: Path, name: str) -> GemmPoints:
 def _grouped(
     keys: Sequence[Sequence[Any]], sizes: Sequence[Any], milliseconds: Sequence[float]
 ) -> Iterator[tuple[tuple[Any, ...], dict[Any, float]]]:
-    """Yield the seconds by size of every key; of a size measured twice the last in the file.
-
-    The databases have some hundred thousand rows: they are sorted as arrays and cut.
-    """
+    """Yield the seconds by size of every key; of a size measured twice the last in the file."""
     columns = [np.asarray(one) for one in keys]
     order = np.lexsort(columns[::-1])
     columns = [one[order] for one in columns]
@@ -306,12 +303,10 @@ def _small_figures(file: Path) -> tuple[float, float]:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise SpecError(f"{file}: cannot be read: {error}") from None
-    rate = _figure(file, text, "mem_bw") * _figure(file, text, "mem_bw_empirical_scaling_factor")
-    return rate, _figure(file, text, "mem_empirical_constant_latency")
-
-
-def _figure(file: Path, text: str, name: str) -> float:
-    found = re.search(rf"^\s*{name}:\s*([0-9.e+-]+)", text, re.MULTILINE)
-    if found is None:
-        raise SpecError(f"{file}: found no '{name}', expected a number")
-    return float(found.group(1))
+    values = []
+    for name in ("mem_bw", "mem_bw_empirical_scaling_factor", "mem_empirical_constant_latency"):
+        found = re.search(rf"^\s*{name}:\s*([0-9.e+-]+)", text, re.MULTILINE)
+        if found is None:
+            raise SpecError(f"{file}: found no '{name}', expected a number")
+        values.append(float(found.group(1)))
+    return values[0] * values[1], values[2]

@@ -168,12 +168,7 @@ def _fill_bits(
             asked = (one.batch, float(one.tokens), 0)
             ratio = roofline.layer_s(one.phase, bits, *asked)
             ratio /= roofline.layer_s(one.phase, near, *asked)
-            filled.append(
-                LatencySample(
-                    phase=one.phase, bits=bits, batch=one.batch, tokens=one.tokens,
-                    seconds=one.seconds * ratio,
-                )
-            )  # fmt: skip
+            filled.append(replace(one, bits=bits, seconds=one.seconds * ratio))
         notes.append((f"filled_{bits}_bits", f"{near} bits times the roofline's ratio"))
     return tuple(filled), tuple(notes)
 

@@ -107,8 +107,7 @@ class Curve:
     def _regime_change(self, batch: float, tokens: float, seconds: float) -> float:
         """Return the deviation for a kernel that becomes proportional outside what was measured.
 
-        Decode waits for memory up to some batch and for arithmetic from there; a table that ends
-        before does not show it. Seconds lie between the forecast and the edge's in proportion.
+        Seconds lie between the forecast and the edge's in proportion.
         """
         most = float(self._samples.batch.max()), float(self._samples.tokens.max())
         edge = self.seconds(min(batch, most[0]), min(tokens, most[1]))
@@ -273,11 +272,7 @@ class TableLatencyModel:
 
 
 def _octaves_outside(samples: Samples, batch: float, tokens: float) -> list[float]:
-    """Return how many octaves a shape lies outside along rows, tokens, their product and batch.
-
-    The product counts on its own: few rows of long contexts and many rows of short ones do not
-    determine many rows of long ones.
-    """
+    """Return how many octaves a shape lies outside along rows, tokens, their product and batch."""
     rows = batch * tokens if samples.phase is Phase.PREFILL else batch
     axes = [(rows, samples.rows), (tokens, samples.tokens)]
     axes += [(rows * tokens, samples.rows * samples.tokens), (batch, samples.batch)]
@@ -288,8 +283,5 @@ def _octaves_outside(samples: Samples, batch: float, tokens: float) -> list[floa
 
 
 def _reach(octaves: float) -> float:
-    """Return what a deviation an octave is multiplied by, so many octaves outside.
-
-    A kernel may change just behind the last measured size.
-    """
+    """Return the octaves, or their root: a kernel may change just behind the last measured size."""
     return max(octaves, sqrt(octaves))

@@ -210,10 +210,7 @@ def _knots(sizes: Array, octaves: float) -> Array:
 
 
 def _determined_steps(rows: Array) -> tuple[Array, Array]:
-    """Return the steps with a sample within an octave on both sides, and their charges ``[S]``.
-
-    A wide gap does not tell where a step lies, nor a step from a bend, so it is charged more.
-    """
+    """Return the steps with a sample within an octave on both sides; wide gaps are charged more."""
     steps = np.array(STEPS, dtype=float)
     below = np.array([rows[rows <= step].max(initial=0.0) for step in steps])
     above = np.array([rows[rows > step].min(initial=np.inf) for step in steps])

@@ -164,7 +164,6 @@ def _costs_with(table: Path, plan: Plan, node: str | None, model: str | None) ->
 
 
 def _matches(origin: dict[str, str], group: DeviceGroup) -> bool:
-    """Whether what a table and a group of devices both state is equal."""
     stated = {
         "device": group.type,
         "threads": group.threads,
@@ -227,10 +226,7 @@ def _scheduler_s(report: Fields, master: Fields) -> float:
 def _observed(
     plan: Plan, costs: ClusterCosts, rank: int, work: _Work, scheduler_s: float
 ) -> list[Observation]:
-    """Return what one kind of work states of the layers and of the master.
-
-    ``scheduler_s`` are seconds of the master's scheduler, a micro-batch.
-    """
+    """Return what one kind of work states of the layers and of the master and its scheduler."""
     stage = plan.stages[rank]
     device = costs.cluster.devices[stage.device]
     phase, rows, tokens, count = work.phase, work.rows, work.tokens, work.count
@@ -263,11 +259,7 @@ def _observed(
 
 
 def _fit(observations: Sequence[Observation]) -> dict[int, float]:
-    """Return the factors of one phase: ``sum_b f_b predicted_b + apart = measured``.
-
-    The ridge pulls every factor towards the common factor of the phase: a machine is more likely
-    to be slower at all bitwidths than at one of them.
-    """
+    """Return the factors of one phase: ``sum_b f_b predicted_b + apart = measured``."""
     widths = sorted({bits for one in observations for bits in one.predicted})
     total_s = sum(one.measured_s for one in observations)
     weights = np.array([1.0 / np.sqrt(one.measured_s * total_s) for one in observations])

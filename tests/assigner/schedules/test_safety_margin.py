@@ -12,10 +12,10 @@ from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import (
     ScheduleRequest,
     best_of_policies,
+    safety_factor,
     simulated,
     with_schedule,
 )
-from llmpq.assigner.schedules.safety_margin import safety_factor
 from llmpq.batching import percentile
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
