@@ -13,14 +13,7 @@ from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import (
-    MicroBatching,
-    ModelRef,
-    Plan,
-    Provenance,
-    Search,
-    StageAssignment,
-)
+from llmpq.spec.plan import MicroBatching, ModelRef, Plan, Provenance, Search, StageAssignment
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 

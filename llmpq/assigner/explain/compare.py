@@ -11,12 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.objective import relative_gap
-from llmpq.assigner.planner import (
-    METHODS,
-    check_method,
-    explain_infeasible_overrides,
-    plan_task,
-)
+from llmpq.assigner.planner import METHODS, check_method, explain_infeasible_overrides, plan_task
 from llmpq.assigner.request import PlanRequest, Progress, build_task, silent
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan

@@ -12,12 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import with_counts
-from llmpq.assigner.enumeration import (
-    build_pairs,
-    device_groups,
-    device_orders,
-    layers_that_fit,
-)
+from llmpq.assigner.enumeration import build_pairs, device_groups, device_orders, layers_that_fit
 from llmpq.assigner.explain.binding import allowed_bits
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import IntArray, PairCosts

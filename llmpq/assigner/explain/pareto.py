@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 
 from llmpq.assigner.constraints.deadline import NEVER
 from llmpq.assigner.planner import check_method, explain_infeasible_overrides, plan_task
-from llmpq.assigner.request import (
-    OutOfTimeError,
-    PlanningTask,
-    PlanRequest,
-    Progress,
-    build_task,
-)
+from llmpq.assigner.request import OutOfTimeError, PlanningTask, PlanRequest, Progress, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 

@@ -14,6 +14,7 @@ from llmpq.assigner.schedules.steady_state import (
     encode_s,
     rra_performance,
 )
+from llmpq.assigner.timeline import FlowShop
 from llmpq.errors import InfeasibleError
 from llmpq.sim import StepCosts
 from llmpq.spec.lengths import LengthDistribution
@@ -127,7 +128,9 @@ class RraSpace:
             parts = [task.costs.layout.num_ranks * count for count in _PREFILL_PARTS]
             self._prefill_sizes[encode_batch] = min(
                 sorted({math.ceil(encode_batch / part) for part in parts}, reverse=True),
-                key=lambda size: encode_s(task.costs, task.prompt_tokens, encode_batch, size),
+                key=lambda size: encode_s(
+                    FlowShop(task.costs), task.prompt_tokens, encode_batch, size
+                ),
             )
         return self._prefill_sizes[encode_batch]
 

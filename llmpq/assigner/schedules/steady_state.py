@@ -152,7 +152,7 @@ def rra_performance(
     """Return the performance of RRA in the steady state, for an answer of ``new_tokens`` tokens."""
     decode_batch = batch.decode_batch(encode_batch)
     pipeline = FlowShop(costs)
-    now_s = encoded_s = _encode(pipeline, batch.prompt_tokens, encode_batch, sizes.prefill)
+    now_s = encoded_s = encode_s(pipeline, batch.prompt_tokens, encode_batch, sizes.prefill)
     ends_s = []
     if decode_batch:
         ready_s = [now_s]
@@ -170,15 +170,9 @@ def rra_performance(
 
 
 def encode_s(
-    costs: StepCosts, prompt_tokens: LengthDistribution, requests: int, size: int
-) -> float:
-    """Return the seconds to encode ``requests`` requests in micro-batches of ``size``."""
-    return _encode(FlowShop(costs), prompt_tokens, requests, size)
-
-
-def _encode(
     pipeline: FlowShop, prompt_tokens: LengthDistribution, requests: float, size: int
 ) -> float:
+    """Return the seconds to encode ``requests`` requests in micro-batches of ``size``."""
     return [
         pipeline.run(prefill_shape(prompt_tokens, rows), 0.0)
         for rows in _micro_batches(requests, size)

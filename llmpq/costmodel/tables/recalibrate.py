@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from llmpq.costmodel.costs import ClusterCosts, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import DeviceGroup, Node
+from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import Phase
@@ -56,9 +58,9 @@ class _Work:
     """
 
     phase: Phase
-    rows: int
+    rows: Annotated[int, Rule(minimum=1)]
     tokens: float
-    count: int
+    count: Annotated[int, Rule(minimum=1)]
     seconds: float
     master_s: float
 
@@ -192,25 +194,12 @@ def _observations(
             continue
         if not stage.has("work"):
             raise SpecError(f"{report}: field 'stages[{rank}].work': found none")
-        work = [_read_work(one) for one in stage.children("work")]
+        work = [from_json(_Work, one) for one in stage.children("work")]
         scheduler_s = 0.0 if rank else _scheduler_s(fields, stage)
         count = sum(one.count for one in work)
         for one in work:
             found += _observed(plan, costs, rank, one, scheduler_s / count)
     return found
-
-
-def _read_work(fields: Fields) -> _Work:
-    work = _Work(
-        phase=Phase(fields.text("phase", tuple(phase.value for phase in Phase))),
-        rows=fields.integer("rows", minimum=1),
-        tokens=fields.number("tokens"),
-        count=fields.integer("count", minimum=1),
-        seconds=fields.number("seconds"),
-        master_s=fields.number("master_s"),
-    )
-    fields.done()
-    return work
 
 
 def _scheduler_s(report: Fields, master: Fields) -> float:
