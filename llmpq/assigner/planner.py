@@ -10,15 +10,7 @@ from llmpq.assigner.constraints.overrides import NO_OVERRIDES
 from llmpq.assigner.decode import plan_of
 from llmpq.assigner.exact.method import find_exact
 from llmpq.assigner.explain.infeasible import explain_memory
-from llmpq.assigner.heuristics.adabits import find_adabits, find_adaptive_even
-from llmpq.assigner.heuristics.fastest import find_fastest
-from llmpq.assigner.heuristics.pipeedge import find_pipeedge
-from llmpq.assigner.heuristics.proportional import (
-    find_memory_proportional,
-    find_speed_proportional,
-    find_uniform,
-)
-from llmpq.assigner.heuristics.transfer import find_transfer
+from llmpq.assigner.heuristics import adabits, fastest, pipeedge, proportional, transfer
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.request import (
     OutOfTimeError,
@@ -45,14 +37,14 @@ def find_best(task: PlanningTask, progress: Progress) -> Solution:
 
 METHODS: Mapping[str, Method] = {
     "llmpq": find_best,
-    "uniform": find_uniform,
-    "adaptive_even": find_adaptive_even,
-    "memory_proportional": find_memory_proportional,
-    "speed_proportional": find_speed_proportional,
-    "pipeedge": find_pipeedge,
-    "fastest": find_fastest,
-    "adabits": find_adabits,
-    "heuristic": find_transfer,
+    "uniform": proportional.find_uniform,
+    "adaptive_even": adabits.find_adaptive_even,
+    "memory_proportional": proportional.find_memory_proportional,
+    "speed_proportional": proportional.find_speed_proportional,
+    "pipeedge": pipeedge.find_pipeedge,
+    "fastest": fastest.find_fastest,
+    "adabits": adabits.find_adabits,
+    "heuristic": transfer.find_transfer,
 }
 """The planning methods by name."""
 

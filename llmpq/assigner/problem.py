@@ -29,8 +29,7 @@ class PairCosts:
 
     Attributes:
         micro_batching: the pair ``(eta, xi)``.
-        prefill_batches, decode_batches: micro-batches of the batch, ``ceil(B/eta)`` and
-            ``ceil(B/xi)``.
+        prefill_batches, decode_batches: micro-batches, ``ceil(B/eta)`` and ``ceil(B/xi)``.
         new_tokens: tokens generated per sequence ``n``.
         prefill_s, decode_s: ``[T, K, B]`` seconds of one layer and one micro-batch.
         layer_bytes: ``[T, K, B]`` weights of one layer and its KV cache for the whole batch.
@@ -39,10 +38,8 @@ class PairCosts:
         temporary_bytes: ``[T]`` largest operator and message buffers.
         master_bytes: ``[T]`` embeddings, final norm, head and logits, if it is the master.
         master_prefill_s, master_decode_s: ``[T]`` the master's own work on one micro-batch.
-        send_prefill_s, send_decode_s: ``[T, T]`` hidden states of one micro-batch, from row to
-            column.
-        return_prefill_s, return_decode_s: ``[T, T]`` hidden states of the last position, from the
-            last stage to the master.
+        send_prefill_s, send_decode_s: ``[T, T]`` hidden states of a micro-batch, row to column.
+        return_prefill_s, return_decode_s: ``[T, T]`` those of the last position, to the master.
     """
 
     micro_batching: MicroBatching

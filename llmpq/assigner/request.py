@@ -148,17 +148,15 @@ class PlanningTask:
     """A request with its arrays.
 
     Attributes:
-        request: the request; its ``theta_s`` is set, and its cluster has only the devices that
-            may be used.
+        request: its ``theta_s`` is set, and its cluster has only the devices that may be used.
         cluster: the whole cluster, as the plan will store it.
         device_indices: for every device of the request's cluster its index in ``cluster``.
         limits: manual limits of layers, bits and use, ``None`` for none.
         fixed_order: group of every position when the user fixed the order.
-        costs: the cost models.
         groups: device indices of every group of interchangeable devices.
         pairs: costs of every micro-batch pair for which the model may fit in memory.
-        kinds, omega: ``[L]`` and ``[L, B]`` of the runs of layers decided together.
-        run_lengths: model layers of each run.
+        kinds, omega, run_lengths: ``[L]``, ``[L, B]`` and ``[L]`` layers of the runs decided
+            together.
         num_pairs: micro-batch pairs before the memory test.
     """
 
@@ -303,10 +301,10 @@ def default_theta(task: PlanningTask) -> float:
 
 
 def default_omega(model: ModelSpec, bits: Sequence[int]) -> FloatArray:
-    """Return ``[L, B]`` degradation from the quantizer's step size alone.
+    """Return ``[L, B]`` degradation from the quantizer's step size alone, equal for all layers.
 
-    All layers are equal, and a bitwidth costs the square of its step between two codes,
-    ``((2^4 - 1) / (2^b - 1))^2``, so that every layer at 4 bits is 1.
+    A bitwidth costs the square of its step between two codes, ``((2^4 - 1) / (2^b - 1))^2``, so
+    that every layer at 4 bits is 1.
     """
     layers = model.num_layers
     row = [0.0 if width == 16 else (15 / (2**width - 1)) ** 2 / layers for width in bits]

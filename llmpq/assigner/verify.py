@@ -46,11 +46,7 @@ def verify_plan(
 ) -> Verification:
     """Evaluate a plan again and compare the result with its stored figures.
 
-    Args:
-        plan: the plan.
-        where: its file, for messages.
-        profile_dir: folder of measured latency tables.
-        omega_file: sensitivity table that the plan was made with.
+    ``where`` is its file, for messages; ``omega_file`` the sensitivity table that it was made with.
 
     Raises:
         SpecError: the plan does not match its model, or the sensitivity table does not.

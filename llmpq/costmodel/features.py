@@ -19,11 +19,8 @@ KV_SCALE_BYTES = 2
 class LayerWork:
     """The work of one micro-batch in one decoder layer.
 
-    Attributes:
-        rows: tokens that pass through it ``v s``, or ``v`` in decode.
-        linear_flops: operations of one token in the linear operators.
-        attention_flops: operations of scores and weighted values, the whole square in prefill.
-        kv_values: keys and values read by attention.
+    ``rows`` tokens pass through it (``v s``, or ``v`` in decode), at ``linear_flops`` each;
+    attention counts the whole square in prefill and reads ``kv_values`` keys and values.
     """
 
     rows: float
@@ -52,9 +49,8 @@ def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
 def experts_hit(op: LinearSpec, rows: float) -> float:
     """Return how many of an operator's matrices ``rows`` tokens are expected to visit.
 
-    A token picks ``k`` of ``E`` experts; with even, independent routing an expert is missed by all
-    of ``T`` tokens with probability ``(1 - k/E)^T``, so ``E (1 - (1 - k/E)^T)`` are read. One
-    matrix for a dense operator. Real routing is uneven, so this is an upper estimate.
+    With even, independent routing an expert of ``E`` is missed by all of ``T`` tokens with
+    probability ``(1 - k/E)^T``, so ``E (1 - (1 - k/E)^T)`` are read: an upper estimate.
     """
     if op.count == op.active:
         return float(op.count)

@@ -42,13 +42,10 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkJob:
-    """What to measure; the same on both ranks.
+    """What to measure between two nodes; the same on both ranks.
 
-    Attributes:
-        between: names of the nodes of rank 0 and of rank 1.
-        sizes: bytes of the messages; the smallest one is also the answer to the others.
-        budget_s: seconds to spend; at least ``MIN_ROUNDS`` rounds are made.
-        seed: order of the messages.
+    The smallest of the ``sizes`` (bytes) is also the answer to the others; at least ``MIN_ROUNDS``
+    rounds are made.
     """
 
     between: tuple[str, str]
@@ -198,10 +195,7 @@ def _exchange_all(
 def _time_ends(
     communicator: Communicator, hidden: torch.Tensor, evict: _CacheEviction, answered_s: float
 ) -> tuple[float, float]:
-    """Return the seconds of a send, and those of receiving an answer that has arrived already.
-
-    The receive starts ``answered_s`` after the send, plus the time of reading memory.
-    """
+    """Return the seconds of a send, and of receiving an answer that has arrived already."""
     evict(BUSY_AFTER)
     start = time.perf_counter()
     communicator.send(_frame(0, hidden))

@@ -10,7 +10,6 @@ from llmpq.costmodel.importers.operators import (
     AttentionTimes,
     GemmTimes,
     OperatorTimes,
-    TimesBySize,
     expert_shape,
     fused_products,
     layer_samples,
@@ -69,8 +68,8 @@ def test_experts_that_were_measured_are_one_call_of_the_layer():
     shape = expert_shape(MIXTRAL)
     assert (shape.hidden, shape.inner, shape.active, shape.count) == (4096, 14336, 2, 8)
     assert fused_products(MIXTRAL) == ((6144, 4096), (4096, 4096), (8, 4096))
-    free = layer_samples(MIXTRAL, 4096, moe_times({16: TimesBySize(points=((1, 0.0), (64, 0.0)))}))
-    full = layer_samples(MIXTRAL, 4096, moe_times({16: TimesBySize(points=((1, 0.1), (64, 0.2)))}))
+    free = layer_samples(MIXTRAL, 4096, moe_times({16: ((1, 0.0), (64, 0.0))}))
+    full = layer_samples(MIXTRAL, 4096, moe_times({16: ((1, 0.1), (64, 0.2))}))
     assert {one.bits for one in full} == {16}
     added = {(a.phase, a.batch): b.seconds - a.seconds for a, b in zip(free, full, strict=True)}
     assert added[DECODE, 1] == pytest.approx(0.1)

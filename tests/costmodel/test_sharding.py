@@ -17,7 +17,6 @@ from llmpq.costmodel.importers.operators import (
     AttentionTimes,
     GemmTimes,
     OperatorTimes,
-    TimesBySize,
     fused_products,
     layer_samples,
     shard_of,
@@ -97,7 +96,7 @@ def test_a_shared_layer_is_a_devices_products_and_two_all_reduces():
     seconds = {shape: 1e-4 * (1 + number) for number, shape in enumerate(products)}
     gemm = GemmTimes(points={shape: ((1, one), (64, one)) for shape, one in seconds.items()})
     attention = AttentionTimes(phase=Phase.DECODE, points={(16, 4, 128): {(8, 128): 5e-4}})
-    reduce = TimesBySize(points=((4096, 1e-5), (65536, 4e-5)))
+    reduce = ((4096, 1e-5), (65536, 4e-5))
     times = OperatorTimes(
         gemms={16: gemm},
         attention={Phase.DECODE: attention},

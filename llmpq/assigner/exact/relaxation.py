@@ -103,8 +103,7 @@ def repaired_plan(
 ) -> Incumbent | None:
     """Return a feasible plan near the one that attains the bound, ``None`` without one.
 
-    The relaxed stages hold no more layers than fit at their narrowest bitwidths. Layers over memory
-    are narrowed where that costs least a byte, and free memory is used where it gains.
+    Layers over memory are narrowed where that costs least a byte, and free memory is used.
     """
     stages, choice = native.relaxed_plan(pair.problem, lattice.graph, multipliers)
     if not len(stages):
@@ -143,10 +142,7 @@ def _prices(
 
 
 def _fitted(widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return widths ``[M]`` of one stage that fit in ``capacity`` bytes, near ``widths``.
-
-    ``prices`` and ``sizes`` are ``[M, B]``: the cost and the bytes of a layer at a width.
-    """
+    """Return widths ``[M]`` near ``widths`` that fit in ``capacity``; tables are ``[M, B]``."""
     widths, rows = widths.copy(), np.arange(len(widths))
     while True:
         room = capacity - int(sizes[rows, widths].sum())

@@ -23,9 +23,8 @@ class Binding:
     Attributes:
         constraints: ``memory`` without room for the smallest step; a phase or its link when among
             the slowest, where the phase's latency follows its slowest stage.
-        slack_bytes: memory left.
-        step_bytes: the smallest step that would need more: one of its layers at the next wider
-            bits, or one more layer; ``None`` when there is no such step.
+        step_bytes: the smallest step that would need more than ``slack_bytes``: a layer at the next
+            wider bits, or one more layer; ``None`` when there is no such step.
         prefill_share, decode_share: its time relative to the slowest stage's or link's.
         master_share: the master's own work as a share of this stage's decode step, 0 elsewhere.
     """

@@ -25,12 +25,9 @@ WIDENING = 6.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AdditiveProblem:
-    """Costs and sizes of every choice.
+    """Costs, positive bytes ``[N, L, B]`` of a layer at a position and width; capacities ``[N]``.
 
-    Attributes:
-        costs: ``[N, L, B]`` cost of a layer at a position and a bitwidth, finite.
-        sizes: ``[N, L, B]`` bytes of it, positive.
-        capacities: ``[N]`` bytes of every position; a position of negative capacity cannot run.
+    A position of negative capacity cannot run.
     """
 
     costs: FloatArray
@@ -157,10 +154,7 @@ def _multipliers(problem: AdditiveProblem) -> FloatArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Front:
-    """Undominated partial plans of one position and number of placed layers.
-
-    ``parents`` are rows of the previous front; a width of -1 marks the start of a position.
-    """
+    """Undominated partial plans; ``parents`` are rows of the last front, -1 starts a position."""
 
     memory: IntArray
     cost: FloatArray

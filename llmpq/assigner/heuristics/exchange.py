@@ -51,12 +51,11 @@ class _Side:
 
 @cache
 def changes(num_widths: int, net: int, *, alone: bool = False) -> IntArray:
-    """Return ``[A, B]`` changes of a stage's counts that add up to ``net`` layers.
+    """Return ``[A, B]`` changes of a stage's counts that add up to ``net`` layers of one bitwidth.
 
-    The ``net`` layers have one bitwidth; in addition, up to ``MAX_CHANGES`` layers change from one
-    bitwidth to another. The rules ``(b_straggler, b_other, count)`` of LLM-PQ are among them:
-    giving ``count`` for one is a net loss of ``count - 1`` and one change. A stage that changes
-    ``alone`` may make two such changes.
+    In addition up to ``MAX_CHANGES`` layers change from one bitwidth to another; a stage that
+    changes ``alone`` may make two such changes. The rules ``(b_straggler, b_other, count)`` of
+    LLM-PQ are among them.
     """
     unit = np.eye(num_widths, dtype=np.int64)
     changed = [

@@ -89,15 +89,11 @@ def branch_and_bound(
     throughput_tolerance: float = 0.0,
     latency_tolerance: float = 0.0,
 ) -> GridOptimum:
-    """Find the point of highest throughput within a latency bound.
+    """Find the point of highest throughput on a grid within a latency bound.
 
-    Args:
-        evaluate: throughput and latency of a point ``(i, j)``.
-        shape: the grid, ``0 <= i < shape[0]``, ``0 <= j < shape[1]``; up to the tolerances both
-            functions rise with either index.
-        latency_bound_s: largest latency; infinity for no bound.
-        throughput_tolerance: relative amount by which a block may exceed its corners' throughput.
-        latency_tolerance: relative amount by which a block may undercut its lower corner's latency.
+    Up to the tolerances both values rise with either index: ``throughput_tolerance`` is how far a
+    block may exceed its corners' throughput, ``latency_tolerance`` how far it may undercut its
+    lower corner's latency, both relative.
 
     Raises:
         SpecError: the grid is empty.

@@ -52,12 +52,9 @@ class ScheduleRequest:
     """Length distributions and the latency bound of a schedule.
 
     Attributes:
-        prompt_tokens: distribution of prompt lengths.
-        new_tokens: distribution of answer lengths.
         latency_bound_s: largest latency; infinity for no bound.
         sla: what the bound applies to (ExeGPT, Sec. 7.6). ``length``: an answer as long as the 99th
             percentile. ``queries``: 99 % of all requests.
-        seed: of the simulated requests.
         balances: of WAA: layers by time (WAA-C), by memory (WAA-M), or the better of the two.
         confidence: probability of keeping the bound, given the uncertainty that tables state; 0.5
             for no margin.

@@ -91,10 +91,7 @@ class ChosenSchedule:
 
 
 class RraSpace:
-    """The grid of RRA's control variables: ``B_E`` rises with i, the frequency of encoding with j.
-
-    Both raise throughput and latency: fewer iterations between encodings keep a larger batch.
-    """
+    """The grid of RRA's variables: ``B_E`` rises with i, the frequency of encoding with j."""
 
     def __init__(self, task: ScheduleTask) -> None:
         self._task = task

@@ -184,8 +184,7 @@ def _iterate(
 ) -> list[float]:
     """Run one decode iteration; return when each micro-batch has its tokens.
 
-    A micro-batch continues as soon as its own tokens are known. When sequences end and
-    micro-batches are merged, the merged one waits for the later of its parts.
+    A micro-batch continues then; one merged from several waits for the last of its parts.
     """
     parts = list(_micro_batches(sequences, size))
     after_s = []

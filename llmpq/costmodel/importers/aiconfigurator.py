@@ -48,7 +48,7 @@ ROUTING = "power_law_1.2"
 _MS = 1e-3
 _OPERATORS = ("gemm", "attention")
 
-GemmPoints = dict[tuple[int, int], tuple[tuple[int, float], ...]]
+GemmPoints = dict[tuple[int, int], TimesBySize]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +71,10 @@ def read_database(
     experts: ExpertShape | None = None,
     degree: int = 1,
 ) -> Database:
-    """Read the measured operators of one device.
+    """Read the measured operators of one device, which ``degree`` devices of its kind may share.
 
-    Args:
-        path: the package's folder, ``None`` for the installed one.
-        device: the database's name of it.
-        engine: whose kernels, ``None`` for the first of ``ENGINES`` that was measured.
-        experts: of the layer, ``None`` for a dense one.
-        degree: devices that share a layer.
+    ``path`` is the package's folder, ``None`` for the installed one; ``engine`` is ``None`` for the
+    first of ``ENGINES`` that was measured.
 
     Raises:
         SpecError: the package is absent, the device or engine unknown, or a file malformed.
@@ -184,7 +180,7 @@ def _experts(base: Path, engine: str, shape: ExpertShape) -> dict[int, TimesBySi
         for bits, names in KERNELS.items():
             name = next((one for one in names if one in formats), None)
             if name is not None and bits not in found:
-                found[bits] = TimesBySize(points=tuple(sorted(formats[name].items())))
+                found[bits] = tuple(sorted(formats[name].items()))
     return found
 
 
@@ -217,7 +213,7 @@ def _all_reduce(base: Path, engine: str, degree: int) -> TimesBySize:
         raise SpecError(
             f"--tensor_parallel: found {degree}, expected one of {known}: {file} has no others"
         )
-    return TimesBySize(points=tuple(sorted(found.items())))
+    return tuple(sorted(found.items()))
 
 
 def _attention(file: Path, phase: Phase) -> AttentionTimes:

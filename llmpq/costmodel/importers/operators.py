@@ -33,13 +33,15 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 HeadShape = tuple[int, int, int]
 """Query heads, key-value heads and head size of an attention call."""
+TimesBySize = tuple[tuple[int, float], ...]
+"""Ascending ``(size, seconds)`` of a kernel; linear between, in proportion above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTimes:
     """Measured products of one number format: ascending ``(rows, seconds)`` by ``(out, in)``."""
 
-    points: Mapping[tuple[int, int], tuple[tuple[int, float], ...]]
+    points: Mapping[tuple[int, int], TimesBySize]
     _sizes: tuple[list[int], list[int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,25 +94,14 @@ class AttentionTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimesBySize:
-    """Ascending ``(size, seconds)``: routed feed-forwards by rows, or all-reduces by values."""
-
-    points: tuple[tuple[int, float], ...]
-
-    def seconds(self, size: int) -> float:
-        """Return the seconds at a size, linear between measured ones."""
-        return _along(self.points, size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorTimes:
     """Measured seconds of the operators of one device.
 
     Attributes:
-        gemms, experts: matrix products and routed feed-forwards, by bitwidth of the weights.
+        gemms, experts: matrix products and routed feed-forwards by rows, by bits of the weights.
         stream_bytes_per_s: rate at which norms and activations move their values.
         launch_s: constant seconds of one small kernel.
-        all_reduce: between the devices that share a layer, ``None`` where none do.
+        all_reduce: by values, between devices that share a layer; ``None`` where none do.
     """
 
     gemms: Mapping[int, GemmTimes]
@@ -145,7 +136,7 @@ def layer_samples(
         experts = times.experts.get(bits)
         if shape is not None and experts is None:
             continue
-        most = min(gemm.max_rows, experts.points[-1][0]) if experts else gemm.max_rows
+        most = min(gemm.max_rows, experts[-1][0]) if experts else gemm.max_rows
         multiplied: dict[int, float] = {}  # many contexts share their rows
         for phase, attention in times.attention.items():
             near, factor = attention.nearest(heads)
@@ -156,11 +147,11 @@ def layer_samples(
                 if rows not in multiplied:
                     multiplied[rows] = sum(gemm.seconds(rows, *shape) for shape in products)
                 seconds = factor * attention_s + multiplied[rows]
-                seconds += experts.seconds(rows) if experts else 0.0
+                seconds += _along(experts, rows) if experts else 0.0
                 seconds += rows * small_values * value_bytes / times.stream_bytes_per_s
                 seconds += SMALL_KERNELS * times.launch_s
                 if times.all_reduce is not None:
-                    seconds += ALL_REDUCES * times.all_reduce.seconds(rows * hidden_size)
+                    seconds += ALL_REDUCES * _along(times.all_reduce, rows * hidden_size)
                 samples.append(
                     LatencySample(
                         phase=phase, bits=bits, batch=batch, tokens=tokens, seconds=seconds
@@ -258,7 +249,7 @@ def _small_values(layer: LayerSpec, hidden_size: int) -> int:
     return norms + rotary + (3 if gated else 2) * inner
 
 
-def _along(points: tuple[tuple[int, float], ...], rows: int) -> float:
+def _along(points: TimesBySize, rows: int) -> float:
     index = bisect_left(points, (rows, 0.0))
     if index < len(points) and points[index][0] == rows:
         return points[index][1]

@@ -47,9 +47,9 @@ _TWO_THIRDS = 0.68
 class Curve:
     """Seconds of one phase and bitwidth; positive, non-decreasing in batch and in tokens.
 
-    A shape costs at least what any measured shape that is no larger in batch and tokens costs, and
-    at most what any that is no smaller does. Measurements that contradict each other by noise count
-    as the geometric mean of the two bounds; all others keep their measured seconds.
+    A shape costs at least what any measured shape that is no larger costs, and at most what any
+    that is no smaller does. Measurements that contradict each other by noise count as the geometric
+    mean of the two bounds; all others keep their measured seconds.
     """
 
     def __init__(self, samples: Samples) -> None:

@@ -51,11 +51,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """All micro-batches of one kind on one stage, as a report states them.
-
-    ``tokens`` is the prompt length, or the mean context of decode; ``seconds`` of all micro-batches
-    exclude ``master_s``, the master's own work on them.
-    """
+    """Micro-batches of one kind on one stage; ``seconds`` exclude the master's own work."""
 
     phase: Phase
     rows: Annotated[int, Rule(minimum=1)]
