@@ -102,13 +102,11 @@ class RooflineLatencyModel:
 
     @property
     def _arithmetic(self) -> float:
-        """Achieved operations per second of large matrix products."""
         peak = self.device.peak_flops(self.dtype) * self.device.compute_efficiency
         return peak * (self.threads**THREADS_ARITHMETIC if self.device.kind == "cpu" else 1.0)
 
     @property
     def _stream(self) -> float:
-        """Achieved bytes per second while reading weights."""
         peak = self.device.memory_bytes_per_s * self.device.memory_efficiency
         threads = min(self.threads, BANDWIDTH_THREADS)
         return peak * (threads**THREADS_STREAM if self.device.kind == "cpu" else 1.0)

@@ -116,7 +116,6 @@ class _OtherMemory(StageRunner):
     spent_s: list[float]
 
     def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return the hidden states as they are, or their last tokens."""
         synchronize(self.device)
         start = time.perf_counter()
         torch.mv(self.other, self.other[0])

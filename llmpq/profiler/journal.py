@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from llmpq.errors import SpecError, bad_field
 from llmpq.profiler.bench import Timing, Trial
@@ -46,13 +45,7 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the file and keep it."""
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add(self, timings: Iterable[Timing]) -> None:

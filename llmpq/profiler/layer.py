@@ -167,7 +167,6 @@ class _Rounds:
 
 
 def _interleaved(groups: Sequence[Sequence[Trial]], shuffle: random.Random) -> list[Trial]:
-    """Return all trials, shuffled within their bitwidth, one bitwidth after the other."""
     decks = [shuffle.sample(group, len(group)) for group in groups]
     shuffle.shuffle(decks)
     return [trial for hand in zip_longest(*decks) for trial in hand if trial is not None]

@@ -119,14 +119,12 @@ class _CacheEviction:
         self._matrix = torch.ones(EVICTING_SIZE, EVICTING_SIZE)
 
     def __call__(self, after: float = 0.0) -> None:
-        """Read the matrix, and stay busy for a share ``after`` of that time longer."""
         start = time.perf_counter()
         torch.mv(self._matrix, self._matrix[0])
         _spin(start + (1.0 + after) * (time.perf_counter() - start))
 
 
 def _spin(end_s: float) -> None:
-    """Busy-wait until ``time.perf_counter()`` reaches ``end_s``."""
     while time.perf_counter() < end_s:
         pass
 

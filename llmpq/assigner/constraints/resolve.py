@@ -70,8 +70,6 @@ def resolve(
 
 
 class _Names:
-    """The devices of a cluster by their names."""
-
     def __init__(self, cluster: Cluster) -> None:
         self.devices = cluster.devices
 
@@ -99,7 +97,6 @@ def device_names(device: Device) -> tuple[str, ...]:
 
 
 def _kept(overrides: Overrides, names: _Names) -> set[int]:
-    """Return the devices that may be used."""
     kept = set(range(len(names.devices)))
     for name in overrides.exclude:
         kept -= set(names.all(name, "--exclude"))
@@ -217,7 +214,6 @@ def _limits(
 
 
 def _runs(first: int, end: int, starts: Sequence[int], option: str) -> tuple[int, int]:
-    """Convert a range of layers to a range of runs."""
     if not 0 <= first < end <= starts[-1]:
         raise SpecError(
             f"{option}: found layers [{first}, {end}), expected a range within [0, {starts[-1]})"

@@ -185,7 +185,6 @@ class _Search:
 
     @property
     def cutoff_s(self) -> float:
-        """Only plans below this improve on the incumbent."""
         return self.best_s * self.keep
 
     def run(self, progress: Progress) -> None:
@@ -210,7 +209,6 @@ class _Search:
         progress(total, total, self.best_s if self.best else None)
 
     def result(self) -> ExactResult:
-        """Return the best plan and the certificate."""
         if self.best is None:
             if any(item.reason == "open" for item in self.candidates):
                 raise OutOfTimeError(

@@ -206,6 +206,5 @@ def larger_cluster(cluster: Cluster, index: int, more: int) -> Cluster:
 
 
 def _rounded_up(value: float) -> str:
-    """Return ``value`` with three digits, rounded up."""
     rounded = float(f"{value:.3g}")
     return f"{rounded if rounded >= value else float(f'{value * 1.005:.3g}'):g}"

@@ -111,7 +111,6 @@ class _Front:
         return tuple(kept)
 
     def find_ends(self) -> None:
-        """Find the fastest plan, and the fastest of those of the best quality."""
         fastest = self._plan(LOW_PRICE, self.task.request.quality_budget)
         least = self._plan(HIGH_PRICE, self.task.request.quality_budget)
         best = least

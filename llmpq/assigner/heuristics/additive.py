@@ -163,8 +163,6 @@ class _Front:
 
 
 class _Sweep:
-    """Places the layers one by one, position after position."""
-
     def __init__(self, problem: AdditiveProblem, relaxed: _Relaxed, ceiling: float) -> None:
         self.problem = problem
         self.relaxed = relaxed
@@ -202,7 +200,6 @@ class _Sweep:
         )
 
     def _extension(self, position: int, layer: int, front: _Front) -> _Front:
-        """Add a layer at every width."""
         sizes, costs = self.problem.sizes[position, layer], self.problem.costs[position, layer]
         rows, widths = len(front.cost), len(sizes)
         return _Front(

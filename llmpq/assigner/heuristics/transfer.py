@@ -180,5 +180,4 @@ def _counts_by_kind(problem: AssignmentProblem, assignment: Assignment) -> list[
 
 
 def _gains(new: Choice, old: Choice) -> bool:
-    """Whether a choice improves on another by more than rounding."""
     return new.objective_s < old.objective_s * (1 - LEAST_GAIN)

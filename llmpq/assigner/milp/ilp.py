@@ -320,7 +320,6 @@ class Program:
             self._bound(top, [(item, value * weight) for item, value in terms], constant * weight)
 
     def _bound(self, top: pulp.LpVariable, terms: Terms, constant: float) -> None:
-        """Add ``top >= terms + constant``."""
         self._row([(top, 1.0), *((item, -value) for item, value in terms)], ">=", constant)
 
     def _row(self, terms: Iterable[tuple[pulp.LpVariable, float]], sense: str, rhs: float) -> None:

@@ -81,7 +81,6 @@ def link_table(file: Path, between: tuple[str, str]) -> CommTable:
 
 
 def _dense(file: Path) -> GemmTimes:
-    """Return everything but attention as one product of the tokens."""
     found: dict[int, list[float]] = {}
     for line, row in csv_rows(file, ("num_tokens", _WORKERS)):
         if row[_WORKERS] == "1":

@@ -39,7 +39,7 @@ _OTHER_KIND_DEVIATION = 0.1
 """Added where a kind of layer that was not profiled is priced by the analytic ratio."""
 _FILLED_DEVIATION = 0.13
 """Added where a bitwidth was not measured but filled by the roofline's ratio: all that were
-compared with measured kernels lay within it (``docs/fidelity.md``)."""
+compared with measured kernels lay within it (``docs/evidence/forecasts.md``)."""
 _FOLDS = 5
 _TWO_THIRDS = 0.68
 

@@ -59,7 +59,6 @@ class Samples:
         return self.batch * self.tokens if self.phase is Phase.PREFILL else self.batch
 
     def __len__(self) -> int:
-        """Return the number of samples ``P``."""
         return len(self.seconds)
 
 
