@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.costmodel.features import kv_scale_bytes
 from llmpq.spec.cluster import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
@@ -35,6 +34,8 @@ from llmpq.spec.runtime_constants import (
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
 
+KV_SCALE_BYTES = 2
+"""One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
 GPU_MARGIN = 0.1
 """Share added to the temporaries of a GPU."""
 GPU_WORKSPACE_BYTES = 4 * MIB
@@ -86,6 +87,11 @@ def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_
     layer = model.layer_types[kind]
     per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
     return math.ceil(slots * max_tokens * per_token)
+
+
+def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
+    """Return the bytes of the scales of one token's keys and values in a layer."""
+    return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
 
 
 def master_bytes(model: ModelSpec, dtype: Dtype) -> int:

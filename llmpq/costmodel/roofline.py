@@ -2,7 +2,8 @@
 
 The slower of arithmetic and weight streaming counts in full, the faster with 15 percent; attention,
 widening of quantized weights and launches are added. The constants are those of the LLM-PQ cluster
-study. The estimate is positive and never decreases with batch or tokens.
+study. The estimate is positive and never decreases with batch or tokens. A sliding window does not
+reduce the work: the runtime keeps whole sequences and masks what is outside the window.
 """
 
 from __future__ import annotations
@@ -10,16 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.costmodel.base import Estimate
-from llmpq.costmodel.features import (
-    head_weights,
-    kv_scale_bytes,
-    layer_work,
-    quantizable_parameters,
-    touched_bytes,
-)
+from llmpq.costmodel.memory import kv_scale_bytes
 from llmpq.spec.cluster import DeviceSpec
-from llmpq.spec.model import ModelSpec
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, Precision, linear_bytes
 
 OVERLAP_LOSS = 0.15
 DECODE_ARITHMETIC = 0.5
@@ -94,7 +89,7 @@ class RooflineLatencyModel:
         value_bytes = DTYPE_BYTES[self.dtype]
         rows = batch * tokens if phase is Phase.PREFILL else float(batch)
         embed_s = 2.0 * rows * self.model.hidden_size * value_bytes / self._stream
-        weights = head_weights(self.model)
+        weights = self.model.vocab_size * self.model.head_in_features
         compute_s = 2.0 * batch * weights / (self._arithmetic * DECODE_ARITHMETIC)
         head_s = _overlapped(weights * value_bytes / self._stream, compute_s)
         sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
@@ -114,3 +109,69 @@ class RooflineLatencyModel:
 
 def _overlapped(first_s: float, second_s: float) -> float:
     return max(first_s, second_s) + OVERLAP_LOSS * min(first_s, second_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """The work of one micro-batch in one decoder layer.
+
+    ``rows`` tokens pass through it (``v s``, or ``v`` in decode), at ``linear_flops`` each;
+    attention counts the whole square in prefill and reads ``kv_values`` keys and values.
+    """
+
+    rows: float
+    linear_flops: float
+    attention_flops: float
+    kv_values: float
+
+
+def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> LayerWork:
+    """Count the work of one layer; ``tokens`` is the prompt length, in decode the context's."""
+    rows = batch * tokens if phase is Phase.PREFILL else float(batch)
+    width = layer.num_heads * layer.head_dim
+    return LayerWork(
+        rows=rows,
+        linear_flops=2.0 * layer.active_weight_parameters,
+        attention_flops=4.0 * rows * tokens * width,
+        kv_values=2.0 * batch * tokens * layer.num_kv_heads * layer.head_dim,
+    )
+
+
+def experts_hit(op: LinearSpec, rows: float) -> float:
+    """Return how many of an operator's matrices ``rows`` tokens are expected to visit.
+
+    With even, independent routing an expert of ``E`` is missed by all of ``T`` tokens with
+    probability ``(1 - k/E)^T``, so ``E (1 - (1 - k/E)^T)`` are read: an upper estimate.
+    """
+    if op.count == op.active:
+        return float(op.count)
+    missed: float = (1.0 - op.active / op.count) ** rows
+    return op.count * (1.0 - missed)
+
+
+def touched_bytes(
+    layer: LayerSpec, precision: Precision, dtype_bytes: int, rows: float
+) -> tuple[float, float]:
+    """Return the bytes of weights that ``rows`` tokens make a layer read.
+
+    They are those of the quantizable operators at ``precision``, and of what stays in the dtype.
+    """
+    stored = 0.0
+    kept = float(layer.norm_parameters * dtype_bytes)
+    for op in layer.linears:
+        hits = experts_hit(op, rows)
+        if op.quantizable:
+            stored += hits * linear_bytes(op.out_features, op.in_features, precision, dtype_bytes)
+        else:
+            kept += hits * op.out_features * op.in_features * dtype_bytes
+        kept += hits * (op.out_features * dtype_bytes if op.bias else 0)
+    return stored, kept
+
+
+def quantizable_parameters(layer: LayerSpec, rows: float) -> float:
+    """Return the quantizable weights that ``rows`` tokens make a layer read."""
+    return sum(
+        experts_hit(op, rows) * op.out_features * op.in_features
+        for op in layer.linears
+        if op.quantizable
+    )

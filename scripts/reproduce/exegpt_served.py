@@ -14,7 +14,7 @@ from functools import cache
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import PERCENT, ScheduleRequest, Searched, with_schedule
-from llmpq.assigner.schedules.waa_split import Balance
+from llmpq.assigner.schedules.waa import Balance
 from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError

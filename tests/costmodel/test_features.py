@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.features import experts_hit, layer_work, quantizable_parameters, touched_bytes
+from llmpq.costmodel.roofline import experts_hit, layer_work, quantizable_parameters, touched_bytes
 from llmpq.spec import catalog
 from llmpq.spec.model import LinearSpec
 from llmpq.spec.precision import Phase, default_precision

@@ -21,8 +21,7 @@ from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes
 from llmpq.assigner.request import PlanRequest, costs_of
 from llmpq.assigner.schedules.local_search import BATCH_MOVES, CYCLE_MOVES, Move, local_search
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, with_estimate
-from llmpq.assigner.schedules.waa import WaaSpace, best_waa
-from llmpq.assigner.schedules.waa_split import BALANCES, Balance, split_plans
+from llmpq.assigner.schedules.waa import BALANCES, Balance, WaaSpace, best_waa, split_plans
 from llmpq.batching import percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError

@@ -6,7 +6,7 @@ shape go together, so that no model is asked for a shape that it has learned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,6 @@ from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 
 HELD_SHARE = 0.3
-
-Predict = Callable[[LatencySample], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +55,6 @@ def split_shapes(
     return kept, left
 
 
-def relative_errors(predict: Predict, samples: Iterable[LatencySample]) -> list[float]:
-    """Return ``|predicted / measured - 1|`` of every sample."""
-    return [abs(predict(one) / one.seconds - 1.0) for one in samples]
-
-
 def summarise(errors: Sequence[float]) -> ErrorReport:
     """Return the figures of at least one error."""
     return ErrorReport(
@@ -90,12 +83,11 @@ def fidelity(
         table, held = split_shapes(table, seed)
     model = RegressionLatencyModel(table, law)
 
-    def predict(one: LatencySample) -> float:
-        return model.seconds(one.phase, one.bits, one.batch, one.tokens)
-
     reports = {}
     for phase in Phase:
         asked = [one for one in held.samples if one.phase is phase and one.bits]
         if asked:
-            reports[phase] = summarise(relative_errors(predict, asked))
+            forecasts = (model.seconds(phase, one.bits, one.batch, one.tokens) for one in asked)
+            pairs = zip(forecasts, asked, strict=True)
+            reports[phase] = summarise([abs(found / one.seconds - 1.0) for found, one in pairs])
     return reports

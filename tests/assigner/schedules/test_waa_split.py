@@ -17,7 +17,7 @@ from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes, stage_memory
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import ScheduleRequest, best_of_policies, with_schedule
-from llmpq.assigner.schedules.waa_split import balanced_cuts, split_plans
+from llmpq.assigner.schedules.waa import balanced_cuts, split_plans
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.codec import from_json
