@@ -259,11 +259,8 @@ def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
     ]
     if step.kv_bits == 8 and not _reads_in_place(step, layer):
         found.append(_quantized_slots(step, layer))
-    return [*found, _experts(step, layer) if _has_experts(layer) else _feed_forward(step, layer)]
-
-
-def _has_experts(layer: LayerSpec) -> bool:
-    return any(op.count > 1 for op in layer.linears if op.quantizable)
+    has_experts = any(op.count > 1 for op in layer.linears if op.quantizable)
+    return [*found, _experts(step, layer) if has_experts else _feed_forward(step, layer)]
 
 
 def _shared(step: Step, layer: LayerSpec) -> Moment:

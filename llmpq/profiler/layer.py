@@ -54,7 +54,11 @@ def profile_layer(
     bench = Bench(job)
     times = _Rounds(bench, progress, journal).run()
     layers_apart_s = {phase: _stage_s(times, phase) for phase in Phase}
-    stage_s = {phase: layers_apart_s[phase] + _first_run_s(bench, phase) for phase in Phase}
+    # A step that follows a wait or other work takes longer.
+    stage_s = {
+        phase: layers_apart_s[phase] + max(0.0, median(bench.first_run_s[phase] or [0.0]))
+        for phase in Phase
+    }
     noise = median(spread_of(values) for values in times.values())
     warn_if_noisy(noise)
     return LatencyTable(
@@ -188,12 +192,6 @@ def _stage_s(times: Times, phase: Phase) -> float:
         if len(seconds) == 2:
             (few, short_s), (more, long_s) = sorted(seconds.items())
             found.append((short_s * more - long_s * few) / (more - few))
-    return max(0.0, median(found)) if found else 0.0
-
-
-def _first_run_s(bench: Bench, phase: Phase) -> float:
-    """Return the extra seconds of a stage's step that follows a wait or other work."""
-    found = bench.first_run_s[phase]
     return max(0.0, median(found)) if found else 0.0
 
 

@@ -131,7 +131,7 @@ def _gemms(base: Path, engine: str) -> tuple[dict[int, GemmTimes], dict[int, str
     folders += sorted(set(others) - set(folders))
     gemms: dict[int, GemmTimes] = {}
     kernels: dict[int, str] = {}
-    formats = {folder: _formats(folder / GEMM_FILE) for folder in folders}
+    formats = {one: set(_read_parquet(one / GEMM_FILE, ("gemm_dtype",))[0]) for one in folders}
     for bits, names in KERNELS.items():
         choices = ((name, folder) for name in names for folder in folders)
         found = next((one for one in choices if one[0] in formats[one[1]]), None)
@@ -140,10 +140,6 @@ def _gemms(base: Path, engine: str) -> tuple[dict[int, GemmTimes], dict[int, str
             gemms[bits] = GemmTimes(points=_gemm_points(folder / GEMM_FILE, name))
             kernels[bits] = f"{name} ({folder.parent.name} {folder.name})"
     return gemms, kernels
-
-
-def _formats(file: Path) -> frozenset[str]:
-    return frozenset(_read_parquet(file, ("gemm_dtype",))[0])
 
 
 def _gemm_points(file: Path, name: str) -> GemmPoints:

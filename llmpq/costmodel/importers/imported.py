@@ -76,6 +76,7 @@ def import_table(layout: str, request: ImportRequest) -> LatencyTable:
     if layout not in LAYOUTS:
         raise SpecError(f"--from: found '{layout}', expected one of {', '.join(LAYOUTS)}")
     samples, notes = LAYOUTS[layout](request)
+    degree = request.tensor_parallel
     if not samples:
         raise SpecError(f"{layout}: found no samples of {request.device} for this model")
     origin = (
@@ -83,7 +84,7 @@ def import_table(layout: str, request: ImportRequest) -> LatencyTable:
         ("device", request.device_type),
         ("dtype", request.dtype),
         ("imported_from", layout),
-        *_degree_line(request),
+        *((("tensor_parallel", str(degree)),) if degree > 1 else ()),
     )
     return LatencyTable(samples=tuple(samples), provenance=(*origin, *notes))
 
@@ -139,11 +140,6 @@ def _aiconfigurator(request: ImportRequest) -> Imported:
     sources = {bits for bits in summed if not database.kernels[bits].startswith("fp8")}
     filled, words = _fill_bits(request, samples, sources)
     return (*samples, *filled), (*notes, *words)
-
-
-def _degree_line(request: ImportRequest) -> tuple[tuple[str, str], ...]:
-    degree = request.tensor_parallel
-    return (("tensor_parallel", str(degree)),) if degree > 1 else ()
 
 
 def _fill_bits(

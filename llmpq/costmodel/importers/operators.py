@@ -88,7 +88,11 @@ class AttentionTimes:
         Prefill attention is arithmetic and scales with the query heads; decode reads the cache and
         scales with the key-value heads. The factor is 1 where this exact shape was measured.
         """
-        near = min(self.points, key=lambda one: (_distance(one, wanted), one))
+
+        def distance(one: HeadShape) -> float:
+            return sum(abs(log(mine / its)) for mine, its in zip(one, wanted, strict=True))
+
+        near = min(self.points, key=lambda one: (distance(one), one))
         mine, its = (wanted[0], near[0]) if self.phase is Phase.PREFILL else (wanted[1], near[1])
         return near, mine * wanted[2] / (its * near[2])
 
@@ -271,7 +275,3 @@ def _bracket(sizes: list[int], wanted: int) -> list[tuple[int, float]]:
     left, right = sizes[index - 1], sizes[index]
     share = (wanted - left) / (right - left)
     return [(left, 1.0 - share), (right, share)]
-
-
-def _distance(one: HeadShape, other: HeadShape) -> float:
-    return sum(abs(log(mine / its)) for mine, its in zip(one, other, strict=True))
