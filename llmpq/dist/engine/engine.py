@@ -38,6 +38,7 @@ from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import PHASES, StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
+from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.control_messages import error_from_frame
@@ -90,7 +91,7 @@ class RunningRequest:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the answer is complete; ``None`` while it is not."""
-        if self.token_ids[-1] in self.request.stop_token_ids:
+        if self.token_ids[-1] in self.request.stop_token_ids or self.sampling.is_complete:
             return "stop"
         return "length" if len(self.token_ids) == self.request.max_new_tokens else None
 
@@ -157,6 +158,7 @@ class MasterEngine:
         depth: how many micro-batches may be in flight; by default from the number of ranks.
         prefill_runner: the master's part of a prefill where prefill has stages of its own.
         monitor: compares answers with the policy's schedule; ``None`` without one.
+        grammars: compiles the forms of answers; ``None`` where no request has one.
         first_number: number of the first micro-batch; an engine that follows another one on the
             same ranks continues from that one's ``next_number``.
     """
@@ -174,6 +176,7 @@ class MasterEngine:
         depth: PipelineDepth | None = None,
         prefill_runner: StageRunner | None = None,
         monitor: LengthMonitor | None = None,
+        grammars: GrammarCompiler | None = None,
         first_number: int = 0,
     ) -> None:
         self._master = master
@@ -181,6 +184,7 @@ class MasterEngine:
         self._device = runner.device
         self._communicator = communicator
         self._sampler = sampler
+        self._grammars = grammars
         self._clock = clock
         self._scheduler = Scheduler(
             policy=policy, num_slots=num_slots, monitor=monitor, first_number=first_number
@@ -347,7 +351,7 @@ class MasterEngine:
                 request=request,
                 start_s=start_s,
                 origin=batch.number,
-                sampling=sampling_state_of(request),
+                sampling=sampling_state_of(request, self._grammars),
             )
         prompts = [self._requests[number].prompt_token_ids for number in batch.requests]
         width = max(len(prompt) for prompt in prompts)
@@ -477,12 +481,21 @@ class MasterEngine:
         return frame.hidden
 
 
-def sampling_state_of(request: Request, token_ids: Sequence[int] = ()) -> SamplingState:
-    """Return the state of a request that has these tokens."""
+def sampling_state_of(
+    request: Request, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()
+) -> SamplingState:
+    """Return the state of a request that has these tokens.
+
+    Raises:
+        SpecError: the form of its answer is not valid.
+    """
+    form = request.sampling_params.structured_outputs
+    assert form is None or grammars is not None
     return SamplingState(
         request.sampling_params,
         request=str(request.id),
         prompt_token_ids=request.prompt_token_ids,
         stop_token_ids=request.stop_token_ids,
+        matcher=None if form is None or grammars is None else grammars.compile(form),
         token_ids=token_ids,
     )

@@ -17,7 +17,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
@@ -34,8 +36,13 @@ _UNIFORM_BITS = 52
 class TokenMatcher(Protocol):
     """The tokens that may come next in an answer of a given form."""
 
-    def mask(self, scores: Tensor) -> None:
-        """Set the scores ``[V]`` of tokens that may not come next to minus infinity."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether the form allows no further token but an end token."""
+        ...
+
+    def allowed(self, count: int) -> NDArray[np.bool_]:
+        """Return which of ``count`` tokens may come next."""
         ...
 
     def accept(self, token: int) -> None:
@@ -93,6 +100,11 @@ class SamplingState:
         for token in token_ids:
             self.accept(token)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the form of the answer allows no further token."""
+        return self._matcher is not None and self._matcher.is_complete
+
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
         self.token_ids.append(token)
@@ -107,7 +119,8 @@ class SamplingState:
         """Apply masks, bias and penalties to the scores ``[V]`` in place."""
         params = self.params
         if self._matcher is not None:
-            self._matcher.mask(scores)
+            allowed = torch.from_numpy(self._matcher.allowed(len(scores)))
+            scores.masked_fill_(~allowed.to(scores.device), -math.inf)
         if params.allowed_token_ids is not None:
             if self._allowed is None:
                 self._allowed = torch.zeros(len(scores), dtype=torch.bool)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
+from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.errors import SpecError
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
@@ -206,6 +207,8 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
     sampling = prompt.sampling_params or limits.sampling_params
     try:
         sampling.check_tokens(limits.vocab_size)
+        if sampling.structured_outputs is not None:
+            grammar_of(sampling.structured_outputs)
     except SpecError as error:
         raise SpecError(f"{prompt.where}: {error}") from None
     new_tokens = prompt.max_new_tokens or sampling.max_tokens or limits.new_tokens

@@ -19,8 +19,10 @@ from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
 from llmpq.dist.io.job import Job, check_plan
+from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
+from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import kv_connector
@@ -313,6 +315,8 @@ class MasterRank:
             wait_until_ready(self._communicator)
         folder = job.rendezvous.private_folder
         self._should_drain = None if folder is None else DrainFlag(folder)
+        config = checked_config(plan, job.model_dir)
+        self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
         self._next_number = 0
         self._made = Measurement(
             requests=0,
@@ -396,5 +400,6 @@ class MasterRank:
             ),
             prefill_runner=no_layers if plan.is_split else None,
             monitor=length_monitor_for(self._schedule, policy, job.drift),
+            grammars=self._grammars,
             first_number=self._next_number,
         )

@@ -1,0 +1,235 @@
+"""Every finished answer of a given form has that form, whatever the model's scores are."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from llmpq.dist.engine.sampler import Sampler, SamplingState
+from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.dist.io.structured_outputs import GrammarCompiler, grammar_of
+from llmpq.errors import SpecError
+
+pytest.importorskip("llguidance")
+torch.set_num_threads(1)
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+MERGES = [("t", "r"), ("tr", "u"), ("tru", "e"), ("{", '"'), ('"', ":"), ('"', "}"), ("1", "2")]
+TOKENS = ["<eos>", *LETTERS, *("".join(pair) for pair in MERGES)]
+EOS = 0
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> GrammarCompiler:
+    return GrammarCompiler(write_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")), [EOS])
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    vocab = {token: number for number, token in enumerate(TOKENS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.enable_padding(length=8)  # as some models' files do; it must not matter
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def text_of(token_ids: list[int]) -> str:
+    byte_of = {letter: byte for byte, letter in zip(_bytes_in_order(), LETTERS, strict=True)}
+    text = "".join(TOKENS[token] for token in token_ids if token != EOS)
+    return bytes(byte_of[letter] for letter in text).decode()
+
+
+def _bytes_in_order() -> list[int]:
+    """Return the byte that each letter of the byte-level alphabet stands for (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    letter = {byte: chr(byte) for byte in plain}
+    letter |= {byte: chr(256 + number) for number, byte in enumerate(rest)}
+    return sorted(range(256), key=letter.__getitem__)
+
+
+def answer(
+    compiler: GrammarCompiler, form: StructuredOutputsParams, seed: int, most: int = 400
+) -> str | None:
+    """Return an answer of random scores, ``None`` if it is not finished in time."""
+    generator = torch.Generator().manual_seed(seed)
+    params = SamplingParams(temperature=1.0, seed=seed, structured_outputs=form)
+    state = SamplingState(params, stop_token_ids=[EOS], matcher=compiler.compile(form))
+    closing = [TOKENS.index(token) for token in ('"', "}", "]", '"}', "<eos>")]
+    for _ in range(most):
+        logits = torch.randn(1, len(TOKENS) + 3, generator=generator)
+        logits[0, closing] += 4  # else texts and lists hardly end
+        token = Sampler().sample(logits, [state])[0]
+        assert token.error is None
+        assert token.token_id < len(TOKENS)
+        state.accept(token.token_id)
+        if token.token_id == EOS or state.is_complete:
+            return text_of(state.token_ids)
+    return None
+
+
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.builds(dict, type=st.sampled_from(["boolean", "null", "string", "integer"])),
+        st.builds(
+            lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+            st.integers(-50, 50),
+            st.integers(0, 30),
+        ),
+        st.builds(
+            lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
+            st.integers(0, 4),
+            st.integers(0, 4),
+        ),
+        st.builds(
+            lambda values: {"enum": values},
+            st.lists(st.sampled_from(["a", "true", "ü", 3, None, False]), min_size=1, unique=True),
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda item, low, more: {
+                "type": "array", "items": item, "minItems": low, "maxItems": low + more
+            },
+            inner,
+            st.integers(0, 2),
+            st.integers(0, 2),
+        ),
+        st.builds(
+            lambda fields, required: {
+                "type": "object",
+                "properties": fields,
+                "required": [name for name in fields if name in required],
+                "additionalProperties": False,
+            },
+            st.dictionaries(st.sampled_from(["a", "b", "long name", "ü"]), inner, max_size=3),
+            st.sets(st.sampled_from(["a", "b", "long name", "ü"])),
+        ),
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+def is_valid(value: object, schema: dict[str, object]) -> bool:
+    """Whether a value has the schema, for the words that are used above."""
+    if "enum" in schema:
+        return any(type(value) is type(one) and value == one for one in schema["enum"])
+    kind = schema["type"]
+    if kind == "object":
+        return (
+            isinstance(value, dict)
+            and all(name in schema["properties"] for name in value)
+            and all(name in value for name in schema["required"])
+            and all(is_valid(item, schema["properties"][name]) for name, item in value.items())
+        )
+    if kind == "array":
+        low, high = schema["minItems"], schema["maxItems"]
+        is_list = isinstance(value, list) and low <= len(value) <= high
+        return is_list and all(is_valid(item, schema["items"]) for item in value)
+    if kind == "string":
+        length = len(value) if isinstance(value, str) else -1
+        return schema.get("minLength", 0) <= length <= schema.get("maxLength", math.inf)
+    if kind == "integer":
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        return is_number and low <= value <= high
+    return value is None if kind == "null" else isinstance(value, bool)
+
+
+@settings(max_examples=60)
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_finished_answers_have_the_schema(compiler, schema, seed):
+    found = answer(compiler, StructuredOutputsParams(json=json.dumps(schema)), seed)
+    assert found is None or is_valid(json.loads(found), schema)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": r"[a-c]{2,4}-(x|yy)?"},
+        {"regex": r"[0-9]+\.[0-9]{2}"},
+        {"choice": ["yes", "no", "maybe", "ü n", 'a"b\\c']},
+        {"grammar": 'start: "a" start "b" | "c"'},
+        {"grammar": 'root ::= "c" | "a" root "b"'},
+        {"json_object": True},
+    ],
+)
+def test_finished_answers_have_the_form(compiler, form):
+    finished = 0
+    for seed in range(12):
+        found = answer(compiler, StructuredOutputsParams(**form), seed)
+        if found is None:
+            continue
+        finished += 1
+        if "regex" in form:
+            assert re.fullmatch(form["regex"], found)
+        elif "choice" in form:
+            assert found in form["choice"]
+        elif "grammar" in form:
+            assert re.fullmatch(r"a*cb*", found)
+            assert found.count("a") == found.count("b")
+        else:
+            assert isinstance(json.loads(found), dict)
+    assert finished >= 6
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": "{"},
+        {"json": "[]"},
+        {"json": '{"type": "no such type"}'},
+        {"regex": "(a"},
+        {"grammar": "start: unknown_rule"},
+        {"grammar": "}{"},
+        {"json": '{"x": "' + "y" * (1 << 20) + '"}'},
+    ],
+)
+def test_a_form_that_is_not_valid_is_an_error_of_the_request(form):
+    with pytest.raises(SpecError, match="structured_outputs"):
+        grammar_of(StructuredOutputsParams(**form))
+
+
+def test_a_recomputed_answer_goes_on_at_the_same_place(compiler):
+    form = StructuredOutputsParams(regex="abcabc")
+    params = SamplingParams(structured_outputs=form)
+    state = SamplingState(params, matcher=compiler.compile(form))
+    for letter in "abca":
+        state.accept(TOKENS.index(letter))
+    again = SamplingState(params, matcher=compiler.compile(form), token_ids=state.token_ids)
+    logits = torch.zeros(1, len(TOKENS))
+    assert Sampler().sample(logits, [again])[0].token_id == TOKENS.index("b")
+    for letter in "bc":
+        assert not again.is_complete
+        again.accept(TOKENS.index(letter))
+    assert again.is_complete
+
+
+def test_a_token_that_may_not_come_next_leaves_no_token(compiler):
+    form = StructuredOutputsParams(choice=["a"])
+    params = SamplingParams(structured_outputs=form)
+    state = SamplingState(params, matcher=compiler.compile(form), token_ids=[TOKENS.index("z")])
+    assert Sampler().sample(torch.zeros(1, len(TOKENS)), [state])[0].error is not None
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    grammar_of.cache_clear()
+    with pytest.raises(SpecError, match=re.escape("llmpq[structured]")):
+        grammar_of(StructuredOutputsParams(choice=["a"]))
+
+
+def test_without_a_fast_tokenizer_the_file_is_named(tmp_path):
+    with pytest.raises(SpecError, match=r"tokenizer\.json"):
+        GrammarCompiler(tmp_path, [EOS]).compile(StructuredOutputsParams(choice=["a"]))
