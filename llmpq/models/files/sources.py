@@ -6,6 +6,7 @@ and not mapped: a mapped file that shrinks ends the process with SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -149,8 +150,6 @@ def read_source(
     source: TensorSource,
     stamps: dict[str, FileStamp],
     allocate: Allocate = on_host,
-    *,
-    is_direct: bool = False,
 ) -> Tensor:
     """Read a tensor.
 
@@ -159,49 +158,80 @@ def read_source(
         source: what to read.
         stamps: of the files when their headers were checked.
         allocate: makes the memory.
-        is_direct: read past the page cache where possible; ``allocate`` must return memory that
-            begins at a page, and is asked for up to two pages more than the tensor.
 
     Raises:
         SpecError: a file cannot be read, is shorter than it was, or was written to since.
     """
-    pages: memoryview | None = None
-    lead = source.ranges[0].begin % mmap.PAGESIZE
-    if is_direct and len(source.ranges) == 1 and lead % source.dtype.itemsize == 0:
-        whole = allocate(
-            (-(-(lead + source.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE,), torch.uint8
-        )
-        tensor = whole[lead : lead + source.nbytes].view(source.dtype).view(source.shape)
-        pages = whole.numpy().data
-    else:
-        tensor = allocate(source.shape, source.dtype)
+    tensor = allocate(source.shape, source.dtype)
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     position = 0
     for part in source.ranges:
         path = directory / part.file
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SpecError(f"{path}: cannot be read: {error}") from error
-        try:
-            if not stamps[part.file].is_same_content(FileStamp.of(descriptor)):
-                raise SpecError(f"{path}: was written to after its header had been checked")
-            done = 0
-            if pages is not None:
-                done = max(0, _read_pages(descriptor, part.begin - lead, pages) - lead)
-            rest = view[position : position + part.nbytes]
-            read_into(descriptor, part.begin + done, rest[done:], str(path))
-        finally:
-            os.close(descriptor)
+        with _opened(path, stamps[part.file]) as descriptor:
+            read_into(descriptor, part.begin, view[position : position + part.nbytes], str(path))
         position += part.nbytes
     return tensor
 
 
-def _read_pages(descriptor: int, begin: int, pages: memoryview) -> int:
-    """Read whole pages past the page cache; return the bytes read, 0 if that is not possible.
+def read_blocks(
+    directory: Path,
+    source: TensorSource,
+    stamps: dict[str, FileStamp],
+    allocate: Allocate,
+    rows: int,
+) -> Iterator[Tensor]:
+    """Read a matrix past the page cache where possible; yield blocks of ``rows`` rows once read.
 
-    The disk writes into the reader's memory: no copy, and one request for all pages.
+    The disk writes into the reader's memory without a copy. ``allocate`` must return memory that
+    begins at a page; it is called once, for up to two pages more than the tensor.
+
+    Raises:
+        SpecError: as :func:`read_source`.
     """
+    part = source.ranges[0]
+    lead = part.begin % mmap.PAGESIZE
+    if len(source.ranges) > 1 or lead % source.dtype.itemsize:
+        whole = read_source(directory, source, stamps, allocate)
+        yield from (whole[first : first + rows] for first in range(0, len(whole), rows))
+        return
+    size = lead + source.nbytes
+    memory = allocate((-(-size // mmap.PAGESIZE) * mmap.PAGESIZE,), torch.uint8)
+    tensor = memory[lead:size].view(source.dtype).view(source.shape)
+    view, start, path = memory.numpy().data, part.begin - lead, directory / part.file
+    row_bytes, done = source.nbytes // len(tensor), 0
+    with _opened(path, stamps[part.file]) as descriptor:
+        for first in range(0, len(tensor), rows):
+            block = tensor[first : first + rows]
+            end = lead + (first + len(block)) * row_bytes
+            if done % mmap.PAGESIZE == 0:
+                pages_end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+                done += _read_pages(descriptor, start + done, view[done:pages_end])
+            read_into(descriptor, start + done, view[done:end], str(path))
+            done = max(done, end)
+            yield block
+
+
+@contextlib.contextmanager
+def _opened(path: Path, stamp: FileStamp) -> Iterator[int]:
+    """Open a file whose header was checked.
+
+    Raises:
+        SpecError: it cannot be read, or was written to since.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
+    try:
+        if not stamp.is_same_content(FileStamp.of(descriptor)):
+            raise SpecError(f"{path}: was written to after its header had been checked")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read_pages(descriptor: int, begin: int, pages: memoryview) -> int:
+    """Read whole pages past the page cache; return the bytes read, 0 if that is not possible."""
     done = 0
     if not hasattr(os, "O_DIRECT"):
         return done

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from llmpq.models.files.sources import (
     FileStamp,
     TensorSource,
     on_host,
+    read_blocks,
     read_into,
     read_source,
     will_need,
@@ -97,15 +98,17 @@ class TensorFiles:
             ranges=(ByteRange(file=file, begin=begin, nbytes=entry.end - entry.begin),),
         )
 
-    def load(
-        self, source: TensorSource, allocate: Allocate = on_host, *, is_direct: bool = False
-    ) -> Tensor:
+    def load(self, source: TensorSource, allocate: Allocate = on_host) -> Tensor:
         """Read a tensor, as :func:`read_source`; several threads may do so at once.
 
         Raises:
             SpecError: a file cannot be read, or has changed since it was checked.
         """
-        return read_source(self.directory, source, self._stamps, allocate, is_direct=is_direct)
+        return read_source(self.directory, source, self._stamps, allocate)
+
+    def load_blocks(self, source: TensorSource, allocate: Allocate, rows: int) -> Iterator[Tensor]:
+        """Yield a matrix in blocks of rows, as :func:`read_blocks`; errors as :meth:`load`."""
+        return read_blocks(self.directory, source, self._stamps, allocate, rows)
 
     def fingerprint(self, sources: Iterable[TensorSource]) -> str | None:
         """Return a key that changes if the stored bytes of some tensors may have changed.

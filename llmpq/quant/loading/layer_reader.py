@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llmpq.kernels.cpu.tiled import TiledWeight
+from llmpq.kernels.cpu.tiled import TILE_ROWS, TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
 from llmpq.models.files.sources import TensorSource
@@ -64,21 +64,40 @@ class ReadTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReadMatrix:
-    """A matrix to quantize, or one that is quantized already.
+class ReadRows:
+    """Rows of a matrix to quantize: all of them, or a block if the kernel reads tiles.
 
     Attributes:
         layer: that it belongs to.
         matrix: its name and shape.
-        weight: 16 or 32-bit weights in the slot's memory, or quantized ones.
+        first_row: of the block.
+        weight: 16 or 32-bit weights in the slot's memory.
         where: file and tensor, for messages.
+        slot: to release after the last block.
+    """
+
+    layer: LayerLoad
+    matrix: Matrix
+    first_row: int
+    weight: Tensor
+    where: str
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReadMatrix:
+    """A quantized matrix.
+
+    Attributes:
+        layer: that it belongs to.
+        matrix: its name and shape.
+        weight: its codes.
         slot: to release; ``None`` if the weight lies in a mapped file.
     """
 
     layer: LayerLoad
     matrix: Matrix
-    weight: Tensor | PackedWeight | TiledWeight
-    where: str = ""
+    weight: PackedWeight | TiledWeight
     slot: Slot | None = None
 
 
@@ -89,7 +108,10 @@ class LayerEnd:
     layer: LayerLoad
 
 
-Item = ReadTensor | ReadMatrix | LayerEnd
+BLOCK_WEIGHTS = 1 << 21
+"""Weights read and quantized at once; their codes stay in a core's cache until they are tiled."""
+
+Item = ReadTensor | ReadRows | ReadMatrix | LayerEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -125,7 +147,7 @@ class LayerReader:
 
     def _layer(self, index: int, precision: Precision) -> Iterator[Item]:
         layer = self.checkpoint.empty_layer(index)
-        matrices = self._matrices(index, precision)
+        matrices = self._matrices(index, layer, precision)
         keys = {matrix.key for matrix in matrices}
         assembly = LayerAssembly(layer, self.dtype, self.backend)
         tiled = frozenset(
@@ -148,11 +170,11 @@ class LayerReader:
             yield from self._from_cache_or_weights(load, matrices, sources)
         yield LayerEnd(layer=load)
 
-    def _matrices(self, index: int, precision: Precision) -> list[Matrix]:
+    def _matrices(self, index: int, layer: nn.Module, precision: Precision) -> list[Matrix]:
         """Return the matrices that are stored as codes or are to be quantized."""
         if self.gptq is None and precision.bits == 16:
             return []
-        matrices = matrices_of(self.checkpoint.empty_layer(index))
+        matrices = matrices_of(layer)
         if self.gptq is None:
             return matrices
         keys = self.gptq.packed_keys(index)
@@ -180,17 +202,24 @@ class LayerReader:
                 weight = weight_of(matrix, load.precision, cached)
                 yield ReadMatrix(layer=load, matrix=matrix, weight=weight)
             return
-        tensors = self.checkpoint.tensors
         for matrix in matrices:
-            slot = self.prefetcher.acquire()
-            source = weights[matrix.name]
-            yield ReadMatrix(
+            yield from self._rows(load, matrix, weights[matrix.name])
+
+    def _rows(self, load: LayerLoad, matrix: Matrix, source: TensorSource) -> Iterator[Item]:
+        """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
+        slot, tensors, first = self.prefetcher.acquire(), self.checkpoint.tensors, 0
+        rows = _block_rows(matrix) if matrix.name in load.tiled else matrix.out_features
+        for weight in tensors.load_blocks(source, slot.allocate, rows):
+            yield ReadRows(
                 layer=load,
                 matrix=matrix,
-                weight=tensors.load(source, slot.allocate, is_direct=True),
+                first_row=first,
+                weight=weight,
                 where=tensors.where(source.name),
                 slot=slot,
             )
+            first += len(weight)
+            del weight
 
     def _cached(
         self, load: LayerLoad, matrices: Sequence[Matrix], weights: Mapping[str, TensorSource]
@@ -212,6 +241,11 @@ class LayerReader:
 
     def _is_unchanged(self, weights: Mapping[str, TensorSource], fingerprint: str) -> bool:
         return fingerprint == self.checkpoint.tensors.fingerprint(weights.values())
+
+
+def _block_rows(matrix: Matrix) -> int:
+    """Return how many rows to read and quantize at once: whole tiles."""
+    return max(1, BLOCK_WEIGHTS // (matrix.in_features * TILE_ROWS)) * TILE_ROWS
 
 
 def _weights(

@@ -16,24 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu.tiled import TILE_ROWS, TiledWeight
+from llmpq.kernels.cpu.tiled import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
-from llmpq.quant.loading.layer_reader import Item, LayerEnd, LayerReader, ReadMatrix, ReadTensor
+from llmpq.quant.loading.assembly import Matrix
+from llmpq.quant.loading.layer_reader import (
+    Item,
+    LayerEnd,
+    LayerLoad,
+    LayerReader,
+    ReadMatrix,
+    ReadRows,
+    ReadTensor,
+)
 from llmpq.quant.loading.prefetch import Prefetcher
 from llmpq.quant.loading.weight_cache import BackgroundWriter, WeightCache
 from llmpq.quant.modules.layer import prepack_, quantize_layer_
 from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.quant.quantizers.methods import quantize
-from llmpq.spec.precision import Precision, default_precision
+from llmpq.spec.precision import default_precision
 
 SLOTS = 2
 """16-bit matrices held at once: one is being read, one quantized; only one of a checkpoint of wider
 numbers. The cost model counts ``MATRICES_UNDER_WAY``, which includes temporaries."""
-
-_BLOCK_WEIGHTS = 1 << 21
-"""Weights quantized at once: their codes stay in a core's cache until they are in tiles."""
 
 Progress = Callable[[int, int, str], None]
 """Called after each layer with the number of layers loaded, their total, and a description."""
@@ -129,13 +135,20 @@ class _StageBuilder:
     progress: Progress | None
     layers: list[nn.Module] = field(default_factory=list)
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    tiles: TiledWeight = field(init=False)
 
     def add(self, item: Item) -> None:
         """Place a tensor or a matrix, or finish a layer."""
         if isinstance(item, LayerEnd):
             self._finish(item)
+        elif isinstance(item, ReadRows):
+            self._quantize(item)
         elif isinstance(item, ReadMatrix):
-            self._place(item)
+            weight = item.weight
+            on_device = weight.to(self.device) if isinstance(weight, PackedWeight) else weight
+            self._install(item.layer, item.matrix, on_device)
+            if item.slot is not None:
+                item.slot.release()
         else:
             self._fill(item)
 
@@ -144,35 +157,30 @@ class _StageBuilder:
         item.layer.assembly.fill({item.key: tensor})
         item.slot.release()
 
-    def _place(self, item: ReadMatrix) -> None:
-        load, matrix, weight = item.layer, item.matrix, item.weight
-        if isinstance(weight, Tensor):
-            try:
-                weight = self._quantized(weight, load.precision, matrix.name in load.tiled)
-            except SpecError as error:
-                raise SpecError(f"{item.where}: {error}") from error
-        elif isinstance(weight, PackedWeight):
-            weight = weight.to(self.device)
+    def _quantize(self, item: ReadRows) -> None:
+        load, matrix = item.layer, item.matrix
+        weight = _cast(item.weight.to(self.device), self.dtype)
+        try:
+            rows = quantize(weight, load.precision, self.dtype)
+        except SpecError as error:
+            raise SpecError(f"{item.where}: {error}") from error
+        whole: PackedWeight | TiledWeight = rows
+        if matrix.name in load.tiled:
+            if item.first_row == 0:
+                shape = (matrix.out_features, matrix.in_features)
+                self.tiles = TiledWeight.empty(*shape, load.precision, self.dtype)
+            self.tiles.put_rows(item.first_row, rows)
+            whole = self.tiles
+        if item.first_row + rows.out_features == matrix.out_features:
+            self._install(load, matrix, whole)
+            item.slot.release()
+
+    def _install(self, load: LayerLoad, matrix: Matrix, weight: PackedWeight | TiledWeight) -> None:
         if load.begin_entry is not None:  # the first matrix of a new entry
             self.writer.begin(load.begin_entry())
             load.begin_entry = None
         self.writer.add(matrix.name, weight)
         load.assembly.install(matrix, weight)
-        if item.slot is not None:
-            item.slot.release()
-
-    def _quantized(
-        self, weight: Tensor, precision: Precision, is_tiled: bool
-    ) -> PackedWeight | TiledWeight:
-        if not is_tiled:
-            return quantize(_cast(weight.to(self.device), self.dtype), precision, self.dtype)
-        rows, columns = weight.shape
-        tiled = TiledWeight.empty(rows, columns, precision, self.dtype)
-        step = max(1, _BLOCK_WEIGHTS // (columns * TILE_ROWS)) * TILE_ROWS
-        for first in range(0, rows, step):
-            block = _cast(weight[first : first + step], self.dtype)
-            tiled.put_rows(first, quantize(block, precision, self.dtype))
-        return tiled
 
     def _finish(self, end: LayerEnd) -> None:
         load = end.layer
