@@ -7,8 +7,10 @@ loader's reading thread and takes a slot before it reads a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +117,17 @@ Item = ReadTensor | ReadRows | ReadMatrix | LayerEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Prepared:
+    """A layer before its tensors are read; ``cached`` is its entry of the cache."""
+
+    load: LayerLoad
+    matrices: Sequence[Matrix]
+    sources: Mapping[str, TensorSource]
+    weights: Mapping[str, TensorSource]
+    cached: Mapping[str, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerReader:
     """Reads layers for one run.
 
@@ -139,16 +152,23 @@ class LayerReader:
     def layers(self, first_layer: int, precisions: Sequence[Precision]) -> Iterator[Item]:
         """Yield the tensors of consecutive layers, each read when it is asked for.
 
+        Two threads prepare the layers to come, so that the disk does not wait for modules to be
+        built and two entries of the cache are checked at once.
+
         Raises:
             SpecError: as ``Checkpoint`` and ``GptqCheckpoint``.
         """
-        for index, precision in enumerate(precisions, start=first_layer):
-            yield from self._layer(index, precision)
+        pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="load-prepare")
+        try:
+            for prepared in pool.map(self._prepare, count(first_layer), precisions):
+                yield from self._items(prepared)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _layer(self, index: int, precision: Precision) -> Iterator[Item]:
+    def _prepare(self, index: int, precision: Precision) -> _Prepared:
+        """Build a layer on the meta device, find its tensors and check its entry of the cache."""
         layer = self.checkpoint.empty_layer(index)
         matrices = self._matrices(index, layer, precision)
-        keys = {matrix.key for matrix in matrices}
         assembly = LayerAssembly(layer, self.dtype, self.backend)
         tiled = frozenset(
             matrix.name
@@ -156,9 +176,21 @@ class LayerReader:
             if assembly.reads_tiles(matrix, precision, self.device.type)
         )
         load = LayerLoad(index=index, precision=precision, assembly=assembly, tiled=tiled)
-        stored_as_codes = keys if self.gptq is not None else ()
+        stored_as_codes = {matrix.key for matrix in matrices} if self.gptq is not None else ()
         sources = self.checkpoint.layer_sources(index, layer, without=stored_as_codes)
-        for key, source in sources.items():
+        weights = {} if self.gptq is not None else _weights(matrices, sources)
+        return _Prepared(
+            load=load,
+            matrices=matrices,
+            sources=sources,
+            weights=weights,
+            cached=self._cached(load, matrices, weights),
+        )
+
+    def _items(self, prepared: _Prepared) -> Iterator[Item]:
+        load, matrices = prepared.load, prepared.matrices
+        keys = {matrix.key for matrix in matrices}
+        for key, source in prepared.sources.items():
             if key not in keys:
                 slot = self.prefetcher.acquire()
                 tensor = self.checkpoint.tensors.load(source)
@@ -166,8 +198,14 @@ class LayerReader:
                 del tensor
         if self.gptq is not None:
             yield from self._gptq_codes(self.gptq, load, matrices)
+        elif prepared.cached is not None:
+            load.origin = "from the store"
+            for matrix in matrices:
+                weight = weight_of(matrix, load.precision, prepared.cached)
+                yield ReadMatrix(layer=load, matrix=matrix, weight=weight)
         else:
-            yield from self._from_cache_or_weights(load, matrices, sources)
+            for matrix in matrices:
+                yield from self._rows(load, matrix, prepared.weights[matrix.name])
         yield LayerEnd(layer=load)
 
     def _matrices(self, index: int, layer: nn.Module, precision: Precision) -> list[Matrix]:
@@ -191,20 +229,6 @@ class LayerReader:
             yield ReadMatrix(layer=load, matrix=matrix, weight=packed, slot=slot)
             del packed
 
-    def _from_cache_or_weights(
-        self, load: LayerLoad, matrices: Sequence[Matrix], sources: Mapping[str, TensorSource]
-    ) -> Iterator[Item]:
-        weights = _weights(matrices, sources)
-        cached = self._cached(load, matrices, weights)
-        if cached is not None:
-            load.origin = "from the store"
-            for matrix in matrices:
-                weight = weight_of(matrix, load.precision, cached)
-                yield ReadMatrix(layer=load, matrix=matrix, weight=weight)
-            return
-        for matrix in matrices:
-            yield from self._rows(load, matrix, weights[matrix.name])
-
     def _rows(self, load: LayerLoad, matrix: Matrix, source: TensorSource) -> Iterator[Item]:
         """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
         slot, tensors, first = self.prefetcher.acquire(), self.checkpoint.tensors, 0
@@ -225,7 +249,7 @@ class LayerReader:
         self, load: LayerLoad, matrices: Sequence[Matrix], weights: Mapping[str, TensorSource]
     ) -> dict[str, Tensor] | None:
         """Return the entry of a layer; if there is none, note how to write it."""
-        if self.cache is None or not matrices:
+        if self.cache is None or not weights:
             return None
         fingerprint = self.checkpoint.tensors.fingerprint(weights.values())
         if fingerprint is None:

@@ -35,7 +35,7 @@ from llmpq.kernels.cpu.tiled import TiledWeight, tiled_shapes
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.logging import get_logger
 from llmpq.models.files.headers import DTYPE_BITS
-from llmpq.models.files.sources import TORCH_DTYPES
+from llmpq.models.files.sources import TORCH_DTYPES, read_into
 from llmpq.quant.loading.assembly import Matrix
 from llmpq.spec.precision import Precision
 
@@ -45,6 +45,8 @@ FORMAT = 4
 """Part of every key. Increase it when entries or tiles change, or a quantizer gives other codes."""
 
 _ALIGNMENT = 64  # of tiles in the file and so in memory: what a kernel loads is one cache line
+_PIECE_BYTES = 512 << 10
+_MADV_POPULATE_READ = 22  # <linux/mman.h>; the mmap module of Python 3.11 does not name it
 _ABANDONED_S = 24 * 3600.0
 _CHECKSUMS = "checksums"
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -364,21 +366,33 @@ def _map_entry(path: Path, layout: EntryLayout) -> dict[str, Tensor]:
         # Writable because torch wants it so; private, so that a write would not reach the file.
         access = mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(descriptor, layout.file_bytes, flags=mmap.MAP_PRIVATE, prot=access)
+        header_end, (begin, end) = len(layout.header), layout.checksums
+        front = os.pread(descriptor, end, 0)
+        if front[:header_end] != layout.header:
+            raise SpecError(f"{path}: found another layout than the layer's")
+        ranges = [(0, header_end), *layout.places.values()]
+        if front[begin:] != _joined([_checksum(descriptor, *span, path) for span in ranges]):
+            raise SpecError(f"{path}: found another checksum than was written")
     finally:
         os.close(descriptor)
-    content = memoryview(memory)
-    if content[: len(layout.header)] != layout.header:
-        raise SpecError(f"{path}: found another layout than the layer's")
-    begin, end = layout.checksums
-    ranges = [(0, len(layout.header)), *layout.places.values()]
-    if content[begin:end] != _joined([zlib.crc32(content[first:last]) for first, last in ranges]):
-        raise SpecError(f"{path}: found another checksum than was written")
+    with contextlib.suppress(OSError):  # without it pages are mapped one by one when first used
+        memory.madvise(_MADV_POPULATE_READ)
     return {
         name: torch.frombuffer(
             memory, dtype=dtype, count=torch.Size(shape).numel(), offset=layout.places[name][0]
         ).view(shape)
         for name, (dtype, shape) in layout.tensors.items()
     }
+
+
+def _checksum(descriptor: int, begin: int, end: int, path: Path) -> int:
+    """Return the CRC-32 of bytes of a file, read in pieces that stay in a core's cache."""
+    checksum, piece = 0, memoryview(bytearray(min(_PIECE_BYTES, end - begin)))
+    for first in range(begin, end, _PIECE_BYTES):
+        part = piece[: end - first]
+        read_into(descriptor, first, part, str(path))
+        checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _header(tensors: Shapes) -> bytes:
