@@ -40,8 +40,7 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
-from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import error_from_frame
+from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import StageError
 from llmpq.models import Master

@@ -21,8 +21,8 @@ from llmpq.dist.launch.rank import DTYPES, RankContext, load_runner, ring_errors
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.stats import StageClock, synchronize
-from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import (
+from llmpq.dist.transport.communicator import (
+    Communicator,
     error_from_frame,
     shut_down,
     wait_until_ready,

@@ -17,8 +17,7 @@ from llmpq.dist.engine.cuda_graphs import DecodeGraphs
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
-from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import error_from_frame
+from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.models import DecoderStage, MicroBatch
 from llmpq.spec.codec import to_json

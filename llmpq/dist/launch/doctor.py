@@ -24,7 +24,7 @@ import transformers
 import llmpq
 from llmpq.dist.launch.rank import torch_device
 from llmpq.dist.transport.channels import RankChannels
-from llmpq.dist.transport.control_messages import error_from_frame
+from llmpq.dist.transport.communicator import error_from_frame
 from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import LlmpqError, StageError

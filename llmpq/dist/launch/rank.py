@@ -34,8 +34,8 @@ from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.report import length_monitor_for
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.transport.channels import RankChannels
-from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import (
+from llmpq.dist.transport.communicator import (
+    Communicator,
     as_llmpq_error,
     error_frame,
     error_from_frame,

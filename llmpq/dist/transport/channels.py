@@ -47,13 +47,8 @@ def make_rank_channels(
 ) -> RankChannels:
     """Return the communicator and the links of a rank.
 
-    Args:
-        rank: one end of each of ``sockets``.
-        names: of all ranks, in messages.
-        limits: of this run's frames.
-        topology: of the run.
-        sockets: this rank's end of each of its links; taken over.
-        timeout_s: longest silence of a peer.
+    ``sockets`` are its ends of its links and are taken over; no peer may be silent for longer than
+    ``timeout_s``.
     """
     rings = []
     for number, ranks in enumerate(topology.rings):
@@ -97,10 +92,6 @@ class SplitRing:
     Every other stage is on one of two rings, the master on both. A micro-batch goes to the ring of
     its phase, every other frame to both. Frames of the decode ring are received first, so that no
     answer waits for a prefill.
-
-    Args:
-        prefill: ring of the stages that prefill.
-        decode: ring of the stages that decode.
     """
 
     def __init__(self, *, prefill: SocketCommunicator, decode: SocketCommunicator) -> None:

@@ -1,17 +1,28 @@
-"""Communicator: how a rank exchanges frames with the others.
+"""Communicator: how a rank exchanges frames with the others, and the control messages.
 
 Every rank sends to the next one of a ring and receives from the previous one; the last stage
 answers to the master. An implementation guarantees that the frames of a link arrive complete,
 checked and in order, that ``send`` does not wait for the peer to be idle, and that no call outlasts
-a peer that died or hangs. ``transport.rendezvous`` connects the ranks.
+a peer that died or hangs. ``transport.rendezvous`` connects the ranks, ``StageWorker`` answers the
+control messages: ready, shutdown with statistics, and errors.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from llmpq.dist.transport.frames import Frame
+import torch
+
+from llmpq.dist.metrics.measurement import StageStats
+from llmpq.dist.transport.errors import error_from_status
+from llmpq.dist.transport.frames import Frame, FrameKind
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.spec.codec import from_json
+from llmpq.spec.fields import Fields
+
+MAX_MESSAGE_LENGTH = 2000
 
 
 class Communicator(Protocol):
@@ -28,11 +39,7 @@ class Communicator(Protocol):
     ranks: Sequence[int]
 
     def send(self, frame: Frame) -> None:
-        """Start sending to the next rank; the frame's tensor must not change any more.
-
-        Raises:
-            StageError: the peer is gone.
-        """
+        """Start sending to the next rank; the frame's tensor must not change any more."""
         ...
 
     def has_frame(self) -> bool:
@@ -57,3 +64,77 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Finish sending and close the connections."""
         ...
+
+
+def wait_until_ready(communicator: Communicator) -> None:
+    """Wait until every other rank has loaded its layers; raise the error of one that failed."""
+    for _ in communicator.ranks[1:]:
+        _expect(communicator, FrameKind.READY)
+
+
+def shut_down(communicator: Communicator) -> list[StageStats]:
+    """End the run; return the statistics of every other rank, in order of rank.
+
+    Raises:
+        StageError: a stage failed, or sent something else.
+    """
+    communicator.send(Frame(kind=FrameKind.SHUTDOWN))
+    found = [_stats(_expect(communicator, FrameKind.STATS)) for _ in communicator.ranks[1:]]
+    _expect(communicator, FrameKind.SHUTDOWN)
+    found.sort(key=lambda stats: stats.rank)  # of two rings they arrive in any order
+    ranks = [stats.rank for stats in found]
+    if ranks != sorted(communicator.ranks[1:]):
+        raise StageError(f"found statistics of ranks {ranks}, expected those of every other rank")
+    return found
+
+
+def error_frame(error: LlmpqError) -> Frame:
+    """Return the frame that reports why a rank ends."""
+    fields = {
+        "exit_status": error.exit_status,
+        "message": str(error)[:MAX_MESSAGE_LENGTH],
+        "is_permanent": error.is_permanent,
+    }
+    return Frame(kind=FrameKind.ERROR, text=json.dumps(fields).encode())
+
+
+def error_from_frame(frame: Frame) -> LlmpqError:
+    """Return the error of an error frame."""
+    try:
+        found = json.loads(frame.text)
+        status, message, permanent = (
+            found[name] for name in ("exit_status", "message", "is_permanent")
+        )
+    except (ValueError, TypeError, KeyError):
+        return StageError("a stage failed and sent no readable reason")
+    return error_from_status(status, message, is_permanent=permanent is True)
+
+
+def _expect(communicator: Communicator, kind: FrameKind) -> Frame:
+    frame = communicator.recv()
+    if frame.kind is FrameKind.ERROR:
+        raise error_from_frame(frame)
+    if frame.kind is not kind:
+        name = communicator.names[communicator.ranks[-1]]
+        raise StageError(f"{name}: found a frame {frame.kind.name}, expected {kind.name}")
+    return frame
+
+
+def _stats(frame: Frame) -> StageStats:
+    try:
+        return from_json(StageStats, Fields(json.loads(frame.text), "statistics"))
+    except (SpecError, ValueError) as error:
+        raise StageError(f"unreadable statistics of a stage: {error}") from None
+
+
+def as_llmpq_error(error: Exception, name: str) -> LlmpqError:
+    """Return any exception of a rank as an ``LlmpqError`` that names the stage."""
+    if isinstance(error, StageError) and not str(error).startswith("stage "):
+        return StageError(f"{name}: {error}", is_permanent=error.is_permanent)
+    if isinstance(error, LlmpqError):
+        return error
+    is_allocator = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if is_allocator or isinstance(error, MemoryError | torch.OutOfMemoryError):
+        first_line = str(error).partition("\n")[0]
+        return CapacityError(f"{name}: out of memory: {first_line}")
+    return StageError(f"{name}: {type(error).__name__}: {error}")

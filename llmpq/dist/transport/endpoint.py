@@ -47,23 +47,14 @@ class AuthenticationError(StageError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a rank listens: a socket file or an address, exactly one of the two.
-
-    Attributes:
-        path: of a unix socket.
-        address: host and port.
-    """
+    """Where a rank listens: the path of a unix socket, or host and port."""
 
     path: str | None = None
     address: tuple[str, int] | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[socket.socket]:
-        """Listen here while the context lasts.
-
-        Raises:
-            StageError: the endpoint is in use or not of this host.
-        """
+        """Listen here while the context lasts; ``StageError`` if that is not possible."""
         try:
             listener = self._listen()
         except OSError as error:
@@ -107,12 +98,7 @@ class Endpoint:
     def connect_authenticated(
         self, token: bytes, purpose: bytes, deadline_s: float
     ) -> socket.socket:
-        """Connect and prove the token; retry until the endpoint listens.
-
-        Args:
-            token: the shared secret.
-            purpose: of the connection; equal at both ends.
-            deadline_s: on the monotonic clock.
+        """Connect and prove the token for a purpose; retry until the endpoint listens.
 
         Raises:
             SpecError: the other end holds another token.
@@ -120,23 +106,18 @@ class Endpoint:
         """
         last: Exception = TimeoutError("not listening")
         while (left_s := deadline_s - time.monotonic()) > 0:
-            try:
-                sock = self.connect(min(left_s, HANDSHAKE_S))
-            except OSError as error:
-                last = error
-                time.sleep(RETRY_S)
-                continue
-            try:
-                _prove(sock, token, purpose, min(deadline_s, time.monotonic() + HANDSHAKE_S))
-            except AuthenticationError as error:
-                sock.close()
-                raise SpecError(f"{self.address or 'rendezvous'}: {error}") from None
-            except OSError as error:
-                last = error
-                sock.close()
-                time.sleep(RETRY_S)
-            else:
-                return sock
+            with contextlib.ExitStack() as stack:
+                try:
+                    sock = stack.enter_context(self.connect(min(left_s, HANDSHAKE_S)))
+                    _prove(sock, token, purpose, min(deadline_s, time.monotonic() + HANDSHAKE_S))
+                except AuthenticationError as error:
+                    raise SpecError(f"{self.address or 'rendezvous'}: {error}") from None
+                except OSError as error:
+                    last = error
+                else:
+                    stack.pop_all()
+                    return sock
+            time.sleep(RETRY_S)
         where = self.address or "its socket"
         raise StageError(f"could not reach the other rank at {where}: {last}")
 
@@ -161,11 +142,7 @@ class Acceptor:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def take(self, deadline_s: float) -> tuple[bytes, socket.socket]:
-        """Return the purpose of the next admitted connection, and the connection.
-
-        Raises:
-            TimeoutError: the deadline passed.
-        """
+        """Return the purpose of the next admitted connection, and the connection."""
         try:
             return self._admitted.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
@@ -216,9 +193,7 @@ def _verify(
 ) -> bytes:
     """Do the handshake as the end that listens; return the purpose of the connection.
 
-    Raises:
-        OSError: the connection broke or the deadline passed.
-        StageError: the other end does not hold the token; no proof was sent to it.
+    No proof is sent to a peer without the token.
     """
     hello = receive(sock, len(MAGIC) + NONCE_BYTES, deadline_s)
     if hello[: len(MAGIC)] != MAGIC:
@@ -244,12 +219,7 @@ def send_json(sock: socket.socket, value: object, deadline_s: float) -> None:
 
 
 def receive_json(sock: socket.socket, deadline_s: float) -> Any:
-    """Receive a JSON value.
-
-    Raises:
-        OSError: the connection broke or the deadline passed.
-        StageError: the text is too long or not JSON.
-    """
+    """Receive a JSON value; ``StageError`` if the text is too long or not JSON."""
     (size,) = _SIZE.unpack(receive(sock, _SIZE.size, deadline_s))
     if size > MAX_MESSAGE_BYTES:
         raise StageError(f"found a message of {size} bytes, expected at most {MAX_MESSAGE_BYTES}")

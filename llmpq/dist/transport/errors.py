@@ -7,12 +7,7 @@ from llmpq.spec.plan import Plan
 
 
 class PeerLostError(StageError):
-    """A peer closed its connection or timed out; the cause lies with that peer.
-
-    Args:
-        message: as for any error.
-        rank: the peer.
-    """
+    """A peer, ``rank``, closed its connection or timed out; the cause lies with that peer."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)

@@ -2,8 +2,7 @@
 
 A frame is a header of one fixed size, equal for all ranks of a run, and a payload of exactly the
 bytes that the header announces. The header names the plan and is checked against the plan's limits
-before anything is allocated; nothing is unpickled. Payloads carry no checksum: the transport has
-its own, and hashing them would take longer than sending them.
+before anything is allocated; nothing is unpickled. The transport checks the payloads.
 
 Header, little-endian, then one row of the table for each of ``max_rows`` sequences::
 
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -67,12 +66,8 @@ class FrameLimits:
 
     Attributes:
         digest: 8 bytes that identify the plan and the model.
-        num_slots: number of KV slots.
         max_context: tokens of a slot.
         prefill_rows, prefill_tokens: largest prefill micro-batch ``[R, T]``.
-        decode_rows: largest decode micro-batch.
-        hidden_size: ``H``.
-        dtype: of the hidden states.
         kv_token_bytes: of every layer of the model, the bytes of one token's keys and values;
             empty where none travel.
     """
@@ -128,10 +123,9 @@ class Frame:
     """A message between two ranks.
 
     Attributes:
-        kind: of the frame.
         micro_batch: number of the micro-batch, counted by the master.
         rows: the sequences of a micro-batch.
-        hidden: their hidden states ``[R, T, H]``; ``None`` in every other kind.
+        hidden: their hidden states ``[R, T, H]``.
         text: bytes of a control frame (UTF-8 JSON).
         layer: of keys and values.
         cached: keys and values of the rows' tokens, as the cache stores them: uint8 ``[N, B]``.
@@ -161,25 +155,18 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A checked header."""
+    """A checked header: the frame without its payload, and the payload's shape and place."""
 
-    kind: FrameKind
-    micro_batch: int
-    rows: tuple[Row, ...]
+    frame: Frame
     shape: tuple[int, int, int]
     payload_bytes: int
-    layer: int = 0
-    buffer: int = 0
+    buffer: int
 
 
 def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int = 0) -> bytes:
-    """Return the header of ``frame`` as the ``sequence``-th frame of its link.
+    """Return the header of ``frame``, before which ``sequence`` frames were sent over its link.
 
-    Args:
-        frame: to be sent.
-        limits: of this run.
-        sequence: number of frames sent over this link before.
-        buffer: of shared memory that holds the payload; 0 if it follows.
+    ``buffer`` of the shared memory holds the payload; it follows if that is 0.
     """
     rows, tokens, hidden, dtype, size = 0, 0, 0, 0, len(frame.text)
     if frame.hidden is not None:
@@ -200,8 +187,8 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
     """Check a received header against the run's limits.
 
     Args:
-        data: exactly ``limits.header_bytes`` bytes.
-        limits: what the run allows.
+        data: ``limits.header_bytes`` bytes.
+        limits: of the run.
         sequence: number of frames received over this link before.
         buffers: number of buffers in this link's shared memory.
 
@@ -224,20 +211,18 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
         raise _refused("buffer", buffer, f"at most {buffers}, and 0 without hidden states")
     if kind not in _KINDS:
         raise _refused("kind", kind, f"one of {list(_KINDS)}")
-    header = Header(
+    frame = Frame(
         kind=_KINDS[kind],
         micro_batch=micro_batch,
         rows=_read_table(body, rows, limits),
-        shape=(rows, tokens, hidden),
-        payload_bytes=size,
         layer=layer,
-        buffer=buffer,
     )
-    if header.kind is FrameKind.KV:
+    header = Header(frame=frame, shape=(rows, tokens, hidden), payload_bytes=size, buffer=buffer)
+    if frame.kind is FrameKind.KV:
         _check_cached(header, dtype, limits)
         return header
     _expect("layer", layer, 0)
-    if header.kind in _TENSOR_KINDS:
+    if frame.kind in _TENSOR_KINDS:
         _check_tensor(header, dtype, limits)
     else:
         _expect("dtype and shape of a control frame", (dtype, *header.shape), (0, 0, 0, 0))
@@ -247,32 +232,16 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
 
 
 def assemble(header: Header, payload: Tensor | None, limits: FrameLimits) -> Frame:
-    """Join a header and the payload bytes received for it.
-
-    Args:
-        header: from :func:`decode_header`.
-        payload: uint8 ``[payload_bytes]``, ``None`` if there is none.
-        limits: what the run allows.
-    """
+    """Join a header and its payload, uint8 ``[payload_bytes]``; ``None`` if it has none."""
     _expect("payload size", 0 if payload is None else payload.numel(), header.payload_bytes)
-    hidden, cached, text = None, None, b""
-    if header.kind in _TENSOR_KINDS:
-        assert payload is not None
+    if payload is None:
+        return header.frame
+    if header.frame.kind in _TENSOR_KINDS:
         hidden = payload.view(limits.dtype).reshape(header.shape)  # [R, T, H]
-    elif header.kind is FrameKind.KV:
-        assert payload is not None
-        cached = payload.reshape(header.shape[1:])  # [N, B]
-    elif payload is not None:
-        text = payload.numpy().tobytes()
-    return Frame(
-        kind=header.kind,
-        micro_batch=header.micro_batch,
-        rows=header.rows,
-        hidden=hidden,
-        text=text,
-        layer=header.layer,
-        cached=cached,
-    )
+        return replace(header.frame, hidden=hidden)
+    if header.frame.kind is FrameKind.KV:
+        return replace(header.frame, cached=payload.reshape(header.shape[1:]))  # [N, B]
+    return replace(header.frame, text=payload.numpy().tobytes())
 
 
 def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
@@ -289,7 +258,7 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
 
 def _check_tensor(header: Header, dtype: int, limits: FrameLimits) -> None:
     rows, tokens, hidden = header.shape
-    is_prefill = header.kind is FrameKind.PREFILL
+    is_prefill = header.frame.kind is FrameKind.PREFILL
     most_rows = limits.prefill_rows if is_prefill else limits.decode_rows
     most_tokens = limits.prefill_tokens if is_prefill else 1
     if not 1 <= rows <= most_rows or not 1 <= tokens <= most_tokens:
@@ -298,31 +267,31 @@ def _check_tensor(header: Header, dtype: int, limits: FrameLimits) -> None:
     _expect("dtype", dtype, _DTYPES.index(limits.dtype) + 1)
     _expect("payload bytes", header.payload_bytes, rows * tokens * hidden * limits.dtype.itemsize)
     _check_slots(header, limits)
-    for row in header.rows:
+    for row in header.frame.rows:
         # The row's valid tokens end inside this step; padding after them must fit the slot too.
         if not row.first < row.length <= row.first + tokens <= limits.max_context:
             raise _refused("row", row, f"positions of a slot of {limits.max_context} tokens")
 
 
 def _check_cached(header: Header, dtype: int, limits: FrameLimits) -> None:
-    rows, tokens, width = header.shape
-    if header.layer >= len(limits.kv_token_bytes):
-        raise _refused("layer", header.layer, f"one of {len(limits.kv_token_bytes)} on this link")
+    frame, (rows, tokens, width) = header.frame, header.shape
+    if frame.layer >= len(limits.kv_token_bytes):
+        raise _refused("layer", frame.layer, f"one of {len(limits.kv_token_bytes)} on this link")
     if not 1 <= rows <= limits.prefill_rows:
         raise _refused("rows", rows, f"1 to {limits.prefill_rows}")
     _expect("dtype", dtype, 0)
-    _expect("bytes of a token", width, limits.kv_token_bytes[header.layer])
+    _expect("bytes of a token", width, limits.kv_token_bytes[frame.layer])
     _check_slots(header, limits)
-    for row in header.rows:
+    for row in frame.rows:
         if row.first != 0 or not 1 <= row.length <= limits.prefill_tokens:
             raise _refused("row", row, f"a prompt of at most {limits.prefill_tokens} tokens")
-        _expect("origin", row.origin, header.micro_batch)
-    _expect("tokens", tokens, sum(row.length for row in header.rows))
+        _expect("origin", row.origin, frame.micro_batch)
+    _expect("tokens", tokens, sum(row.length for row in frame.rows))
     _expect("payload bytes", header.payload_bytes, tokens * width)
 
 
 def _check_slots(header: Header, limits: FrameLimits) -> None:
-    slots = [row.slot for row in header.rows]
+    slots = [row.slot for row in header.frame.rows]
     if len(set(slots)) != header.shape[0] or max(slots) >= limits.num_slots:
         raise _refused("slots", slots, f"distinct numbers below {limits.num_slots}")
 

@@ -1,13 +1,10 @@
 """Rendezvous: how the ranks of a run find each other, and the connections that follow.
 
 Rank 0 listens at one endpoint: a socket in a folder that only this user can enter, or the one
-address it was given. Every other rank connects, proves the token and sends its name, its plan's
-digest and its own endpoints; rank 0 sends the table of all ranks back. The ranks then connect as
-the topology says: over a unix socket where both see the same files, else over TCP. Nothing listens
-once all links are connected.
-
-The clocks are compared with rank 0's on the way, so that the traces of several hosts share one
-time axis.
+address it was given. Every other rank connects, proves the token, compares its clock with rank 0's
+and sends its name, its plan's digest and its own endpoints; rank 0 sends the table of all ranks
+back. The ranks then connect as the topology says: over a unix socket where both see the same files,
+else over TCP. Nothing listens once all links are connected.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
 
@@ -43,7 +41,7 @@ from llmpq.dist.transport.frames import FrameLimits
 from llmpq.dist.transport.topology import Link, Topology, check_transport, one_ring
 from llmpq.dist.transport.torch_communicator import TorchCommunicator, open_store
 from llmpq.errors import SpecError, StageError
-from llmpq.spec.codec import from_json, to_json
+from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import Fields
 
 LINK_TIMEOUT_S = 30.0
@@ -55,15 +53,7 @@ _CLOCK = struct.Struct("<d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """One rank, before it knows the others.
-
-    Attributes:
-        rank: of this process.
-        world_size: number of ranks, at least 2.
-        name: of this rank in messages.
-        limits: of this run's frames.
-        timeout_s: longest silence of a peer.
-    """
+    """One rank before the rendezvous: its number of ``world_size``, and its name in messages."""
 
     rank: int
     world_size: int
@@ -74,7 +64,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerInfo:
-    """What a rank tells the others about itself.
+    """What a rank announces.
 
     Attributes:
         rank: of the plan.
@@ -82,8 +72,7 @@ class PeerInfo:
         digest: of the plan and the model's configuration, in hexadecimal.
         host: equal for ranks that see the same network and the same files.
         path: of its socket file.
-        address: its host name or address, ``None`` if all ranks share a host.
-        port: of its TCP listener, likewise.
+        address, port: of its TCP listener, ``None`` if all ranks share a host.
     """
 
     rank: int
@@ -103,19 +92,21 @@ class PeerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTable:
-    """The result of a rendezvous.
+    """The result of a rendezvous: every rank in order, and a random name of the run.
 
     Attributes:
-        peers: every rank, in order.
-        session: random, unique to the run.
         clock_offset_s: to add to this rank's ``time.perf_counter`` to get rank 0's.
         clock_error_s: bound on the error of the offset: half the fastest round trip.
     """
 
     peers: tuple[PeerInfo, ...]
     session: str
-    clock_offset_s: float = 0.0
-    clock_error_s: float = 0.0
+    clock_offset_s: Annotated[float, Rule(optional=True)] = 0.0
+    clock_error_s: Annotated[float, Rule(optional=True)] = 0.0
+
+
+Describe = Callable[[str | None], PeerInfo]
+"""Returns a rank's description, given its address as rank 0 sees it; ``None`` on one host."""
 
 
 def connect(
@@ -161,7 +152,12 @@ def connect(
             )
 
         table, token = _exchange(identity, rendezvous, describe)
-        _check_digests(identity, table)
+        for peer in table.peers:
+            if peer.digest != identity.limits.digest.hex():
+                raise SpecError(
+                    f"{identity.name}: found that {peer.name} runs another plan or model, "
+                    "expected the same strategy file and configuration on every host"
+                )
         names = [peer.name for peer in table.peers]
         if transport == "gloo":
             communicator = TorchCommunicator(
@@ -212,7 +208,7 @@ def _connect_links(
 
 
 def _exchange(
-    identity: RankIdentity, rendezvous: Rendezvous, describe: Callable[[str | None], PeerInfo]
+    identity: RankIdentity, rendezvous: Rendezvous, describe: Describe
 ) -> tuple[PeerTable, bytes]:
     """Return the table of all ranks, and the token."""
     rank, world_size = identity.rank, identity.world_size
@@ -223,12 +219,12 @@ def _exchange(
     else:
         endpoint, token = _endpoint_from_store(rank, store)
     if rank > 0:
-        return join_rendezvous(endpoint, describe, token, START_TIMEOUT_S), token
+        return _join(endpoint, describe, token), token
     own = describe(None if endpoint.address is None else endpoint.address[0])
     with endpoint.listening() as listener:
         if store is not None:
             store.set("rendezvous", json.dumps([*listener.getsockname()[:2], token.hex()]))
-        return serve_rendezvous(listener, own, world_size, token, START_TIMEOUT_S), token
+        return _serve(listener, own, world_size, token), token
 
 
 def _endpoint_from_store(rank: int, store: PrefixStore) -> tuple[Endpoint, bytes]:
@@ -243,9 +239,7 @@ def _endpoint_from_store(rank: int, store: PrefixStore) -> tuple[Endpoint, bytes
     return Endpoint(address=(host, port)), bytes.fromhex(token)
 
 
-def serve_rendezvous(
-    listener: socket.socket, own: PeerInfo, world_size: int, token: bytes, limit_s: float
-) -> PeerTable:
+def _serve(listener: socket.socket, own: PeerInfo, world_size: int, token: bytes) -> PeerTable:
     """Do rank 0's part: collect the description of every rank and send all of them to each.
 
     Raises:
@@ -254,8 +248,7 @@ def serve_rendezvous(
     acceptor = Acceptor([listener], token, [PURPOSE])
     connections: list[socket.socket] = []
     try:
-        deadline_s = time.monotonic() + limit_s
-        peers = _collect(acceptor, own, world_size, deadline_s, connections)
+        peers = _collect(acceptor, own, world_size, connections)
         session = os.urandom(8).hex()
         answer: object = {"session": session, "peers": [to_json(peer) for peer in peers]}
         return PeerTable(peers=peers, session=session)
@@ -269,13 +262,10 @@ def serve_rendezvous(
 
 
 def _collect(
-    acceptor: Acceptor,
-    own: PeerInfo,
-    world_size: int,
-    deadline_s: float,
-    connections: list[socket.socket],
+    acceptor: Acceptor, own: PeerInfo, world_size: int, connections: list[socket.socket]
 ) -> tuple[PeerInfo, ...]:
     """Return the description of every rank; append the connections to answer."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     found = {own.rank: own}
     while len(found) < world_size:
         try:
@@ -308,26 +298,14 @@ def _receive_peer(sock: socket.socket) -> PeerInfo:
     return from_json(PeerInfo, Fields(receive_json(sock, deadline_s), "rank"))
 
 
-def join_rendezvous(
-    endpoint: Endpoint,
-    describe: Callable[[str | None], PeerInfo],
-    token: bytes,
-    limit_s: float,
-) -> PeerTable:
-    """Do the part of every rank but 0: send this rank's description, receive those of all.
-
-    Args:
-        endpoint: where rank 0 listens.
-        describe: returns the description, given the address by which rank 0 was reached; ``None``
-            for a socket file.
-        token: the shared secret.
-        limit_s: for all of it.
+def _join(endpoint: Endpoint, describe: Describe, token: bytes) -> PeerTable:
+    """Do the part of every rank but 0: send its own description, receive those of all.
 
     Raises:
         SpecError: rank 0 holds another token.
         StageError: rank 0 cannot be reached, or reports that the rendezvous failed.
     """
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + START_TIMEOUT_S
     with endpoint.connect_authenticated(token, PURPOSE, deadline_s) as sock:
         offset_s, error_s = _compare_clocks(sock, deadline_s)
         own = describe(None if sock.family == socket.AF_UNIX else sock.getsockname()[0])
@@ -340,14 +318,7 @@ def join_rendezvous(
     fields = Fields(answer, "rendezvous")
     if (reason := fields.optional_text("error")) is not None:
         raise StageError(reason)
-    table = PeerTable(
-        peers=tuple(from_json(PeerInfo, one) for one in fields.children("peers")),
-        session=fields.text("session"),
-        clock_offset_s=offset_s,
-        clock_error_s=error_s,
-    )
-    fields.done()
-    return table
+    return replace(from_json(PeerTable, fields), clock_offset_s=offset_s, clock_error_s=error_s)
 
 
 def _compare_clocks(sock: socket.socket, deadline_s: float) -> tuple[float, float]:
@@ -362,21 +333,8 @@ def _compare_clocks(sock: socket.socket, deadline_s: float) -> tuple[float, floa
     return best[1], best[0] / 2
 
 
-def _check_digests(identity: RankIdentity, table: PeerTable) -> None:
-    for peer in table.peers:
-        if peer.digest != identity.limits.digest.hex():
-            raise SpecError(
-                f"{identity.name}: found that {peer.name} runs another plan or model, "
-                "expected the same strategy file and configuration on every host"
-            )
-
-
 def _token(rendezvous: Rendezvous) -> bytes:
-    """Return the shared secret; empty where only this host or user can connect.
-
-    Raises:
-        SpecError: other hosts can connect and there is no token, or its file is not acceptable.
-    """
+    """Return the shared secret; empty where only this host or user can connect."""
     if rendezvous.token_file is not None:
         return read_token(rendezvous.token_file)
     if rendezvous.address is not None and not is_loopback(rendezvous.address[0]):

@@ -1,9 +1,8 @@
 """Shared memory between the two ends of a link on one host, for payloads too large for a stream.
 
-A stream passes 1 MiB on in pieces of 32 KiB and wakes a waiting receiver for each. A payload in
-shared memory needs one wake-up, by its header, which names the buffer and travels over the socket.
-There are two buffers, so one can be filled while the other is read; while both are in use, payloads
-travel in the stream. The memory has no name, so it is freed when both processes have ended.
+A header over the socket names the buffer that holds the payload and is the only wake-up. There are
+two buffers, so one can be filled while the other is read; while both are in use, payloads travel in
+the stream. The memory has no name, so it is freed when both processes have ended.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemoryWriter:
-    """The sending end, which makes the memory. Pages that no payload reaches take none.
-
-    Args:
-        buffer_bytes: the largest payload of the link.
+    """The sending end, which makes the memory for payloads of at most ``buffer_bytes``.
 
     Attributes:
         descriptor: of the memory, for the other end.
@@ -84,11 +80,7 @@ class SharedMemoryReader:
         self._count = 0
 
     def view(self, buffer: int, size: int) -> Tensor:
-        """Return the payload ``[size]`` of the buffer that a header names.
-
-        Raises:
-            StageError: it is not the next buffer.
-        """
+        """Return the payload ``[size]`` of the buffer that a header names, the next one."""
         expected = self._count % SHARED_BUFFERS + 1
         if buffer != expected:
             raise StageError(f"frame refused: buffer: found {buffer}, expected {expected}")

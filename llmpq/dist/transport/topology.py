@@ -17,13 +17,7 @@ from llmpq.spec.precision import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A one-way stream between two ranks.
-
-    Attributes:
-        source, target: its ends.
-        ring: number of its ring, ``None`` if it carries keys and values.
-        handover: the keys and values it carries.
-    """
+    """A one-way stream between two ranks: of a ring, or of the keys and values of a handover."""
 
     source: int
     target: int
@@ -78,11 +72,7 @@ def one_ring(world_size: int) -> Topology:
 
 
 def check_transport(transport: Transport, topology: Topology) -> None:
-    """Check that a transport offers the links of a topology.
-
-    Raises:
-        SpecError: the transport is gloo and one ring is not enough.
-    """
+    """Check that a transport offers the links of a topology; ``SpecError`` if it does not."""
     if transport == "gloo" and topology.handovers:
         raise SpecError(
             "transport: found 'gloo', which has one ring only: expected 'auto' for a plan whose "

@@ -1,12 +1,9 @@
 """TorchCommunicator: the ring over a process group of torch.distributed.
 
 The ranks find each other by ``transport.rendezvous``, which proves the token and compares plans;
-gloo's own connections are not authenticated. Its behaviour that shapes this module:
-
-- An operation that times out closes the pair for good. A thread always receives, and its timeout is
-  the longest silence of a peer; a rank without frames to send sends heartbeats.
-- A send returns once the next rank's thread has received it, whatever that rank computes.
-- A killed peer closes its pair within milliseconds, which the receiving thread sees at once.
+gloo's own connections are not authenticated. An operation of gloo that times out closes the pair
+for good: a thread always receives, with the longest silence of a peer as its timeout, and a rank
+without frames to send sends heartbeats.
 """
 
 from __future__ import annotations
@@ -48,14 +45,7 @@ BACKEND = "gloo"
 
 
 class TorchCommunicator:
-    """One rank's part of the ring.
-
-    Args:
-        rank: of this process.
-        names: of all ranks, in messages.
-        limits: of this run's frames.
-        store: shared by all ranks, from :func:`open_store`.
-        timeout_s: longest silence of a peer.
+    """One rank's part of the ring; ``store`` is that of :func:`open_store`.
 
     Raises:
         StageError: the process group could not be made.
@@ -75,10 +65,10 @@ class TorchCommunicator:
         self.ranks: Sequence[int] = range(len(names))
         self._limits = limits
         self._timeout_s = timeout_s
-        self._timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         try:
             dist.init_process_group(
-                BACKEND, store=store, rank=rank, world_size=len(names), timeout=self._timeout
+                BACKEND, store=store, rank=rank, world_size=len(names), timeout=timeout
             )
         except RuntimeError as error:
             raise StageError(f"{names[rank]}: could not connect to its peers: {error}") from None
@@ -103,9 +93,10 @@ class TorchCommunicator:
                 return
             header = encode_header(frame, self._limits, self._num_sent)
             self._num_sent += 1
-            self._transfer(dist.send, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            self._transfer(dist.send, data, self._next)
             if payload is not None:
-                self._transfer(dist.send, payload)
+                self._transfer(dist.send, payload, self._next)
             if frame.kind in LAST_KINDS:
                 self._closed.set()
 
@@ -138,8 +129,9 @@ class TorchCommunicator:
         if not any(thread.is_alive() for thread in self._threads):
             dist.destroy_process_group()
 
-    def _transfer(self, operation: Callable[[Tensor, int], object], tensor: Tensor) -> Tensor:
-        peer = self._next if operation is dist.send else self._previous
+    def _transfer(
+        self, operation: Callable[[Tensor, int], object], tensor: Tensor, peer: int
+    ) -> Tensor:
         try:
             operation(tensor, peer)
         except RuntimeError as error:
@@ -152,7 +144,11 @@ class TorchCommunicator:
         """Receive frames until the last one or an error."""
         try:
             for number in itertools.count():
-                frame = self._receive_frame(number)
+                data = self._receive_bytes(self._limits.header_bytes).numpy().tobytes()
+                header = decode_header(data, self._limits, number)
+                size = header.payload_bytes
+                payload = self._receive_bytes(size) if size else None
+                frame = assemble(header, payload, self._limits)
                 if frame.kind is not FrameKind.HEARTBEAT:
                     self._arrived.put(frame)
                 if frame.kind in LAST_KINDS:
@@ -162,14 +158,8 @@ class TorchCommunicator:
         except Exception as error:  # the main thread must see every end of this one
             self._arrived.put(StageError(f"receiving failed: {type(error).__name__}: {error}"))
 
-    def _receive_frame(self, number: int) -> Frame:
-        data = torch.empty(self._limits.header_bytes, dtype=torch.uint8)
-        self._transfer(dist.recv, data)
-        header = decode_header(data.numpy().tobytes(), self._limits, number)
-        if not header.payload_bytes:
-            return assemble(header, None, self._limits)
-        payload = torch.empty(header.payload_bytes, dtype=torch.uint8)
-        return assemble(header, self._transfer(dist.recv, payload), self._limits)
+    def _receive_bytes(self, count: int) -> Tensor:
+        return self._transfer(dist.recv, torch.empty(count, dtype=torch.uint8), self._previous)
 
     def _beat(self) -> None:
         """Send a heartbeat several times within every timeout, until the last frame."""
@@ -179,11 +169,7 @@ class TorchCommunicator:
 
 
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int) -> PrefixStore:
-    """Return torch.distributed's store: a private file, rank 0's address, or torchrun's.
-
-    Raises:
-        StageError: the store cannot be reached.
-    """
+    """Return torch.distributed's store: a private file, rank 0's address, or torchrun's."""
     timeout = timedelta(seconds=START_TIMEOUT_S)
     try:
         if rendezvous.file is not None:

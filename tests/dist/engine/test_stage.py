@@ -13,8 +13,8 @@ from helpers.ranks import make_plan, run_threads
 from llmpq.dist.engine.stage import StageRunner, StageWorker, micro_batch_frame
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock, tokens_read
-from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.control_messages import (
+from llmpq.dist.transport.communicator import (
+    Communicator,
     as_llmpq_error,
     error_frame,
     error_from_frame,

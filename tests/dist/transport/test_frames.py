@@ -156,5 +156,5 @@ def test_mutated_headers_raise_only_stage_errors(count, seed):
         accepted += 1
         rows, tokens, hidden = header.shape
         assert header.payload_bytes == rows * tokens * hidden * 2 <= 3 * 20 * 8 * 2
-        assert all(row.slot < 6 and row.length <= 40 for row in header.rows)
+        assert all(row.slot < 6 and row.length <= 40 for row in header.frame.rows)
     assert accepted > 0
