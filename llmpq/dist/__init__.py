@@ -81,7 +81,7 @@ def generate_offline(
         model_dir: where the weights are; the plan's own directory by default.
         sampling: how tokens are chosen where a prompt does not say; greedy by default.
         step_timeout_s: how long a rank may give no sign of life.
-        progress: takes events.
+        progress: receives events.
 
     Returns:
         The results in the order of the prompts.
@@ -118,8 +118,7 @@ def run_job(
     Raises:
         LlmpqError: as for :func:`generate_offline`, and ``StoppedError`` when asked to end early.
     """
-    plan = check_job(job)
-    hosts = hosts or Hosts()
+    plan, hosts = check_job(job), hosts or Hosts()
     ranks = ranks_of_node(plan, hosts.node_rank, hosts.num_nodes)
     # Only this user can enter the folder: it holds the job, the ranks' logs and, on one host, the
     # file they meet at.
@@ -138,11 +137,7 @@ def run_job(
 
 
 def check_job(job: Job) -> Plan:
-    """Refuse what no rank could run, before any starts; what needs a tokenizer is left to them.
-
-    Raises:
-        SpecError: names the file and what is wrong in it.
-    """
+    """Raise an error for what no rank could run; what needs a tokenizer is left to the ranks."""
     plan = read_plan(job.strategy)
     model = load_model_dir(job.model_dir)
     check_plan(plan, job.model_dir, model.num_layers)

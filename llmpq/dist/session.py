@@ -54,13 +54,8 @@ class NewToken:
 class Session:
     """Loaded ranks that wait for requests; they answer one batch at a time.
 
-    Args:
-        plan: the strategy.
-        model_dir: directory with the weights.
-        step_timeout_s: how long a rank may give no sign of life.
-        store: folder of quantized layers kept from run to run, ``None`` for none.
-        kernel: backend to prefer; ``None`` leaves it to the registry.
-        progress: takes the ranks' events.
+    The arguments are those of :class:`~llmpq.dist.io.job.Job`; ``progress`` receives the events of
+    the ranks.
 
     Raises:
         LlmpqError: ``SpecError`` for a model that the plan is not for, ``CapacityError`` when
@@ -107,11 +102,7 @@ class Session:
     def run(
         self, prompts: Sequence[Prompt], *, streams: bool = False
     ) -> Iterator[NewToken | Result]:
-        """Answer a batch of prompts; an earlier batch that is not finished is cancelled.
-
-        Args:
-            prompts: their ids differ.
-            streams: whether tokens are yielded as they are made.
+        """Answer a batch of prompts with different ids; an earlier batch is cancelled.
 
         Yields:
             The result of each prompt as it finishes, after its tokens when ``streams``.
@@ -225,11 +216,7 @@ class _RankThread:
         self._thread.start()
 
     def channel(self) -> ControlChannel:
-        """Return the control channel, waiting for the master to connect.
-
-        Raises:
-            EOFError: the ranks have ended.
-        """
+        """Return the control channel, waiting for the master; ``EOFError`` if the ranks ended."""
         if self._channel is None:
             if self._listener is None:
                 raise EOFError("closed")

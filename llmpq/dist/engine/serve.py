@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from llmpq.dist.engine.engine import MAX_IDLE_WAIT_S
 from llmpq.dist.io.control_channel import ControlChannel, Message
@@ -18,7 +19,7 @@ from llmpq.dist.io.prompts import (
     make_request,
     prompt_from_fields,
 )
-from llmpq.dist.io.results import FinishReason, Result, result_to_json
+from llmpq.dist.io.results import FinishReason, Result
 from llmpq.dist.launch.rank import MasterRank, RankContext, master_rank
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError
@@ -108,7 +109,7 @@ class _Batch:
     ) -> None:
         text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
         result = Result(id=request.id, token_ids=token_ids, text=text, finish_reason=reason)
-        self._send("result", result=result_to_json(result))
+        self._send("result", result=asdict(result))
 
     def _send(self, kind: str, **fields: object) -> None:
         # The batch ends in an orderly way also when no one reads its answers any more.

@@ -19,10 +19,10 @@ Message = dict[str, Any]
 
 
 class ControlChannel:
-    """One end of a channel.
+    """One end of a channel; owns its connected stream.
 
-    Args:
-        sock: connected stream; owned by the channel from now on.
+    Raises:
+        EOFError: by ``send`` and ``receive``, once the other end is closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -31,11 +31,7 @@ class ControlChannel:
         self._rest: list[bytes] = []  # of a line whose end has not arrived
 
     def send(self, kind: str, **fields: object) -> None:
-        """Send a message; blocks while the other end does not read.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """Send a message; blocks while the other end does not read."""
         line = json.dumps({"kind": kind, **fields}).encode()
         try:
             self._sock.sendall(line + b"\n")
@@ -43,11 +39,7 @@ class ControlChannel:
             raise EOFError(str(error)) from None
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, ``None`` when none arrives within ``timeout_s``.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """Return the next message, ``None`` when none arrives within ``timeout_s``."""
         while not self._lines:
             if not select.select([self._sock], [], [], timeout_s)[0]:
                 return None

@@ -78,10 +78,9 @@ class Job:
         prompts: the prompt file, or the socket that ``serve`` takes requests from; only the master
             reads it.
         output: the result file; only the master writes it, and not under ``serve``.
-        task: ``generate`` answers the prompts; ``serve`` answers batches of requests until the
-            other end of the socket closes it; ``hidden`` passes the prompts through all layers and
-            writes the states after the last one, as safetensors, one tensor a micro-batch;
-            ``doctor`` only examines what a run would need.
+        task: ``generate`` answers the prompts, ``serve`` batches of requests until the socket is
+            closed; ``hidden`` writes the states after the last layer, as safetensors, one tensor a
+            micro-batch; ``doctor`` only examines what a run would need.
         resume: whether to skip what the result file already holds.
         sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
@@ -90,8 +89,7 @@ class Job:
         trace: file for the time line of every rank; ``None`` for none.
         schedule: the batching policy; ``None`` is the strategy's own.
         prediction: what policies know of answer lengths.
-        store: folder of cached quantized layers, ``None`` for none.
-        store_limit_bytes: most bytes it may hold.
+        store, store_limit_bytes: folder of cached quantized layers, and most bytes it may hold.
         kernel: backend to use wherever it can run; ``None`` lets the registry choose.
         captures: whether GPUs may capture decode steps as CUDA graphs.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
@@ -133,11 +131,7 @@ class Job:
 
 
 def check_plan(plan: Plan, model_dir: Path, num_layers: int) -> None:
-    """Make sure that the plan is for this model and asks for what the runtime does.
-
-    Raises:
-        SpecError: it is for another model, or keeps keys and values at other bits.
-    """
+    """Check that the plan is for this model and asks for what the runtime does."""
     if num_layers != plan.model.num_layers:
         raise SpecError(
             f"{model_dir}: found {num_layers} decoder layers, expected the "

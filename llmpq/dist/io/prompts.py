@@ -71,14 +71,8 @@ class Prompt:
 class Request:
     """A prompt that fits the plan and the model.
 
-    Attributes:
-        id: chosen by the user.
-        prompt_token_ids: at least one.
-        max_new_tokens: at least one.
-        stop_token_ids: tokens that end the answer, as its last token.
-        arrival_s: arrival in seconds after the start of the run.
-        sampling_params: how its tokens are chosen; its stop tokens and lengths are in the fields
-            above.
+    ``stop_token_ids`` end the answer, as its last token; ``arrival_s`` counts from the start of the
+    run. Lengths and stop tokens of ``sampling_params`` are in the other fields.
     """
 
     id: RequestId
@@ -94,11 +88,9 @@ class RequestLimits:
     """Limits and defaults of requests.
 
     Attributes:
-        prompt_tokens: longest prompt that the plan has memory for.
         context_tokens: length of a KV slot.
         new_tokens: most new tokens of a prompt that asks for no number.
         max_positions: longest sequence of the model, ``None`` when unlimited.
-        vocab_size: tokens are below this number.
         eos_token_ids: the model's own end tokens.
         sampling_params: those of prompts without parameters of their own.
     """
@@ -143,10 +135,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
-    """Read a prompt file; bad lines are returned as errors.
-
-    Returns:
-        The prompts, and an error for each other line.
+    """Read a prompt file; return its prompts, and an error for each other line.
 
     Raises:
         SpecError: the file cannot be read or has no lines.
@@ -299,9 +288,9 @@ def prompt_from_fields(fields: Fields) -> Prompt:
         text=text,
         token_ids=token_ids,
         max_new_tokens=fields.optional_integer("max_new_tokens", minimum=1),
-        stop_token_ids=token_ids_of(fields, "stop_token_ids")
-        if fields.has("stop_token_ids")
-        else (),
+        stop_token_ids=(
+            token_ids_of(fields, "stop_token_ids") if fields.has("stop_token_ids") else ()
+        ),
         ignore_eos=fields.flag("ignore_eos") if fields.has("ignore_eos") else False,
         arrival_s=fields.number("arrival_s", maximum=MAX_ARRIVAL_S)
         if fields.has("arrival_s")
@@ -353,18 +342,13 @@ def _check_tokens(where: str, field: str, token_ids: Sequence[int], vocab_size: 
 def _check_lengths(where: str, prompt: int, new_tokens: int, limits: RequestLimits) -> None:
     if prompt == 0:
         raise SpecError(f"{where}: field 'prompt': found no tokens, expected at least one")
+    found = f"{where}: found {prompt} prompt tokens"
+    together = f"{found} and {new_tokens} new ones, expected together at most the"
     if limits.max_positions is not None and prompt + new_tokens > limits.max_positions:
-        raise SpecError(
-            f"{where}: found {prompt} prompt tokens and {new_tokens} new ones, "
-            f"expected together at most the model's {limits.max_positions} positions"
-        )
+        raise SpecError(f"{together} model's {limits.max_positions} positions")
     if prompt > limits.prompt_tokens:
         raise SpecError(
-            f"{where}: found {prompt} prompt tokens, expected at most the "
-            f"{limits.prompt_tokens} that the plan holds memory for"
+            f"{found}, expected at most the {limits.prompt_tokens} that the plan holds memory for"
         )
     if prompt + new_tokens > limits.context_tokens:
-        raise SpecError(
-            f"{where}: found {prompt} prompt tokens and {new_tokens} new ones, "
-            f"expected together at most the plan's slots of {limits.context_tokens}"
-        )
+        raise SpecError(f"{together} plan's slots of {limits.context_tokens}")

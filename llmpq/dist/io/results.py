@@ -9,8 +9,7 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Literal, cast
+from typing import IO, Literal, cast
 
 from llmpq.dist.io.prompts import RequestId, json_lines, request_id, token_ids_of
 from llmpq.errors import SpecError, StageError
@@ -39,15 +38,13 @@ class Result:
 class ResultWriter:
     """Appends results to a file; each is handed to the operating system before the next is made.
 
-    Args:
-        path: the file, in an existing or a new directory.
-        resume: keep what an earlier run wrote; a last line cut short by its end is dropped.
+    With ``resume`` the file keeps what an earlier run wrote, except a last line that was cut short.
 
     Attributes:
         done: ids of the results that the file held before.
 
     Raises:
-        SpecError: the file holds something and ``resume`` is false, or it is not a result file.
+        SpecError: as :func:`finished_ids`.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -64,16 +61,15 @@ class ResultWriter:
             raise SpecError(f"{path}: cannot be written: {error.strerror}") from None
 
     def write(self, result: Result) -> None:
-        """Append one result; a second one of the same id is our own bug.
+        """Append one result.
 
         Raises:
-            StageError: the file cannot grow, for example on a full disk. It keeps the results
-                before this one, and takes no other.
+            StageError: the file cannot grow; it keeps the earlier results and takes no other.
         """
         assert result.id not in self._written, f"request {result.id!r} was answered twice"
         if self._error is not None:
             raise self._error
-        line = json.dumps(result_to_json(result), ensure_ascii=False).encode() + b"\n"
+        line = json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n"
         rest = memoryview(line)
         try:
             while rest:
@@ -94,12 +90,7 @@ class ResultWriter:
         """Return itself; the file is open since construction."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file."""
         self._file.close()
 
@@ -135,11 +126,6 @@ def result_from_fields(fields: Fields) -> Result:
     )
     fields.done()
     return result
-
-
-def result_to_json(result: Result) -> dict[str, Any]:
-    """Return the JSON object of a result, a line of a result file."""
-    return asdict(result)
 
 
 def _end_of_last_line(path: Path) -> int:

@@ -13,7 +13,7 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,13 @@ MIN_FRAMES, MAX_FRAMES, LARGE_BYTES = 4, 2000, 8 << 20
 MAX_CLOCK_SKEW_S = 5.0
 SLOW_LINK = 0.5
 """A link below this share of the cluster file's bandwidth is a warning."""
+_Problem = tuple[dict[str, Any], str, str, str]
+"""Facts of a rank, check, level, message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A problem that was found.
-
-    Attributes:
-        rank: where.
-        name: of that rank in messages.
-        check: ``versions``, ``weights``, ``device``, ``clocks``, ``links`` or ``memory``.
-        level: ``error`` if a run would fail, else ``warning``.
-        message: found and expected.
-    """
+    """A problem of a rank; ``level`` is ``error`` if a run would fail, else ``warning``."""
 
     rank: int
     name: str
@@ -92,10 +86,7 @@ def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
 
 
 def time_link(channels: RankChannels, limits: FrameLimits) -> dict[str, Any]:
-    """Send frames to the next rank and time those of the previous one, on rank 0's clock.
-
-    The error of the one-way latency is that of the clock offset; the bandwidth has no such error.
-    """
+    """Send frames to the next rank and time those of the previous one, on rank 0's clock."""
     communicator = channels.communicator
 
     def now_us() -> int:
@@ -144,13 +135,13 @@ def gather(channels: RankChannels, facts: dict[str, Any]) -> list[dict[str, Any]
 
 def judge(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
     """Compare the facts of all ranks with those of rank 0 and with the plan."""
-    findings: list[Finding] = []
-    for one in facts:
-        for check, message in one["failures"].items():
-            findings.append(_finding(one, check, "error", message))
-        findings += _compared(facts[0], one)
-        findings += _link_findings(plan, one)
-    return findings + _memory_findings(plan, facts)
+    return [
+        Finding(rank=one["rank"], name=one["name"], check=check, level=level, message=message)
+        for one, check, level, message in (
+            *(problem for one in facts for problem in _problems(plan, facts[0], one)),
+            *_memory_problems(plan, facts),
+        )
+    ]
 
 
 def report(plan: Plan, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -173,58 +164,44 @@ def _next(channels: RankChannels) -> Frame:
     return frame
 
 
-def _finding(facts: dict[str, Any], check: str, level: str, message: str) -> Finding:
-    return Finding(
-        rank=facts["rank"], name=facts["name"], check=check, level=level, message=message
-    )
-
-
-def _compared(first: dict[str, Any], one: dict[str, Any]) -> list[Finding]:
-    found = []
+def _problems(plan: Plan, first: dict[str, Any], one: dict[str, Any]) -> Iterator[_Problem]:
+    """Yield the problems of one rank: what failed, and what differs from rank 0 or the plan."""
+    for check, message in one["failures"].items():
+        yield one, check, "error", message
     for package, version in one["versions"].items():
         expected = first["versions"][package]
         if version != expected:
             level = "error" if package == "llmpq" else "warning"
             message = f"{package}: found {version}, expected rank 0's {expected}"
-            found.append(_finding(one, "versions", level, message))
+            yield one, "versions", level, message
     digest, expected = one.get("weights_digest"), first.get("weights_digest")
     if digest is not None and expected is not None and digest != expected:
         message = f"found weights {digest[:12]}, expected rank 0's {expected[:12]}"
-        found.append(_finding(one, "weights", "error", message))
+        yield one, "weights", "error", message
     skew_s = (one["wall_clock_s"] - one["perf_clock_s"] - one["clock_offset_s"]) - (
         first["wall_clock_s"] - first["perf_clock_s"]
     )
     if abs(skew_s) > MAX_CLOCK_SKEW_S:
         message = f"found a wall clock {skew_s:+.1f} s from rank 0's, expected the same time"
-        found.append(_finding(one, "clocks", "warning", message))
-    return found
-
-
-def _link_findings(plan: Plan, one: dict[str, Any]) -> list[Finding]:
-    link = one.get("link")
-    if link is None:
-        return []
-    rank = int(one["rank"])
-    before = plan.device_of(plan.stages[rank - 1])
-    own = plan.device_of(plan.stages[rank])
+        yield one, "clocks", "warning", message
+    if (link := one.get("link")) is None:
+        return
+    before, own = (plan.device_of(plan.stages[rank]) for rank in (one["rank"] - 1, one["rank"]))
     expected = plan.cluster.link(before, own).bytes_per_s
-    if before.node == own.node or link["bytes_per_s"] >= SLOW_LINK * expected:
-        return []
-    message = (
-        f"found {format_bytes(link['bytes_per_s'])}/s from the rank before, expected "
-        f"{format_bytes(expected)}/s as the cluster file says"
-    )
-    return [_finding(one, "links", "warning", message)]
+    if before.node != own.node and link["bytes_per_s"] < SLOW_LINK * expected:
+        message = (
+            f"found {format_bytes(link['bytes_per_s'])}/s from the rank before, expected "
+            f"{format_bytes(expected)}/s as the cluster file says"
+        )
+        yield one, "links", "warning", message
 
 
-def _memory_findings(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Finding]:
+def _memory_problems(plan: Plan, facts: Sequence[dict[str, Any]]) -> Iterator[_Problem]:
     """Compare the memory that the ranks of a device need together with what it has."""
-    found = []
     hosts: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in facts:
-        device = str(one.get("device", ""))
         node = plan.device_of(plan.stages[one["rank"]]).node
-        hosts.setdefault((node, device), []).append(one)
+        hosts.setdefault((node, str(one.get("device", ""))), []).append(one)
     for ranks in hosts.values():
         needed = sum(plan.estimate.stages[one["rank"]].memory.total for one in ranks)
         available = min(int(one["available_bytes"]) for one in ranks)
@@ -233,8 +210,7 @@ def _memory_findings(plan: Plan, facts: Sequence[dict[str, Any]]) -> list[Findin
                 f"found {format_bytes(available)} available, expected {format_bytes(needed)} "
                 f"for rank {', '.join(str(one['rank']) for one in ranks)}"
             )
-            found.append(_finding(ranks[0], "memory", "error", message))
-    return found
+            yield ranks[0], "memory", "error", message
 
 
 def _available_bytes() -> int:

@@ -31,14 +31,12 @@ _ISA_LIMITS: dict[str, dict[str, str]] = {
 }
 
 _MALLOC_TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-"""torch asks for blocks at multiples of 64 bytes, which glibc cuts from blocks 96 bytes larger. Its
-caches of small blocks keep the cut ends, so that the hole of a freed tensor is too small for the
-next tensor of its size, and the heap grows. Without caches the ends join the hole again."""
+"""glibc cuts torch's blocks from larger ones. Its caches of small blocks keep the cut ends, so that
+the hole of a freed tensor is too small for the next one of its size, and the heap grows."""
 
 _SPINS = "2000"
-"""Turns, some 0.1 ms, that an OpenMP thread waits awake for its next share of a step. Sleeping and
-waking takes longer than a small product: 31 steps of one sequence take 0.49 s without spinning and
-0.35 s with it (125 M parameters at 16 bits, two threads)."""
+"""Turns, some 0.1 ms, that an OpenMP thread waits awake for its next share of a step: sleeping and
+waking takes longer than a small product."""
 
 # <malloc.h>
 _M_TRIM_THRESHOLD = -1
@@ -92,8 +90,7 @@ def tune_malloc_for_loading() -> None:
 def tune_malloc_for_serving() -> None:
     """Return the memory that loading left, then keep freed memory for the next step.
 
-    With glibc's defaults every step maps its temporaries anew: 143 instead of 100 ms for one
-    decoder layer's prefill of 992 tokens. Does nothing without glibc.
+    With glibc's defaults every step would map its temporaries anew. Does nothing without glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

@@ -24,12 +24,7 @@ def drain_file(folder: Path) -> Path:
 
 
 class DrainFlag:
-    """Returns whether the master should drain; looks at the file system now and then.
-
-    Args:
-        folder: of the file.
-        clock: seconds from some moment on.
-    """
+    """Returns whether the master should drain; looks at the file system now and then."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = drain_file(folder)
@@ -47,14 +42,7 @@ class DrainFlag:
 
 
 class StopRequest:
-    """Whether a run was asked to end.
-
-    Args:
-        clock: seconds from some moment on.
-
-    Attributes:
-        source: what asked, for messages.
-    """
+    """Whether a run was asked to end, and by which ``source``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.source = ""

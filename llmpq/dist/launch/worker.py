@@ -67,7 +67,7 @@ from llmpq.spec.plan import Plan, read_plan
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 NAME = "llmpq-rank-"
-"""Of a rank's process, its number behind: what ``ps`` and ``top`` call it once it has begun."""
+"""Name of a rank's process in ``ps`` and ``top``, before its number."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,11 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
-    """Play one rank of a job; the master's measurement comes back, from others ``None``.
-
-    Raises:
-        LlmpqError: what went wrong, on whichever rank.
-    """
+    """Run one rank of a job; return the master's measurement, ``None`` on other ranks."""
     tune_malloc_for_loading()
     plan = read_plan(job.strategy)
     if job.task == "doctor":

@@ -105,7 +105,7 @@ class Measurement:
     """What a run made and took.
 
     Attributes:
-        requests: finished ones.
+        requests: finished requests.
         generated_tokens: new tokens of all of them.
         latency_s: from the first dispatch to the last token.
         load_s: until every rank was ready.

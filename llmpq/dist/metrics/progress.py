@@ -67,11 +67,7 @@ class SilentProgress:
 
 
 class EventPipe:
-    """Passes events to the launching process.
-
-    Args:
-        descriptor: the pipe's writing end.
-    """
+    """Passes events to the launching process, over the writing end of a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -86,15 +82,7 @@ class EventPipe:
 
 
 class TokenCounter:
-    """Counts the tokens that the master makes, and reports them at a limited rate.
-
-    Each report wakes the launcher, which shares its core with a stage.
-
-    Args:
-        progress: takes the events.
-        expected: tokens of the whole run.
-        clock: seconds from some moment on.
-    """
+    """Counts the tokens of the ``expected`` ones that exist, and reports them at a limited rate."""
 
     def __init__(
         self, progress: RunProgress, expected: int, clock: Callable[[], float] = time.monotonic
@@ -127,13 +115,7 @@ class TokenCounter:
 
 
 class Heartbeat:
-    """A thread that sends signs of life until it is stopped.
-
-    Args:
-        progress: takes the events.
-        rank: of this process.
-        interval_s: time between two events.
-    """
+    """A thread that sends signs of life of a rank every ``interval_s`` until it is stopped."""
 
     def __init__(self, progress: RunProgress, rank: int, interval_s: float) -> None:
         self._progress = progress
@@ -155,14 +137,9 @@ class Heartbeat:
 
 
 class BarProgress:
-    """Draws a bar of loaded layers, then a bar of tokens.
+    """Draws a bar of the ``num_layers`` of this host, then a bar of tokens.
 
     The remaining load time is that of the slowest rank, which the bar names.
-
-    Args:
-        file: output, usually standard error.
-        num_layers: layers of all ranks of this host.
-        clock: seconds from some moment on.
     """
 
     def __init__(
@@ -205,11 +182,7 @@ class BarProgress:
         if self._kind != kind or self._bar is None:
             self.close()
             self._kind = kind
-            self._bar = self._new_bar(kind, total)
-        bar = self._bar
-        bar.total = total
-        bar.update(done - bar.n)
-
-    def _new_bar(self, kind: EventKind, total: int) -> tqdm[NoReturn]:
-        unit, label = ("layer", "loading") if kind == "load" else ("tok", "generating")
-        return tqdm(total=total, desc=label, unit=unit, file=self._file, mininterval=0.2)
+            unit, label = ("layer", "loading") if kind == "load" else ("tok", "generating")
+            self._bar = tqdm(total=total, desc=label, unit=unit, file=self._file, mininterval=0.2)
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

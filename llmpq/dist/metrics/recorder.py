@@ -1,8 +1,7 @@
 """Recorder: time line of a rank, for waits in the report, the live line and traces.
 
-It wraps the communicator and, for a trace, the methods that compute. Stages send their spans to the
-master before their statistics, in the clock of rank 0. A trace opens in Perfetto or
-``chrome://tracing``.
+Stages send their spans to the master before their statistics, in the clock of rank 0. A trace opens
+in Perfetto or ``chrome://tracing``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,19 +29,8 @@ _EVENTS_A_FRAME = 500
 _US = 1e6
 
 
-@dataclass(slots=True)
-class _Span:
-    """A piece of work, in seconds of this rank's clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-    micro_batch: int | None
-
-    def row(self, offset_s: float) -> list[Any]:
-        """Return the span as sent: in microseconds of rank 0's clock."""
-        start_us = round((self.start_s + offset_s) * _US)
-        return [self.name, start_us, round((self.end_s - self.start_s) * _US), self.micro_batch]
+_Span = list[Any]
+"""Name, start and length in microseconds of rank 0's clock, micro-batch or ``None``."""
 
 
 class Recorder:
@@ -56,19 +43,20 @@ class Recorder:
     """
 
     def __init__(self, rank: int, *, is_on: bool, clock_offset_s: float = 0.0) -> None:
-        self.rank = rank
         self.is_on = is_on
+        self._rank = rank
         self._offset_s = clock_offset_s
-        self._spans: list[_Span] = []
-        self._unnamed = 0  # index of the first span whose micro-batch is not known yet
+        self._spans: dict[int, list[_Span]] = {rank: []}  # by rank
+        self._unnamed = 0  # index of the first own span whose micro-batch is not known yet
         self._current: int | None = None
-        self._others: dict[int, list[list[Any]]] = {}
 
     def add(self, name: str, start_s: float, end_s: float, micro_batch: int | None = None) -> None:
         """Keep a span, timed by ``time.perf_counter``."""
-        if self.is_on and len(self._spans) < MAX_EVENTS:
+        spans = self._spans[self._rank]
+        if self.is_on and len(spans) < MAX_EVENTS:
             number = self._current if micro_batch is None else micro_batch
-            self._spans.append(_Span(name, start_s, end_s, number))
+            start_us = round((start_s + self._offset_s) * _US)
+            spans.append([name, start_us, round((end_s - start_s) * _US), number])
 
     def received(self, micro_batch: int) -> None:
         """Assign the following spans to this micro-batch."""
@@ -76,11 +64,11 @@ class Recorder:
 
     def sent(self, micro_batch: int) -> None:
         """Assign the spans since the last frame to this micro-batch."""
-        if self.is_on:
-            for span in self._spans[self._unnamed :]:
-                if span.micro_batch is None:
-                    span.micro_batch = micro_batch
-            self._unnamed = len(self._spans)
+        spans = self._spans[self._rank]
+        for span in spans[self._unnamed :]:
+            if span[3] is None:
+                span[3] = micro_batch
+        self._unnamed = len(spans)
         self._current = None
 
     def trace_calls(self, thing: object, method: str, name: str, device: torch.device) -> None:
@@ -102,41 +90,27 @@ class Recorder:
         setattr(thing, method, timed)
 
     def frames(self) -> list[Frame]:
-        """Return the frames that carry this rank's new spans to rank 0, and delete the spans.
-
-        Statistics of earlier ranks pass through this one; the spans go with the first of them.
-        """
-        rows = [span.row(self._offset_s) for span in self._spans]
-        self._spans, self._unnamed = [], 0
-        parts = [rows[at : at + _EVENTS_A_FRAME] for at in range(0, len(rows), _EVENTS_A_FRAME)]
-        texts = [json.dumps([self.rank, part]).encode() for part in parts]
+        """Return the frames that carry this rank's new spans to rank 0, and delete the spans."""
+        spans, self._spans[self._rank], self._unnamed = self._spans[self._rank], [], 0
+        parts = [spans[at : at + _EVENTS_A_FRAME] for at in range(0, len(spans), _EVENTS_A_FRAME)]
+        texts = [json.dumps([self._rank, part]).encode() for part in parts]
         assert all(len(text) <= MAX_TEXT_BYTES for text in texts)
         return [Frame(kind=FrameKind.TRACE, text=text) for text in texts]
 
     def take(self, frame: Frame) -> None:
-        """Keep the spans of another rank.
-
-        Raises:
-            StageError: the frame is not readable.
-        """
+        """Keep the spans of another rank."""
         try:
             rank, rows = json.loads(frame.text)
             good = [
                 [str(name), int(start), int(length), number] for name, start, length, number in rows
             ]
-            self._others.setdefault(int(rank), []).extend(good)
+            self._spans.setdefault(int(rank), []).extend(good)
         except (ValueError, TypeError):
             raise StageError("found an unreadable trace, expected a stage's spans") from None
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the trace of all ranks in Chrome's format, time starting at 0.
-
-        Args:
-            names: of all ranks.
-        """
-        own = [span.row(self._offset_s) for span in self._spans]
-        everyone = {self.rank: own} | self._others
-        first = min((row[1] for rows in everyone.values() for row in rows), default=0)
+        """Return the trace of all ranks, which have these names, in Chrome's format from time 0."""
+        first = min((span[1] for spans in self._spans.values() for span in spans), default=0)
         events = [
             {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}}
             for rank, name in enumerate(names)
@@ -156,21 +130,14 @@ class Recorder:
                 "dur": length,
                 "args": {} if number is None else {"micro_batch": number},
             }
-            for rank, rows in sorted(everyone.items())
-            for name, start, length, number in rows
+            for rank, spans in sorted(self._spans.items())
+            for name, start, length, number in spans
         ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 class RecordingCommunicator:
-    """A communicator that times its calls and sends the trace.
-
-    Args:
-        inner: communicator to wrap; owned from now on.
-        recorder: keeps spans.
-        clock: collects the waits.
-        progress: receives how busy this rank is.
-    """
+    """A communicator that times its calls, reports how busy its rank is, and sends the trace."""
 
     def __init__(
         self, inner: Communicator, recorder: Recorder, clock: StageClock, progress: RunProgress
@@ -204,11 +171,11 @@ class RecordingCommunicator:
         self._report_busy(end_s)
 
     def has_frame(self) -> bool:
-        """Tell whether ``recv`` would return or raise at once."""
+        """Return whether ``recv`` would return or raise at once."""
         return self._inner.has_frame()
 
     def await_frame(self, longest_s: float) -> bool:
-        """Wait for so long until ``recv`` would return or raise at once."""
+        """Wait until ``recv`` would return or raise at once; return whether it would."""
         return self._inner.await_frame(longest_s)
 
     def recv(self) -> Frame:
@@ -229,7 +196,7 @@ class RecordingCommunicator:
         return frame
 
     def close(self) -> None:
-        """Finish what is being sent and let go."""
+        """Finish sending and close the connections."""
         self._inner.close()
 
     def _report_busy(self, now_s: float) -> None:

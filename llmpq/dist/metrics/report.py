@@ -3,12 +3,10 @@
 Memory is the total of a plan's parts against the most the process held (``stats.peak_memory_bytes``
 says what that includes). ``prefill_s`` and ``decode_s`` are seconds of one full micro-batch on one
 stage, ``*_busy_s`` those of all micro-batches of a phase. Latency runs from the first micro-batch
-sent off to the last token, loading apart, and prefill until the last prompt's first token; the
-prediction is for a whole batch of full-length prompts, so other prompts explain a gap. Predicted is
-the plan's forecast where it carries one, else its formula. ``per_request`` holds mean and
+to the last token, without loading; the prediction is for a whole batch of full-length prompts.
+Predicted is the plan's forecast where it has one, else its formula. ``per_request`` holds mean and
 percentiles over the requests: latency from arrival, service from the start of the prompt, time to
-the first token and between tokens. ``work`` is what every rank measured by
-kind of step: ``llmpq-profile recalibrate`` corrects tables by it.
+the first token and between tokens. ``llmpq-profile recalibrate`` corrects tables by ``work``.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from llmpq.logging import get_logger
 from llmpq.spec.codec import to_json
 from llmpq.spec.fields import dump_json, read_json, write_text
 from llmpq.spec.lengths import empirical, lengths_to_json
-from llmpq.spec.plan import Plan, PlanForecast
+from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 from llmpq.units import format_bytes, format_seconds
@@ -96,10 +94,7 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
 
 
 def _faults(measurement: Measurement) -> dict[str, Any]:
-    """Return the faults of a run, empty without any.
-
-    The other figures of the report are those of the last start.
-    """
+    """Return the faults of a run, empty without any."""
     if not (measurement.restarts or measurement.not_served or measurement.refused):
         return {}
     return {
@@ -140,36 +135,27 @@ def _phases(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     }
 
 
-def _phase_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+def _phase_rows(report: dict[str, Any]) -> Sequence[tuple[str, ...]]:
     """Return the comparison phase by phase: of the whole run, then every stage's busy time."""
-    rows: list[tuple[str, ...]]
     rows = [("", "prefill", "measured", "error", "decode", "measured", "error")]
-    everything = [("all", report["phases"])]
+    everything = [("all", *(report["phases"][phase.value] for phase in Phase))]
     everything += [
-        (
-            f"stage {stage['rank']} busy",
-            {name.value: stage[f"{name.value}_busy_s"] for name in Phase},
-        )
+        (f"stage {stage['rank']} busy", stage["prefill_busy_s"], stage["decode_busy_s"])
         for stage in report["stages"]
         if "prefill_busy_s" in stage
     ]
-    for name, pairs in everything:
-        cells = [name]
-        for phase in Phase:
-            pair = pairs[phase.value]
-            cells += [format_seconds(pair["predicted"]), format_seconds(pair["measured"])]
-            cells.append(_error(pair))
-        rows.append(tuple(cells))
+    for name, prefill, decode in everything:
+        rows.append((name, *_compared(prefill), *_compared(decode)))
     return rows
 
 
-def _error(pair: dict[str, float]) -> str:
-    if pair["measured"] <= 0:
-        return "-"
-    return f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
+def _compared(pair: dict[str, float]) -> tuple[str, str, str]:
+    predicted, measured = pair["predicted"], pair["measured"]
+    error = f"{predicted / measured - 1:+.1%}" if measured > 0 else "-"
+    return format_seconds(predicted), format_seconds(measured), error
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -178,10 +164,7 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
-    """Return the parts of a stage's memory that can be counted, and its peak while it loaded.
-
-    The plan's ``master`` part is larger than what is held by what only the master's steps take.
-    """
+    """Return the parts of a stage's memory that can be counted, and its peak while it loaded."""
     held, predicted = stats.held, plan.estimate.stages[stats.rank].memory
     if held is None:
         return {}
@@ -195,52 +178,34 @@ def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
 
 
 def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, Any]:
-    estimate = plan.estimate.stages[stats.rank]
+    estimate, forecast = plan.estimate.stages[stats.rank], plan.estimate.forecast
     parts = memory_parts(plan, stats)
-    forecast = plan.estimate.forecast
-    played = estimate if forecast is None else forecast.stages[stats.rank]
-    return {
+    expected = estimate if forecast is None else forecast.stages[stats.rank]
+    found = {
         "rank": stats.rank,
         "device": plan.device_of(plan.stages[stats.rank]).label,
         "memory_bytes": {"predicted": estimate.memory.total, "measured": stats.memory_bytes},
         **({"memory_parts": parts} if parts else {}),
-        "prefill_s": {"predicted": played.prefill_s, "measured": stats.prefill_s},
-        "decode_s": {"predicted": played.decode_s, "measured": stats.decode_s},
-        **_busy(forecast, stats),
-        **_fractions(stats, latency_s),
+        "prefill_s": {"predicted": expected.prefill_s, "measured": stats.prefill_s},
+        "decode_s": {"predicted": expected.decode_s, "measured": stats.decode_s},
     }
-
-
-def _fractions(stats: StageStats, latency_s: float) -> dict[str, float]:
-    """Return what of the run a stage computed, waited for input, handed on, and did not compute."""
+    if stats.work and forecast is not None:
+        stage = forecast.stages[stats.rank]
+        for phase, busy_s in (
+            (Phase.PREFILL, stage.prefill_busy_s),
+            (Phase.DECODE, stage.decode_busy_s),
+        ):
+            pair = {"predicted": busy_s, "measured": stats.busy_in(phase)}
+            found[f"{phase.value}_busy_s"] = pair
+    if stats.work:
+        found["work"] = [to_json(one) for one in stats.work]
     share = 1.0 / latency_s if latency_s > 0 else 0.0
     busy = min(1.0, stats.busy_s * share)
-    return {
+    return found | {
         "busy_fraction": busy,
         "wait_fraction": min(1.0, stats.wait_s * share),
         "send_fraction": min(1.0, stats.send_s * share),
         "bubble_fraction": 1.0 - busy if share else 0.0,
-    }
-
-
-def _busy(forecast: PlanForecast | None, stats: StageStats) -> dict[str, Any]:
-    """Return the busy seconds by phase, and what they are made of."""
-    if not stats.work:
-        return {}
-    work = {"work": [to_json(one) for one in stats.work]}
-    if forecast is None:
-        return work
-    stage = forecast.stages[stats.rank]
-    return {
-        "prefill_busy_s": {
-            "predicted": stage.prefill_busy_s,
-            "measured": stats.busy_in(Phase.PREFILL),
-        },
-        "decode_busy_s": {
-            "predicted": stage.decode_busy_s,
-            "measured": stats.busy_in(Phase.DECODE),
-        },
-        **work,
     }
 
 
@@ -259,10 +224,7 @@ def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
 def length_monitor_for(
     schedule: Schedule, policy: BatchingPolicy, handling: DriftHandling
 ) -> LengthMonitor | None:
-    """Return the monitor of answer lengths, ``None`` if the schedule does not depend on lengths.
-
-    When it notices a drift, it writes the lengths so far.
-    """
+    """Return the monitor of answer lengths, ``None`` if the schedule does not depend on lengths."""
     monitor: LengthMonitor | None = None
 
     def on_shift(drift: WorkloadShift) -> None:
@@ -280,11 +242,7 @@ def drift_message(
 ) -> str:
     """Return the message about a drift: what was observed, what the run does, what else helps.
 
-    Args:
-        drift: what was observed.
-        schedule: of the run.
-        handling: what the run does about drifts.
-        adjusted: decode iterations that a finished run changed to.
+    A finished run changed to the ``adjusted`` decode iterations.
     """
     own = ""
     if adjusted:

@@ -21,26 +21,12 @@ MAX_KINDS = 100
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sum:
-    """Work of one kind so far."""
-
-    count: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    master_s: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
 class StageClock:
-    """Collects the busy times of one stage.
+    """Collects the busy times of one stage, and what :class:`StageStats` reports of it.
 
     Attributes:
         micro_batching: sizes of a full micro-batch.
-        now: the clock, in seconds.
-        sleep: waits for so many seconds.
-        load_s, held: set once the stage is loaded.
-        wait_s: waiting for micro-batches, from the first one on.
-        send_s: sending micro-batches to the next rank.
+        now, sleep: the clock, in seconds.
     """
 
     micro_batching: MicroBatching
@@ -53,28 +39,25 @@ class StageClock:
     _times: dict[Phase, list[tuple[int, float]]] = field(
         default_factory=lambda: {phase: [] for phase in Phase}
     )
-    _work: dict[tuple[Phase, int, int], _Sum] = field(default_factory=dict)
+    # By phase, rows and tokens: count, tokens, seconds without and with the master's work alone.
+    _work: dict[tuple[Phase, int, int], tuple[int, float, float, float]] = field(
+        default_factory=dict
+    )
 
     def record(
         self, phase: Phase, rows: int, seconds: float, tokens: float = 1, master_s: float = 0.0
     ) -> None:
-        """Add the work on one micro-batch.
+        """Add the work on one micro-batch of so many rows and :func:`tokens_read`.
 
-        Args:
-            phase: prefill or decode.
-            rows: its sequences.
-            seconds: all of the work.
-            tokens: length of its prompts, or of its contexts; see :func:`tokens_read`.
-            master_s: the master's own work in ``seconds``.
+        ``seconds`` include ``master_s``, the master's own work.
         """
         self._times[phase].append((rows, seconds))
         # Contexts grow by one a step: only their mean is kept.
         key = phase, rows, int(tokens) if phase is Phase.PREFILL else 0
-        found = self._work.setdefault(key, _Sum())
-        found.count += 1
-        found.tokens += tokens
-        found.seconds += seconds - master_s
-        found.master_s += master_s
+        count, total, work_s, all_master_s = self._work.get(key, (0, 0.0, 0.0, 0.0))
+        self._work[key] = (
+            count + 1, total + tokens, work_s + seconds - master_s, all_master_s + master_s
+        )  # fmt: skip
 
     def stats(self, rank: int, device: torch.device) -> StageStats:
         """Return the measurements so far."""
@@ -93,18 +76,18 @@ class StageClock:
 
     def _longest_work(self) -> tuple[WorkSample, ...]:
         """Return the kinds of work that took longest; ragged runs have too many to send."""
-        kinds = sorted(self._work.items(), key=lambda item: -item[1].seconds)
-        return tuple(
+        samples = [
             WorkSample(
                 phase=phase,
                 rows=rows,
-                tokens=found.tokens / found.count,
-                count=found.count,
-                seconds=found.seconds,
-                master_s=found.master_s,
+                tokens=tokens / count,
+                count=count,
+                seconds=seconds,
+                master_s=master_s,
             )
-            for (phase, rows, _), found in kinds[:MAX_KINDS]
-        )
+            for (phase, rows, _), (count, tokens, seconds, master_s) in self._work.items()
+        ]
+        return tuple(sorted(samples, key=lambda sample: -sample.seconds)[:MAX_KINDS])
 
     def _median(self, phase: Phase, full: int) -> float | None:
         times = self._times[phase]
