@@ -107,21 +107,20 @@ def run_job(
     """Start this host's ranks, wait for their end, return what the master measured.
 
     Args:
-        job: what to run; where its ranks meet is decided here.
+        job: what to run; its rendezvous is completed here.
         hosts: this host's place; by default all ranks run here.
-        progress: takes events.
+        progress: receives events.
         supervision: restarts and early end; by default neither.
 
     Returns:
-        The measurement, ``None`` on a host without the master.
+        The measurement, ``None`` on a host without the master and from the doctor.
 
     Raises:
         LlmpqError: as for :func:`generate_offline`, and ``StoppedError`` when asked to end early.
     """
     plan, hosts = check_job(job), hosts or Hosts()
     ranks = ranks_of_node(plan, hosts.node_rank, hosts.num_nodes)
-    # Only this user can enter the folder: it holds the job, the ranks' logs and, on one host, the
-    # file they meet at.
+    # Only this user can enter the folder of the job, the ranks' logs and their sockets.
     with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
         folder = Path(name)
         if hosts.num_nodes == 1:
@@ -130,10 +129,10 @@ def run_job(
             rendezvous = Rendezvous(
                 address=hosts.address, folder=folder, token_file=job.rendezvous.token_file
             )
-        told = replace(job, rendezvous=rendezvous, launcher_pid=os.getpid())
+        job = replace(job, rendezvous=rendezvous, launcher_pid=os.getpid())
+        limits, progress = supervision or Supervision(), progress or SilentProgress()
         with clean_up_if_killed(folder):
-            care, events = supervision or Supervision(), progress or SilentProgress()
-            return Supervisor(told, plan, ranks, folder, care, events).run()
+            return Supervisor(job, plan, ranks, folder, limits, progress).run()
 
 
 def check_job(job: Job) -> Plan:

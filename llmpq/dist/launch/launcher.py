@@ -85,15 +85,9 @@ def measurement_file(folder: Path) -> Path:
 
 
 def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
-    """Return the ranks that run on one host.
+    """Return the ranks of host ``node_rank``, in the order of the pipeline; 0 is the master's.
 
-    Args:
-        plan: its stages name devices, and those their nodes.
-        node_rank: number of the host, in the order of the pipeline; 0 is the master's.
-        num_nodes: number of hosts; with 1, all ranks run on this host.
-
-    Raises:
-        SpecError: the plan has another number of nodes.
+    All ranks run on a single host; several hosts are the nodes of the plan.
     """
     if num_nodes == 1:
         return list(range(len(plan.stages)))
@@ -134,13 +128,13 @@ def launch(
     Args:
         job: what to run.
         plan: of the job.
-        ranks: of this host.
+        ranks: those of this host.
         folder: private to this user and this run.
         progress: receives the events of the ranks, except signs of life.
         check: called many times a second; an exception ends the run.
 
     Returns:
-        The master's measurement, ``None`` if it runs on another host.
+        The master's measurement, ``None`` if it runs on another host or measures nothing.
 
     Raises:
         LlmpqError: the error of the rank that failed first, or a ``StageError`` that names a rank
@@ -164,7 +158,8 @@ def launch(
             worker.wait()
         os.close(reader)
         os.close(writer)
-    return _read(Measurement, measurement_file(folder)) if 0 in ranks else None
+    path = measurement_file(folder)
+    return _read(Measurement, path) if path.is_file() else None
 
 
 def _start(

@@ -11,23 +11,11 @@ import ctypes
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import MIB
 
-# Of ATen's own kernels, of oneDNN's products and of MKL's products.
-_ISA_LIMITS: dict[str, dict[str, str]] = {
-    "sse4": {
-        "ATEN_CPU_CAPABILITY": "default",
-        "ONEDNN_MAX_CPU_ISA": "SSE41",
-        "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
-    },
-    "avx2": {
-        "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    },
-    "avx512": {
-        "ATEN_CPU_CAPABILITY": "avx512",
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
-        "MKL_ENABLE_INSTRUCTIONS": "AVX512",
-    },
+_ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_ISA_LIMITS = {
+    "sse4": ("default", "SSE41", "SSE4_2"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
 }
 
 _MALLOC_TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
@@ -71,7 +59,7 @@ def cpu_environment(
     if threads > 1 and has_own_cores:
         variables["GOMP_SPINCOUNT"] = _SPINS
     if cpu_isa is not None:
-        variables.update(_ISA_LIMITS[cpu_isa])
+        variables.update(zip(_ISA_VARIABLES, _ISA_LIMITS[cpu_isa], strict=True))
     return variables
 
 

@@ -269,12 +269,7 @@ def run_stage(context: RankContext) -> None:
 def run_master(
     context: RankContext, requests: Sequence[Request], on_finish: OnFinish
 ) -> Measurement:
-    """Load the master, answer every request and end the run.
-
-    Args:
-        context: of rank 0.
-        requests: in order of arrival; may be none, when all were answered before.
-        on_finish: called once for each request.
+    """Load the master, answer requests in order of arrival, and end the run.
 
     Raises:
         LlmpqError: what went wrong here or on any other rank.

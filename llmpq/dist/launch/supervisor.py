@@ -41,10 +41,6 @@ class Health:
     It is written at every change and once a second: an old ``time`` means that the launcher hangs
     or was killed.
 
-    Args:
-        path: of the file; ``None`` for none.
-        clock: seconds since the epoch.
-
     Attributes:
         state: requests make progress while ``serving``; while ``draining``, running ones do.
         restarts: number of restarts of all ranks.
@@ -117,15 +113,9 @@ class Supervision:
 
 
 class Supervisor:
-    """Starts all ranks until the run is over, and monitors them.
+    """Starts all ranks until the run is over, and monitors them; see :func:`launch`.
 
-    Args:
-        job: what to run; only the task ``generate`` is started again.
-        plan: of the job.
-        ranks: those of this host.
-        folder: private to this user and this run.
-        supervision: limits.
-        progress: receives the ranks' events.
+    Only the task ``generate`` is started again.
     """
 
     def __init__(
@@ -180,11 +170,7 @@ class Supervisor:
         self._progress.report(event)
 
     def check(self) -> None:
-        """Drain when asked to; end if that takes too long or no request is running.
-
-        Raises:
-            StoppedError: with the number of answers.
-        """
+        """Drain when asked to; ``StoppedError`` if that takes too long or nothing is running."""
         self._health.heartbeat()
         stop, limit_s = self._supervision.stop, self._supervision.drain_timeout_s
         if not stop.is_requested:

@@ -49,7 +49,7 @@ from llmpq.dist.launch.rank import (
     run_master,
     run_stage,
 )
-from llmpq.dist.metrics.measurement import Measurement, StageStats
+from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import EventPipe, Heartbeat, RunProgress
 from llmpq.dist.metrics.recorder import Recorder
 from llmpq.dist.transport.channels import RankChannels
@@ -101,7 +101,8 @@ def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
     tune_malloc_for_loading()
     plan = read_plan(job.strategy)
     if job.task == "doctor":
-        return _examine(job, plan, rank)
+        _examine(job, plan, rank)
+        return None
     if rank > 0:
         run_stage(_context(job, plan, rank, progress))
         return None
@@ -140,8 +141,8 @@ def _serve(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
         return serve(_context(job, plan, 0, progress), ControlChannel(sock), tokenizer, limits)
 
 
-def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
-    """Look at this rank's host and links; rank 0 writes everybody's findings."""
+def _examine(job: Job, plan: Plan, rank: int) -> None:
+    """Look at this rank's host and links; rank 0 writes the findings of all ranks."""
     facts = examine(plan, rank, job.model_dir) | {"clock_offset_s": 0.0}
     everyone: list[dict[str, Any]] | None = [facts]
     if len(plan.stages) > 1:
@@ -151,13 +152,8 @@ def _examine(job: Job, plan: Plan, rank: int) -> Measurement | None:
             link = time_link(ring, identity.limits)
             facts |= {"clock_offset_s": ring.clock_offset_s, "link": link}
             everyone = gather(ring, facts)
-    if everyone is None:
-        return None
-    write_text(job.output, dump_json(report(plan, everyone)))
-    nothing = StageStats(
-        rank=0, load_s=0.0, busy_s=0.0, prefill_s=None, decode_s=None, memory_bytes=0
-    )
-    return Measurement(requests=0, generated_tokens=0, latency_s=0.0, load_s=0.0, stages=(nothing,))
+    if everyone is not None:
+        write_text(job.output, dump_json(report(plan, everyone)))
 
 
 def _write_hidden(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
@@ -185,7 +181,7 @@ def die_with(launcher_pid: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """Have the kernel call this process so; of a name it keeps 15 characters."""
+    """Set the name of this process; the kernel keeps 15 characters."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 

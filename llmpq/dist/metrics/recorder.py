@@ -34,12 +34,9 @@ _Span = list[Any]
 
 
 class Recorder:
-    """Keeps the spans of a rank; on rank 0, of all ranks.
+    """Keeps the spans of a rank if ``is_on``; on rank 0, those of all ranks.
 
-    Args:
-        rank: of this process.
-        is_on: whether spans are kept.
-        clock_offset_s: what to add to this rank's clock to get rank 0's.
+    ``clock_offset_s`` is added to this rank's clock to get rank 0's.
     """
 
     def __init__(self, rank: int, *, is_on: bool, clock_offset_s: float = 0.0) -> None:

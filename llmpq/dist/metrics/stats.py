@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,14 @@ from llmpq.units import KIB
 
 MAX_KINDS = 100
 """Most kinds of work in a rank's statistics, which fit one control frame."""
+
+
+class _Step(NamedTuple):
+    phase: Phase
+    rows: int
+    seconds: float
+    tokens: float
+    master_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,13 +46,7 @@ class StageClock:
     held: HeldBytes | None = None
     wait_s: float = 0.0
     send_s: float = 0.0
-    _times: dict[Phase, list[tuple[int, float]]] = field(
-        default_factory=lambda: {phase: [] for phase in Phase}
-    )
-    # By phase, rows and tokens: count, tokens, seconds without and with the master's work alone.
-    _work: dict[tuple[Phase, int, int], tuple[int, float, float, float]] = field(
-        default_factory=dict
-    )
+    _steps: list[_Step] = field(default_factory=list)
 
     def record(
         self, phase: Phase, rows: int, seconds: float, tokens: float = 1, master_s: float = 0.0
@@ -51,20 +55,14 @@ class StageClock:
 
         ``seconds`` include ``master_s``, the master's own work.
         """
-        self._times[phase].append((rows, seconds))
-        # Contexts grow by one a step: only their mean is kept.
-        key = phase, rows, int(tokens) if phase is Phase.PREFILL else 0
-        count, total, work_s, all_master_s = self._work.get(key, (0, 0.0, 0.0, 0.0))
-        self._work[key] = (
-            count + 1, total + tokens, work_s + seconds - master_s, all_master_s + master_s
-        )  # fmt: skip
+        self._steps.append(_Step(phase, rows, seconds, tokens, master_s))
 
     def stats(self, rank: int, device: torch.device) -> StageStats:
         """Return the measurements so far."""
         return StageStats(
             rank=rank,
             load_s=self.load_s,
-            busy_s=sum(seconds for times in self._times.values() for _, seconds in times),
+            busy_s=sum(step.seconds for step in self._steps),
             prefill_s=self._median(Phase.PREFILL, self.micro_batching.prefill),
             decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
             memory_bytes=peak_memory_bytes(device),
@@ -76,24 +74,28 @@ class StageClock:
 
     def _longest_work(self) -> tuple[WorkSample, ...]:
         """Return the kinds of work that took longest; ragged runs have too many to send."""
+        kinds: defaultdict[tuple[Phase, int, int], list[_Step]] = defaultdict(list)
+        for step in self._steps:
+            # Contexts grow by one a step: only their mean is kept.
+            tokens = int(step.tokens) if step.phase is Phase.PREFILL else 0
+            kinds[step.phase, step.rows, tokens].append(step)
         samples = [
             WorkSample(
                 phase=phase,
                 rows=rows,
-                tokens=tokens / count,
-                count=count,
-                seconds=seconds,
-                master_s=master_s,
+                tokens=sum(step.tokens for step in steps) / len(steps),
+                count=len(steps),
+                seconds=sum(step.seconds - step.master_s for step in steps),
+                master_s=sum(step.master_s for step in steps),
             )
-            for (phase, rows, _), (count, tokens, seconds, master_s) in self._work.items()
+            for (phase, rows, _), steps in kinds.items()
         ]
         return tuple(sorted(samples, key=lambda sample: -sample.seconds)[:MAX_KINDS])
 
     def _median(self, phase: Phase, full: int) -> float | None:
-        times = self._times[phase]
-        chosen = [seconds for rows, seconds in times if rows == full]
-        chosen = chosen or [seconds for _, seconds in times]
-        return statistics.median(chosen) if chosen else None
+        steps = [step for step in self._steps if step.phase is phase]
+        chosen = [step for step in steps if step.rows == full] or steps
+        return statistics.median(step.seconds for step in chosen) if chosen else None
 
 
 def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> float:

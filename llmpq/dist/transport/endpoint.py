@@ -123,12 +123,9 @@ class Endpoint:
 
 
 class Acceptor:
-    """Admits connections that prove the token and closes all others; a thread for each handshake.
+    """Admits connections that prove the token for one of the purposes, and closes all others.
 
-    Args:
-        listeners: where connections arrive; their end is the end of the acceptor.
-        token: the shared secret.
-        purposes: of the connections to admit.
+    Each handshake has a thread. The acceptor ends with its listeners.
     """
 
     def __init__(

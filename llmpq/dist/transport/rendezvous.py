@@ -117,11 +117,7 @@ def connect(
 ) -> RankChannels:
     """Find the other ranks and connect to them.
 
-    Args:
-        identity: this rank.
-        rendezvous: where the ranks find each other.
-        transport: of the links.
-        topology: the links; by default one ring of all ranks.
+    By default the links are one ring of all ranks.
 
     Raises:
         StageError: a rank did not start in time, or a link could not be made.
@@ -240,11 +236,7 @@ def _endpoint_from_store(rank: int, store: PrefixStore) -> tuple[Endpoint, bytes
 
 
 def _serve(listener: socket.socket, own: PeerInfo, world_size: int, token: bytes) -> PeerTable:
-    """Do rank 0's part: collect the description of every rank and send all of them to each.
-
-    Raises:
-        StageError: a rank did not come in time, or came twice.
-    """
+    """Do rank 0's part: collect the description of every rank and send all of them to each."""
     acceptor = Acceptor([listener], token, [PURPOSE])
     connections: list[socket.socket] = []
     try:
@@ -299,12 +291,7 @@ def _receive_peer(sock: socket.socket) -> PeerInfo:
 
 
 def _join(endpoint: Endpoint, describe: Describe, token: bytes) -> PeerTable:
-    """Do the part of every rank but 0: send its own description, receive those of all.
-
-    Raises:
-        SpecError: rank 0 holds another token.
-        StageError: rank 0 cannot be reached, or reports that the rendezvous failed.
-    """
+    """Do the part of every rank but 0: send its own description, receive those of all."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     with endpoint.connect_authenticated(token, PURPOSE, deadline_s) as sock:
         offset_s, error_s = _compare_clocks(sock, deadline_s)

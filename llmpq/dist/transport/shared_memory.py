@@ -53,11 +53,7 @@ class SharedMemoryWriter:
 
 
 class SharedMemoryReader:
-    """The receiving end.
-
-    Args:
-        descriptor: received over the link; taken over.
-        buffer_bytes: the largest payload of the link.
+    """The receiving end; takes over the descriptor that it received.
 
     Raises:
         StageError: it is not the memory of this link.

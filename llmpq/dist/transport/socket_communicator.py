@@ -200,9 +200,7 @@ class FrameReader:
     def read(self, *, is_waiting: bool = False) -> Frame | None:
         """Return the next frame if all of it is here, else ``None``.
 
-        Args:
-            is_waiting: whether to wait for a payload whose header is here. The kernel then gathers
-                it, which takes less time than one wake-up for each part.
+        ``is_waiting`` waits for a payload whose header is here, which the kernel then gathers.
 
         Raises:
             LinkClosedError: the peer is gone.
@@ -273,13 +271,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class SocketCommunicator:
-    """One rank's part of a ring.
+    """One rank's part of a ring of ``ranks``, by default of all.
 
     Args:
-        rank: of this process.
-        names: of all ranks of the run, in messages.
-        limits: of this run's frames.
-        ranks: of this ring, in the order of sending; every rank by default.
         outgoing: stream to the next rank; taken over.
         incoming: stream from the previous rank; taken over.
         timeout_s: longest silence of a peer.
