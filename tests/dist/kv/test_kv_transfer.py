@@ -269,7 +269,7 @@ def test_keys_and_values_that_do_not_fit_are_refused(frame, names):
 
 def test_a_ring_takes_no_keys_and_values():
     ring = replace(limits(), kv_token_bytes=())
-    assert decode_header(encode_header(kv_frame(), limits(), 0), limits(), 0).layer == 1
+    assert decode_header(encode_header(kv_frame(), limits(), 0), limits(), 0).frame.layer == 1
     with pytest.raises(StageError, match="layer"):
         decode_header(encode_header(kv_frame(), limits(), 0), ring, 0)
 
