@@ -38,13 +38,7 @@ CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewToken:
-    """A new token of an answer.
-
-    Attributes:
-        id: of the request.
-        token_id: the token.
-        text: the text that it completes; empty inside a character of several tokens.
-    """
+    """A new token of a request; ``text`` is empty inside a character of several tokens."""
 
     id: RequestId
     token_id: int

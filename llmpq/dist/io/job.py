@@ -82,9 +82,7 @@ class Job:
             closed; ``hidden`` writes the states after the last layer, as safetensors, one tensor a
             micro-batch; ``doctor`` only examines what a run would need.
         resume: whether to skip what the result file already holds.
-        sampling: how tokens are chosen.
         step_timeout_s: how long a rank may give no sign of life.
-        rendezvous: where the ranks find each other.
         transport: ``auto`` takes the fastest that each link allows; ``gloo`` is torch's own.
         trace: file for the time line of every rank; ``None`` for none.
         schedule: the batching policy; ``None`` is the strategy's own.
@@ -93,7 +91,6 @@ class Job:
         kernel: backend to use wherever it can run; ``None`` lets the registry choose.
         captures: whether GPUs may capture decode steps as CUDA graphs.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
-        drift: what to do when answer lengths differ from the schedule's.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
         launcher_pid: the process that started the workers of this host; they end with it.

@@ -48,9 +48,6 @@ class ErrorRecord:
     """The error of a rank, as a file in the run's private folder.
 
     Attributes:
-        rank: that failed.
-        message: for the user.
-        exit_status: of its kind of error.
         time_s: on this host's monotonic clock.
         lost_rank: the peer that it lost, if that is the whole error.
         is_permanent: whether another start would fail in the same way.

@@ -34,7 +34,6 @@ class WorkSample:
     """Work of one kind that a rank did; forecasts are compared with it and corrected by it.
 
     Attributes:
-        phase: prefill or decode.
         rows: sequences of the micro-batch.
         tokens: prompt length, or mean tokens that a decode step reads for a row: the row's own
             context on a CPU, elsewhere the longest one.
@@ -56,7 +55,6 @@ class StageStats:
     """The measurements of one rank.
 
     Attributes:
-        rank: of the stage.
         load_s: reading, quantizing and placing its tensors.
         busy_s: all its work on micro-batches.
         prefill_s: median of a full prefill micro-batch (of any, when none was full); ``None`` when
@@ -89,10 +87,7 @@ class StageStats:
 class Restart:
     """A restart of all ranks after one of them was lost.
 
-    Attributes:
-        cause: message of the error.
-        lost_s: how long the ranks that ended had run.
-        finished: requests that they had answered.
+    The ranks that ended had run for ``lost_s`` and had ``finished`` so many requests.
     """
 
     cause: str

@@ -15,8 +15,6 @@ from tqdm import tqdm
 EventKind = Literal["load", "tokens", "alive", "busy"]
 REPORT_S = 0.05
 """Shortest time between two token events of the master."""
-MAX_EVENT_BYTES = 200
-"""Below PIPE_BUF, so that events of several ranks never mix on one pipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class Event:
     total: int
 
     def encode(self) -> bytes:
-        """Return the event as one line."""
+        """Return the event as one line, below PIPE_BUF: events of several ranks never mix."""
         return json.dumps([self.rank, self.kind, self.done, self.total]).encode() + b"\n"
 
     @classmethod

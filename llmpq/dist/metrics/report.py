@@ -36,14 +36,13 @@ from llmpq.spec.schedule import Schedule
 from llmpq.units import format_bytes, format_seconds
 
 logger = get_logger(__name__)
-_TOLD = ("latency_s", "time_to_first_token_s")
 
 
 def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     """Return the object that ``llmpq-dist --json`` prints."""
-    latency_s = measurement.latency_s
-    tokens = measurement.generated_tokens
-    return {
+    latency_s, prefill_s = measurement.latency_s, measurement.prefill_s
+    tokens, forecast = measurement.generated_tokens, plan.estimate.forecast
+    report: dict[str, Any] = {
         "status": "stopped" if measurement.not_served else "done",
         "requests": measurement.requests,
         "generated_tokens": tokens,
@@ -53,10 +52,21 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "policy": measurement.policy,
         "per_request": summarise(measurement.records),
         "latency_s": {"predicted": plan.estimate.predicted_s, "measured": latency_s},
-        **_phases(plan, measurement),
-        "stages": [_stage_report(plan, stats, latency_s) for stats in measurement.stages],
-        **_faults(measurement),
     }
+    if forecast is not None and prefill_s is not None:
+        report["phases"] = {
+            "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
+            "decode": {"predicted": forecast.decode_s, "measured": latency_s - prefill_s},
+        }
+    report["stages"] = [_stage_report(plan, stats, latency_s) for stats in measurement.stages]
+    if measurement.restarts or measurement.not_served or measurement.refused:
+        report["faults"] = {
+            "restarts": [asdict(restart) for restart in measurement.restarts],
+            "answered_before": sum(restart.finished for restart in measurement.restarts),
+            "not_served": measurement.not_served,
+            "refused": list(measurement.refused),
+        }
+    return report
 
 
 def format_report(plan: Plan, report: dict[str, Any]) -> str:
@@ -71,9 +81,10 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
         f"measured {format_seconds(latency['measured'])}",
     ]
     if "faults" in report:
-        lines += _told_faults(report["faults"])
+        lines += _fault_lines(report["faults"])
     if report["per_request"]:
-        latency, first = (report["per_request"][name] for name in _TOLD)
+        latency = report["per_request"]["latency_s"]
+        first = report["per_request"]["time_to_first_token_s"]
         lines.append(
             f"policy {report['policy']}: a request took {format_seconds(latency['mean'])} "
             f"(99 %: {format_seconds(latency['p99'])}), "
@@ -93,21 +104,7 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _faults(measurement: Measurement) -> dict[str, Any]:
-    """Return the faults of a run, empty without any."""
-    if not (measurement.restarts or measurement.not_served or measurement.refused):
-        return {}
-    return {
-        "faults": {
-            "restarts": [asdict(restart) for restart in measurement.restarts],
-            "answered_before": sum(restart.finished for restart in measurement.restarts),
-            "not_served": measurement.not_served,
-            "refused": list(measurement.refused),
-        }
-    }
-
-
-def _told_faults(faults: dict[str, Any]) -> list[str]:
+def _fault_lines(faults: dict[str, Any]) -> list[str]:
     lines = []
     if faults["restarts"]:
         lost_s = sum(restart["lost_s"] for restart in faults["restarts"])
@@ -120,19 +117,6 @@ def _told_faults(faults: dict[str, Any]) -> list[str]:
     if faults["refused"]:
         lines.append(f"refused: {len(faults['refused'])} prompts that could not be served")
     return lines
-
-
-def _phases(plan: Plan, measurement: Measurement) -> dict[str, Any]:
-    forecast, prefill_s = plan.estimate.forecast, measurement.prefill_s
-    if forecast is None or prefill_s is None:
-        return {}
-    decode_s = measurement.latency_s - prefill_s
-    return {
-        "phases": {
-            "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
-            "decode": {"predicted": forecast.decode_s, "measured": decode_s},
-        }
-    }
 
 
 def _phase_rows(report: dict[str, Any]) -> Sequence[tuple[str, ...]]:

@@ -67,7 +67,6 @@ class PeerInfo:
     """What a rank announces.
 
     Attributes:
-        rank: of the plan.
         name: of the rank in messages.
         digest: of the plan and the model's configuration, in hexadecimal.
         host: equal for ranks that see the same network and the same files.

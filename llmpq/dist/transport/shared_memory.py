@@ -23,7 +23,17 @@ _COUNTER: Final = struct.Struct("<Q")
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class SharedMemoryWriter:
+class _SharedMemory:
+    """Maps a page with the number of released payloads, then the buffers."""
+
+    def _map(self, descriptor: int, buffer_bytes: int) -> None:
+        self._memory = mmap.mmap(descriptor, _size(buffer_bytes))
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._buffers = whole[mmap.PAGESIZE :].view(SHARED_BUFFERS, -1)
+        self._count = 0  # payloads written or viewed
+
+
+class SharedMemoryWriter(_SharedMemory):
     """The sending end, which makes the memory for payloads of at most ``buffer_bytes``.
 
     Attributes:
@@ -35,8 +45,7 @@ class SharedMemoryWriter:
         os.ftruncate(self.descriptor, _size(buffer_bytes))
         # With its size sealed, no page can be taken away from the reader.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        self._mapping = _Mapping(self.descriptor, buffer_bytes)
-        self._count = 0
+        self._map(self.descriptor, buffer_bytes)
 
     def close_descriptor(self) -> None:
         """Close the descriptor; the mapping stays."""
@@ -44,15 +53,16 @@ class SharedMemoryWriter:
 
     def write(self, payload: Tensor) -> int:
         """Copy a payload to a free buffer; return its number, from 1, or 0 if none is free."""
-        if self._count - self._mapping.released >= SHARED_BUFFERS:
+        (released,) = _COUNTER.unpack_from(self._memory)
+        if self._count - released >= SHARED_BUFFERS:
             return 0
         index = self._count % SHARED_BUFFERS
-        self._mapping.buffers[index][: payload.numel()].copy_(payload)
+        self._buffers[index][: payload.numel()].copy_(payload)
         self._count += 1
         return index + 1
 
 
-class SharedMemoryReader:
+class SharedMemoryReader(_SharedMemory):
     """The receiving end; takes over the descriptor that it received.
 
     Raises:
@@ -68,12 +78,11 @@ class SharedMemoryReader:
                     f"shared memory refused: found {found} bytes with seals {seals:#x}, "
                     f"expected {_size(buffer_bytes)} with {_SEALS:#x}"
                 )
-            self._mapping = _Mapping(descriptor, buffer_bytes)
+            self._map(descriptor, buffer_bytes)
         except OSError as error:
             raise StageError(f"shared memory refused: {error.strerror}") from None
         finally:
             os.close(descriptor)
-        self._count = 0
 
     def view(self, buffer: int, size: int) -> Tensor:
         """Return the payload ``[size]`` of the buffer that a header names, the next one."""
@@ -81,29 +90,11 @@ class SharedMemoryReader:
         if buffer != expected:
             raise StageError(f"frame refused: buffer: found {buffer}, expected {expected}")
         self._count += 1
-        return self._mapping.buffers[buffer - 1][:size]
+        return self._buffers[buffer - 1][:size]
 
     def release(self) -> None:
         """Let the writer reuse the buffers of all payloads viewed so far."""
-        self._mapping.released = self._count
-
-
-class _Mapping:
-    """A page with the number of released payloads, then the buffers."""
-
-    def __init__(self, descriptor: int, buffer_bytes: int) -> None:
-        self._map = mmap.mmap(descriptor, _size(buffer_bytes))
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.buffers = whole[mmap.PAGESIZE :].view(SHARED_BUFFERS, -1)
-
-    @property
-    def released(self) -> int:
-        """Number of payloads that the reader is done with."""
-        return int(_COUNTER.unpack_from(self._map)[0])
-
-    @released.setter
-    def released(self, count: int) -> None:
-        _COUNTER.pack_into(self._map, 0, count)
+        _COUNTER.pack_into(self._memory, 0, self._count)
 
 
 def _size(buffer_bytes: int) -> int:

@@ -7,7 +7,6 @@ import os
 import queue
 
 from llmpq.dist.metrics.progress import (
-    MAX_EVENT_BYTES,
     REPORT_S,
     BarProgress,
     Event,
@@ -24,7 +23,7 @@ def _event(done: int, kind: str = "tokens", rank: int = 0, total: int = 10) -> E
 def test_events_round_trip_and_stay_short():
     event = _event(2**40, total=2**40, rank=1023)
     assert Event.decode(event.encode()) == event
-    assert len(event.encode()) < MAX_EVENT_BYTES
+    assert len(event.encode()) < 200
 
 
 def test_a_full_or_closed_pipe_does_not_stop_the_work():
