@@ -158,11 +158,7 @@ def _check_prompts(job: Job, limits: RequestLimits) -> None:
 
 
 def model_dir_of(plan: Plan, given: str | Path | None) -> Path:
-    """Return where the weights are: the directory given, else the plan's own.
-
-    Raises:
-        SpecError: there is none.
-    """
+    """Return where the weights are: the directory given, else the plan's own."""
     if given is None and plan.model.source is None:
         raise SpecError(
             f"plan: model {plan.model.name} names no directory of weights, expected --model DIR"

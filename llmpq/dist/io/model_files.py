@@ -30,11 +30,7 @@ class _TransformersTokenizer:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer | None:
-    """Return the directory's tokenizer, ``None`` if there is none.
-
-    Raises:
-        SpecError: it cannot be read.
-    """
+    """Return the directory's tokenizer, ``None`` if there is none."""
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:

@@ -123,11 +123,7 @@ def request_limits(
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a prompt file.
-
-    Raises:
-        SpecError: it cannot be read, is empty, or a line is not a prompt or repeats an id.
-    """
+    """Read a prompt file; ``SpecError`` names the first line that is not a prompt."""
     prompts, refused = sort_prompts(path)
     if refused:
         raise refused[0]
@@ -135,18 +131,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
-    """Read a prompt file; return its prompts, and an error for each other line.
-
-    Raises:
-        SpecError: the file cannot be read or has no lines.
-    """
+    """Read a prompt file; return its prompts, and an error for each other line."""
     path = Path(path)
     prompts: list[Prompt] = []
     refused: list[SpecError] = []
     first_line: dict[RequestId, int] = {}
     for number, line in _lines(path):
         try:
-            fields = Fields(_parse(path, number, line), f"{path}: line {number}")
+            fields = parse_line(path, number, line)
             prompt = prompt_from_fields(fields)
             if prompt.id in first_line:
                 raise fields.error(
@@ -177,12 +169,7 @@ def sort_requests(
 
 
 def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | None) -> Request:
-    """Turn a prompt into tokens and check it against the plan and the model.
-
-    Raises:
-        SpecError: it is text and there is no tokenizer, it is empty or too long, or names a token
-            the model does not have.
-    """
+    """Turn a prompt into tokens; ``SpecError`` if it does not fit the plan and the model."""
     token_ids = prompt.token_ids
     if token_ids is None:
         if tokenizer is None:
@@ -241,18 +228,10 @@ def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def json_lines(path: Path, end: int | None = None) -> Iterator[tuple[int, Fields]]:
-    """Yield number and object of every line that is not blank, up to byte ``end``."""
-    for number, line in _lines(path, end):
-        yield number, Fields(_parse(path, number, line), f"{path}: line {number}")
-
-
-def _lines(path: Path, end: int | None = None) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if end is not None and file.tell() > end:
-                    return
                 if line.strip():
                     yield number, line
     except FileNotFoundError:
@@ -261,11 +240,14 @@ def _lines(path: Path, end: int | None = None) -> Iterator[tuple[int, bytes]]:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _parse(path: Path, number: int, line: bytes) -> object:
+def parse_line(path: Path, number: int, line: bytes) -> Fields:
+    """Return the object of a line; ``SpecError`` names the line."""
     if len(line) > MAX_LINE_BYTES:
         raise SpecError(f"{path}: line {number}: longer than {MAX_LINE_BYTES} bytes")
     try:
-        return json.loads(line.decode("utf-8"))
+        return Fields(json.loads(line.decode("utf-8")), f"{path}: line {number}")
+    except SpecError:
+        raise
     except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: line {number}: not JSON: {error}") from None
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal, cast
 
-from llmpq.dist.io.prompts import RequestId, json_lines, request_id, token_ids_of
+from llmpq.dist.io.prompts import RequestId, parse_line, request_id, token_ids_of
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.fields import Fields
 
@@ -42,9 +42,6 @@ class ResultWriter:
 
     Attributes:
         done: ids of the results that the file held before.
-
-    Raises:
-        SpecError: as :func:`finished_ids`.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -55,17 +52,13 @@ class ResultWriter:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file: IO[bytes] = self._path.open("ab", buffering=0)
-            self._end = _end_of_last_line(self._path)
+            self._end = len(_whole_lines(self._path))
             self._file.truncate(self._end)
         except OSError as error:
             raise SpecError(f"{path}: cannot be written: {error.strerror}") from None
 
     def write(self, result: Result) -> None:
-        """Append one result.
-
-        Raises:
-            StageError: the file cannot grow; it keeps the earlier results and takes no other.
-        """
+        """Append one result; ``StageError`` if the file cannot grow, which then takes no other."""
         assert result.id not in self._written, f"request {result.id!r} was answered twice"
         if self._error is not None:
             raise self._error
@@ -96,11 +89,7 @@ class ResultWriter:
 
 
 def finished_ids(path: str | Path, *, resume: bool) -> list[RequestId]:
-    """Return the ids of a result file's whole lines, in order.
-
-    Raises:
-        SpecError: the file holds something and ``resume`` is false, or it is not a result file.
-    """
+    """Return the ids of a result file; ``SpecError`` if it holds some and is not to resume."""
     path = Path(path)
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return []
@@ -112,8 +101,10 @@ def finished_ids(path: str | Path, *, resume: bool) -> list[RequestId]:
 def read_results(path: str | Path) -> list[Result]:
     """Read a result file; a last line without its end is left out."""
     path = Path(path)
-    end = _end_of_last_line(path)
-    return [result_from_fields(fields) for _, fields in json_lines(path, end=end)]
+    lines = enumerate(_whole_lines(path).split(b"\n"), start=1)
+    return [
+        result_from_fields(parse_line(path, number, line)) for number, line in lines if line.strip()
+    ]
 
 
 def result_from_fields(fields: Fields) -> Result:
@@ -128,12 +119,9 @@ def result_from_fields(fields: Fields) -> Result:
     return result
 
 
-def _end_of_last_line(path: Path) -> int:
-    """Return how many bytes of the file are whole lines."""
+def _whole_lines(path: Path) -> bytes:
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        return 0
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
-    return data.rfind(b"\n") + 1
+    return data[: data.rfind(b"\n") + 1]

@@ -238,11 +238,7 @@ class _WorkerMonitor:
         self._rest = b""
 
     def run(self, progress: RunProgress, check: Callable[[], None]) -> None:
-        """Pass events on until all ranks have ended or one failed.
-
-        Raises:
-            PeerLostError: a rank was silent for too long.
-        """
+        """Pass events on until all ranks have ended, one failed, or one was silent for too long."""
         os.set_blocking(self._reader, False)
         last = time.monotonic()
         with selectors.DefaultSelector() as selector:

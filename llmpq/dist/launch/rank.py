@@ -58,16 +58,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """One rank of a run.
-
-    Attributes:
-        job: the run.
-        plan: of the job.
-        rank: which of the plan's stages this is.
-        progress: receives events.
-        channels: connections to the other ranks, ``None`` when there is only one stage.
-        recorder: keeps this rank's time line.
-    """
+    """One rank of a run: ``channels`` are ``None`` when there is only one stage."""
 
     job: Job
     plan: Plan
@@ -231,11 +222,7 @@ def _load(
 
 @contextlib.contextmanager
 def ring_errors(context: RankContext) -> Iterator[None]:
-    """Send an error inside the context to the next rank, and close the ring at its end.
-
-    Raises:
-        LlmpqError: what went wrong, with the name of a stage.
-    """
+    """Send an error inside the context to the next rank and raise it; then close the ring."""
     communicator = context.communicator
     try:
         yield
@@ -251,11 +238,7 @@ def ring_errors(context: RankContext) -> Iterator[None]:
 
 
 def run_stage(context: RankContext) -> None:
-    """Run a stage until the master ends the run.
-
-    Raises:
-        LlmpqError: what went wrong here or on a rank before this one; the next ranks get it too.
-    """
+    """Run a stage until the master ends the run; raise an error of this or an earlier rank."""
     clock = StageClock(micro_batching=context.plan.micro_batching)
     with contextlib.ExitStack() as stack, ring_errors(context):
         assert context.communicator is not None
@@ -281,11 +264,7 @@ def run_master(
 
 @contextlib.contextmanager
 def master_rank(context: RankContext) -> Iterator[MasterRank]:
-    """Load the master and wait for the other ranks; end the run when the context ends.
-
-    Raises:
-        LlmpqError: what went wrong here or on any other rank.
-    """
+    """Load the master and wait for the other ranks; end the run when the context ends."""
     with contextlib.ExitStack() as stack, ring_errors(context):
         yield MasterRank(context, stack)
 

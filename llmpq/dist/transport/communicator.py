@@ -73,11 +73,7 @@ def wait_until_ready(communicator: Communicator) -> None:
 
 
 def shut_down(communicator: Communicator) -> list[StageStats]:
-    """End the run; return the statistics of every other rank, in order of rank.
-
-    Raises:
-        StageError: a stage failed, or sent something else.
-    """
+    """End the run; return the statistics of every other rank, in order of rank."""
     communicator.send(Frame(kind=FrameKind.SHUTDOWN))
     found = [_stats(_expect(communicator, FrameKind.STATS)) for _ in communicator.ranks[1:]]
     _expect(communicator, FrameKind.SHUTDOWN)

@@ -184,13 +184,9 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int 
 
 
 def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int = 0) -> Header:
-    """Check a received header against the run's limits.
+    """Check a header of ``limits.header_bytes`` bytes against the run's limits.
 
-    Args:
-        data: ``limits.header_bytes`` bytes.
-        limits: of the run.
-        sequence: number of frames received over this link before.
-        buffers: number of buffers in this link's shared memory.
+    ``sequence`` frames were received over this link before; it has so many shared ``buffers``.
 
     Raises:
         StageError: it is not what :func:`encode_header` of this run writes.

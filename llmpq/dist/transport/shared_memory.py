@@ -34,11 +34,7 @@ class _SharedMemory:
 
 
 class SharedMemoryWriter(_SharedMemory):
-    """The sending end, which makes the memory for payloads of at most ``buffer_bytes``.
-
-    Attributes:
-        descriptor: of the memory, for the other end.
-    """
+    """The sending end, which makes the memory for payloads of at most ``buffer_bytes``."""
 
     def __init__(self, buffer_bytes: int) -> None:
         self.descriptor = os.memfd_create("llmpq-frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,11 +59,7 @@ class SharedMemoryWriter(_SharedMemory):
 
 
 class SharedMemoryReader(_SharedMemory):
-    """The receiving end; takes over the descriptor that it received.
-
-    Raises:
-        StageError: it is not the memory of this link.
-    """
+    """The receiving end; takes over a descriptor, which must be of the memory of this link."""
 
     def __init__(self, descriptor: int, buffer_bytes: int) -> None:
         try:

@@ -60,15 +60,10 @@ class LinkClosedError(Exception):
 
 
 class FrameWriter:
-    """The sending end of a link. Only ``drain`` and ``close`` wait for the peer.
+    """The sending end of a link, which takes over a connected stream.
 
-    Args:
-        sock: connected stream; taken over.
-        limits: of this run's frames.
-        is_shared: whether large payloads may lie in shared memory, on one host.
-
-    Raises:
-        LinkClosedError: by its methods, once the peer is gone.
+    Only ``drain`` and ``close`` wait for the peer. On one host, large payloads may lie in shared
+    memory if ``is_shared``. All methods raise ``LinkClosedError`` once the peer is gone.
     """
 
     def __init__(
@@ -164,13 +159,10 @@ class FrameWriter:
 
 
 class FrameReader:
-    """The receiving end of a link. A frame's tensor is valid until the next frame is read.
+    """The receiving end of a link, which takes over a connected stream.
 
-    Args:
-        sock: connected stream; taken over.
-        limits: of this run's frames.
-        timeout_s: longest wait for the rest of a payload.
-        is_shared: whether the peer may offer shared memory for large payloads.
+    A frame's tensor is valid until the next frame is read. ``timeout_s`` limits the wait for the
+    rest of a payload; the peer may offer shared memory if ``is_shared``.
 
     Attributes:
         last_received_s: when bytes last arrived, on the monotonic clock.

@@ -45,11 +45,7 @@ BACKEND = "gloo"
 
 
 class TorchCommunicator:
-    """One rank's part of the ring; ``store`` is that of :func:`open_store`.
-
-    Raises:
-        StageError: the process group could not be made.
-    """
+    """One rank's part of the ring; ``store`` is that of :func:`open_store`."""
 
     def __init__(
         self,
