@@ -45,7 +45,7 @@ class NewToken:
     text: str
 
 
-class Session:
+class Session(contextlib.AbstractContextManager["Session"]):
     """Loaded ranks that wait for requests; they answer one batch at a time.
 
     The arguments are those of :class:`~llmpq.dist.io.job.Job`; ``progress`` receives the events of
@@ -132,10 +132,6 @@ class Session:
         """End all ranks; nothing of them is left when this returns."""
         self._ranks.stop(0.0 if self._is_running else CLOSE_TIMEOUT_S)
         self._is_running = False
-
-    def __enter__(self) -> Session:
-        """Return itself; the ranks are loaded since construction."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close the session."""

@@ -35,7 +35,7 @@ class Result:
     finish_reason: FinishReason
 
 
-class ResultWriter:
+class ResultWriter(contextlib.AbstractContextManager["ResultWriter"]):
     """Appends results to a file; each is handed to the operating system before the next is made.
 
     With ``resume`` the file keeps what an earlier run wrote, except a last line that was cut short.
@@ -78,10 +78,6 @@ class ResultWriter:
             raise self._error from None
         self._end += len(line)
         self._written.add(result.id)
-
-    def __enter__(self) -> ResultWriter:
-        """Return itself; the file is open since construction."""
-        return self
 
     def __exit__(self, *error: object) -> None:
         """Close the file."""

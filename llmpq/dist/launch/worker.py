@@ -31,6 +31,7 @@ from llmpq.dist.io.job import BEATS_PER_TIMEOUT, START_TIMEOUT_S, Job, read_job
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.dist.io.prompts import (
     Request,
+    RequestLimits,
     Tokenizer,
     make_request,
     read_prompts,
@@ -39,6 +40,7 @@ from llmpq.dist.io.prompts import (
     sort_requests,
 )
 from llmpq.dist.io.results import FinishReason, Result, ResultWriter
+from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
 from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
@@ -82,13 +84,21 @@ def main(argv: Sequence[str]) -> int:
     pulse = Heartbeat(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
     try:
         measurement = run_rank(job, rank, progress)
-    except LlmpqError as error:
-        _write_error(job_file, rank, error)
-        return error.exit_status
     except Exception as error:
-        traceback.print_exc()
-        _write_error(job_file, rank, LlmpqError(f"{type(error).__name__}: {error}"))
-        return LlmpqError.exit_status
+        found = error
+        if not isinstance(found, LlmpqError):
+            traceback.print_exc()
+            found = LlmpqError(f"{type(error).__name__}: {error}")
+        record = ErrorRecord(
+            rank=rank,
+            message=str(found),
+            exit_status=found.exit_status,
+            lost_rank=found.rank if isinstance(found, PeerLostError) else None,
+            time_s=time.monotonic(),
+            is_permanent=found.is_permanent,
+        )
+        write_error_record(job_file.parent, record)
+        return found.exit_status
     finally:
         pulse.stop()
     if measurement is not None:
@@ -132,13 +142,16 @@ def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
 
 def _serve(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
     """Answer batches of requests from the socket of the session that started this process."""
-    model = load_model_dir(job.model_dir)
-    eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
-    limits = request_limits(plan, model, eos)
+    limits = _limits(job, plan)
     with Endpoint(path=str(job.prompts)).connect(START_TIMEOUT_S) as sock:
         sock.settimeout(None)
         tokenizer = load_tokenizer(job.model_dir)
         return serve(_context(job, plan, 0, progress), ControlChannel(sock), tokenizer, limits)
+
+
+def _limits(job: Job, plan: Plan) -> RequestLimits:
+    eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
+    return request_limits(plan, load_model_dir(job.model_dir), eos, job.sampling)
 
 
 def _examine(job: Job, plan: Plan, rank: int) -> None:
@@ -190,11 +203,8 @@ def _requests(
     job: Job, plan: Plan, tokenizer: Tokenizer | None
 ) -> tuple[list[Request], list[SpecError]]:
     """Return what can be answered; bad prompts are refused before any weight is read."""
-    config = checked_config(plan, job.model_dir)
-    eos = eos_token_ids(job.model_dir, config)
-    limits = request_limits(plan, load_model_dir(job.model_dir), eos, job.sampling)
     prompts, refused = sort_prompts(job.prompts)
-    requests, unfit = sort_requests(prompts, limits, tokenizer)
+    requests, unfit = sort_requests(prompts, _limits(job, plan), tokenizer)
     refused += unfit
     if refused and not (job.skips_bad_prompts and requests):
         raise refused[0]
@@ -226,18 +236,6 @@ def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
         limits=frame_limits(plan, job.model_dir),
         timeout_s=job.step_timeout_s,
     )
-
-
-def _write_error(job_file: Path, rank: int, error: LlmpqError) -> None:
-    record = ErrorRecord(
-        rank=rank,
-        message=str(error),
-        exit_status=error.exit_status,
-        lost_rank=error.rank if isinstance(error, PeerLostError) else None,
-        time_s=time.monotonic(),
-        is_permanent=error.is_permanent,
-    )
-    write_error_record(job_file.parent, record)
 
 
 if __name__ == "__main__":

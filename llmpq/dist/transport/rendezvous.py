@@ -17,7 +17,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -125,7 +125,10 @@ def connect(
     topology = topology or one_ring(identity.world_size)
     check_transport(transport, topology)
     rank = identity.rank
-    with _socket_folder(rendezvous) as folder, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        folder = rendezvous.private_folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-")))
         path = str(folder / f"rank-{rank}.sock")
         listeners = [stack.enter_context(Endpoint(path=path).listening())]
 
@@ -329,16 +332,6 @@ def _token(rendezvous: Rendezvous) -> bytes:
             "token; expected --token_file FILE with the same secret on every host"
         )
     return b""
-
-
-@contextlib.contextmanager
-def _socket_folder(rendezvous: Rendezvous) -> Iterator[Path]:
-    """Return a private folder for socket files: the launcher's, or a temporary one."""
-    if rendezvous.private_folder is not None:
-        yield rendezvous.private_folder
-    else:
-        with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
-            yield Path(name)
 
 
 def _host_key() -> str:
