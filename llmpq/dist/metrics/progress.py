@@ -80,7 +80,7 @@ class EventPipe:
 
 
 class TokenCounter:
-    """Counts the tokens of the ``expected`` ones that exist, and reports them at a limited rate."""
+    """Counts new tokens, and reports them and the expected number at a limited rate."""
 
     def __init__(
         self, progress: RunProgress, expected: int, clock: Callable[[], float] = time.monotonic
