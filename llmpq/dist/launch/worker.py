@@ -40,7 +40,6 @@ from llmpq.dist.io.prompts import (
     sort_requests,
 )
 from llmpq.dist.io.results import FinishReason, Result, ResultWriter
-from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
 from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
