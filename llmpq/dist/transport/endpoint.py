@@ -261,11 +261,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_token(path: Path) -> bytes:
-    """Read a shared secret.
-
-    Raises:
-        SpecError: the file cannot be read, others may read it, or the secret is too short.
-    """
+    """Read a shared secret; ``SpecError`` if others may read it or it is too short."""
     try:
         mode, token = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
