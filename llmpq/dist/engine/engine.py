@@ -34,7 +34,7 @@ from llmpq.batching import (
 )
 from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.dist.engine.policy import in_order
-from llmpq.dist.engine.sampler import Sampler, SamplingState
+from llmpq.dist.engine.sampler import Sampler, SamplingState, sampling_state_of
 from llmpq.dist.engine.stage import PHASES, StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -478,23 +478,3 @@ class MasterEngine:
                 f"({frame.kind.name}), expected {batch.number} ({kind.name})"
             )
         return frame.hidden
-
-
-def sampling_state_of(
-    request: Request, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()
-) -> SamplingState:
-    """Return the state of a request that has these tokens.
-
-    Raises:
-        SpecError: the form of its answer is not valid.
-    """
-    form = request.sampling_params.structured_outputs
-    assert form is None or grammars is not None
-    return SamplingState(
-        request.sampling_params,
-        request=str(request.id),
-        prompt_token_ids=request.prompt_token_ids,
-        stop_token_ids=request.stop_token_ids,
-        matcher=None if form is None or grammars is None else grammars.compile(form),
-        token_ids=token_ids,
-    )

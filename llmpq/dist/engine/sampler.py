@@ -22,7 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
+from llmpq.dist.io.structured_outputs import GrammarCompiler
 
 NAN_SCORES = (
     "the model's scores are not numbers (NaN): found an overflow in the layers, "
@@ -160,6 +162,26 @@ class SamplingState:
             tokens = torch.tensor(list(self._counts), device=scores.device)
             counts = torch.tensor(list(self._counts.values()), device=scores.device)
             scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def sampling_state_of(
+    request: Request, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()
+) -> SamplingState:
+    """Return the state of a request that has these tokens.
+
+    Raises:
+        SpecError: the form of its answer is not valid.
+    """
+    form = request.sampling_params.structured_outputs
+    assert form is None or grammars is not None
+    return SamplingState(
+        request.sampling_params,
+        request=str(request.id),
+        prompt_token_ids=request.prompt_token_ids,
+        stop_token_ids=request.stop_token_ids,
+        matcher=None if form is None or grammars is None else grammars.compile(form),
+        token_ids=token_ids,
+    )
 
 
 class Sampler:
