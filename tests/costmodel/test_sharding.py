@@ -122,7 +122,7 @@ def test_of_several_kernels_the_fastest_is_taken_and_another_degree_is_an_error(
         lambda *_, **__: tuple([row[column] for row in rows] for column in range(3)),
     )
     found = _all_reduce(tmp_path, "vllm", 2)
-    assert found.points == ((128, pytest.approx(1e-5)), (256, pytest.approx(2e-5)))
+    assert found == ((128, pytest.approx(1e-5)), (256, pytest.approx(2e-5)))
     with pytest.raises(SpecError, match=r"found 8, expected one of \[2, 4\]"):
         _all_reduce(tmp_path, "vllm", 8)
 
