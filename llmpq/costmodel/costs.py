@@ -106,7 +106,7 @@ class ClusterCosts:
         """Return the seconds of ``layer_s`` with their uncertainty."""
         return self.latency[device.group].layer_estimate(phase, bits, batch, tokens, kind)
 
-    def master_s(self, device: Device, phase: Phase, batch: int, tokens: int) -> float:
+    def master_s(self, device: Device, phase: Phase, batch: int, tokens: float) -> float:
         """Return the seconds of the master's own work on one micro-batch; see ``LatencyModel``."""
         return self.latency[device.group].master_s(phase, batch, tokens)
 

@@ -61,7 +61,7 @@ class PlanCosts:
         self._stages = plan.stages
         self._handovers = handovers_of(plan)
         self._stage: dict[tuple[int, Phase, int, int], float] = {}
-        self._project: dict[tuple[Phase, int, int], float] = {}
+        self._project: dict[tuple[Phase, int, float], float] = {}
         self._hops: dict[tuple[int, Phase, int, int], Hop] = {}
 
     @property
@@ -93,6 +93,22 @@ class PlanCosts:
         high_s = self._at(rank, phase, rows, below + CONTEXT_STEP)
         return low_s + share * (high_s - low_s)
 
+    def micro_batch_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
+        """Return the seconds of a stage for one micro-batch of one phase; not cached."""
+        device = self._devices[rank]
+        seconds = sum(
+            count * self._costs.layer_s(device, phase, bits, rows, tokens, kind)
+            for (kind, bits), count in self._layers[rank].items()
+        )
+        return seconds + self._costs.stage_s(device, phase)
+
+    def master_s(self, phase: Phase, rows: int, tokens: float) -> float:
+        """Return the seconds of the master's own work on one micro-batch."""
+        key = phase, rows, tokens
+        if key not in self._project:
+            self._project[key] = self._costs.master_s(self._devices[0], *key)
+        return self._project[key]
+
     def embed_s(self, shape: BatchShape) -> float:  # noqa: ARG002  the protocol's argument
         """Return 0: ``project_s`` includes all work of the master."""
         return 0.0
@@ -100,10 +116,7 @@ class PlanCosts:
     def project_s(self, shape: BatchShape) -> float:
         """Return the seconds of embedding, final norm, head, sampling and scheduler."""
         tokens = shape.longest if shape.phase is Phase.PREFILL else 1
-        key = shape.phase, shape.rows, tokens
-        if key not in self._project:
-            self._project[key] = self._costs.master_s(self._devices[0], *key)
-        return self._project[key]
+        return self.master_s(shape.phase, shape.rows, tokens)
 
     def hop(self, rank: int, shape: BatchShape) -> Hop:
         """Return the cost of sending the output of a stage."""
@@ -132,12 +145,7 @@ class PlanCosts:
     def _at(self, rank: int, phase: Phase, rows: int, tokens: int) -> float:
         key = rank, phase, rows, tokens
         if key not in self._stage:
-            device = self._devices[rank]
-            seconds = sum(
-                count * self._costs.layer_s(device, phase, bits, rows, tokens, kind)
-                for (kind, bits), count in self._layers[rank].items()
-            )
-            self._stage[key] = seconds + self._costs.stage_s(device, phase)
+            self._stage[key] = self.micro_batch_s(rank, phase, rows, tokens)
         return self._stage[key]
 
     def _hop(self, rank: int, phase: Phase, rows: int, tokens: int) -> Hop:

@@ -1,20 +1,23 @@
 """Traces of requests: arrival time, prompt length and answer length.
 
 Two CSV layouts are read: our own, ``arrival_s,prompt_tokens,new_tokens`` (``#`` lines above carry
-provenance), and that of the public Azure traces, ``TIMESTAMP,ContextTokens,GeneratedTokens``.
+provenance), and that of the public Azure traces, ``TIMESTAMP,ContextTokens,GeneratedTokens``. A
+file whose name ends with ``.jsonl`` has Mooncake's layout, with ``timestamp`` in milliseconds,
+``input_length``, ``output_length`` and ``hash_ids`` of the prompt's blocks of 512 tokens.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import write_text
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.tables import read_csv, whole_number
@@ -23,6 +26,8 @@ from llmpq.spec.workload import Workload
 HEADER = ("arrival_s", "prompt_tokens", "new_tokens")
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MAX_TOKENS = 10_000_000
+HASH_BLOCK_TOKENS = 512
+"""Tokens of a block that Mooncake's traces hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +37,13 @@ class TraceRequest:
     Attributes:
         arrival_s: seconds after the start of the trace.
         prompt_tokens, new_tokens: at least one each.
+        hash_ids: equal for equal blocks of ``HASH_BLOCK_TOKENS`` prompt tokens; empty if unknown.
     """
 
     arrival_s: float
     prompt_tokens: int
     new_tokens: int
+    hash_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (self.arrival_s >= 0 and self.prompt_tokens >= 1 and self.new_tokens >= 1):
@@ -86,6 +93,8 @@ def load_trace(path: str | Path) -> tuple[TraceRequest, ...]:
     Raises:
         SpecError: the file cannot be read, has another header, no rows, or a malformed row.
     """
+    if str(path).endswith(".jsonl"):
+        return _load_mooncake(Path(path))
     rows, _ = read_csv(path, HEADER, AZURE_HEADER, max_bytes=math.inf)
     is_azure = "TIMESTAMP" in rows[0][1]
     arrival, prompt_tokens, new_tokens = AZURE_HEADER if is_azure else HEADER
@@ -107,6 +116,35 @@ def load_trace(path: str | Path) -> tuple[TraceRequest, ...]:
             )
         )
     return tuple(sorted(requests, key=lambda request: request.arrival_s))
+
+
+def scale_rate(trace: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
+    """Return the requests with arrivals at ``factor`` times their rate.
+
+    Raises:
+        SpecError: the factor is not positive.
+    """
+    if not 0 < factor < math.inf:
+        raise SpecError(f"trace: found a rate scale of {factor}, expected a positive number")
+    return tuple(replace(item, arrival_s=item.arrival_s / factor) for item in trace)
+
+
+def slice_trace(
+    trace: Sequence[TraceRequest], first: int, end: int | None
+) -> tuple[TraceRequest, ...]:
+    """Return the requests ``[first, end)``; the first one arrives at 0 s.
+
+    Raises:
+        SpecError: there are no such requests.
+    """
+    part = trace[first:end]
+    if first < 0 or not part:
+        raise SpecError(
+            f"trace: found {len(trace)} requests, expected some in the slice "
+            f"{first}:{'' if end is None else end}"
+        )
+    start_s = part[0].arrival_s
+    return tuple(replace(item, arrival_s=item.arrival_s - start_s) for item in part)
 
 
 def write_trace(
@@ -156,6 +194,54 @@ def fit_trace(
     if not fitting:
         raise SpecError("requests: none fits the strategy")
     return fitting, skipped
+
+
+def _load_mooncake(path: Path) -> tuple[TraceRequest, ...]:
+    requests = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    requests.append(_mooncake_request(f"{path.name}:{number}", line))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    if not requests:
+        raise SpecError(f"{path.name}: found no requests")
+    return tuple(sorted(requests, key=lambda request: request.arrival_s))
+
+
+def _mooncake_request(where: str, line: str) -> TraceRequest:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        raise SpecError(f"{where}: expected a JSON object") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"{where}: expected a JSON object")
+    time_ms = found.get("timestamp")
+    if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms < 1e15:
+        raise bad_field(where, "timestamp", time_ms, "milliseconds from 0 on")
+    hash_ids = found.get("hash_ids", [])
+    if not isinstance(hash_ids, list) or not all(_is_count(item, 0) for item in hash_ids):
+        raise bad_field(where, "hash_ids", hash_ids, "a list of whole numbers from 0 on")
+    for name in ("input_length", "output_length"):
+        if not _is_count(found.get(name), 1):
+            raise bad_field(where, name, found.get(name), f"1 to {MAX_TOKENS}")
+    prompt = found["input_length"]
+    if hash_ids and len(hash_ids) != -(-prompt // HASH_BLOCK_TOKENS):
+        raise bad_field(
+            where, "hash_ids", f"{len(hash_ids)} blocks", f"those of {prompt} tokens by 512"
+        )
+    return TraceRequest(
+        arrival_s=time_ms / 1000.0,
+        prompt_tokens=prompt,
+        new_tokens=found["output_length"],
+        hash_ids=tuple(hash_ids),
+    )
+
+
+def _is_count(value: Any, minimum: int) -> bool:
+    most = MAX_TOKENS if minimum else 2**62
+    return type(value) is int and minimum <= value <= most
 
 
 def _seconds(where: str, text: str) -> float:

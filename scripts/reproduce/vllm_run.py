@@ -22,11 +22,14 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
-from llmpq.batching.engine_scheduler import EngineLimits, ScheduledChunk
+from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.queue_order import queue_order
 from llmpq.errors import LlmpqError, SpecError
+from llmpq.sim.engine import simulate_engine
+from llmpq.sim.engine_costs import StepShape, WorkerCosts
+from llmpq.sim.engine_report import EngineReport
 from llmpq.spec.trace import TraceRequest
 from llmpq.units import US
-from scripts.reproduce.iterations import IterationsReport, simulate_iterations
 from scripts.reproduce.output import Record, emit, table
 
 LAYERS = 32
@@ -137,26 +140,24 @@ class Costs:
             {tuple(int(row[key]) for key in keys): float(row["time_us"]) for row in rows}
         )
 
-    def __call__(self, chunks: Sequence[ScheduledChunk]) -> float:
+    def __call__(self, shape: StepShape) -> float:
         """Return the seconds of one iteration."""
-        tokens = sum(chunk.count for chunk in chunks)
-        layer_us = sum(count * self._dense[name](tokens) for name, count in PER_LAYER.items())
-        layer_us += self._attention_us(chunks)
-        once_us = sum(self._dense[name](tokens) for name in ONCE)
-        once_us += sum(line(len(chunks)) for line in self._ends.values())
+        layer_us = sum(count * self._dense[name](shape.tokens) for name, count in PER_LAYER.items())
+        layer_us += self._attention_us(shape)
+        once_us = sum(self._dense[name](shape.tokens) for name in ONCE)
+        once_us += sum(line(shape.rows) for line in self._ends.values())
         return (LAYERS * layer_us + once_us) * US
 
-    def _attention_us(self, chunks: Sequence[ScheduledChunk]) -> float:
-        prompts = [chunk for chunk in chunks if chunk.count > 1]
-        steps = [chunk.first + 1 for chunk in chunks if chunk.count == 1]
-        context = fmean(steps) if steps else 0.0
-        if not prompts:
-            return self._attention.decode(len(steps), context)
-        total_us = sum(self._attention.prefill(chunk.count, chunk.first) for chunk in prompts)
-        if steps:
-            tokens = sum(chunk.count for chunk in prompts)
-            before = sum(chunk.count * chunk.first for chunk in prompts) / tokens
-            total_us += self._attention.added(tokens, before, len(steps), context)
+    def _attention_us(self, shape: StepShape) -> float:
+        rows = shape.decode_rows
+        context = shape.decode_context / rows if rows else 0.0
+        if not shape.prompts:
+            return self._attention.decode(rows, context)
+        total_us = sum(self._attention.prefill(count, first) for first, count in shape.prompts)
+        if rows:
+            tokens = sum(count for _, count in shape.prompts)
+            before = sum(count * first for first, count in shape.prompts) / tokens
+            total_us += self._attention.added(tokens, before, rows, context)
         return total_us
 
 
@@ -178,12 +179,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def collect(folder: Path) -> Record:
     """Return the figures of the real run, of ours, and of LLMServingSim's own simulation."""
     bench = _one(folder, "bench_*")
-    made = simulate_iterations(Costs(folder), trace_of(folder), limits_of(bench))
+    made = simulate_engine(
+        WorkerCosts(Costs(folder)), limits_of(bench), queue_order("fcfs"), trace_of(folder)
+    )
     return {
         "measured": measured(bench),
         "simulated": simulated(made),
         "theirs": theirs(bench),
-        "iterations": made.iterations,
+        "iterations": made.steps,
         "preemptions": made.preemptions,
     }
 
@@ -246,7 +249,7 @@ def measured(bench: Path) -> dict[str, float]:
     }
 
 
-def simulated(made: IterationsReport) -> dict[str, float]:
+def simulated(made: EngineReport) -> dict[str, float]:
     """Return our means."""
     return {
         "first_token_s": fmean(one.first_token_s - one.arrival_s for one in made.requests),

@@ -1,0 +1,198 @@
+"""Simulation of one engine of packed steps on a virtual clock.
+
+The simulator runs the :class:`~llmpq.batching.engine_scheduler.EngineScheduler` of the runtime. As
+there, the master does one task at a time: it completes a step (head, sampling), or schedules and
+dispatches the next one (embedding, its own layers). Other stages compute the steps in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from llmpq.batching import RequestRecord
+from llmpq.batching.engine_scheduler import (
+    EngineLimits,
+    EngineRequest,
+    EngineScheduler,
+    EngineStep,
+)
+from llmpq.batching.queue_order import QueueOrder
+from llmpq.sim.engine_costs import EngineCosts, StepShape, step_shape
+from llmpq.sim.engine_report import EngineReport
+from llmpq.spec.trace import HASH_BLOCK_TOKENS, TraceRequest
+
+
+def simulate_engine(
+    costs: EngineCosts,
+    limits: EngineLimits,
+    order: QueueOrder,
+    trace: Sequence[TraceRequest],
+    *,
+    max_tokens: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> EngineReport:
+    """Simulate a trace on one engine.
+
+    Args:
+        costs: seconds of a step.
+        limits: of the engine.
+        order: of the waiting queue.
+        trace: requests in order of arrival; their answer lengths are known to ``trail`` only.
+        max_tokens: ``max_tokens`` of requests whose answer is not longer; by default that of the
+            answer. ``no_preempt`` reserves it.
+        progress: is called with the number of arrived requests and of all.
+
+    Raises:
+        CapacityError: a request does not fit into the KV blocks.
+    """
+    engine = SimulatedEngine(costs, limits, order)
+    for number, item in enumerate(trace):
+        engine.advance(item.arrival_s)
+        engine.add(number, item, max_tokens=max_tokens)
+        if progress is not None:
+            progress(number + 1, len(trace))
+    engine.advance(math.inf)
+    return engine.report()
+
+
+class SimulatedEngine:
+    """One engine that receives requests while its clock runs.
+
+    Args:
+        costs: seconds of a step.
+        limits: of the engine.
+        order: of the waiting queue.
+    """
+
+    def __init__(self, costs: EngineCosts, limits: EngineLimits, order: QueueOrder) -> None:
+        self.scheduler = EngineScheduler(limits, order)
+        self.now_s = 0.0
+        self._costs = costs
+        self._free_s = [0.0] * costs.num_stages  # when each stage is done with its last step
+        self._returning: deque[tuple[float, float, EngineStep, StepShape]] = deque()
+        self._times: dict[int, _Times] = {}
+        self._busy_s = [0.0] * costs.num_stages
+        self._steps = self._tokens = 0
+
+    def add(self, request: int, item: TraceRequest, *, max_tokens: int | None = None) -> None:
+        """Let a request arrive; see :func:`simulate_engine`.
+
+        Raises:
+            CapacityError: the request does not fit into the KV blocks.
+        """
+        self.scheduler.add(
+            EngineRequest(
+                request=request,
+                token_ids=_token_ids(item),
+                prompt_tokens=item.prompt_tokens,
+                max_tokens=max(item.new_tokens, max_tokens or 0),
+                arrival_s=item.arrival_s,
+                predicted_tokens=float(item.new_tokens),
+            )
+        )
+        self._times[request] = _Times(item)
+
+    def advance(self, until_s: float) -> None:
+        """Work until a time; a task that begins before it is finished."""
+        while self.now_s < until_s:
+            if self._returning and self._returning[0][0] <= self.now_s:
+                self._complete()
+                continue
+            step = self.scheduler.schedule(self.now_s)
+            if step is not None:
+                self._dispatch(step)
+            elif self._returning:
+                self.now_s = min(until_s, self._returning[0][0])
+            elif until_s < math.inf:
+                self.now_s = until_s
+            else:
+                return
+
+    def report(self) -> EngineReport:
+        """Return the figures of all finished requests."""
+        return EngineReport(
+            requests=tuple(
+                times.record(number) for number, times in self._times.items() if not times.left
+            ),
+            steps=self._steps,
+            step_tokens=self._tokens,
+            busy_s=tuple(self._busy_s),
+            preemptions=self.scheduler.num_preemptions,
+            prefix_cache_queries=self.scheduler.prefix_cache_queries,
+            prefix_cache_hits=self.scheduler.prefix_cache_hits,
+        )
+
+    def _dispatch(self, step: EngineStep) -> None:
+        shape = step_shape(step.chunks)
+        self._steps += 1
+        self._tokens += shape.tokens
+        for chunk in step.chunks:
+            self._times[chunk.request].start(self.now_s)
+        ready_s, received_s = self.now_s, 0.0
+        for stage in range(self._costs.num_stages):
+            hop = self._costs.hop(stage, shape)
+            seconds = self._costs.stage_s(stage, shape)
+            self._busy_s[stage] += seconds
+            done_s = max(ready_s, self._free_s[stage]) + received_s + seconds + hop.end_s
+            self._free_s[stage] = done_s
+            if stage == 0:
+                self.now_s = done_s
+            ready_s, received_s = done_s + hop.delay_s, hop.end_s
+        self._returning.append((ready_s, received_s, step, shape))
+
+    def _complete(self) -> None:
+        _, received_s, step, shape = self._returning.popleft()
+        seconds = self._costs.project_s(shape)
+        self._busy_s[0] += seconds
+        self.now_s += received_s + seconds
+        self._free_s[0] = self.now_s
+        made = [chunk.request for chunk in step.chunks if chunk.makes_token]
+        ended = [request for request in made if self._times[request].add_token(self.now_s)]
+        # Token ids below zero: no prompt continues an answer of the simulation.
+        self.scheduler.complete(step.number, {request: -1 - request for request in made}, ended)
+
+
+class _Times:
+    """Times of a request."""
+
+    __slots__ = ("end_s", "first_token_s", "item", "left", "start_s")
+
+    def __init__(self, item: TraceRequest) -> None:
+        self.item = item
+        self.left = item.new_tokens
+        self.start_s: float | None = None
+        self.first_token_s = self.end_s = 0.0
+
+    def start(self, now_s: float) -> None:
+        if self.start_s is None:
+            self.start_s = now_s
+
+    def add_token(self, now_s: float) -> bool:
+        """Return whether the answer is complete."""
+        if self.left == self.item.new_tokens:
+            self.first_token_s = now_s
+        self.left -= 1
+        self.end_s = now_s
+        return not self.left
+
+    def record(self, number: int) -> RequestRecord:
+        assert self.start_s is not None
+        return RequestRecord(
+            request=number,
+            prompt_tokens=self.item.prompt_tokens,
+            new_tokens=self.item.new_tokens,
+            arrival_s=self.item.arrival_s,
+            start_s=self.start_s,
+            first_token_s=self.first_token_s,
+            end_s=self.end_s,
+        )
+
+
+def _token_ids(item: TraceRequest) -> tuple[int, ...] | None:
+    """Return tokens that are equal where the hashes of two prompts are; ``None`` without hashes."""
+    if not item.hash_ids:
+        return None
+    ids = [number for number in item.hash_ids for _ in range(HASH_BLOCK_TOKENS)]
+    return tuple(ids[: item.prompt_tokens])

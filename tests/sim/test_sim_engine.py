@@ -1,0 +1,203 @@
+"""Simulation of an engine: costs of packed steps at their ends, times in closed form, capacity."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from llmpq.batching.engine_scheduler import EngineLimits, ScheduledChunk
+from llmpq.batching.queue_order import queue_order
+from llmpq.errors import CapacityError
+from llmpq.sim.costs import Hop
+from llmpq.sim.engine import SimulatedEngine, simulate_engine
+from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, WorkerCosts, step_shape
+from llmpq.sim.engine_report import capacity
+from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec.precision import Phase
+from llmpq.spec.trace import TraceRequest
+from tests.sim.test_sim_plan_costs import _plan
+
+LIMITS = EngineLimits(token_budget=4, max_sequences=8, num_blocks=64, block_size=4, watermark=0.0)
+FCFS = queue_order("fcfs")
+
+
+def _request(arrival_s, prompt, new, hash_ids=()):
+    return TraceRequest(
+        arrival_s=arrival_s, prompt_tokens=prompt, new_tokens=new, hash_ids=hash_ids
+    )
+
+
+def _shape(*chunks):
+    return step_shape([ScheduledChunk(0, first, count, (), True) for first, count in chunks])
+
+
+class Pipeline:
+    """Two stages of 1 s and 2 s, half a second of head, and sends of 0.25 s at each end."""
+
+    num_stages = 2
+
+    def stage_s(self, stage, shape):  # noqa: ARG002
+        return 1.0 + stage
+
+    def project_s(self, shape):  # noqa: ARG002
+        return 0.5
+
+    def hop(self, stage, shape):  # noqa: ARG002
+        return Hop(0.25, 3.0)
+
+
+def test_single_request_takes_its_chunks_and_steps():
+    report = simulate_engine(WorkerCosts(lambda _: 1.0), LIMITS, FCFS, [_request(2.0, 10, 5)])
+    (record,) = report.requests
+    assert (record.start_s, record.first_token_s, record.end_s) == (2.0, 5.0, 9.0)
+    assert (report.steps, report.makespan_s, report.busy_s) == (7, 7.0, (7.0,))
+    assert report.to_json()["tokens_per_step"] == 14 / 7
+
+
+def test_request_that_arrives_during_a_step_is_in_the_next():
+    trace = [_request(0.0, 4, 4), _request(0.5, 1, 1)]
+    late = simulate_engine(WorkerCosts(lambda _: 1.0), LIMITS, FCFS, trace).requests[1]
+    assert (late.start_s, late.end_s) == (1.0, 2.0)
+
+
+def test_token_passes_the_stages_and_returns_to_the_master():
+    (record,) = simulate_engine(Pipeline(), LIMITS, FCFS, [_request(0.0, 3, 2)]).requests
+    step_s = (1.0 + 0.25) + 3.0 + (0.25 + 2.0 + 0.25) + 3.0 + 0.25 + 0.5
+    assert record.first_token_s == pytest.approx(step_s)
+    assert record.end_s == pytest.approx(2 * step_s)
+
+
+def test_steps_in_flight_overlap_in_a_pipeline():
+    trace = [_request(0.0, 2, 40) for _ in range(4)]
+    ends = []
+    for steps in (1, 2):
+        limits = EngineLimits(
+            token_budget=64, max_sequences=8, num_blocks=99, block_size=4, steps_in_flight=steps
+        )
+        report = simulate_engine(Pipeline(), limits, FCFS, trace)
+        assert all(record.new_tokens == 40 for record in report.requests)
+        ends.append(report.makespan_s)
+    assert ends[0] == pytest.approx(40 * 10.5)
+    # Two steps are in the pipeline, so a token of all sequences takes little more than one.
+    assert ends[1] < 1.25 * ends[0]
+    assert report.steps > 70
+
+
+def test_engine_can_be_fed_while_its_clock_runs():
+    trace = [_request(0.3 * number, 3 + number % 7, 1 + number % 5) for number in range(50)]
+    whole = simulate_engine(WorkerCosts(lambda _: 0.1), LIMITS, FCFS, trace)
+    engine = SimulatedEngine(WorkerCosts(lambda _: 0.1), LIMITS, FCFS)
+    for number, item in enumerate(trace):
+        engine.advance(item.arrival_s / 2.0)
+        engine.advance(item.arrival_s)
+        engine.add(number, item)
+    engine.advance(1e9)
+    assert engine.now_s == 1e9
+    assert engine.report() == whole
+
+
+def test_prompts_with_equal_hashes_share_blocks():
+    limits = EngineLimits(token_budget=2048, max_sequences=8, num_blocks=400, block_size=16)
+    trace = [
+        _request(0.0, 1500, 2, (1, 2, 3)),
+        _request(9.0, 1300, 2, (1, 2, 4)),
+        _request(18.0, 1300, 2, (5, 2, 4)),
+    ]
+    report = simulate_engine(WorkerCosts(lambda _: 1.0), limits, FCFS, trace)
+    assert (report.prefix_cache_queries, report.prefix_cache_hits) == (4100, 1024)
+    assert report.step_tokens == 4100 - 1024 + 3
+
+
+def test_longest_answer_is_reserved_but_not_made():
+    trace = [_request(0.0, 4, 2) for _ in range(4)]
+    limits = EngineLimits(token_budget=64, max_sequences=8, num_blocks=8, block_size=4)
+    order = queue_order("no_preempt")
+    report = simulate_engine(WorkerCosts(lambda _: 1.0), limits, order, trace, max_tokens=13)
+    assert [record.end_s for record in report.requests] == [2.0, 2.0, 4.0, 4.0]
+    with pytest.raises(CapacityError):
+        simulate_engine(WorkerCosts(lambda _: 1.0), limits, order, trace, max_tokens=99)
+
+
+def _law():
+    """Return a law of known parts: n for linear operators, n^2 / 100 and r c / 10 for attention."""
+    return StageLaw(
+        lambda rows, tokens: rows * tokens + rows * tokens**2 / 100 + 5,
+        lambda rows, tokens: 8 + rows / 2 + rows * tokens / 10,
+    )
+
+
+def test_step_of_one_phase_costs_the_micro_batch():
+    law = _law()
+    assert law(_shape((0, 40))) == pytest.approx(40 + 16 + 5)
+    assert law(_shape((0, 40), (0, 40))) == pytest.approx(80 + 32 + 5)
+    assert law(_shape((99, 1), (199, 1))) == pytest.approx(8 + 1 + 30)
+
+
+def test_chunks_of_a_prompt_add_up_to_its_attention():
+    law = _law()
+    whole = law(_shape((0, 100)))
+    parts = law(_shape((0, 30))) + law(_shape((30, 40))) + law(_shape((70, 30)))
+    assert parts == pytest.approx(whole + 2 * 5)
+
+
+def test_chunk_reads_the_keys_before_it_at_least_once():
+    law = _law()
+    short = law(_shape((10000, 2))) - law(_shape((0, 2)))
+    assert short >= 10000 / 10 - 1
+
+
+def test_mixed_step_costs_no_less_than_either_phase_and_grows():
+    law, chance = _law(), random.Random(3)
+    for _ in range(200):
+        decode = [(chance.randint(1, 500), 1) for _ in range(chance.randint(1, 40))]
+        prompts = [(chance.choice([0, 64]), chance.randint(2, 300))]
+        mixed = law(_shape(*decode, *prompts))
+        assert mixed >= law(_shape(*decode)) - 1e-9
+        assert mixed >= law(_shape(*prompts)) - 1e-9
+        first, count = prompts[0]
+        assert law(_shape(*decode, (first, count + 1))) >= mixed - 1e-9
+
+
+@pytest.mark.parametrize("device", ["cpu", "A100-80G"])
+def test_plan_costs_at_the_ends_are_those_of_its_micro_batches(device):
+    costs = PlanCosts(*_plan(device))
+    engine = PlanEngineCosts(costs)
+    for tokens in (2, 17, 64, 300):
+        found = engine.stage_s(0, _shape((0, tokens)))
+        assert found == pytest.approx(costs.micro_batch_s(0, Phase.PREFILL, 1, tokens))
+        assert engine.project_s(_shape((0, tokens))) == costs.master_s(Phase.PREFILL, 1, tokens)
+    for rows, context in ((1, 1), (4, 64), (7, 100), (16, 640)):
+        found = engine.stage_s(0, _shape(*[(context - 1, 1)] * rows))
+        assert found == pytest.approx(costs.micro_batch_s(0, Phase.DECODE, rows, context))
+    mixed = engine.stage_s(0, _shape((0, 64), *[(99, 1)] * 4))
+    assert mixed > engine.stage_s(0, _shape((0, 64)))
+
+
+def test_roofline_separates_attention_of_two_prompts():
+    costs = PlanCosts(*_plan("A100-80G"))
+    found = PlanEngineCosts(costs).stage_s(0, _shape((0, 512), (0, 512)))
+    assert found == pytest.approx(costs.micro_batch_s(0, Phase.PREFILL, 2, 512))
+
+
+def test_capacity_is_the_rate_that_keeps_the_bound():
+    seen = []
+
+    def ttft(rate):
+        seen.append(rate)
+        return 1.0 / (7.0 - rate) if rate < 7.0 else 1e9
+
+    assert capacity(ttft, 1.0) == pytest.approx(6.0, rel=0.02)
+    assert capacity(ttft, 1.0, start=50.0) == pytest.approx(6.0, rel=0.02)
+    assert capacity(ttft, 0.1) is None
+    assert all(one > 0 for one in seen)
+
+
+def test_ttft_grows_with_the_rate():
+    chance = random.Random(1)
+    lengths = [(chance.randint(1, 60), chance.randint(1, 20)) for _ in range(300)]
+    found = []
+    for rate in (0.2, 1.0, 5.0):
+        trace = [_request(number / rate, *item) for number, item in enumerate(lengths)]
+        report = simulate_engine(WorkerCosts(lambda s: 0.01 * s.tokens), LIMITS, FCFS, trace)
+        found.append(report.to_json()["time_to_first_token_s"]["p95"])
+    assert all(low < high for low, high in pairwise(found))
