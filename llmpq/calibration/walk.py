@@ -24,7 +24,7 @@ from llmpq.calibration.data import CalibrationSet
 from llmpq.calibration.stats import Collector
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer
-from llmpq.quant.modules.layer import quantizable_names
+from llmpq.quant.modules.layer import linear_view, quantizable_names
 from llmpq.quant.modules.linear import QuantExperts
 
 C = TypeVar("C", bound=Collector)
@@ -314,18 +314,10 @@ def split_experts_(layer: nn.Module) -> None:
             continue
         parts = {}
         for key in ("gate_up_proj", "down_proj"):
-            parts[key] = [_linear_view(weight) for weight in experts.get_parameter(key)]
+            parts[key] = [linear_view(weight) for weight in experts.get_parameter(key)]
         activation = experts.get_submodule("act_fn")
         split = QuantExperts(parts["gate_up_proj"], parts["down_proj"], activation)
         layer.set_submodule(name, split)
-
-
-def _linear_view(weight: Tensor) -> nn.Linear:
-    """Return a linear operator over ``weight`` ``[N, K]``, without a copy or a bias."""
-    rows, columns = weight.shape
-    linear = nn.Linear(columns, rows, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return linear
 
 
 def _expert_of(name: str) -> str | None:

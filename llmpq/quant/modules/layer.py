@@ -91,7 +91,7 @@ def _unstack_experts_(layer: nn.Module) -> None:
     for name, module in stacks:
         weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
         if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights.values()):
-            views = {key: [_view(one) for one in weight] for key, weight in weights.items()}
+            views = {key: [linear_view(one) for one in weight] for key, weight in weights.items()}
             act_fn = module.get_submodule("act_fn")
             experts = QuantExperts(
                 views["gate_up_proj"], views["down_proj"], act_fn, row_multiple=EXPERT_ROWS
@@ -99,11 +99,11 @@ def _unstack_experts_(layer: nn.Module) -> None:
             layer.set_submodule(name, experts)
 
 
-def _view(weight: Tensor) -> nn.Linear:
+def linear_view(weight: Tensor) -> nn.Linear:
     """Return a linear operator over ``weight`` ``[N, K]``, without a copy."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     return linear
 
 
