@@ -19,7 +19,7 @@ from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
+from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
 from llmpq.spec.codec import from_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import Plan, read_plan
@@ -112,12 +112,7 @@ def load_plan(path: str | Path) -> Plan:
 
 def _cluster(cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int]) -> Cluster:
     if cluster is None:
-        if not names or len(names) != len(numbers) or len(set(names)) != len(names):
-            raise SpecError(
-                f"device_names, device_numbers: found {list(names)} and {list(numbers)}, expected "
-                "a cluster, or each type once and a number for each"
-            )
-        return cluster_of_types(dict(zip(names, numbers, strict=True)))
+        return cluster_of_lists(names, numbers)
     if names or numbers:
         raise SpecError("cluster: found together with device_names, expected one of them")
     if isinstance(cluster, Cluster):

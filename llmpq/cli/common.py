@@ -55,13 +55,17 @@ def run_command(
 ) -> int:
     """Parse the options, run ``body``, and report an error as one line.
 
+    ``options.argv`` has the words of the command, ``options.command`` the command as typed.
+
     Returns:
         The exit status: 0 done, 1 a bug of llmpq, 2 bad input, 3 no plan exists, 4 a stage failed.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parser.parse_args(argv)
+        options = parser.parse_args(words)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
+    options.argv, options.command = words, " ".join([parser.prog, *words])
     configure_logging(logging.INFO if options.verbose else logging.WARNING)
     try:
         return body(options)
@@ -103,7 +107,7 @@ def progress_bar(name: str, *, delay_s: float = QUIET_S) -> Iterator[Callable[..
     """Show a progress bar on standard error, for work that takes longer than ``delay_s``.
 
     Yields:
-        A function of the work done, all work, and a text.
+        A function of the work done, all work (default 1), and a text.
     """
     from tqdm import tqdm
 
@@ -112,11 +116,12 @@ def progress_bar(name: str, *, delay_s: float = QUIET_S) -> Iterator[Callable[..
         delay=delay_s,
         file=sys.stderr,
         leave=False,
+        bar_format="{l_bar}{bar}| {elapsed}, {remaining} left{postfix}",
         # A log file gets a line now and then, a terminal a live bar.
         mininterval=0.1 if sys.stderr.isatty() else 10.0,
     ) as bar:
 
-        def show(done: int, total: int, text: str = "") -> None:
+        def show(done: float, total: float = 1.0, text: str = "") -> None:
             bar.total = total
             bar.set_postfix_str(text, refresh=False)
             bar.update(done - bar.n)
@@ -127,6 +132,16 @@ def progress_bar(name: str, *, delay_s: float = QUIET_S) -> Iterator[Callable[..
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object on standard output."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_points(options: argparse.Namespace, points: int, summary: str) -> int:
+    """Report a table of so many points, written to ``--output``; return the exit status."""
+    if options.json:
+        print_json({"output": str(options.output), "points": points})
+    else:
+        print(summary)
+        print(f"{points} points written to {options.output}")
+    return 0
 
 
 def command_start_s(argv: Sequence[str] | None) -> float:
@@ -147,8 +162,3 @@ def _process_age_s() -> float:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
-
-
-def command_line(name: str, argv: Sequence[str] | None) -> str:
-    """Return the command as typed, for provenance."""
-    return " ".join([name, *(sys.argv[1:] if argv is None else argv)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -18,7 +19,7 @@ from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
+from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching, Plan
@@ -193,6 +194,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     profile_dir = None if options.profile is None else Path(options.profile)
     if profile_dir is not None and not profile_dir.is_dir():
         raise SpecError(f"--profile: {profile_dir}: no such folder")
+    gap = 0.0 if options.solver == "exact" else DEFAULT_GAP
     request = PlanRequest(
         model=model,
         model_source=source,
@@ -206,7 +208,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         quality_budget=options.quality_budget,
         formula=options.formula,
         solver=options.solver,
-        gap=_gap(options),
+        gap=gap if options.gap is None else options.gap,
         time_limit_s=options.time_limit,
         orders=options.orders,
         layer_group=options.group,
@@ -230,12 +232,6 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     return with_average_bits(request, options.average_bits)
 
 
-def _gap(options: argparse.Namespace) -> float:
-    if options.gap is not None:
-        return float(options.gap)
-    return 0.0 if options.solver == "exact" else DEFAULT_GAP
-
-
 def _model(options: argparse.Namespace) -> tuple[ModelSpec, str | None]:
     paper = options.model_name, options.model_size
     if options.model is not None and paper == (None, None):
@@ -252,15 +248,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         return load_cluster(options.cluster)
     if options.cluster is not None or names is None or numbers is None:
         raise SpecError("expected either --cluster, or both --device_names and --device_numbers")
-    if len(names) != len(numbers):
-        raise SpecError(
-            f"--device_numbers: found {len(numbers)} counts, expected one for each of {names}"
-        )
-    if len(set(names)) != len(names):
-        raise SpecError(f"--device_names: found {names}, expected each type once")
-    if min(numbers) < 1:
-        raise SpecError(f"--device_numbers: found {min(numbers)}, expected at least 1")
-    return cluster_of_types(dict(zip(names, numbers, strict=True)))
+    return cluster_of_lists(names, numbers)
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -328,63 +316,34 @@ def overrides_of(options: argparse.Namespace) -> Overrides:
     Raises:
         SpecError: an entry is malformed.
     """
-    bits = [_pair("--fix_bits", text) for text in options.fix_bits or ()]
+    number = r"(\d*\.?\d+(?:e-?\d+)?)"
+    memory = _parsed("memory_gib", options.memory_gib, f"(.+)={number}", "DEVICE=GIB")
+    layers = _parsed("fix_layers", options.fix_layers, r"(.+)=(\d+):(\d+)", "DEVICE=FIRST:END")
+    bits = _parsed("fix_bits", options.fix_bits, r"(?:(\d+):(\d+)|(.+))=(\d+)", "LAYERS=BITS")
+    for name, size in memory:
+        if not 0 < float(size) < 1e6:
+            raise SpecError(f"--memory_gib: found '{name}={size}', expected more than 0 GiB")
     sizes = options.micro_batch
     return Overrides(
-        memory=tuple(_memory(text) for text in options.memory_gib or ()),
+        memory=tuple((name, round(float(size) * GIB)) for name, size in memory),
         exclude=tuple(options.exclude or ()),
         use=tuple(options.use or ()),
         order=tuple(options.fix_order or ()),
-        layers=tuple(
-            (name, *_range("--fix_layers", text, span))
-            for text in options.fix_layers or ()
-            for name, span in [_pair("--fix_layers", text)]
-        ),
-        layer_bits=tuple(
-            (*_range("--fix_bits", f"{name}={width}", name), _whole("--fix_bits", name, width))
-            for name, width in bits
-            if _is_range(name)
-        ),
-        device_bits=tuple(
-            (name, _whole("--fix_bits", name, width)) for name, width in bits if not _is_range(name)
-        ),
-        micro_batching=None if sizes is None else MicroBatching(prefill=sizes[0], decode=sizes[1]),
+        layers=tuple((name, int(first), int(end)) for name, first, end in layers),
+        layer_bits=tuple((int(a), int(b), int(width)) for a, b, name, width in bits if not name),
+        device_bits=tuple((name, int(width)) for _, _, name, width in bits if name),
+        micro_batching=sizes and MicroBatching(prefill=sizes[0], decode=sizes[1]),
     )
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
-    name, sign, value = text.rpartition("=")
-    if not (sign and name and value):
-        raise SpecError(f"{option}: found '{text}', expected two parts joined by '='")
-    return name, value
-
-
-def _memory(text: str) -> tuple[str, int]:
-    name, value = _pair("--memory_gib", text)
-    try:
-        size = float(value)
-    except ValueError:
-        size = -1.0
-    if not 0 < size < 1e6:
-        raise SpecError(f"--memory_gib: found '{text}', expected a number of GiB above 0")
-    return name, round(size * GIB)
-
-
-def _is_range(text: str) -> bool:
-    return all(part.isdecimal() for part in text.split(":")) and text.count(":") == 1
-
-
-def _range(option: str, text: str, span: str) -> tuple[int, int]:
-    if not _is_range(span):
-        raise SpecError(f"{option}: found '{text}', expected layers as FIRST:END")
-    first, end = span.split(":")
-    return int(first), int(end)
-
-
-def _whole(option: str, name: str, value: str) -> int:
-    if not value.isdecimal():
-        raise SpecError(f"{option}: found '{name}={value}', expected whole bits")
-    return int(value)
+def _parsed(
+    option: str, texts: Sequence[str] | None, pattern: str, expected: str
+) -> list[tuple[str, ...]]:
+    matches = [(text, re.fullmatch(pattern, text)) for text in texts or ()]
+    for text, match in matches:
+        if match is None:
+            raise SpecError(f"--{option}: found '{text}', expected {expected}")
+    return [match.groups() for _, match in matches if match is not None]
 
 
 def add_schedule_options(parser: argparse.ArgumentParser) -> None:

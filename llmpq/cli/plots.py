@@ -5,9 +5,10 @@ They need matplotlib (the extra ``plot``), which is imported only when a picture
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,7 @@ MEMORY_COLOURS = {
     "runtime": "#9aa5b1",
 }
 MEMORY_NAMES = {"kv": "KV cache", "master": "embeddings, head, logits", "runtime": "runtime"}
-BATCH_COLOURS = (
-    "#1f4e79",
-    "#2e9c8f",
-    "#f2a541",
-    "#d1495b",
-    "#8d6cab",
-    "#6b8f3c",
-    "#5fa8d3",
-    "#b5651d",
-)
+BATCH_COLOURS = (*BIT_COLOURS.values(), "#8d6cab", "#6b8f3c", "#5fa8d3", "#b5651d")
 INK = "#22303c"
 GREY = "#8a939c"
 CAPACITY_COLOUR = "#c1121f"
@@ -51,6 +43,24 @@ DECODE_ROUNDS = 3
 ROW_INCHES = 0.38
 LABEL_SHARE = 0.018
 """A block narrower than this share of its axis carries no number."""
+STYLE: Any = {
+    "font.size": 8.5,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.titlesize": 11,
+    "figure.titleweight": "bold",
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+}
+"""Settings of matplotlib for all pictures."""
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
@@ -61,26 +71,29 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     """
     rows = len(plan.stages)
     heights = [rows + len(plan.dropped_devices), rows, rows, rows]
-    figure = _new_figure(12, 3.9 + ROW_INCHES * sum(heights))
     ratios = [1.6 + height for height in heights]
-    axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(_title(plan), color=INK, fontsize=11, x=0.01, ha="left", weight="bold")
-    _draw_layers(axes[0], plan)
-    _draw_memory(axes[1], plan)
-    blocks = timeline(plan, DECODE_ROUNDS)
-    _draw_phase(axes[2], plan, [item for item in blocks if item.phase is Phase.PREFILL])
-    _draw_phase(axes[3], plan, [item for item in blocks if item.phase is Phase.DECODE])
-    _save_figure(figure, path)
-
-
-def _title(plan: Plan) -> str:
-    work, estimate = plan.workload, plan.estimate
-    return (
-        f"{plan.model.name} on {plan.cluster.name}\n"
-        f"{work.batch} x {work.prompt_tokens} prompt + {work.new_tokens} new tokens: "
+    estimate = plan.estimate
+    result = (
         f"{estimate.latency_s:.4g} s, {plan.throughput_tokens_per_s:.4g} tokens/s, "
         f"quality lost {estimate.quality:.3g}"
     )
+    with _figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
+        axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
+        _title(figure, plan, result)
+        _draw_layers(axes[0], plan)
+        _draw_memory(axes[1], plan)
+        blocks = timeline(plan, DECODE_ROUNDS)
+        _draw_phase(axes[2], plan, [item for item in blocks if item.phase is Phase.PREFILL])
+        _draw_phase(axes[3], plan, [item for item in blocks if item.phase is Phase.DECODE])
+
+
+def _title(figure: Any, plan: Plan, result: str) -> None:
+    work = plan.workload
+    text = (
+        f"{plan.model.name} on {plan.cluster.name}\n{work.batch} x {work.prompt_tokens} prompt + "
+        f"{work.new_tokens} new tokens: {result}"
+    )
+    figure.suptitle(text, x=0.01, ha="left")
 
 
 def _labels(plan: Plan, *, dropped: bool) -> list[str]:
@@ -90,16 +103,12 @@ def _labels(plan: Plan, *, dropped: bool) -> list[str]:
     return names
 
 
-def _style(axis: Any, labels: Sequence[str], title: str) -> None:
-    axis.set_title(title, loc="left", fontsize=10, color=INK, weight="bold")
-    axis.set_yticks(range(len(labels)), labels, fontsize=8.5, color=INK)
+def _name_rows(axis: Any, labels: Sequence[str], title: str) -> None:
+    axis.set_title(title)
+    axis.set_yticks(range(len(labels)), labels)
     axis.set_ylim(len(labels) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
-    axis.tick_params(axis="x", labelsize=8.5, colors=INK)
-    axis.xaxis.label.set_size(9)
-    axis.xaxis.label.set_color(INK)
-    for side in ("top", "right", "left"):
-        axis.spines[side].set_visible(False)
+    axis.spines["left"].set_visible(False)
 
 
 def _draw_layers(axis: Any, plan: Plan) -> None:
@@ -114,18 +123,10 @@ def _draw_layers(axis: Any, plan: Plan) -> None:
             layer += length
         text = compact_bits(stage.bits) if stage.num_layers else "master only"
         # Right of the axis, where there are no bars.
-        axis.text(
-            1.008,
-            row,
-            text,
-            transform=axis.get_yaxis_transform(),
-            va="center",
-            fontsize=8.5,
-            color=INK,
-        )
+        axis.text(1.008, row, text, transform=axis.get_yaxis_transform(), va="center")
     for row in range(len(plan.stages), len(plan.stages) + len(plan.dropped_devices)):
-        axis.text(0, row, " left out", va="center", fontsize=8.5, color=GREY, style="italic")
-    _style(axis, _labels(plan, dropped=True), "Layers and bits")
+        axis.text(0, row, " left out", va="center", color=GREY, style="italic")
+    _name_rows(axis, _labels(plan, dropped=True), "Layers and bits")
     axis.set_xlim(0, plan.model.num_layers)
     axis.set_xlabel("decoder layer")
     _legend(axis, [(f"{b} bits", BIT_COLOURS[b]) for b in BITS if b in plan.bits])
@@ -143,15 +144,9 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
         capacity = stage.capacity_bytes / unit_bytes
         axis.plot([capacity, capacity], [row - 0.42, row + 0.42], color=CAPACITY_COLOUR, lw=2)
         share = stage.memory.total / stage.capacity_bytes
-        axis.text(
-            max(capacity, left),
-            row,
-            f"  {memory_pair(stage.memory.total, stage.capacity_bytes)} ({share:.0%})",
-            va="center",
-            fontsize=8.5,
-            color=INK,
-        )
-    _style(axis, _labels(plan, dropped=False), "Memory")
+        text = f"  {memory_pair(stage.memory.total, stage.capacity_bytes)} ({share:.0%})"
+        axis.text(max(capacity, left), row, text, va="center")
+    _name_rows(axis, _labels(plan, dropped=False), "Memory")
     axis.set_xlim(0, 1.2 * largest / unit_bytes)
     axis.set_xlabel(unit)
     entries = [(MEMORY_NAMES.get(part, part), colour) for part, colour in MEMORY_COLOURS.items()]
@@ -173,15 +168,8 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
             lw=0.5,
         )
         if (item.end_s - item.start_s) / span_s > LABEL_SHARE:
-            axis.text(
-                begin + length / 2,
-                item.rank,
-                str(item.micro_batch),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white",
-            )
+            centre = {"ha": "center", "va": "center", "color": "white"}
+            axis.text(begin + length / 2, item.rank, str(item.micro_batch), **centre)
     phase = blocks[0].phase if blocks else Phase.DECODE
     number = len({item.micro_batch for item in blocks})
     if phase is Phase.PREFILL:
@@ -191,7 +179,7 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
         rounds = max((item.step for item in blocks), default=0)
         title = f"Timeline of the first {rounds} decode rounds"
     batches = "1 micro-batch" if number == 1 else f"{number} micro-batches"
-    _style(axis, _labels(plan, dropped=False), f"{title}: {batches} of {size}")
+    _name_rows(axis, _labels(plan, dropped=False), f"{title}: {batches} of {size}")
     axis.set_xlim(0, span_s / unit_s)
     axis.set_xlabel(f"{unit} since the phase began; colour and number are the micro-batch")
 
@@ -202,17 +190,11 @@ def draw_front(plans: Sequence[Plan], path: str | Path) -> None:
     Raises:
         SpecError: matplotlib is not installed, or the file cannot be written.
     """
-    figure = _new_figure(9.5, 6.4)
-    axes = figure.subplots(2, 1, gridspec_kw={"height_ratios": [3.4, 1.6]})
-    first, work = plans[0], plans[0].workload
-    title = (
-        f"{first.model.name} on {first.cluster.name}\n{work.batch} x {work.prompt_tokens} prompt + "
-        f"{work.new_tokens} new tokens: {plans_text(len(plans))}, none dominated"
-    )
-    figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", weight="bold")
-    _draw_points(axes[0], plans)
-    _draw_bits(axes[1], plans)
-    _save_figure(figure, path)
+    with _figure(path, 9.5, 6.4) as figure:
+        axes = figure.subplots(2, 1, gridspec_kw={"height_ratios": [3.4, 1.6]})
+        _title(figure, plans[0], f"{plans_text(len(plans))}, none dominated")
+        _draw_points(axes[0], plans)
+        _draw_bits(axes[1], plans)
 
 
 def _draw_points(axis: Any, plans: Sequence[Plan]) -> None:
@@ -231,10 +213,9 @@ def _draw_points(axis: Any, plans: Sequence[Plan]) -> None:
     low, high = min(speed), max(speed)
     margin = 0.12 * (high - low) or 0.1 * high
     axis.set_ylim(max(0.0, low - margin), high + margin)
-    axis.set_title("Throughput against quality", loc="left", fontsize=10, color=INK, weight="bold")
+    axis.set_title("Throughput against quality")
     axis.grid(color="#e6e9ec", lw=0.7)
     axis.set_axisbelow(True)
-    _quiet(axis)
 
 
 def _scale_by_root(axis: Any, largest: float) -> None:
@@ -272,18 +253,8 @@ def _draw_bits(axis: Any, plans: Sequence[Plan]) -> None:
     axis.set_xlim(0.4, max(MIN_BAR_SLOTS, len(plans)) + 0.6)
     axis.set_xlabel("plan")
     axis.set_ylabel("layers")
-    axis.set_title("Layers by bits", loc="left", fontsize=10, color=INK, weight="bold")
+    axis.set_title("Layers by bits")
     _legend(axis, [(f"{bits} bits", BIT_COLOURS[bits]) for bits in used])
-    _quiet(axis)
-
-
-def _quiet(axis: Any) -> None:
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    axis.tick_params(labelsize=8.5, colors=INK)
-    for label in (axis.xaxis.label, axis.yaxis.label):
-        label.set_size(9)
-        label.set_color(INK)
 
 
 def draw_run(report: dict[str, Any], path: str | Path) -> None:
@@ -297,22 +268,21 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
         SpecError: matplotlib is not installed, or the file cannot be written.
     """
     groups = run_groups(report)
-    figure = _new_figure(1.6 + 1.5 * len(groups), 3.8)
-    axes = figure.subplots()
-    for side, (name, colour) in enumerate(RUN_COLOURS.items()):
-        heights = [pair[name] for _, pair in groups]
-        places = [place + 0.4 * (side - 0.5) for place in range(len(groups))]
-        axes.bar(places, heights, width=0.38, color=colour, label=name)
-    for place, (_, pair) in enumerate(groups):
-        if pair["measured"] > 0:
-            error = f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
-            axes.text(place, max(pair.values()), error, ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(groups)), [name for name, _ in groups], fontsize=8)
-    axes.set_ylabel("seconds")
-    axes.set_title("Predicted against measured", fontsize=10)
-    axes.legend(fontsize=8)
-    axes.margins(y=0.12)
-    _save_figure(figure, path)
+    with _figure(path, 1.6 + 1.5 * len(groups), 3.8) as figure:
+        axes = figure.subplots()
+        for side, (name, colour) in enumerate(RUN_COLOURS.items()):
+            heights = [pair[name] for _, pair in groups]
+            places = [place + 0.4 * (side - 0.5) for place in range(len(groups))]
+            axes.bar(places, heights, width=0.38, color=colour, label=name)
+        for place, (_, pair) in enumerate(groups):
+            if pair["measured"] > 0:
+                error = f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
+                axes.text(place, max(pair.values()), error, ha="center", va="bottom")
+        axes.set_xticks(range(len(groups)), [name for name, _ in groups])
+        axes.set_ylabel("seconds")
+        axes.set_title("Predicted against measured")
+        axes.legend()
+        axes.margins(y=0.12)
 
 
 def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
@@ -328,35 +298,27 @@ def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
     return groups
 
 
-def _new_figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, without global state of matplotlib.
+@contextlib.contextmanager
+def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """Yield an empty figure, in inches, and write it, making its folder.
 
     Raises:
-        SpecError: matplotlib is not installed.
+        SpecError: matplotlib is not installed, or the file cannot be written.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
         raise SpecError("--plot: matplotlib is not installed; install llmpq[plot]") from None
-    figure = Figure(figsize=(width, height), dpi=130)
-    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.08, hspace=0.03))
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure, making its folder.
-
-    Raises:
-        SpecError: the file cannot be written.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise SpecError(f"--plot: {path}: cannot be written: {error}") from None
+    with rc_context(STYLE):
+        figure = Figure(figsize=(width, height), dpi=130)
+        figure.set_layout_engine("constrained", h_pad=0.08, hspace=0.03)
+        yield figure
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise SpecError(f"--plot: {path}: cannot be written: {error}") from None
 
 
 def _legend(axis: Any, entries: Sequence[tuple[str, str]]) -> None:
@@ -364,14 +326,5 @@ def _legend(axis: Any, entries: Sequence[tuple[str, str]]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for name, colour in entries]
-    axis.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1.0, 1.0),
-        ncols=len(entries),
-        frameon=False,
-        fontsize=8.5,
-        borderaxespad=0.2,
-        handlelength=1.1,
-        columnspacing=1.2,
-    )
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(entries)}
+    axis.legend(handles=handles, borderaxespad=0.2, handlelength=1.1, columnspacing=1.2, **place)

@@ -23,20 +23,13 @@ FROM_GIB = 4 * GIB
 
 def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
     """Return the JSON object of a plan, which is stored at ``path``."""
-    devices, search = plan.cluster.devices, plan.search
+    devices = plan.cluster.devices
     return {
-        "status": search.status,
-        "method": search.method,
+        **to_json(plan.search),
         "objective_s": plan.estimate.objective_s,
         "latency_s": plan.estimate.latency_s,
         "quality": plan.estimate.quality,
         "throughput_tokens_per_s": plan.throughput_tokens_per_s,
-        "bound_s": search.bound_s,
-        "gap": search.gap,
-        "planning_s": search.planning_s,
-        "orders": search.orders,
-        "pairs_searched": search.pairs_searched,
-        "pairs_pruned": search.pairs_pruned,
         "prefill_micro_batch": plan.micro_batching.prefill,
         "decode_micro_batch": plan.micro_batching.decode,
         "schedule": None if plan.schedule is None else to_json(plan.schedule),
@@ -50,30 +43,19 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "cluster": plan.cluster.name,
         "workload": plan.workload.name,
         "dtype": plan.dtype,
-        "formula": search.formula,
-        "solver": search.solver,
-        "theta_s": search.theta_s,
-        "quality_budget": search.quality_budget,
         "omega": dict(plan.provenance.inputs).get("omega"),
     }
 
 
 def _stage_record(plan: Plan, stage: StageAssignment, estimate: StageEstimate) -> dict[str, Any]:
     return {
-        "rank": stage.rank,
+        "phase": None,
+        **to_json(stage),
+        **to_json(estimate),
         "device": plan.device_of(stage).label,
         "device_index": stage.device,
-        "phase": None if stage.phase is None else stage.phase.value,
-        "first_layer": stage.first_layer,
-        "end_layer": stage.end_layer,
-        "bits": list(stage.bits),
         "memory_bytes": estimate.memory.total,
         "memory_parts_bytes": to_json(estimate.memory),
-        "capacity_bytes": estimate.capacity_bytes,
-        "prefill_s": estimate.prefill_s,
-        "decode_s": estimate.decode_s,
-        "send_prefill_s": estimate.send_prefill_s,
-        "send_decode_s": estimate.send_decode_s,
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from llmpq.dist import Hosts, Supervision
 from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES, Rendezvous, Transport
 from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
 from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import BarProgress, RunProgress, SilentProgress
 from llmpq.errors import SpecError, StoppedError
 from llmpq.units import GIB
 
@@ -81,6 +83,16 @@ def outcome(measurement: Measurement) -> int:
     if len(measurement.refused) > MAX_LISTED:
         print(f"llmpq-dist: error: {len(measurement.refused)} in all", file=sys.stderr)
     return SpecError.exit_status
+
+
+@contextlib.contextmanager
+def run_progress(num_layers: int) -> Iterator[RunProgress]:
+    """Show the loading and the tokens of a run on a terminal; show nothing in a log file."""
+    progress = BarProgress(sys.stderr, num_layers) if sys.stderr.isatty() else SilentProgress()
+    try:
+        yield progress
+    finally:
+        progress.close()
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

@@ -6,7 +6,7 @@ cluster file has the devices of every host and what differs from the catalogue.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -319,6 +319,22 @@ def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Clust
     )
     label = name or "-".join(f"{device}x{count}" for device, count in types.items()).lower()
     return Cluster(name=label, nodes=nodes)
+
+
+def cluster_of_lists(names: Sequence[str], numbers: Sequence[int]) -> Cluster:
+    """Build the paper's form of cluster from ``--device_names`` and ``--device_numbers``.
+
+    Raises:
+        SpecError: no types, a type twice, or not one number of at least 1 for each.
+    """
+    if not names or len(names) != len(numbers) or len(set(names)) != len(names):
+        raise SpecError(
+            f"device_names, device_numbers: found {list(names)} and {list(numbers)}, expected a "
+            "cluster, or each type once and a number, one for each"
+        )
+    if min(numbers) < 1:
+        raise SpecError(f"device_numbers: found {min(numbers)}, expected at least 1")
+    return cluster_of_types(dict(zip(names, numbers, strict=True)))
 
 
 def with_tensor_parallel(cluster: Cluster, degree: int) -> Cluster:

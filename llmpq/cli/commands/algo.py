@@ -17,7 +17,6 @@ from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli.common import (
-    command_line,
     command_start_s,
     make_parser,
     print_json,
@@ -58,10 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     started_s = command_start_s(argv)
 
-    def body(options: argparse.Namespace) -> int:
-        return _run(options, command_line(NAME, argv), started_s)
-
-    return run_command(_parser(), body, argv)
+    return run_command(_parser(), lambda options: _run(options, started_s), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,20 +93,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
+def _run(options: argparse.Namespace, started_s: float) -> int:
     request = request_of(options)
     if request.time_limit_s is not None:
         request = replace(request, deadline=Deadline(started_s + request.time_limit_s))
     if options.pareto is not None:
-        return _run_pareto(options, request, command)
+        return _run_pareto(options, request)
     if options.method == "all":
-        return _run_all(options, request, command)
+        return _run_all(options, request)
     plan = _with_progress(
         "candidates",
-        lambda show: make_plan(request, options.method, command=command, progress=show),
+        lambda show: make_plan(request, options.method, command=options.command, progress=show),
     )
     request, plan = scheduled(
-        options, request, plan, lambda own: make_plan(own, options.method, command=command)
+        options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
     )
     path = _write(plan, _output(options, request, options.method))
     found = _with_progress(
@@ -138,12 +134,12 @@ def _run(options: argparse.Namespace, command: str, started_s: float) -> int:
     return 0
 
 
-def _run_all(options: argparse.Namespace, request: PlanRequest, command: str) -> int:
+def _run_all(options: argparse.Namespace, request: PlanRequest) -> int:
     if options.plot is not None or options.what_if:
         raise SpecError("--plot, --what_if: found together with --method all, expected one method")
     for method in METHODS:
         check_method(request, method)
-    outcomes = compare_methods(request, command=command, run=_with_progress)
+    outcomes = compare_methods(request, command=options.command, run=_with_progress)
     records: list[dict[str, Any]] = []
     for outcome in outcomes:
         method, plan = outcome.method, outcome.plan
@@ -165,7 +161,7 @@ def _run_all(options: argparse.Namespace, request: PlanRequest, command: str) ->
     return 0
 
 
-def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str) -> int:
+def _run_pareto(options: argparse.Namespace, request: PlanRequest) -> int:
     if options.method == "all" or options.what_if:
         raise SpecError(
             "--pareto: found together with --method all or --what_if, expected one method alone"
@@ -173,7 +169,7 @@ def _run_pareto(options: argparse.Namespace, request: PlanRequest, command: str)
     plans = _with_progress(
         "plans",
         lambda show: pareto_plans(
-            request, options.pareto, method=options.method, command=command, progress=show
+            request, options.pareto, method=options.method, command=options.command, progress=show
         ),
     )
     paths = [

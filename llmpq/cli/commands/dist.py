@@ -29,6 +29,7 @@ from llmpq.cli.run_options import (
     hosts_of,
     outcome,
     rendezvous_of,
+    run_progress,
     store_directory,
     store_limit_bytes,
     supervision_of,
@@ -39,7 +40,7 @@ from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import BarProgress, SilentProgress
+from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.dist.metrics.report import (
     build_report,
     drift_message,
@@ -145,14 +146,9 @@ def _check_runs(plan: Plan, file: str) -> None:
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
     """Run the ranks of this host, with restarts, until done or stopped."""
-    progress = _bar(plan.model.num_layers)
     supervision = supervision_of(options)
-    with supervision.stop.from_signals():
-        try:
-            hosts = hosts_of(options)
-            return run_job(job, hosts=hosts, progress=progress, supervision=supervision)
-        finally:
-            progress.close()
+    with run_progress(plan.model.num_layers) as progress, supervision.stop.from_signals():
+        return run_job(job, hosts=hosts_of(options), progress=progress, supervision=supervision)
 
 
 def _job(options: argparse.Namespace, plan: Plan) -> Job:
@@ -215,16 +211,10 @@ def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
 
     die_with(os.getppid())
 
-    progress = _bar(plan.stages[0].num_layers) if rank == 0 else SilentProgress()
-    try:
+    if rank > 0:
+        return run_rank(job, rank, SilentProgress())
+    with run_progress(plan.stages[0].num_layers) as progress:
         return run_rank(job, rank, progress)
-    finally:
-        progress.close()
-
-
-def _bar(num_layers: int) -> BarProgress | SilentProgress:
-    """Return progress bars on a terminal, no progress in a log file."""
-    return BarProgress(sys.stderr, num_layers) if sys.stderr.isatty() else SilentProgress()
 
 
 def _variable(name: str) -> int:

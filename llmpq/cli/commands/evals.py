@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, progress_bar, require, run_command
 from llmpq.cli.options import add_kernel_option, add_step_timeout_option
+from llmpq.cli.run_options import run_progress
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.process_environment import cpu_environment
-from llmpq.dist.metrics.progress import BarProgress, SilentProgress
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
@@ -79,12 +78,8 @@ def _run(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(threads)
     task = EvalTask(**arguments)
-    is_live = sys.stderr.isatty()
-    progress = BarProgress(sys.stderr, len(task.bits)) if is_live else SilentProgress()
-    try:
+    with run_progress(len(task.bits)) as progress:
         report = evaluate(task, progress_bar, progress)
-    finally:
-        progress.close()
     _print(report, as_json=options.json)
     return 0
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
-    command_line,
     make_parser,
     print_json,
     progress_bar,
@@ -34,11 +33,7 @@ NEED_TEXT = ("divergence", "hessian")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-
-    def body(options: argparse.Namespace) -> int:
-        return _run(options, command_line(NAME, argv))
-
-    return run_command(_parser(), body, argv)
+    return run_command(_parser(), _run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, command: str) -> int:
+def _run(options: argparse.Namespace) -> int:
     method = _method(options)
     require("torch", "transformers", "safetensors")
     threads = options.threads or os.cpu_count() or 1
@@ -100,7 +95,7 @@ def _run(options: argparse.Namespace, command: str) -> int:
     with progress_bar(method) as show:
         scores = _indicator(method, options).score(subject, show)
     elapsed_s = time.monotonic() - started
-    notes = {"command": command, "elapsed_s": f"{elapsed_s:.2f}"}
+    notes = {"command": options.command, "elapsed_s": f"{elapsed_s:.2f}"}
     table = sensitivity_table(subject, method, scores, notes)
     if options.output is not None:
         write_sensitivity(options.output, table)

@@ -6,37 +6,27 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from llmpq.cli.commands import (
-    profile_fit,
-    profile_import,
-    profile_layer,
-    profile_link,
-    profile_memory,
-    profile_recalibrate,
-)
+from llmpq.cli.commands import profile_layer, profile_link, profile_memory, profile_tables
 from llmpq.cli.common import make_parser, run_command
 
-NAME = "llmpq-profile"
-_VERBS = {
-    "layer": profile_layer,
-    "link": profile_link,
-    "memory": profile_memory,
-    "fit": profile_fit,
-    "import": profile_import,
-    "recalibrate": profile_recalibrate,
-}
+_VERBS = "layer|link|memory|fit|import|recalibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``llmpq-profile``."""
-    return run_command(_parser(), lambda options: _VERBS[options.what].run(options, argv), argv)
+    return run_command(_parser(), lambda options: int(options.run(options)), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(NAME, __doc__ or "")
-    commands = parser.add_subparsers(dest="what", required=True, metavar="|".join(_VERBS))
-    for module in _VERBS.values():
-        module.add_parser(commands)
+    parser = make_parser("llmpq-profile", __doc__ or "")
+    verbs = parser.add_subparsers(dest="what", required=True, metavar=_VERBS)
+    for module in (profile_layer, profile_link, profile_memory):
+        module.add_parser(verbs)
+    profile_tables.add_fit(verbs)
+    profile_tables.add_import(verbs)
+    profile_tables.add_recalibrate(verbs)
+    for verb in verbs.choices.values():
+        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     return parser
 
 

@@ -7,11 +7,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import command_line, print_json
+from llmpq.cli.common import print_points, progress_bar
 from llmpq.cli.render import table_summary
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
@@ -25,7 +24,6 @@ from llmpq.spec.tables import LatencyTable, write_latency_table
 if TYPE_CHECKING:
     from llmpq.profiler.bench import LayerJob
 
-NAME = "llmpq-profile"
 _LISTS = ("batches", "prompt_tokens", "context_tokens")
 POINTS = 24
 """Points of the planned grid, per phase."""
@@ -67,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     # Threads and vector extension are fixed when torch is imported; this option marks the process
     # that was started with them set.
     layer.add_argument("--in_worker", action="store_true", help=argparse.SUPPRESS)
-    layer.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    layer.set_defaults(run=run)
 
 
 def _add_grid(layer: argparse.ArgumentParser) -> None:
@@ -86,19 +84,14 @@ def _add_grid(layer: argparse.ArgumentParser) -> None:
     own.add_argument("--context_tokens", type=int, nargs="+")
 
 
-def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure in a process that was started with its threads and extensions set."""
     _check(options)
     shapes = shapes_of(options)
     if not options.in_worker:
-        return _in_prepared_process(options, argv)
+        return _in_prepared_process(options)
     table = _measure(options, shapes)
-    if options.json:
-        print_json({"output": str(options.output), "points": len(table.samples)})
-    else:
-        print(table_summary(table))
-        print(f"{len(table.samples)} points written to {options.output}")
-    return 0
+    return print_points(options, len(table.samples), table_summary(table))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -153,16 +146,13 @@ def _own_shapes(options: argparse.Namespace) -> tuple[Shape, ...]:
     return product_grid(batches, prompts, contexts)
 
 
-def _in_prepared_process(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _in_prepared_process(options: argparse.Namespace) -> int:
     environment = {**os.environ, **cpu_environment(options.threads, options.cpu_isa)}
-    command = [sys.executable, "-m", "llmpq.cli.commands.profile", *arguments, "--in_worker"]
+    command = [sys.executable, "-m", "llmpq.cli.commands.profile", *options.argv, "--in_worker"]
     return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _measure(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LatencyTable:
-    from tqdm import tqdm
-
     from llmpq.profiler.journal import Journal, journal_file
     from llmpq.profiler.layer import job_identity, profile_layer
 
@@ -170,18 +160,10 @@ def _measure(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LatencyT
     origin = _origin(options)
     # The command may differ between the runs (a longer budget); what is measured may not.
     identity = (*origin[1:], *job_identity(job))
-    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left"
     with (
         Journal(journal_file(options.output), identity, resume=options.resume) as journal,
-        tqdm(
-            total=1.0, desc="profiling", leave=False, disable=None, bar_format=bar_format,
-            file=sys.stderr,
-        ) as bar,
-    ):  # fmt: skip
-
-        def progress(share: float) -> None:
-            bar.update(max(0.0, share - bar.n))
-
+        progress_bar("profiling") as progress,
+    ):
         table = profile_layer(job, progress, journal)
         table = LatencyTable(samples=table.samples, provenance=(*origin, *table.provenance))
         write_latency_table(options.output, table)
@@ -223,9 +205,8 @@ def _depth(model: str) -> int:
 
 def _origin(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
     model, _ = resolve_model(options.model)
-    arguments = [word for word in sys.argv[1:] if word != "--in_worker"]
     origin = [
-        ("command", command_line(NAME, arguments)),
+        ("command", options.command.removesuffix(" --in_worker")),
         ("model", model.name),
         ("device", options.device_type or options.device.partition(":")[0]),
         ("processor", cpu_name()),

@@ -7,15 +7,15 @@ started on this host, each on a core of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import command_line, print_json, require
+from llmpq.cli.common import print_points, progress_bar, require
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.profiler.device import available_cores
@@ -27,8 +27,6 @@ from llmpq.spec.tables import (
     write_comm_table,
 )
 from llmpq.units import format_bytes, format_seconds
-
-NAME = "llmpq-profile"
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -54,31 +52,25 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     link.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
     # Set in the two processes that a local measurement starts.
     link.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
-    link.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    link.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure as one of the two ends, or start both."""
     require("torch")
     if options.budget <= 0:
         raise SpecError(f"--budget: found {options.budget}, expected seconds above 0")
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if options.node_rank is None:
-        return _start_both(arguments)
+        return _start_both(options.argv)
     if options.rendezvous is None and options.master_addr is None:
         raise SpecError("--node_rank: found no --master_addr, expected the address of host 0")
-    table = _measure(options, arguments)
+    table = _measure(options)
     if table is None:
         return 0
     if options.append and options.output.exists():
         table = _joined(read_comm_table(options.output), table)
     write_comm_table(options.output, table)
-    if options.json:
-        print_json({"output": str(options.output), "points": len(table.samples)})
-    else:
-        print(_summary(table))
-        print(f"{len(table.samples)} points written to {options.output}")
-    return 0
+    return print_points(options, len(table.samples), _summary(table))
 
 
 def _start_both(arguments: list[str]) -> int:
@@ -100,9 +92,7 @@ def _start_both(arguments: list[str]) -> int:
                 end.wait()
 
 
-def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | None:
-    from tqdm import tqdm
-
+def _measure(options: argparse.Namespace) -> CommTable | None:
     from llmpq.dist.io.job import Rendezvous
     from llmpq.dist.transport.rendezvous import RankIdentity, connect
     from llmpq.profiler.link import DEFAULT_SIZES, LinkJob, measure_link
@@ -125,24 +115,11 @@ def _measure(options: argparse.Namespace, arguments: list[str]) -> CommTable | N
     if options.rendezvous is not None:
         rendezvous = Rendezvous(file=options.rendezvous)
     communicator = connect(me, rendezvous).communicator
-    with tqdm(
-        total=1.0, desc="measuring", leave=False, disable=options.node_rank or None,
-        bar_format="{l_bar}{bar}| {elapsed}, {remaining} left", file=sys.stderr,
-    ) as bar:  # fmt: skip
-
-        def progress(share: float) -> None:
-            bar.update(max(0.0, share - bar.n))
-
-        try:
-            table = measure_link(communicator, job, progress)
-        finally:
-            communicator.close()
+    with contextlib.closing(communicator), progress_bar("measuring") as progress:
+        table = measure_link(communicator, job, progress if me.rank == 0 else None)
     if table is None:
         return None
-    visible = [
-        word for word in arguments if word != "--rendezvous" and word != str(options.rendezvous)
-    ]
-    who = [("command", command_line(NAME, visible))]
+    who = [("command", options.command.replace(f" --rendezvous {options.rendezvous}", ""))]
     if options.cluster is not None:
         who.append(("cluster", options.cluster))
     return CommTable(samples=table.samples, provenance=(*who, *table.provenance))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.even_plan import even_plan
 from llmpq.cli.common import print_json, require
-from llmpq.dist.metrics.progress import BarProgress, SilentProgress
+from llmpq.cli.run_options import run_progress
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.errors import SpecError
 from llmpq.profiler.memory import measure_memory
@@ -43,12 +41,11 @@ def add_parser(commands: Any) -> None:
     memory.add_argument(
         "--micro_batch", type=int, nargs=2, default=[4, 8], metavar=("PREFILL", "DECODE")
     )
-    memory.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    memory.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Measure and print; see ``add_parser``."""
-    del argv
     require("torch", "transformers")
     folder = Path(options.model)
     if options.stages < 1 or min(*options.shape, *options.micro_batch) < 1:
@@ -65,12 +62,8 @@ def run(options: argparse.Namespace, argv: Sequence[str] | None) -> int:
             kv_bits=options.kv_bits,
             dtype=None if options.dtype == "auto" else options.dtype,
         )
-    is_shown = sys.stderr.isatty()
-    progress = BarProgress(sys.stderr, plan.model.num_layers) if is_shown else SilentProgress()
-    try:
+    with run_progress(plan.model.num_layers) as progress:
         measured = measure_memory(plan, folder.resolve(), progress=progress)
-    finally:
-        progress.close()
     stages = []
     for stats in measured:
         predicted = plan.estimate.stages[stats.rank].memory.total

@@ -1,0 +1,175 @@
+"""llmpq-profile fit, import, recalibrate: check, make and correct tables without measuring."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.common import print_json, print_points
+from llmpq.cli.render import table_summary
+from llmpq.costmodel.comm import fit_links
+from llmpq.costmodel.importers.imported import (
+    DEVICE_TYPES,
+    LAYOUTS,
+    ImportRequest,
+    import_links,
+    import_table,
+)
+from llmpq.costmodel.tables.fidelity import fidelity
+from llmpq.costmodel.tables.recalibrate import recalibrated_table
+from llmpq.errors import SpecError
+from llmpq.spec.catalog import resolve_model
+from llmpq.spec.fields import digest_of, read_json
+from llmpq.spec.precision import BITS
+from llmpq.spec.tables import read_latency_table, write_comm_table, write_latency_table
+from llmpq.units import format_bytes, format_seconds
+
+
+def add_fit(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``fit`` to the commands."""
+    fit = commands.add_parser("fit", help="errors of the latency model on unseen shapes")
+    fit.add_argument("--table", required=True, type=Path, help="latency table to fit (CSV)")
+    fit.add_argument("--holdout", type=Path, help="latency table to compare with (CSV)")
+    fit.add_argument("--law", choices=("hinged", "paper"), default="hinged")
+    fit.add_argument("--seed", type=int, default=0, help="of the 30 %% held back otherwise")
+    fit.set_defaults(run=_fit)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    """Fit a table, print its errors on the hold-out."""
+    held = read_latency_table(options.holdout) if options.holdout else None
+    table = read_latency_table(options.table)
+    reports = fidelity(table, held, seed=options.seed, law=options.law)
+    if options.json:
+        print_json({phase.value: asdict(report) for phase, report in reports.items()})
+        return 0
+    for phase, report in reports.items():
+        print(
+            f"{phase.value:8} mean {report.mean:.2%}  median {report.median:.2%}  "
+            f"p95 {report.p95:.2%}  of {report.points} points"
+        )
+    return 0
+
+
+def add_import(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``import`` to the commands."""
+    take = commands.add_parser(
+        "import", help="write a table from published measurements of a device"
+    )
+    take.add_argument("--from", required=True, dest="layout", choices=LAYOUTS)
+    take.add_argument("--device", help="the database's name, such as a100_sxm")
+    take.add_argument("--device_type", help="catalogue name written into the table")
+    take.add_argument("--model", help="catalogue name or directory")
+    take.add_argument("--output", required=True, type=Path, help="table to write (CSV)")
+    take.add_argument("--path", type=Path, help="the database (default: the installed package)")
+    take.add_argument("--engine", help="inference engine (default: the first that was measured)")
+    take.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
+    take.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    take.add_argument(
+        "--context_tokens", type=int, default=512, help="context length, where the layout has none"
+    )
+    take.add_argument(
+        "--tensor_parallel", type=int, default=1, metavar="N",
+        help="devices that share a layer; its seconds include all-reduces (aiconfigurator)",
+    )  # fmt: skip
+    take.add_argument(
+        "--between", nargs=2, metavar=("NODE", "NODE"),
+        help="write a link table of these nodes instead, from the send_recv.csv of --path (vidur); "
+        "the same name twice for two devices of one node",
+    )  # fmt: skip
+    take.set_defaults(run=_import)
+
+
+def _import(options: argparse.Namespace) -> int:
+    """Assemble a table and write it."""
+    command = ("command", options.command)
+    if options.between is not None:
+        return _links(options, command)
+    for name in ("device", "model"):
+        if getattr(options, name) is None:
+            raise SpecError(
+                f"--{name}: found nothing, expected a value (it is optional only with --between)"
+            )
+    model, _ = resolve_model(options.model)
+    request = ImportRequest(
+        model=model,
+        device=options.device,
+        device_type=options.device_type or DEVICE_TYPES.get(options.device, options.device),
+        bits=tuple(dict.fromkeys(options.bits)),
+        dtype=options.dtype,
+        path=options.path,
+        engine=options.engine,
+        context_tokens=options.context_tokens,
+        tensor_parallel=options.tensor_parallel,
+    )
+    table = import_table(options.layout, request)
+    provenance = (command, *table.provenance)
+    write_latency_table(options.output, replace(table, provenance=provenance))
+    return print_points(options, len(table.samples), table_summary(table))
+
+
+def _links(options: argparse.Namespace, command: tuple[str, str]) -> int:
+    table = import_links(options.layout, options.path, (options.between[0], options.between[1]))
+    (link,) = fit_links(table.samples)
+    write_comm_table(options.output, replace(table, provenance=(command, *table.provenance)))
+    cost = f"{format_seconds(link.latency_s)}, {format_bytes(round(link.bytes_per_s))}/s"
+    return print_points(options, len(table.samples), f"{' - '.join(link.between)}  {cost}")
+
+
+def add_recalibrate(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``recalibrate`` to the commands."""
+    again = commands.add_parser(
+        "recalibrate", help="correct a latency table by what runs of plans measured"
+    )
+    again.add_argument(
+        "--report", required=True, type=Path, nargs="+",
+        help="what llmpq-dist --report (or --json) wrote of a run; several runs count together",
+    )  # fmt: skip
+    again.add_argument(
+        "--strat_file_name", required=True, type=Path, nargs="+",
+        help="the plan that ran: one for all reports, or one each",
+    )  # fmt: skip
+    again.add_argument("--table", required=True, type=Path, help="latency table to correct (CSV)")
+    again.add_argument("--output", required=True, type=Path, help="corrected table (CSV)")
+    again.add_argument(
+        "--node", help="only what ran on this node (default: every stage the table matches)"
+    )
+    again.add_argument("--model", help="directory or name (default: the plan's own)")
+    again.set_defaults(run=_recalibrate)
+
+
+def _recalibrate(options: argparse.Namespace) -> int:
+    """Correct the table, write it, and print the factors."""
+    new, factors = recalibrated_table(
+        options.table, _runs(options), node=options.node, model=options.model
+    )
+    origin = [line for line in new.provenance if line[0] not in ("command", "recalibrated by")]
+    digests = ", ".join(digest_of(read_json(file)) for file in options.report)
+    first = (
+        ("command", options.command),
+        ("recalibrated by", f"{'report' if len(options.report) == 1 else 'reports'} {digests}"),
+    )
+    write_latency_table(options.output, replace(new, provenance=(*first, *origin)))
+    named = {f"{phase.value} {bits or 'master'}": value for (phase, bits), value in factors.items()}
+    if options.json:
+        print_json({"output": str(options.output), "factors": named})
+        return 0
+    for name, value in sorted(named.items()):
+        print(f"{name:16} x {value:.3f}")
+    print(f"{len(new.samples)} points written to {options.output}")
+    return 0
+
+
+def _runs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
+    """Return every report with the plan that ran."""
+    reports, plans = options.report, options.strat_file_name
+    if len(plans) == 1:
+        plans = plans * len(reports)
+    if len(plans) != len(reports):
+        raise SpecError(
+            f"--strat_file_name: found {len(plans)} plans for {len(reports)} reports, expected one "
+            "for all or one each"
+        )
+    return list(zip(reports, plans, strict=True))
