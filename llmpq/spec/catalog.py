@@ -25,19 +25,6 @@ _PAPER_NAMES = {
     "opt": "facebook/opt-{}",
     "bloom": "bigscience/bloom-{}",
 }
-_DEVICE_FIGURES = (
-    "memory_bytes",
-    "runtime_bytes",
-    "flops",
-    "memory_bytes_per_s",
-    "compute_efficiency",
-    "memory_efficiency",
-    "layer_overhead_s",
-    "saturation_tokens",
-    "link_bytes_per_s",
-    "link_latency_s",
-    "precision_costs",
-)
 
 
 def model(name: str) -> ModelSpec:
@@ -49,17 +36,12 @@ def model(name: str) -> ModelSpec:
     found = {known.lower(): known for known in _models()}.get(name.lower())
     if found is None:
         raise _unknown("model", name, model_names())
-    return model_from_config(_models()[found]["config"], found, f"catalogue entry {found}")
+    return model_from_config(_models()[found], found, f"catalogue entry {found}")
 
 
 def model_names() -> tuple[str, ...]:
     """Return the names of all models, in the order of the file."""
     return tuple(_models())
-
-
-def published_parameters(name: str) -> int:
-    """Return the parameter count that the authors of a catalogue model publish."""
-    return int(_models()[model(name).name]["published_parameters"])
 
 
 def paper_model_name(family: str, size: str) -> str:
@@ -103,55 +85,21 @@ def device_types() -> tuple[str, ...]:
     return tuple(_devices())
 
 
-def device_source(type_name: str, figure: str) -> str:
-    """Return where a figure of a device comes from."""
-    device(type_name)
-    return _device_sources()[type_name][figure]
-
-
 @cache
-def _models() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    fields = _data("models.json")
-    for entry in fields.children("models", minimum=1):
-        name = entry.text("name")
-        entry.text("source")
-        published = entry.integer("published_parameters", minimum=1)
-        config = entry.take("config")
-        entry.done()
-        if name in found:
-            raise entry.error("name", name, "each model once")
-        found[name] = {"published_parameters": published, "config": config}
-    fields.done()
-    return found
+def _models() -> dict[str, Any]:
+    """Return the configuration of every model."""
+    entries = _data("models.json").children("models", minimum=1)
+    return {entry.text("name"): entry.take("config") for entry in entries}
 
 
 @cache
 def _devices() -> dict[str, DeviceSpec]:
-    return {spec.type: spec for spec, _ in _device_entries()}
-
-
-@cache
-def _device_sources() -> dict[str, dict[str, str]]:
-    return {spec.type: sources for spec, sources in _device_entries()}
-
-
-@cache
-def _device_entries() -> tuple[tuple[DeviceSpec, dict[str, str]], ...]:
-    fields = _data("devices.json")
-    fields.items("notes")
-    entries = tuple(_device(entry) for entry in fields.children("devices", minimum=1))
-    fields.done()
-    if len({spec.type for spec, _ in entries}) != len(entries):
-        raise fields.error("devices", "one type twice", "each type once")
-    return entries
-
-
-def _device(fields: Fields) -> tuple[DeviceSpec, dict[str, str]]:
-    given = fields.child("source")
-    sources = {figure: given.text(figure) for figure in _DEVICE_FIGURES}
-    given.done()
-    return from_json(DeviceSpec, fields), sources
+    found = {}
+    for entry in _data("devices.json").children("devices", minimum=1):
+        entry.take("source")
+        spec = from_json(DeviceSpec, entry)
+        found[spec.type] = spec
+    return found
 
 
 def _data(name: str) -> Fields:

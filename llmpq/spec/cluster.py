@@ -140,6 +140,11 @@ class DeviceGroup:
     cpu_share: Annotated[float | None, Rule(minimum=MIN_CPU_SHARE, maximum=1)] = None
     tensor_parallel: Annotated[int | None, Rule(minimum=2, maximum=MAX_MEMBERS)] = None
 
+    @property
+    def members(self) -> int:
+        """Devices that share every layer, 1 without tensor parallelism."""
+        return self.tensor_parallel or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -182,8 +187,8 @@ DEFAULT_NETWORK = LinkSpec(between=("*", "*"), bytes_per_s=1.25e9, latency_s=50e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """One device of a cluster: a group's entry with its own number.
+class Device(DeviceGroup):
+    """One device of a cluster: a group of one, and its place.
 
     Attributes:
         node: name of its host.
@@ -191,21 +196,12 @@ class Device:
             node are interchangeable).
         local_index: number within the group.
         ordinal: number among the devices of its type on its node.
-        type, memory_bytes, profile, threads, cpu_isa, cpu_share: as in ``DeviceGroup``.
-        members: devices that share its layers, 1 without tensor parallelism.
     """
 
     node: str
     group: int
     local_index: int
     ordinal: int
-    type: str
-    memory_bytes: int | None
-    profile: str | None
-    threads: int | None
-    cpu_isa: str | None
-    cpu_share: float | None
-    members: int = 1
 
     @property
     def label(self) -> str:
@@ -250,9 +246,10 @@ class Cluster:
                 for name, other in groups[:index]
                 if (name, other.type) == (node, group.type)
             )
+            options = {name: getattr(group, name) for name in DeviceGroup.__slots__} | {"count": 1}
             found += [
-                _device(node, index, number, before + number, group)
-                for number in range(group.count)
+                Device(node=node, group=index, local_index=i, ordinal=before + i, **options)
+                for i in range(group.count)
             ]
         return tuple(found)
 
@@ -278,24 +275,6 @@ class Cluster:
             bytes_per_s=own.link_bytes_per_s,
             latency_s=own.link_latency_s,
         )
-
-
-def _device(
-    node: str, group_index: int, local_index: int, ordinal: int, group: DeviceGroup
-) -> Device:
-    return Device(
-        node=node,
-        group=group_index,
-        local_index=local_index,
-        ordinal=ordinal,
-        type=group.type,
-        memory_bytes=group.memory_bytes,
-        profile=group.profile,
-        threads=group.threads,
-        cpu_isa=group.cpu_isa,
-        cpu_share=group.cpu_share,
-        members=group.tensor_parallel or 1,
-    )
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -351,7 +330,7 @@ def with_tensor_parallel(cluster: Cluster, degree: int) -> Cluster:
     for node in cluster.nodes:
         groups = []
         for group in node.devices:
-            fits = group.count % degree == 0 and (group.tensor_parallel or 1) == 1
+            fits = group.count % degree == 0 and group.members == 1
             if fits and group.profile is None and group.threads is None:
                 count = group.count // degree
                 teams += count

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.fields import SCHEMA, Fields, read_json
 
 MAX_LENGTH = 10_000_000
@@ -33,8 +34,10 @@ class LengthDistribution:
         probabilities: of each, positive, together 1.
     """
 
-    lengths: tuple[int, ...]
-    probabilities: tuple[float, ...]
+    SCHEMA: ClassVar[int] = SCHEMA
+
+    lengths: tuple[Annotated[int, Rule(minimum=1, maximum=MAX_LENGTH)], ...]
+    probabilities: tuple[Annotated[float, Rule(maximum=1)], ...]
 
     def __post_init__(self) -> None:
         if not self.lengths or len(self.lengths) != len(self.probabilities):
@@ -146,52 +149,27 @@ def load_lengths(path: str | Path) -> LengthDistribution:
     A file holds ``{"schema": 1, ...}`` with either ``"lengths"`` and ``"probabilities"``,
     ``"observed": [..]``, or ``"truncated_normal": {"mean", "std", "longest"}``.
     """
-    return lengths_from_fields(Fields(read_json(path), str(path)))
-
-
-def lengths_from_fields(fields: Fields) -> LengthDistribution:
-    """Build a distribution from its JSON object, strictly."""
-    fields.schema()
+    fields = Fields(read_json(path), str(path))
     if fields.has("truncated_normal"):
-        child = fields.child("truncated_normal")
-        found = truncated_normal(
-            child.number("mean"),
-            child.number("std"),
-            child.integer("longest", minimum=1, maximum=MAX_DISTINCT),
-        )
-        child.done()
+        law = from_json(_TruncatedNormal, fields.child("truncated_normal"))
+        found = truncated_normal(law.mean, law.std, law.longest)
     elif fields.has("observed"):
-        found = empirical(_whole_numbers(fields, "observed"))
+        entries = fields.entries("observed", 1)
+        found = empirical(entries.integer(name, 1, MAX_LENGTH) for name in entries.names())
     else:
-        shares = [_share(fields, value) for value in fields.items("probabilities", 1)]
-        found = LengthDistribution(
-            lengths=tuple(_whole_numbers(fields, "lengths")), probabilities=tuple(shares)
-        )
+        return from_json(LengthDistribution, fields)
+    fields.schema()
     fields.done()
     return found
 
 
-def lengths_to_json(lengths: LengthDistribution) -> dict[str, Any]:
-    """Return the JSON object of a distribution."""
-    return {
-        "schema": SCHEMA,
-        "lengths": list(lengths.lengths),
-        "probabilities": list(lengths.probabilities),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TruncatedNormal:
+    """The arguments of ``truncated_normal`` in a file."""
 
-
-def _whole_numbers(fields: Fields, field: str) -> Sequence[int]:
-    values = fields.items(field, 1)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_LENGTH:
-            raise fields.error(field, value, f"whole numbers in [1, {MAX_LENGTH}]")
-    return values
-
-
-def _share(fields: Fields, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise fields.error("probabilities", value, "numbers above 0 and up to 1")
-    return float(value)
+    mean: float
+    std: float
+    longest: Annotated[int, Rule(minimum=1, maximum=MAX_DISTINCT)]
 
 
 def _normalised(lengths: Iterable[int], shares: Sequence[float]) -> LengthDistribution:

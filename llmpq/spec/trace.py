@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.spec.fields import write_text
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.tables import read_csv, whole_number
 from llmpq.spec.workload import Workload
@@ -145,16 +144,6 @@ def slice_trace(
         )
     start_s = part[0].arrival_s
     return tuple(replace(item, arrival_s=item.arrival_s - start_s) for item in part)
-
-
-def write_trace(
-    path: str | Path, trace: Sequence[TraceRequest], provenance: Sequence[str] = ()
-) -> None:
-    """Write a trace in our own layout; :func:`load_trace` reads it back."""
-    lines = [f"# {line}" for line in provenance]
-    lines.append(",".join(HEADER))
-    lines += [f"{item.arrival_s!r},{item.prompt_tokens},{item.new_tokens}" for item in trace]
-    write_text(path, "\n".join(lines) + "\n")
 
 
 def fit_trace(

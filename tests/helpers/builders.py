@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
 from llmpq.assigner import PlanRequest
@@ -11,6 +14,7 @@ from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.sensitivity import SensitivityTable
+from llmpq.spec.trace import TraceRequest
 from llmpq.spec.workload import Workload
 
 
@@ -185,3 +189,11 @@ def sensitivity(model: ModelSpec, seed: int = 0) -> SensitivityTable:
         noise = rng.uniform(0.9, 1.1, size=model.num_layers)
         columns.append((width, tuple((weight * noise / (2**width - 1) ** 2).tolist())))
     return SensitivityTable(model=model.name, method="seeded", omega=tuple(columns))
+
+
+def write_trace(path: Path, trace: Sequence[TraceRequest], provenance: Sequence[str] = ()) -> None:
+    """Write a trace that ``load_trace`` reads back."""
+    lines = [f"# {line}" for line in provenance]
+    lines.append("arrival_s,prompt_tokens,new_tokens")
+    lines += [f"{item.arrival_s!r},{item.prompt_tokens},{item.new_tokens}" for item in trace]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -7,16 +8,25 @@ from llmpq.spec import catalog
 from llmpq.spec.cluster import DeviceSpec
 from llmpq.spec.precision import DTYPE_BYTES
 
+DATA = Path(catalog.__file__).parents[1] / "data"
+MODELS = json.loads((DATA / "models.json").read_text())["models"]
+DEVICE_ENTRIES = json.loads((DATA / "devices.json").read_text())["devices"]
 DEVICES = (
     "P100-12G", "T4-16G", "V100-32G", "A100-40G", "A100-80G", "A800-80G", "L4", "L40S", "RTX3090",
     "RTX4090", "H100", "H200", "cpu",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", catalog.model_names())
-def test_parameters_are_within_one_percent_of_the_published_count(name):
-    published = catalog.published_parameters(name)
-    assert catalog.model(name).parameters == pytest.approx(published, rel=0.01)
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry["name"])
+def test_parameters_are_within_one_percent_of_the_published_count(entry):
+    assert set(entry) == {"name", "published_parameters", "source", "config"}
+    published = entry["published_parameters"]
+    assert catalog.model(entry["name"]).parameters == pytest.approx(published, rel=0.01)
+
+
+def test_each_model_and_device_has_one_entry():
+    assert [entry["name"] for entry in MODELS] == list(catalog.model_names())
+    assert [entry["type"] for entry in DEVICE_ENTRIES] == list(catalog.device_types())
 
 
 @pytest.mark.parametrize(
@@ -113,13 +123,14 @@ def test_all_promised_devices_are_there():
     assert set(catalog.device_types()) >= set(DEVICES)
 
 
-@pytest.mark.parametrize("name", catalog.device_types())
-def test_every_figure_of_a_device_has_a_source_and_makes_sense(name):
-    spec = catalog.device(name)
+@pytest.mark.parametrize("entry", DEVICE_ENTRIES, ids=lambda entry: entry["type"])
+def test_every_figure_of_a_device_has_a_source_and_makes_sense(entry):
+    spec = catalog.device(entry["type"])
     figures = set(DeviceSpec.__dataclass_fields__) - {"type", "kind"}
-    for figure in figures:
-        assert len(catalog.device_source(name, figure)) > 10
-        assert "://" not in catalog.device_source(name, figure)
+    assert set(entry["source"]) == figures
+    for source in entry["source"].values():
+        assert len(source) > 10
+        assert "://" not in source
     assert {cost.bits for cost in spec.precision_costs} == {3, 4, 8}
     assert set(dict(spec.flops)) <= set(DTYPE_BYTES)
     assert spec.peak_flops("bfloat16") > 1e10

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import to_json
 from llmpq.spec.lengths import (
     LengthDistribution,
     constant,
     empirical,
-    lengths_to_json,
     load_lengths,
     truncated_normal,
     uniform,
@@ -62,7 +62,7 @@ def test_simple_laws():
 def test_files_round_trip(tmp_path):
     law = empirical([3, 3, 9])
     path = tmp_path / "lengths.json"
-    path.write_text(json.dumps(lengths_to_json(law)))
+    path.write_text(json.dumps(to_json(law)))
     assert load_lengths(path) == law
     path.write_text('{"schema": 1, "observed": [3, 3, 9]}')
     assert load_lengths(path) == law

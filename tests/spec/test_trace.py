@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 import pytest
+from helpers.builders import write_trace
 
 from llmpq.errors import SpecError
 from llmpq.spec.arrivals import draw_arrivals, with_arrivals
@@ -16,7 +17,6 @@ from llmpq.spec.trace import (
     load_trace,
     scale_rate,
     slice_trace,
-    write_trace,
 )
 
 

@@ -29,7 +29,7 @@ from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.logging import get_logger
 from llmpq.spec.codec import to_json
 from llmpq.spec.fields import dump_json, read_json, write_text
-from llmpq.spec.lengths import empirical, lengths_to_json
+from llmpq.spec.lengths import empirical
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
@@ -243,7 +243,7 @@ def drift_message(
 
 def write_lengths(file: Path, new_tokens: Sequence[int]) -> None:
     """Write lengths as ``llmpq-algo --lengths`` and ``llmpq-sim --lengths`` read them."""
-    write_text(file, dump_json(lengths_to_json(empirical(new_tokens))))
+    write_text(file, dump_json(to_json(empirical(new_tokens))))
 
 
 def drift_of_run(schedule: Schedule, measurement: Measurement) -> WorkloadShift | None:

@@ -6,10 +6,10 @@ read are checked as strictly as in ``llmpq.spec.fields``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import Fields
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 
 MAX_SIZE = 2**31
@@ -20,47 +20,29 @@ LAYERS = ("num_hidden_layers", "n_layer")
 HEADS = ("num_attention_heads", "n_head")
 
 
-class Config:
-    """Typed access to a ``config.json``; null means absent, as in transformers."""
+class Config(Fields):
+    """The fields of a ``config.json``: any number of reads, and null means absent."""
 
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self._values = values
-        self._where = where
-
-    def error(self, field: str, found: object, expected: str) -> SpecError:
-        """Build the error for one field."""
-        return bad_field(self._where, field, found, expected)
-
-    def has_key(self, field: str) -> bool:
-        """Return whether the file has ``field``, null included."""
-        return field in self._values
+    def take(self, field: str) -> Any:
+        """Return the raw value of a required field."""
+        if not self.has(field):
+            raise self.error(field, "nothing", "this field to be present")
+        return self._left[field]
 
     def size(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
         """Return the first of ``names`` that is set, as a whole number in range."""
-        for name in names:
-            value = self._values.get(name)
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise self.error(name, value, "a whole number")
-                if not minimum <= value <= MAX_SIZE:
-                    raise self.error(name, value, f"a whole number in [{minimum}, {MAX_SIZE}]")
-                return value
-        if default is None:
-            raise self.error(names[0], "nothing", "this field to be present")
-        return default
+        name = next((name for name in names if self.has(name)), None)
+        if name is None and default is not None:
+            return default
+        return self.integer(name or names[0], minimum, MAX_SIZE)
 
     def optional_size(self, name: str) -> int | None:
         """Return a positive whole number, ``None`` when absent or null."""
-        return None if self._values.get(name) is None else self.size(name)
+        return self.size(name) if self.has(name) else None
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag_or(self, name: str, default: bool) -> bool:
         """Return true or false."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(name, value, "true or false")
-        return value
+        return self.flag(name) if self.has(name) else default
 
     def layers(self) -> int:
         """Return the number of decoder layers."""
@@ -71,10 +53,7 @@ class Config:
 
     def head_dim(self, default: int | None) -> int:
         """Return the size of a head: as stated, ``default``, or an equal share of the width."""
-        stated = self.optional_size("head_dim") or default
-        if stated is not None:
-            return stated
-        return self.head_share()
+        return self.optional_size("head_dim") or default or self.head_share()
 
     def head_share(self) -> int:
         """Return an equal share of the width for each query head."""
@@ -86,17 +65,17 @@ class Config:
     def kv_heads(self, default: int | None) -> int:
         """Return the key-value heads; ``default`` holds only where the file has no such field."""
         heads = self.size(*HEADS)
-        missing = heads if default is None or self.has_key("num_key_value_heads") else default
+        missing = heads if default is None or "num_key_value_heads" in self.names() else default
         found = self.size("num_key_value_heads", default=missing)
         if heads % found:
             raise self.error("num_key_value_heads", found, f"a divisor of {heads} query heads")
         return found
 
-    def names(self, field: str, length: int, choices: Sequence[str]) -> tuple[str, ...] | None:
+    def words(self, field: str, length: int, choices: Sequence[str]) -> tuple[str, ...] | None:
         """Return a list of ``length`` words out of ``choices``, ``None`` when absent."""
-        value = self._values.get(field)
-        if value is None:
+        if not self.has(field):
             return None
+        value = self.take(field)
         is_list = isinstance(value, list) and len(value) == length
         if not is_list or not all(item in choices for item in value):
             raise self.error(field, value, f"{length} entries out of {', '.join(choices)}")
@@ -104,23 +83,16 @@ class Config:
 
     def indices(self, field: str) -> frozenset[int]:
         """Return a list of layer numbers, empty when absent."""
-        value = self._values.get(field)
-        if value is None:
-            return frozenset()
+        value = self.take(field) if self.has(field) else []
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise self.error(field, value, "an array of layer numbers")
         return frozenset(value)
 
     def dtype(self) -> Dtype:
-        """Return the checkpoint's number format: ``dtype``, else ``torch_dtype``, else float32.
-
-        float32 is torch's default.
-        """
-        for name in ("dtype", "torch_dtype"):
-            value = self._values.get(name)
-            if value is not None:
-                text = value.removeprefix("torch.") if isinstance(value, str) else ""
-                if text not in DTYPE_BYTES:
-                    raise self.error(name, value, f"one of {', '.join(DTYPE_BYTES)}")
-                return cast(Dtype, text)
-        return "float32"
+        """Return the checkpoint's number format; float32, torch's default, if not stated."""
+        name = next((name for name in ("dtype", "torch_dtype") if self.has(name)), None)
+        value = "float32" if name is None else self.take(name)
+        text = value.removeprefix("torch.") if isinstance(value, str) else ""
+        if text not in DTYPE_BYTES:
+            raise self.error(str(name), value, f"one of {', '.join(DTYPE_BYTES)}")
+        return cast(Dtype, text)

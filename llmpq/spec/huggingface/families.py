@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmpq.errors import bad_field
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.gptq import stored_precisions
@@ -34,18 +33,11 @@ def load_model_dir(path: str | Path) -> ModelSpec:
 
 
 def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
-    """Read the object of a ``config.json``.
-
-    Args:
-        config: the parsed file. Fields that do not change a size are ignored.
-        name: what to call the model.
-        where: the file, for messages.
+    """Read the object of a ``config.json``; ``where`` is the file, for messages.
 
     Raises:
         SpecError: not a decoder-only model of a known family, or a field is missing or invalid.
     """
-    if not isinstance(config, Mapping):
-        raise bad_field(where, "(top level)", config, "a JSON object")
     fields = Config(config, where)
     family = config.get("model_type")
     if config.get("is_encoder_decoder"):
@@ -70,6 +62,9 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     )
 
 
+Linears = tuple[LinearSpec, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
     """Sizes that a family's reader finds."""
@@ -82,34 +77,6 @@ class _Parts:
     head_parameters: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Variant:
-    """How a family differs from Llama.
-
-    Attributes:
-        kv_heads, head_dim: transformers' defaults; ``None`` is the number of query heads, and the
-            hidden size divided by it.
-        qkv_bias, out_bias: whether there is one; ``None`` where ``attention_bias`` says.
-        mlp_bias: whether ``mlp_bias`` of the file counts.
-        fused: query, key and value are one matrix, gate and up another (Phi-3).
-        qk_norm: norms on query and key heads.
-        norms: norms of width ``h`` in a layer.
-        tied: default of ``tie_word_embeddings``.
-        windows: the sliding window of every layer.
-    """
-
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    qkv_bias: bool | None = None
-    out_bias: bool | None = None
-    mlp_bias: bool = False
-    fused: bool = False
-    qk_norm: bool = False
-    norms: int = 2
-    tied: bool = False
-    windows: Callable[[Config], Sequence[int | None]]
-
-
 def _linear(name: str, out_features: int, in_features: int, bias: bool = False) -> LinearSpec:
     return LinearSpec(name=name, out_features=out_features, in_features=in_features, bias=bias)
 
@@ -117,30 +84,33 @@ def _linear(name: str, out_features: int, in_features: int, bias: bool = False) 
 def _llama_like(variant: _Variant, fields: Config) -> _Parts:
     hidden = fields.size("hidden_size")
     layer = _attention_only(variant, fields)
-    feed_forward = _gated(variant, fields, hidden, fields.size("intermediate_size"))
-    whole = replace(layer, linears=layer.linears + feed_forward)
-    layers = [replace(whole, sliding_window=one) for one in variant.windows(fields)]
+    windows = variant.windows(fields)
+    layers = [
+        replace(layer, linears=layer.linears + feed_forward, sliding_window=window)
+        for feed_forward, window in zip(
+            variant.feed_forwards(variant, fields, len(windows)), windows, strict=True
+        )
+    ]
     return _parts(fields, layers, width=hidden, final=hidden, tied=variant.tied)
 
 
-def _mixtral(variant: _Variant, fields: Config) -> _Parts:
-    hidden = fields.size("hidden_size")
-    layer = _attention_only(variant, fields)
+def _dense(variant: _Variant, fields: Config, num_layers: int) -> Sequence[Linears]:
+    return [_gated(variant, fields, fields.size("intermediate_size"))] * num_layers
+
+
+def _mixtral(variant: _Variant, fields: Config, num_layers: int) -> Sequence[Linears]:
+    del variant
     experts = _experts(
         fields,
         fields.size("num_local_experts", "num_experts", default=8),
         fields.size("num_experts_per_tok", default=2),
         fields.size("intermediate_size"),
     )
-    whole = replace(layer, linears=layer.linears + experts)
-    layers = [replace(whole, sliding_window=one) for one in variant.windows(fields)]
-    return _parts(fields, layers, width=hidden, final=hidden, tied=variant.tied)
+    return [experts] * num_layers
 
 
-def _qwen3_moe(variant: _Variant, fields: Config) -> _Parts:
-    hidden = fields.size("hidden_size")
-    attention = _attention_only(variant, fields)
-    dense = _gated(variant, fields, hidden, fields.size("intermediate_size", default=6144))
+def _qwen3_moe(variant: _Variant, fields: Config, num_layers: int) -> Sequence[Linears]:
+    dense = _gated(variant, fields, fields.size("intermediate_size", default=6144))
     experts = _experts(
         fields,
         fields.size("num_experts", "num_local_experts", default=128),
@@ -149,26 +119,16 @@ def _qwen3_moe(variant: _Variant, fields: Config) -> _Parts:
     )
     step = fields.size("decoder_sparse_step", default=1)
     dense_layers = fields.indices("mlp_only_layers")
-    layers = []
-    for index, window in enumerate(variant.windows(fields)):
-        is_sparse = index not in dense_layers and (index + 1) % step == 0
-        linears = attention.linears + (experts if is_sparse else dense)
-        layers.append(replace(attention, linears=linears, sliding_window=window))
-    return _parts(fields, layers, width=hidden, final=hidden, tied=variant.tied)
+    return [
+        experts if index not in dense_layers and (index + 1) % step == 0 else dense
+        for index in range(num_layers)
+    ]
 
 
 def _parts(
     fields: Config, layers: Iterable[LayerSpec], *, width: int, final: int, tied: bool
 ) -> _Parts:
-    """Return the parts of a model.
-
-    Args:
-        fields: the configuration.
-        layers: decoder layers in order.
-        width: features of a token embedding.
-        final: parameters of the final norm.
-        tied: default of ``tie_word_embeddings``.
-    """
+    """Return the parts of a model; ``width`` is of an embedding, ``final`` of the last norm."""
     matrix = fields.size("vocab_size") * width
     return _Parts(
         layers=tuple(layers),
@@ -176,7 +136,7 @@ def _parts(
         max_positions=fields.optional_size("max_position_embeddings"),
         embedding_parameters=matrix,
         final_parameters=final,
-        head_parameters=0 if fields.flag("tie_word_embeddings", tied) else matrix,
+        head_parameters=0 if fields.flag_or("tie_word_embeddings", tied) else matrix,
     )
 
 
@@ -184,20 +144,15 @@ def _attention_only(variant: _Variant, fields: Config) -> LayerSpec:
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.kv_heads(variant.kv_heads)
     head_dim = fields.head_dim(variant.head_dim)
-    stated = fields.flag("attention_bias", default=False)
+    stated = fields.flag_or("attention_bias", default=False)
     qkv_bias = stated if variant.qkv_bias is None else variant.qkv_bias
     out_bias = stated if variant.out_bias is None else variant.out_bias
     query, key = heads * head_dim, kv_heads * head_dim
     if variant.fused:
-        inputs: tuple[LinearSpec, ...] = (
-            _linear("self_attn.qkv_proj", query + 2 * key, hidden, qkv_bias),
-        )
+        outputs = {"qkv_proj": query + 2 * key}
     else:
-        inputs = (
-            _linear("self_attn.q_proj", query, hidden, qkv_bias),
-            _linear("self_attn.k_proj", key, hidden, qkv_bias),
-            _linear("self_attn.v_proj", key, hidden, qkv_bias),
-        )
+        outputs = {"q_proj": query, "k_proj": key, "v_proj": key}
+    inputs = (_linear(f"self_attn.{name}", n, hidden, qkv_bias) for name, n in outputs.items())
     return LayerSpec(
         linears=(*inputs, _linear("self_attn.o_proj", hidden, query, out_bias)),
         norm_parameters=variant.norms * hidden + (2 * head_dim if variant.qk_norm else 0),
@@ -207,21 +162,17 @@ def _attention_only(variant: _Variant, fields: Config) -> LayerSpec:
     )
 
 
-def _gated(
-    variant: _Variant, fields: Config, hidden: int, intermediate: int
-) -> tuple[LinearSpec, ...]:
-    bias = variant.mlp_bias and fields.flag("mlp_bias", default=False)
+def _gated(variant: _Variant, fields: Config, intermediate: int) -> Linears:
+    hidden = fields.size("hidden_size")
+    bias = variant.mlp_bias and fields.flag_or("mlp_bias", default=False)
     down = _linear("mlp.down_proj", hidden, intermediate, bias)
     if variant.fused:
         return (_linear("mlp.gate_up_proj", 2 * intermediate, hidden, bias), down)
-    return (
-        _linear("mlp.gate_proj", intermediate, hidden, bias),
-        _linear("mlp.up_proj", intermediate, hidden, bias),
-        down,
-    )
+    names = ("mlp.gate_proj", "mlp.up_proj")
+    return (*(_linear(name, intermediate, hidden, bias) for name in names), down)
 
 
-def _experts(fields: Config, count: int, active: int, intermediate: int) -> tuple[LinearSpec, ...]:
+def _experts(fields: Config, count: int, active: int, intermediate: int) -> Linears:
     hidden = fields.size("hidden_size")
     if active > count:
         raise fields.error("num_experts_per_tok", active, f"at most {count} experts")
@@ -238,8 +189,8 @@ def _experts(fields: Config, count: int, active: int, intermediate: int) -> tupl
 def _opt(fields: Config) -> _Parts:
     hidden = fields.size("hidden_size")
     ffn = fields.size("ffn_dim", default=3072)
-    bias = fields.flag("enable_bias", default=True)
-    norm = 2 * hidden if fields.flag("layer_norm_elementwise_affine", default=True) else 0
+    bias = fields.flag_or("enable_bias", default=True)
+    norm = 2 * hidden if fields.flag_or("layer_norm_elementwise_affine", default=True) else 0
     projected = fields.size("word_embed_proj_dim", default=hidden)
     positions = fields.size("max_position_embeddings", default=2048)
     names = ("k_proj", "v_proj", "q_proj", "out_proj")
@@ -252,7 +203,7 @@ def _opt(fields: Config) -> _Parts:
         ),
         norm_parameters=2 * norm,
     )
-    has_final_norm = fields.flag("do_layer_norm_before", default=True) and not fields.flag(
+    has_final_norm = fields.flag_or("do_layer_norm_before", default=True) and not fields.flag_or(
         "_remove_final_layer_norm", default=False
     )
     # Learned positions start at 2 (the rows of padding); OPT-350m projects in and out of its width.
@@ -268,16 +219,7 @@ def _opt(fields: Config) -> _Parts:
 
 def _bloom(fields: Config) -> _Parts:
     hidden = fields.size(*HIDDEN)
-    layer = _plain_layer(
-        fields,
-        linears=(
-            _linear("self_attention.query_key_value", 3 * hidden, hidden, bias=True),
-            _linear("self_attention.dense", hidden, hidden, bias=True),
-            _linear("mlp.dense_h_to_4h", 4 * hidden, hidden, bias=True),
-            _linear("mlp.dense_4h_to_h", hidden, 4 * hidden, bias=True),
-        ),
-        norm_parameters=4 * hidden,
-    )
+    layer = _joint_layer(fields, "self_attention", inner=4 * hidden, bias=True)
     norm = 2 * hidden
     parts = _parts(fields, [layer] * fields.layers(), width=hidden, final=norm, tied=True)
     # ALiBi has no last position.
@@ -286,20 +228,22 @@ def _bloom(fields: Config) -> _Parts:
 
 
 def _gpt_neox(fields: Config) -> _Parts:
-    hidden = fields.size("hidden_size")
-    inner = fields.size("intermediate_size")
-    bias = fields.flag("attention_bias", default=True)
-    layer = _plain_layer(
-        fields,
-        linears=(
-            _linear("attention.query_key_value", 3 * hidden, hidden, bias),
-            _linear("attention.dense", hidden, hidden, bias),
-            _linear("mlp.dense_h_to_4h", inner, hidden, bias=True),
-            _linear("mlp.dense_4h_to_h", hidden, inner, bias=True),
-        ),
-        norm_parameters=4 * hidden,
-    )
+    hidden, inner = fields.size("hidden_size"), fields.size("intermediate_size")
+    bias = fields.flag_or("attention_bias", default=True)
+    layer = _joint_layer(fields, "attention", inner=inner, bias=bias)
     return _parts(fields, [layer] * fields.layers(), width=hidden, final=2 * hidden, tied=False)
+
+
+def _joint_layer(fields: Config, attention: str, *, inner: int, bias: bool) -> LayerSpec:
+    """Return a layer whose query, key and value are one matrix; ``bias`` is of the attention."""
+    hidden = fields.size(*HIDDEN)
+    linears = (
+        _linear(f"{attention}.query_key_value", 3 * hidden, hidden, bias),
+        _linear(f"{attention}.dense", hidden, hidden, bias),
+        _linear("mlp.dense_h_to_4h", inner, hidden, bias=True),
+        _linear("mlp.dense_4h_to_h", hidden, inner, bias=True),
+    )
+    return _plain_layer(fields, linears=linears, norm_parameters=4 * hidden)
 
 
 def _phi(fields: Config) -> _Parts:
@@ -308,7 +252,7 @@ def _phi(fields: Config) -> _Parts:
     heads, head_dim = fields.size("num_attention_heads"), fields.head_dim(None)
     query, key = heads * head_dim, kv_heads * head_dim
     # One norm serves attention and feed-forward, which run side by side.
-    qk_norms = 4 * (hidden // heads) if fields.flag("qk_layernorm", default=False) else 0
+    qk_norms = 4 * (hidden // heads) if fields.flag_or("qk_layernorm", default=False) else 0
     layer = LayerSpec(
         linears=(
             _linear("self_attn.q_proj", query, hidden, bias=True),
@@ -351,7 +295,7 @@ def _windows_everywhere(default: int | None) -> Callable[[Config], Sequence[int 
 
     def windows(fields: Config) -> Sequence[int | None]:
         stated = fields.optional_size("sliding_window")
-        missing = None if fields.has_key("sliding_window") else default
+        missing = None if "sliding_window" in fields.names() else default
         return [stated or missing] * fields.layers()
 
     return windows
@@ -359,14 +303,14 @@ def _windows_everywhere(default: int | None) -> Callable[[Config], Sequence[int 
 
 def _windows_if_used(fields: Config) -> Sequence[int | None]:
     """Return windows of all layers if ``use_sliding_window`` is set (Qwen3-MoE)."""
-    used = fields.flag("use_sliding_window", default=False)
+    used = fields.flag_or("use_sliding_window", default=False)
     return [_window(fields) if used else None] * fields.layers()
 
 
 def _windows_from_layer(fields: Config) -> Sequence[int | None]:
     """Return windows from ``max_window_layers`` on if ``use_sliding_window`` is set (Qwen)."""
     count = fields.layers()
-    window = _window(fields) if fields.flag("use_sliding_window", default=False) else None
+    window = _window(fields) if fields.flag_or("use_sliding_window", default=False) else None
     first = fields.size("max_window_layers", default=28, minimum=0)
     return _by_name(fields, [window if index >= first else None for index in range(count)], window)
 
@@ -393,41 +337,69 @@ def _by_name(
     fields: Config, pattern: Sequence[int | None], window: int | None
 ) -> Sequence[int | None]:
     """Return the windows by ``layer_types`` if the file has it, else ``pattern``."""
-    names = fields.names("layer_types", len(pattern), ("full_attention", "sliding_attention"))
+    names = fields.words("layer_types", len(pattern), ("full_attention", "sliding_attention"))
     if names is None:
         return pattern
     return [window if name == "sliding_attention" else None for name in names]
 
 
 def _window(fields: Config) -> int | None:
-    missing = None if fields.has_key("sliding_window") else 4096
+    missing = None if "sliding_window" in fields.names() else 4096
     return fields.optional_size("sliding_window") or missing
 
 
-_LLAMA = _Variant(mlp_bias=True, windows=_no_windows)
-_MISTRAL = _Variant(kv_heads=8, qkv_bias=False, out_bias=False, windows=_windows_everywhere(4096))
-_MIXTRAL = replace(_MISTRAL, windows=_windows_everywhere(None))
-_PHI3 = replace(_MISTRAL, kv_heads=None, fused=True, windows=_windows_everywhere(None))
-_QWEN2 = _Variant(kv_heads=32, qkv_bias=True, out_bias=False, windows=_windows_from_layer)
-_QWEN3 = _Variant(kv_heads=32, head_dim=128, qk_norm=True, windows=_windows_from_layer)
-_QWEN3_MOE = _Variant(kv_heads=4, qk_norm=True, windows=_windows_if_used)
-_GEMMA = _Variant(kv_heads=16, head_dim=256, tied=True, windows=_no_windows)
-_GEMMA2 = _Variant(kv_heads=4, head_dim=256, norms=4, tied=True, windows=_windows_by_period(2))
-_GEMMA3 = replace(_GEMMA2, qk_norm=True, windows=_windows_by_period(6, "sliding_window_pattern"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variant:
+    """How a family differs from Llama.
 
+    Attributes:
+        kv_heads, head_dim: transformers' defaults; ``None`` is the number of query heads, and the
+            hidden size divided by it.
+        qkv_bias, out_bias: whether there is one; ``None`` where ``attention_bias`` says.
+        mlp_bias: whether ``mlp_bias`` of the file counts.
+        fused: query, key and value are one matrix, gate and up another (Phi-3).
+        qk_norm: norms on query and key heads.
+        norms: norms of width ``h`` in a layer.
+        tied: default of ``tie_word_embeddings``.
+        windows: the sliding window of every layer.
+        feed_forwards: the operators of every layer behind its attention.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    mlp_bias: bool = False
+    fused: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    tied: bool = False
+    windows: Callable[[Config], Sequence[int | None]] = _no_windows
+    feed_forwards: Callable[[_Variant, Config, int], Sequence[Linears]] = _dense
+
+
+_MISTRAL = _Variant(kv_heads=8, qkv_bias=False, out_bias=False, windows=_windows_everywhere(4096))
+_GEMMA2 = _Variant(kv_heads=4, head_dim=256, norms=4, tied=True, windows=_windows_by_period(2))
+_VARIANTS = {
+    "llama": _Variant(mlp_bias=True),
+    "mistral": _MISTRAL,
+    "mixtral": replace(_MISTRAL, windows=_windows_everywhere(None), feed_forwards=_mixtral),
+    "phi3": replace(_MISTRAL, kv_heads=None, fused=True, windows=_windows_everywhere(None)),
+    "qwen2": _Variant(kv_heads=32, qkv_bias=True, out_bias=False, windows=_windows_from_layer),
+    "qwen3": _Variant(kv_heads=32, head_dim=128, qk_norm=True, windows=_windows_from_layer),
+    "qwen3_moe": _Variant(
+        kv_heads=4, qk_norm=True, windows=_windows_if_used, feed_forwards=_qwen3_moe
+    ),
+    "gemma": _Variant(kv_heads=16, head_dim=256, tied=True),
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2, qk_norm=True, windows=_windows_by_period(6, "sliding_window_pattern")
+    ),
+}
 _FAMILIES: dict[str, Callable[[Config], _Parts]] = {
     "opt": _opt,
     "bloom": _bloom,
     "gpt_neox": _gpt_neox,
     "phi": _phi,
-    "llama": partial(_llama_like, _LLAMA),
-    "mistral": partial(_llama_like, _MISTRAL),
-    "phi3": partial(_llama_like, _PHI3),
-    "qwen2": partial(_llama_like, _QWEN2),
-    "qwen3": partial(_llama_like, _QWEN3),
-    "gemma": partial(_llama_like, _GEMMA),
-    "gemma2": partial(_llama_like, _GEMMA2),
-    "gemma3_text": partial(_llama_like, _GEMMA3),
-    "mixtral": partial(_mixtral, _MIXTRAL),
-    "qwen3_moe": partial(_qwen3_moe, _QWEN3_MOE),
+    **{name: partial(_llama_like, variant) for name, variant in _VARIANTS.items()},
 }
