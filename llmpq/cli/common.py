@@ -92,11 +92,7 @@ def run_command(
 
 
 def require(*packages: str) -> None:
-    """Check that packages are installed, before a process is started that needs them.
-
-    Raises:
-        ModuleNotFoundError: names the first that is missing; ``run_command`` names its extra.
-    """
+    """Check that packages are installed, before a process is started that needs them."""
     for package in packages:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named '{package}'", name=package)

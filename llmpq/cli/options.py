@@ -72,9 +72,6 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
         options: parsed.
         plan: the strategy.
         new_tokens: answer lengths, from which multi-bin boundaries are computed.
-
-    Raises:
-        SpecError: options that exclude each other.
     """
     own = plan.schedule
     name = options.policy or (own.policy if own is not None else "hybrid")
@@ -138,11 +135,7 @@ def add_calibration_options(group: argparse._ActionsContainer) -> None:
 
 
 def calibration_of(options: argparse.Namespace) -> CalibrationSet | None:
-    """Return the calibration text of the options, ``None`` without one.
-
-    Raises:
-        SpecError: it cannot be read or is too short.
-    """
+    """Return the calibration text of the options, ``None`` without one."""
     from llmpq.calibration import read_calibration
 
     if options.calibration is None:

@@ -184,11 +184,7 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
 
 
 def request_of(options: argparse.Namespace) -> PlanRequest:
-    """Return the planning request of the options.
-
-    Raises:
-        SpecError: an option or a file is missing, contradictory or not readable.
-    """
+    """Return the planning request of the options."""
     model, source = _model(options)
     dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
     profile_dir = None if options.profile is None else Path(options.profile)
@@ -311,11 +307,7 @@ def add_override_options(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(options: argparse.Namespace) -> Overrides:
-    """Return the manual decisions of the options.
-
-    Raises:
-        SpecError: an entry is malformed.
-    """
+    """Return the manual decisions of the options."""
     number = r"(\d*\.?\d+(?:e-?\d+)?)"
     memory = _parsed("memory_gib", options.memory_gib, f"(.+)={number}", "DEVICE=GIB")
     layers = _parsed("fix_layers", options.fix_layers, r"(.+)=(\d+):(\d+)", "DEVICE=FIRST:END")
@@ -406,10 +398,6 @@ def scheduled(
         request: what was planned.
         plan: its plan, without tensor parallelism.
         planned: makes a plan of another request.
-
-    Raises:
-        SpecError: options that exclude each other.
-        InfeasibleError: no schedule meets the bound.
     """
     degrees = options.tensor_parallel or [1]
     if options.policy in SEARCHED:

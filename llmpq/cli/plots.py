@@ -64,11 +64,7 @@ STYLE: Any = {
 
 
 def draw_plan(plan: Plan, path: str | Path) -> None:
-    """Draw a plan: layers by device and bits, memory by cause, and the pipeline's timeline.
-
-    Raises:
-        SpecError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw a plan: layers by device and bits, memory by cause, and the pipeline's timeline."""
     rows = len(plan.stages)
     heights = [rows + len(plan.dropped_devices), rows, rows, rows]
     ratios = [1.6 + height for height in heights]
@@ -185,11 +181,7 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
 
 
 def draw_front(plans: Sequence[Plan], path: str | Path) -> None:
-    """Draw throughput against quality and the bits of several plans, best quality first.
-
-    Raises:
-        SpecError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Draw throughput against quality and the bits of several plans, best quality first."""
     with _figure(path, 9.5, 6.4) as figure:
         axes = figure.subplots(2, 1, gridspec_kw={"height_ratios": [3.4, 1.6]})
         _title(figure, plans[0], f"{plans_text(len(plans))}, none dominated")
@@ -263,9 +255,6 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
     Args:
         report: of ``llmpq.dist.metrics.report.build_report``, with or without its phases.
         path: file to write.
-
-    Raises:
-        SpecError: matplotlib is not installed, or the file cannot be written.
     """
     groups = run_groups(report)
     with _figure(path, 1.6 + 1.5 * len(groups), 3.8) as figure:
@@ -300,11 +289,7 @@ def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 @contextlib.contextmanager
 def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
-    """Yield an empty figure, in inches, and write it, making its folder.
-
-    Raises:
-        SpecError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Yield an empty figure, in inches, and write it, making its folder."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure

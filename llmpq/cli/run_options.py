@@ -55,11 +55,7 @@ def add_fault_options(parser: argparse.ArgumentParser) -> None:
 
 
 def supervision_of(options: argparse.Namespace) -> Supervision:
-    """Return the supervision of the run.
-
-    Raises:
-        SpecError: a number is out of range.
-    """
+    """Return the supervision of the run."""
     return Supervision(
         max_restarts=options.max_restarts,
         drain_timeout_s=options.drain_timeout,
@@ -120,11 +116,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 
 def hosts_of(options: argparse.Namespace) -> Hosts:
-    """Return the number of hosts and the rank of this one.
-
-    Raises:
-        SpecError: there are several hosts and no master address.
-    """
+    """Return the number of hosts and the rank of this one."""
     if options.nnodes == 1:
         return Hosts()
     if options.master_addr is None:
@@ -188,11 +180,7 @@ def store_directory(option: str | None, environ: Mapping[str, str]) -> Path | No
 
 
 def store_limit_bytes(gibibytes: float) -> int:
-    """Return the size limit of the cache in bytes.
-
-    Raises:
-        SpecError: it is negative or not a number.
-    """
+    """Return the size limit of the cache in bytes."""
     if not 0 <= gibibytes < 2**30:
         raise SpecError(f"--store_limit: found {gibibytes}, expected gibibytes, at least 0")
     return int(gibibytes * GIB)

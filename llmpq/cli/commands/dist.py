@@ -131,11 +131,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check_runs(plan: Plan, file: str) -> None:
-    """Check that the runtime supports the plan.
-
-    Raises:
-        SpecError: devices that share layers.
-    """
+    """Check that the runtime supports the plan."""
     for device in plan.cluster.devices:
         if device.members > 1:
             raise SpecError(
