@@ -33,16 +33,13 @@ MAX_GROUPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadShift:
-    """Planned and observed answer lengths.
+    """Planned and observed answer lengths; ``None`` where the schedule has none.
 
     Attributes:
-        expected_phases: phases that an answer lasts, by the schedule.
-        observed_phases: phases by the observed lengths.
+        expected_phases, observed_phases: phases that an answer lasts.
         error: relative standard error of ``observed_phases``.
-        expected_mean: mean tokens of an answer; ``None`` if not in the schedule.
-        observed_mean: mean tokens of the observed answers.
-        expected_longest, observed_longest: tokens of the 99th percentile; ``None`` if not in the
-            schedule.
+        expected_mean, observed_mean: mean tokens of an answer.
+        expected_longest, observed_longest: tokens of the 99th percentile.
         suggested: the schedule with the ``N_D`` that restores the phases; ``None`` for WAA.
     """
 
@@ -84,11 +81,7 @@ class WorkloadShift:
 
 
 def compare_lengths(schedule: Schedule, new_tokens: Sequence[int]) -> WorkloadShift | None:
-    """Compare observed answers with a schedule; ``None`` if it does not depend on lengths.
-
-    Args:
-        schedule: depends on lengths if it is RRA, or WAA with a mean answer.
-        new_tokens: tokens of each observed answer.
+    """Compare the tokens of answers with a schedule; ``None`` if it does not depend on lengths.
 
     Raises:
         SpecError: there are no answers.
@@ -156,17 +149,12 @@ def _iterations(new_tokens: Sequence[int], phases: float) -> int:
 
 
 class LengthMonitor:
-    """Compares the lengths of finished answers with the schedule.
+    """Compares the lengths of finished answers with the schedule, which must depend on lengths.
 
     Consecutive requests form a group. When all requests of a group have finished, the newest groups
     are compared with the schedule. (Answers in the order of completion would be biased: short ones
-    finish first.)
-
-    Args:
-        schedule: schedule of the run; it must depend on lengths.
-        on_shift: called for the first shift, and for each shift after an adjustment.
-        policy: policy to adjust in place, ``None`` for none.
-        group_requests: requests of a group.
+    finish first.) ``on_shift`` is called for the first shift, and for each shift after an
+    adjustment of ``policy``.
     """
 
     def __init__(
@@ -249,12 +237,7 @@ def make_length_monitor(
 ) -> LengthMonitor | None:
     """Return the monitor of a run, ``None`` if the schedule does not depend on lengths.
 
-    Args:
-        schedule: schedule of the run.
-        policy: policy of the schedule.
-        replans: adjust the ``N_D`` of an RRA policy in place.
-        on_shift: called when a shift is detected.
-        group_requests: requests of a group.
+    With ``replans``, an RRA policy is adjusted in place.
     """
     if _expected_phases(schedule) is None:
         return None

@@ -29,19 +29,17 @@ Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionCost:
-    """How a bitwidth changes a device's roofline, relative to 16 bits.
+    """How a bitwidth changes a device's roofline: factors relative to 16 bits.
 
     Attributes:
-        bits: the bitwidth.
-        compute: factor on arithmetic time (dequantization, slower or faster matrix units).
-        stream: factor on achieved memory bandwidth while reading weights.
-        overhead: factor on the launch and dispatch time of a layer (more, smaller kernels).
+        compute: on arithmetic time (dequantization, slower or faster matrix units).
+        stream: on achieved memory bandwidth while reading weights.
+        overhead: on the launch and dispatch time of a layer (more, smaller kernels).
         dequantize: times the layer's unquantized weights cross memory once more in prefill, where
             kernels widen a whole matrix before they multiply.
         thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
-        few_rows: most rows of a decode step that the kernel for few rows takes; ``None`` when no
-            other kernel is known to follow.
-        stream_beyond: factor on achieved memory bandwidth in decode with more rows than those.
+        few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
+        stream_beyond: on achieved memory bandwidth in decode with more rows than those.
     """
 
     bits: int
@@ -69,17 +67,14 @@ class DeviceSpec:
     """Figures of a device type; the catalogue file has the source of each.
 
     Attributes:
-        type: catalogue name, such as ``T4-16G``.
         kind: runtime that drives it.
-        memory_bytes: memory on the device.
         runtime_bytes: memory of the process and its context before any tensor is allocated.
         flops: peak dense operations per second by dtype name.
         memory_bytes_per_s: peak memory bandwidth.
         compute_efficiency: share of peak arithmetic that large matrix products reach.
         memory_efficiency: share of peak bandwidth that weight streaming reaches.
         layer_overhead_s: launch and dispatch time of one decoder layer at 16 bits.
-        link_bytes_per_s: bandwidth to another device of the same node.
-        link_latency_s: latency to another device of the same node.
+        link_bytes_per_s, link_latency_s: of a link to another device of the same node.
         precision_costs: how 3, 4 and 8 bits differ from 16.
         saturation_tokens: tokens of a prefill at which arithmetic reaches half of its efficiency.
     """
@@ -120,13 +115,11 @@ class DeviceGroup:
 
     Attributes:
         type: catalogue name of the device.
-        count: how many there are.
         memory_bytes: memory, instead of the catalogue's.
-        profile: path of a measured latency table for this device, relative to the cluster file.
+        profile: path of a measured latency table, relative to the cluster file.
         threads: CPU threads of a worker on it.
         cpu_isa: newest vector extension that a CPU worker may use.
-        cpu_share: share of its threads' time that a CPU worker gets, in (0, 1]; less than 1 in a
-            container with a quota, or in ``scripts/hetbox``.
+        cpu_share: share of its threads' time that a CPU worker gets, less than 1 under a quota.
         tensor_parallel: devices that share every layer of a stage; ``count`` then counts such
             teams, and ``memory_bytes`` is of one member. Planned and simulated, not run.
     """
@@ -152,7 +145,6 @@ class Node:
 
     Attributes:
         name: of the host, unique in the cluster.
-        devices: its groups of equal devices.
         cores: CPU cores that its CPU workers share, ``None`` when each has its own. With more
             threads than cores, workers that compute at once slow each other down.
     """
@@ -169,13 +161,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """A link between two nodes, or inside one when both names are equal; both directions.
-
-    Attributes:
-        between: the two node names.
-        bytes_per_s: bandwidth of one direction.
-        latency_s: time of an empty message.
-    """
+    """A link between two nodes, or inside one (equal names), in both directions."""
 
     between: tuple[str, str]
     bytes_per_s: Annotated[float, Rule(minimum=1)]
@@ -191,9 +177,7 @@ class Device(DeviceGroup):
     """One device of a cluster: a group of one, and its place.
 
     Attributes:
-        node: name of its host.
-        group: index of its group in the cluster (its "type" for ordering: equal devices of one
-            node are interchangeable).
+        group: index of its group in the cluster; equal devices of one node are interchangeable.
         local_index: number within the group.
         ordinal: number among the devices of its type on its node.
     """
@@ -258,13 +242,7 @@ class Cluster:
         return next(node for node in self.nodes if node.name == device.node)
 
     def link(self, first: Device, second: Device, own: DeviceSpec | None = None) -> LinkSpec:
-        """Return the link between two devices.
-
-        Args:
-            first: the sending device.
-            second: the receiving device.
-            own: figures of the sending device, whose link serves inside a node that names none.
-        """
+        """Return the link between two devices; ``own`` has the figures of the first of them."""
         for link in self.links:
             if set(link.between) == {first.node, second.node}:
                 return link
@@ -319,8 +297,8 @@ def cluster_of_lists(names: Sequence[str], numbers: Sequence[int]) -> Cluster:
 def with_tensor_parallel(cluster: Cluster, degree: int) -> Cluster:
     """Return a cluster whose devices share layers in teams of ``degree``.
 
-    Groups that do not divide into such teams, have a measured table or set threads, or share
-    layers already stay as they are.
+    Groups that do not divide into such teams, have a measured table, set threads or share layers
+    already stay as they are.
 
     Raises:
         SpecError: no group can share layers.

@@ -76,11 +76,7 @@ class LengthDistribution:
         return self.lengths[-1]
 
     def quantile(self, share: float) -> int:
-        """Return the shortest length that at least ``share`` of all do not exceed.
-
-        Args:
-            share: in [0, 1].
-        """
+        """Return the shortest length that at least ``share`` of all do not exceed."""
         if not 0 <= share <= 1:
             raise SpecError(f"length distribution: found quantile {share}, expected 0 to 1")
         index = bisect_left(self._cumulated, share - 1e-12)
@@ -117,11 +113,7 @@ def truncated_normal(
 ) -> LengthDistribution:
     """Return a normal distribution cut off at both ends and rounded to whole tokens.
 
-    Args:
-        mean: of the normal distribution before it is cut, as in ExeGPT's Table 3.
-        std: its standard deviation.
-        longest: no length is above.
-        shortest: none is below.
+    ``mean`` and ``std`` are those before it is cut, as in ExeGPT's Table 3.
     """
     if not (std > 0 and 1 <= shortest <= longest <= MAX_DISTINCT):
         raise SpecError(

@@ -61,10 +61,8 @@ class LayerSpec:
     """One kind of decoder layer.
 
     Attributes:
-        linears: its linear operators.
         norm_parameters: parameters of its norms (and any other small tensors), never quantized.
-        num_heads: query heads ``q``.
-        num_kv_heads: key-value heads ``k`` (grouped-query attention when fewer than ``q``).
+        num_heads, num_kv_heads: query heads ``q`` and key-value heads ``k``.
         head_dim: features of a head ``d``.
         sliding_window: tokens a query looks back on, ``None`` for all.
     """
@@ -90,8 +88,7 @@ class LayerSpec:
     def weight_bytes(self, precision: Precision, dtype_bytes: int) -> int:
         """Bytes of the layer stored at ``precision``; norms, biases and routers stay in the dtype.
 
-        LLM-PQ, Sec. 4.1, generalised from ``(4 h^2 + 2 h f) b / 8`` to the real operators and with
-        the quantizer's own scales and zero points.
+        LLM-PQ, Sec. 4.1, with the real operators and the quantizer's scales and zero points.
         """
         total = self.norm_parameters * dtype_bytes
         for op in self.linears:
@@ -114,18 +111,17 @@ class ModelSpec:
     Attributes:
         name: public repository id or directory name.
         family: ``model_type`` of its configuration.
-        hidden_size: width of the residual stream ``h``.
-        vocab_size: entries of the vocabulary ``V``.
+        hidden_size, vocab_size: ``h`` and ``V``.
         head_in_features: inputs of the LM head (OPT-350m projects before it).
         max_positions: longest sequence, ``None`` when unlimited.
         layer_types: the kinds of decoder layer, each once.
-        layer_kinds: index into ``layer_types`` for every layer, in order; its length is ``L``.
+        layer_kinds: index into ``layer_types`` for every layer; its length is ``L``.
         embedding_parameters: token and position embeddings, their norm and projections.
         final_parameters: the norm before the head.
         head_parameters: the LM head, 0 when tied to the token embedding.
         dtype: the checkpoint's own number format.
-        stored: precision of every layer in a checkpoint that is quantized already, empty for any
-            other. Such a layer can be served only as it is stored.
+        stored: precision of every layer in a quantized checkpoint, empty for any other. Such a
+            layer can be served only as it is stored.
     """
 
     name: str

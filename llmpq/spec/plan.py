@@ -34,8 +34,7 @@ class StageAssignment:
     Attributes:
         rank: position in the pipeline; rank 0 also is the master.
         device: index into ``cluster.devices``.
-        first_layer, end_layer: the half-open range of decoder layers it holds. Only the master's
-            stage may be empty (it then only embeds and projects).
+        first_layer, end_layer: half-open range of its decoder layers. Only rank 0 may have none.
         bits: the bitwidth of each of those layers.
         phase: the only phase its layers compute (WAA); ``None`` for both.
     """
@@ -91,16 +90,10 @@ class MemoryParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """Predicted time and memory of one stage.
+    """Predicted seconds of one micro-batch (decode at mean context), and bytes, of one stage.
 
-    Attributes:
-        prefill_s: seconds of one prefill micro-batch, the master's own work included.
-        decode_s: seconds of one decode micro-batch at mean context, likewise.
-        send_prefill_s: seconds to send one prefill micro-batch to the next stage (the last stage
-            sends back to the master).
-        send_decode_s: seconds to send one decode micro-batch.
-        memory: bytes by cause.
-        capacity_bytes: bytes there are.
+    ``prefill_s`` and ``decode_s`` include the master's own work; ``send_*_s`` is to the next stage,
+    from the last stage to the master.
     """
 
     prefill_s: float
@@ -113,11 +106,10 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForecast:
-    """Forecast of one stage, as the runtime measures it.
+    """Forecast of one stage, as the runtime measures it; 0 for a phase that it does not compute.
 
     Attributes:
-        prefill_s, decode_s: seconds of one full micro-batch, decode at mean context; the master's
-            own work included. 0 where a phase has none.
+        prefill_s, decode_s: as in ``StageEstimate``.
         prefill_busy_s, decode_busy_s: seconds of all micro-batches of a phase.
     """
 
@@ -131,10 +123,8 @@ class StageForecast:
 class PlanForecast:
     """A simulation of the plan as the runtime executes it: every micro-batch, link and token.
 
-    Attributes:
-        latency_s: seconds for the whole batch, first prompt to last token.
-        prefill_s: of these, until the last prompt's first token.
-        stages: one entry a stage, in order of rank.
+    ``latency_s`` is from the first prompt to the last token of the batch, ``prefill_s`` to the
+    first token of the last prompt.
     """
 
     latency_s: float
@@ -152,8 +142,7 @@ class PlanEstimate:
     """Predicted time and quality of the whole plan.
 
     Attributes:
-        latency_s: seconds for the whole batch, first prompt to last token, by the closed formula
-            that was minimised.
+        latency_s: seconds for the whole batch by the closed formula that was minimised.
         quality: normalised degradation; 1 is every layer at 4 bits, 0 is unquantized.
         objective_s: latency plus the cost of the degradation, which was minimised.
         stages: one entry a stage, in order of rank.
@@ -177,15 +166,11 @@ class Search:
     """How the plan was found, and its proof.
 
     Attributes:
-        method: name of the planner.
-        solver: name of the solver, ``None`` without one.
-        formula: latency formula that was minimised.
         theta_s: seconds that "every layer at 4 bits" costs in the objective.
-        quality_budget: largest allowed degradation, ``None`` without one.
+        quality_budget: largest allowed degradation.
         status: ``optimal`` when proven within ``gap`` over everything searched.
         bound_s: proven lower bound of the objective, ``None`` when the method proves nothing.
         gap: ``(objective - bound) / objective``, ``None`` likewise.
-        planning_s: seconds the search took.
         orders, pairs_searched, pairs_pruned: size of the outer loop.
     """
 
@@ -205,13 +190,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Origin of a generated file.
-
-    Attributes:
-        command: the command that wrote it.
-        version: version of llmpq.
-        inputs: name and digest of every input.
-    """
+    """Origin of a file: command, version of llmpq, and name and digest of every input."""
 
     command: str
     version: str
@@ -220,13 +199,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRef:
-    """The model of a plan.
-
-    Attributes:
-        name: catalogue name or directory name.
-        source: directory of the weights, ``None`` for a catalogue model.
-        num_layers: decoder layers.
-    """
+    """The model of a plan; ``source`` is the directory of its weights, if it has one."""
 
     name: str
     source: Annotated[str | None, Rule(null=True)] = None
@@ -238,15 +211,12 @@ class Plan:
     """A strategy: all that ``llmpq-dist`` runs and ``llmpq-check`` verifies.
 
     Attributes:
-        model, cluster, workload: what it is for.
         dtype: number format of whatever is not quantized.
         kv_bits: bits of a cached key or value (the dtype's own width when not quantized).
-        micro_batching: sizes for the two phases.
         stages: the pipeline in order; together they cover every layer once. Where prefill and
-            decode have stages of their own (WAA), those that decode come first and those that
-            prefill after them; either cover every layer once, with equal bits.
+            decode have stages of their own (WAA), those that decode come first; either cover every
+            layer once, with equal bits.
         dropped_devices: indices into ``cluster.devices`` that run nothing.
-        estimate, search, provenance: prediction, proof and origin.
         schedule: the batching policy it runs under; ``None`` is hybrid micro-batches.
     """
 
@@ -433,13 +403,7 @@ def _check_sizes(plan: Plan) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """The layers whose keys and values go from one rank to another.
-
-    Attributes:
-        source: rank that prefills them.
-        target: rank that decodes them.
-        first_layer, end_layer: half-open range.
-    """
+    """Layers ``[first_layer, end_layer)`` that ``source`` prefills and ``target`` decodes."""
 
     source: int
     target: int
@@ -448,10 +412,7 @@ class Handover:
 
 
 def handovers_of(plan: Plan) -> tuple[Handover, ...]:
-    """Return every handover of a plan, by source and then by layer; none when phases share stages.
-
-    Together they name every layer once.
-    """
+    """Return every handover of a plan, by source and layer; none when phases share stages."""
     if not plan.is_split:
         return ()
     return tuple(

@@ -86,8 +86,7 @@ class Precision:
     def effective_group(self, in_features: int) -> int:
         """Return the group length used on an operator of ``in_features`` inputs.
 
-        A group that does not divide the inputs falls back to one group a channel, so that every
-        operator of every model has an answer (GPTQ's own convention is ``-1``, per channel).
+        A group that does not divide the inputs falls back to one group a channel.
         """
         if self.group_size is None or in_features % self.group_size:
             return in_features
@@ -122,9 +121,8 @@ def linear_bytes(
 ) -> int:
     """Return the bytes of one stored weight matrix ``[out_features, in_features]``, without bias.
 
-    Integers are packed without padding inside a row except to whole bytes; every group stores one
-    scale in the run's dtype, and one zero point in the same dtype when asymmetric (the layout that
-    torch's int4 kernels read: scale and zero side by side).
+    Rows are padded to whole bytes; every group stores one scale, and if asymmetric one zero point,
+    in the run's dtype (the layout of torch's int4 kernels).
     """
     if precision.bits == 16:
         return out_features * in_features * dtype_bytes
@@ -163,15 +161,7 @@ LAWS: dict[str, StorageLaw] = {
 def stored_bytes(
     kernel: str | None, precision: Precision, dtype: Dtype, out_features: int, in_features: int
 ) -> int:
-    """Return the bytes of one weight as ``kernel`` stores it, without bias.
-
-    Args:
-        kernel: name in the registry of kernels; ``None`` is the default, which stores
-            ``linear_bytes`` on machines with a compiler.
-        precision: of the weight; 16 bits are ``linear_bytes`` in every kernel.
-        dtype: number format of the run.
-        out_features: rows of the weight.
-        in_features: columns of the weight.
+    """Return the bytes of one weight as ``kernel`` stores it (``None``: the default), without bias.
 
     Raises:
         SpecError: the kernel does not support the precision.

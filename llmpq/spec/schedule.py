@@ -25,8 +25,8 @@ class ScheduleEstimate:
 
     Attributes:
         requests_per_s: finished requests per second in steady state.
-        latency_s: of an answer of ``new_tokens`` tokens, from the start of its prefill.
-        new_tokens: length of the answer that the latency bound is for, such as the 99th percentile.
+        latency_s: of an answer of ``new_tokens`` tokens (such as the 99th percentile), from the
+            start of its prefill.
         latency_bound_s: requested bound, ``None`` without one.
     """
 

@@ -124,15 +124,10 @@ def weights_digest(model_dir: str | Path) -> str:
 def check_measured_on(
     table: SensitivityTable, model: ModelSpec, model_dir: str | Path | None, where: str
 ) -> None:
-    """Check that a table was measured on a model.
+    """Check that a table was measured on a model; ``where`` is its file, for messages.
 
-    For a table without digests, such as one written by hand, only the number of layers counts.
-
-    Args:
-        table: the table.
-        model: the model to plan.
-        model_dir: its weights, ``None`` for a catalogue entry: then only shapes are compared.
-        where: the table's file, for messages.
+    A table without digests, such as one written by hand, is checked for its number of layers only,
+    and a model without a directory for its shapes.
 
     Raises:
         SpecError: another number of layers, other shapes, or other weights.

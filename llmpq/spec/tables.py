@@ -28,14 +28,12 @@ _MAX_END_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySample:
-    """Seconds of ONE decoder layer.
+    """Median seconds of ONE decoder layer.
 
     Attributes:
-        phase: prefill or decode, or ``master`` work of that phase when ``bits`` is 0.
         bits: bitwidth of the layer's weights; 0 marks the master's own work (embedding, head).
         batch: sequences in the micro-batch ``v``.
         tokens: prompt length ``s``, or context length ``s + t`` for decode.
-        seconds: median time.
     """
 
     phase: Phase
@@ -79,12 +77,7 @@ class CommTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEnds:
-    """Processor seconds of an empty message at either end of a link, without waiting.
-
-    Attributes:
-        send_s: of the sender.
-        receive_s: of the receiver, when the message has arrived.
-    """
+    """Processor seconds of an empty message at either end of a link, without waiting."""
 
     send_s: float
     receive_s: float

@@ -60,14 +60,10 @@ def draw_trace(
     requests_per_s: float | None = None,
     seed: int = 0,
 ) -> tuple[TraceRequest, ...]:
-    """Draw requests with independent lengths.
+    """Draw requests with independent lengths, with Poisson arrivals or all at once.
 
-    Args:
-        count: how many.
-        prompt_tokens: distribution of prompt lengths.
-        new_tokens: distribution of answer lengths.
-        requests_per_s: rate of Poisson arrivals; ``None`` is all at once.
-        seed: of the random numbers.
+    Raises:
+        SpecError: no requests, or a rate that is not positive.
     """
     if count < 1 or (requests_per_s is not None and not requests_per_s > 0):
         raise SpecError(
@@ -151,10 +147,7 @@ def fit_trace(
 ) -> tuple[Sequence[TraceRequest], int]:
     """Return the requests that fit the slots of a workload, and the number of those left out.
 
-    Args:
-        trace: all requests.
-        work: its prompt length and context are the room of a slot.
-        too_long: whether a longer request is an error, left out or shortened.
+    ``too_long`` says whether a longer request is an error, left out or shortened.
 
     Raises:
         SpecError: a request is too long, or none fits.

@@ -34,11 +34,10 @@ _CODES = ".qweight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One entry of ``dynamic``.
+    """One entry of ``dynamic``: a regular expression that a module's full name begins with.
 
-    Attributes:
-        pattern: regular expression that a module's full name begins with.
-        overrides: fields that differ from the file's own; ``None`` leaves the module unquantized.
+    ``overrides`` are fields that differ from the file's own; ``None`` leaves the module
+    unquantized.
     """
 
     pattern: re.Pattern[str]
@@ -50,7 +49,6 @@ class GptqConfig:
     """How the operators of a checkpoint are quantized.
 
     Attributes:
-        where: the file, for messages.
         fields: ``bits``, ``group_size`` and ``sym`` of modules that no rule names.
         rules: exceptions, in order.
         zero_offset: amount subtracted from stored zero points.
