@@ -98,6 +98,15 @@ def require(*packages: str) -> None:
             raise ModuleNotFoundError(f"No module named '{package}'", name=package)
 
 
+def check_least(options: argparse.Namespace, least: int, *names: str) -> None:
+    """Check that options are ``None`` or numbers, or lists of them, of at least ``least``."""
+    for name in names:
+        value = getattr(options, name)
+        smallest = min(value) if isinstance(value, list) else value
+        if smallest is not None and smallest < least:
+            raise SpecError(f"--{name}: found {smallest}, expected at least {least}")
+
+
 @contextlib.contextmanager
 def progress_bar(name: str, *, delay_s: float = QUIET_S) -> Iterator[Callable[..., None]]:
     """Show a progress bar on standard error, for work that takes longer than ``delay_s``.

@@ -36,8 +36,16 @@ CONFIDENCE = 0.95
 """Default probability that a latency bound is kept: a margin of 1.6 standard deviations."""
 
 
-def add_input_options(parser: argparse.ArgumentParser) -> None:
-    """Add model, cluster and workload."""
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what to plan and how, and of the schedule."""
+    _add_input_options(parser)
+    _add_quality_options(parser)
+    _add_search_options(parser)
+    _add_override_options(parser)
+    _add_schedule_options(parser)
+
+
+def _add_input_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     model.add_argument("--model", metavar="NAME_OR_DIR", help="catalogue name or local directory")
     model.add_argument(
@@ -82,8 +90,7 @@ def add_input_options(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--n", type=int, metavar="TOKENS", help="tokens to generate per sequence")
 
 
-def add_quality_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the trade-off between quality and speed."""
+def _add_quality_options(parser: argparse.ArgumentParser) -> None:
     quality = parser.add_argument_group("quality")
     quality.add_argument(
         "--omega_file",
@@ -127,8 +134,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the search."""
+def _add_search_options(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("search")
     search.add_argument(
         "--method",
@@ -271,8 +277,7 @@ def _sensitivity(
     return table
 
 
-def add_override_options(parser: argparse.ArgumentParser) -> None:
-    """Add manual decisions."""
+def _add_override_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "manual decisions",
         "DEVICE is node/type#0, or node/type, node or type for all devices that match. The search "
@@ -338,8 +343,7 @@ def _parsed(
     return [match.groups() for _, match in matches if match is not None]
 
 
-def add_schedule_options(parser: argparse.ArgumentParser) -> None:
-    """Add policy, latency bound and length distributions."""
+def _add_schedule_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("schedule (ExeGPT)")
     group.add_argument(
         "--policy",

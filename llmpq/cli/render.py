@@ -66,13 +66,7 @@ def plan_table(plan: Plan, dropped: Mapping[int, str]) -> str:
         plan: the plan.
         dropped: the reason for every device left out, by its index.
     """
-    lines = [
-        f"{_title(plan)}, {plan.dtype}",
-        "",
-        *_aligned(_stage_rows(plan)),
-        "",
-        *_totals(plan),
-    ]
+    lines = [f"{_title(plan)}, {plan.dtype}", "", *_aligned(_stage_rows(plan)), "", *_totals(plan)]
     by_reason: dict[str, list[int]] = {}
     for device, reason in dropped.items():
         by_reason.setdefault(reason, []).append(device)

@@ -21,10 +21,7 @@ from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
 
-_PAPER_NAMES = {
-    "opt": "facebook/opt-{}",
-    "bloom": "bigscience/bloom-{}",
-}
+_PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
 
 
 def model(name: str) -> ModelSpec:

@@ -9,7 +9,7 @@ import math
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -120,19 +120,15 @@ def truncated_normal(
             f"length distribution: found std {std}, shortest {shortest}, longest {longest}; "
             f"expected std > 0 and 1 <= shortest <= longest <= {MAX_DISTINCT}"
         )
-    edges = [_normal_cdf((edge - mean) / std) for edge in _half_steps(shortest, longest)]
-    shares = [high - low for low, high in pairwise(edges)]
-    return _normalised(range(shortest, longest + 1), shares)
-
-
-def uniform(shortest: int, longest: int) -> LengthDistribution:
-    """Return equal probabilities for every length in ``[shortest, longest]``."""
-    if not 1 <= shortest <= longest or longest - shortest >= MAX_DISTINCT:
-        raise SpecError(
-            f"length distribution: found lengths {shortest} to {longest}, "
-            f"expected 1 <= shortest <= longest and at most {MAX_DISTINCT} different ones"
-        )
-    return _normalised(range(shortest, longest + 1), [1.0] * (longest - shortest + 1))
+    steps = [edge - 0.5 for edge in range(shortest, longest + 2)]
+    below = [0.5 * math.erfc((mean - step) / std / math.sqrt(2)) for step in steps]
+    shares = [high - low for low, high in pairwise(below)]
+    total = math.fsum(shares)
+    kept = [(low, share / total) for low, share in enumerate(shares, start=shortest) if share]
+    return LengthDistribution(
+        lengths=tuple(length for length, _ in kept),
+        probabilities=tuple(share for _, share in kept),
+    )
 
 
 def load_lengths(path: str | Path) -> LengthDistribution:
@@ -162,20 +158,3 @@ class _TruncatedNormal:
     mean: float
     std: float
     longest: Annotated[int, Rule(minimum=1, maximum=MAX_DISTINCT)]
-
-
-def _normalised(lengths: Iterable[int], shares: Sequence[float]) -> LengthDistribution:
-    total = math.fsum(shares)
-    kept = [(length, share / total) for length, share in zip(lengths, shares, strict=True) if share]
-    return LengthDistribution(
-        lengths=tuple(length for length, _ in kept),
-        probabilities=tuple(share for _, share in kept),
-    )
-
-
-def _half_steps(shortest: int, longest: int) -> list[float]:
-    return [shortest - 0.5 + index for index in range(longest - shortest + 2)]
-
-
-def _normal_cdf(value: float) -> float:
-    return 0.5 * math.erfc(-value / math.sqrt(2))

@@ -10,7 +10,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from llmpq.errors import SpecError, bad_field
@@ -138,11 +138,7 @@ def read_latency_table(path: str | Path) -> LatencyTable:
 
 def write_latency_table(path: str | Path, table: LatencyTable) -> None:
     """Write a latency CSV."""
-    rows = [
-        (sample.phase.value, sample.bits, sample.batch, sample.tokens, repr(sample.seconds))
-        for sample in table.samples
-    ]
-    write_text(path, _csv_text(LATENCY_HEADER, rows, table.provenance))
+    _write_csv(path, LATENCY_HEADER, table)
 
 
 def read_comm_table(path: str | Path) -> CommTable:
@@ -162,11 +158,7 @@ def read_comm_table(path: str | Path) -> CommTable:
 
 def write_comm_table(path: str | Path, table: CommTable) -> None:
     """Write a link CSV."""
-    rows = [
-        (sample.source, sample.target, sample.size_bytes, repr(sample.seconds))
-        for sample in table.samples
-    ]
-    write_text(path, _csv_text(COMM_HEADER, rows, table.provenance))
+    _write_csv(path, COMM_HEADER, table)
 
 
 def read_csv(
@@ -221,16 +213,15 @@ def _cells(where: str, line: str) -> list[str]:
         raise SpecError(f"{where}: not CSV: {error}") from None
 
 
-def _csv_text(
-    header: Sequence[str], rows: Sequence[Sequence[object]], provenance: Sequence[tuple[str, str]]
-) -> str:
+def _write_csv(path: str | Path, header: Sequence[str], table: LatencyTable | CommTable) -> None:
+    """Write the fields of every sample, which are in the order of the header."""
     out = io.StringIO()
-    for key, value in provenance:
+    for key, value in table.provenance:
         out.write(f"# {key}: {value}\n")
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(header)
-    writer.writerows(rows)
-    return out.getvalue()
+    writer.writerows(map(astuple, table.samples))
+    write_text(path, out.getvalue())
 
 
 def whole_number(where: str, field: str, text: str, minimum: int = 1, maximum: int = 2**62) -> int:

@@ -11,6 +11,7 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
+from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.sensitivity import SensitivityTable
@@ -197,3 +198,10 @@ def write_trace(path: Path, trace: Sequence[TraceRequest], provenance: Sequence[
     lines.append("arrival_s,prompt_tokens,new_tokens")
     lines += [f"{item.arrival_s!r},{item.prompt_tokens},{item.new_tokens}" for item in trace]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def uniform(shortest: int, longest: int) -> LengthDistribution:
+    """Return equal probabilities for every length in ``[shortest, longest]``."""
+    lengths = tuple(range(shortest, longest + 1))
+    share = 1.0 / len(lengths)
+    return LengthDistribution(lengths=lengths, probabilities=(share,) * len(lengths))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
+from helpers.builders import uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from llmpq.batching import (
     WaaPolicy,
 )
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
-from llmpq.spec.lengths import uniform
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import TraceRequest, draw_trace

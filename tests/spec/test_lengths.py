@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+from helpers.builders import uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from llmpq.spec.lengths import (
     empirical,
     load_lengths,
     truncated_normal,
-    uniform,
 )
 
 

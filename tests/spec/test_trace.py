@@ -6,11 +6,11 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 import pytest
-from helpers.builders import write_trace
+from helpers.builders import uniform, write_trace
 
 from llmpq.errors import SpecError
 from llmpq.spec.arrivals import draw_arrivals, with_arrivals
-from llmpq.spec.lengths import constant, uniform
+from llmpq.spec.lengths import constant
 from llmpq.spec.trace import (
     TraceRequest,
     draw_trace,

@@ -16,34 +16,9 @@ from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
-from llmpq.cli.common import (
-    command_start_s,
-    make_parser,
-    print_json,
-    progress_bar,
-    run_command,
-)
-from llmpq.cli.plan_options import (
-    add_input_options,
-    add_override_options,
-    add_quality_options,
-    add_schedule_options,
-    add_search_options,
-    request_of,
-    scheduled,
-)
-from llmpq.cli.render import (
-    comparison_table,
-    explanation_record,
-    explanation_text,
-    front_record,
-    front_table,
-    plan_record,
-    plan_table,
-    plans_text,
-    schedule_text,
-    stored_text,
-)
+from llmpq.cli import render
+from llmpq.cli.common import command_start_s, make_parser, print_json, progress_bar, run_command
+from llmpq.cli.plan_options import add_plan_options, request_of, scheduled
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
@@ -62,14 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        NAME,
-        "Plan which device runs which layers at how many bits, and the micro-batch sizes.",
+        NAME, "Plan which device runs which layers at how many bits, and the micro-batch sizes."
     )
-    add_input_options(parser)
-    add_quality_options(parser)
-    add_search_options(parser)
-    add_override_options(parser)
-    add_schedule_options(parser)
+    add_plan_options(parser)
     report = parser.add_argument_group("result")
     report.add_argument(
         "--output",
@@ -81,9 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
     )
     report.add_argument(
-        "--what_if",
-        action="store_true",
-        help="also plan with one more device of each kind",
+        "--what_if", action="store_true", help="also plan with one more device of each kind"
     )
     report.add_argument(
         "--no_explain",
@@ -118,12 +86,19 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
     costs = costs_of(request, plan.cluster)
     trust = plan_trust(plan, costs)
     if options.json:
-        record = {**plan_record(plan, path), "explanation": explanation_record(plan, found)}
+        record = {
+            **render.plan_record(plan, path),
+            "explanation": render.explanation_record(plan, found),
+        }
         record["stored"] = [str(precision) for precision in request.model.stored]
         print_json({**record, "trust": trust_record(trust), "hurried": []})
     else:
-        print(plan_table(plan, found.dropped))
-        more = *explanation_text(plan, found), *stored_text(request.model), *schedule_text(plan)
+        print(render.plan_table(plan, found.dropped))
+        more = (
+            *render.explanation_text(plan, found),
+            *render.stored_text(request.model),
+            *render.schedule_text(plan),
+        )
         for line in (*more, *trust_text(plan, trust)):
             print(line)
         print(f"written        {path}")
@@ -147,11 +122,11 @@ def _run_all(options: argparse.Namespace, request: PlanRequest) -> int:
             records.append({"method": method, "status": "infeasible", "reason": str(outcome.error)})
         else:
             path = _write(plan, _output(options, request, method, f"__{method}"))
-            records.append(plan_record(plan, path))
+            records.append(render.plan_record(plan, path))
     if options.json:
         print_json({"plans": records})
     else:
-        print(comparison_table(outcomes))
+        print(render.comparison_table(outcomes))
         for record in records:
             if "strategy" in record:
                 print(f"written        {record['strategy']}")
@@ -179,14 +154,14 @@ def _run_pareto(options: argparse.Namespace, request: PlanRequest) -> int:
     base = _output(options, request, options.method, "__pareto")
     picture = base.with_suffix(".png") if options.plot is None else Path(options.plot)
     drawn = _draw_front(plans, picture, asked=options.plot is not None)
-    record = front_record(plans, paths, str(picture) if drawn else None)
+    record = render.front_record(plans, paths, str(picture) if drawn else None)
     write_text(base, dump_json(record))
     if options.json:
         print_json(record)
         return 0
-    print(front_table(plans, paths))
+    print(render.front_table(plans, paths))
     if len(plans) < options.pareto:
-        found = plans_text(len(plans))
+        found = render.plans_text(len(plans))
         print(f"{found} instead of {options.pareto}: found no other that is faster or loses less\n")
     print(f"written        {base}{f' and {picture}' if drawn else ''}")
     return 0

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmpq.cli import run_options
 from llmpq.cli.commands import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.options import (
@@ -22,34 +23,14 @@ from llmpq.cli.options import (
     prediction_of,
     schedule_of,
 )
-from llmpq.cli.run_options import (
-    add_fault_options,
-    add_host_options,
-    add_store_options,
-    hosts_of,
-    outcome,
-    rendezvous_of,
-    run_progress,
-    store_directory,
-    store_limit_bytes,
-    supervision_of,
-)
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import DriftHandling, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
+from llmpq.dist.metrics import report as run_report
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
-from llmpq.dist.metrics.report import (
-    build_report,
-    drift_message,
-    drift_of_run,
-    format_report,
-    lengths_of,
-    quantizer_of,
-    write_lengths,
-)
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
@@ -96,22 +77,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--seed", type=int, default=0, help="seed (default 0)")
     run = parser.add_argument_group("running")
-    run.add_argument(
-        "--no_pin",
-        action="store_true",
-        help="do not pin CPU workers to cores",
-    )
+    run.add_argument("--no_pin", action="store_true", help="do not pin CPU workers to cores")
     run.add_argument(
         "--no_cuda_graphs",
         action="store_true",
         help="do not capture the decode steps of GPUs in CUDA graphs",
     )
     add_step_timeout_option(run)
-    add_fault_options(parser)
+    run_options.add_fault_options(parser)
     add_policy_options(parser)
     add_drift_options(parser)
-    add_store_options(parser.add_argument_group("loading"))
-    hosts = add_host_options(parser)
+    run_options.add_store_options(parser.add_argument_group("loading"))
+    hosts = run_options.add_host_options(parser)
     hosts.add_argument(
         "--no_auto", action="store_true", help="run one rank, as torchrun's environment says"
     )
@@ -127,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     if measurement is None:
         return 0
     _report(plan, measurement, job, options)
-    return outcome(measurement)
+    return run_options.outcome(measurement)
 
 
 def _check_runs(plan: Plan, file: str) -> None:
@@ -142,9 +119,14 @@ def _check_runs(plan: Plan, file: str) -> None:
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
     """Run the ranks of this host, with restarts, until done or stopped."""
-    supervision = supervision_of(options)
-    with run_progress(plan.model.num_layers) as progress, supervision.stop.from_signals():
-        return run_job(job, hosts=hosts_of(options), progress=progress, supervision=supervision)
+    supervision = run_options.supervision_of(options)
+    with (
+        run_options.run_progress(plan.model.num_layers) as progress,
+        supervision.stop.from_signals(),
+    ):
+        return run_job(
+            job, hosts=run_options.hosts_of(options), progress=progress, supervision=supervision
+        )
 
 
 def _job(options: argparse.Namespace, plan: Plan) -> Job:
@@ -163,11 +145,11 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         step_timeout_s=options.step_timeout,
         schedule=_schedule(options, plan),
         prediction=prediction_of(options),
-        rendezvous=rendezvous_of(options),
+        rendezvous=run_options.rendezvous_of(options),
         transport=options.transport,
         trace=None if options.trace is None else Path(options.trace).resolve(),
-        store=store_directory(options.store, os.environ),
-        store_limit_bytes=store_limit_bytes(options.store_limit),
+        store=run_options.store_directory(options.store, os.environ),
+        store_limit_bytes=run_options.store_limit_bytes(options.store_limit),
         kernel=options.kernel,
         captures=not options.no_cuda_graphs,
         pins_workers=not options.no_pin,
@@ -209,7 +191,7 @@ def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
 
     if rank > 0:
         return run_rank(job, rank, SilentProgress())
-    with run_progress(plan.stages[0].num_layers) as progress:
+    with run_options.run_progress(plan.stages[0].num_layers) as progress:
         return run_rank(job, rank, progress)
 
 
@@ -223,16 +205,18 @@ def _variable(name: str) -> int:
 def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
     """Print predicted and measured times, and write and draw them as the options say."""
     assert job.schedule is not None  # ``_job`` says which
-    report = build_report(plan, measurement)
-    drift = drift_of_run(job.schedule, measurement)
+    report = run_report.build_report(plan, measurement)
+    drift = run_report.drift_of_run(job.schedule, measurement)
     if drift is not None:
         report["drift"] = drift.to_json(measurement.adjusted)
     has_drifted = drift is not None and drift.is_notable
     if measurement.records and (has_drifted or options.lengths_out is not None):
-        write_lengths(_lengths_file(options), lengths_of(measurement))
+        run_report.write_lengths(_lengths_file(options), run_report.lengths_of(measurement))
     if drift is not None and has_drifted:
-        logger.warning("%s", drift_message(drift, job.schedule, job.drift, measurement.adjusted))
-    report["quantizer"] = quantizer_of(model_dir_of(plan, options.model))
+        logger.warning(
+            "%s", run_report.drift_message(drift, job.schedule, job.drift, measurement.adjusted)
+        )
+    report["quantizer"] = run_report.quantizer_of(model_dir_of(plan, options.model))
     if options.report is not None:
         write_text(options.report, dump_json(report))
     if options.plot is not None:
@@ -242,7 +226,7 @@ def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Na
     if options.json:
         print_json(report)
     else:
-        print(format_report(plan, report))
+        print(run_report.format_report(plan, report))
         if any(width != 16 for width in plan.bits):
             print(f"weights quantized by {report['quantizer']}")
 

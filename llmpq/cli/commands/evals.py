@@ -11,7 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import make_parser, print_json, progress_bar, require, run_command
+from llmpq.cli.common import (
+    check_least,
+    make_parser,
+    print_json,
+    progress_bar,
+    require,
+    run_command,
+)
 from llmpq.cli.options import add_kernel_option, add_step_timeout_option
 from llmpq.cli.run_options import run_progress
 from llmpq.dist import model_dir_of
@@ -91,10 +98,8 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         raise SpecError("--pipeline: found no --strategy, expected one whose ranks to run")
     if plan is None and options.model is None:
         raise SpecError("--model: found none, expected the directory of the weights")
-    for name, least in (("window", 2), ("rows", 1), ("max_tokens", 2), ("threads", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise SpecError(f"--{name}: found {value}, expected at least {least}")
+    check_least(options, 2, "window", "max_tokens")
+    check_least(options, 1, "rows", "threads")
     common = {
         "text": Path(options.text),
         "kernel": options.kernel,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
+    check_least,
     make_parser,
     print_json,
     progress_bar,
@@ -112,10 +113,7 @@ def _method(options: argparse.Namespace) -> str:
             f"--method {method}: expected a text to calibrate on, --calibration FILE; "
             "--method variance can go by the weights alone"
         )
-    for name in ("threads", "calibration_sequences", "calibration_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise SpecError(f"--{name}: found {value}, expected at least 1")
+    check_least(options, 1, "threads", "calibration_sequences", "calibration_tokens")
     if options.output is not None and not Path(options.output).resolve().parent.is_dir():
         raise SpecError(f"--output: {options.output}: no such folder")
     load_model_dir(options.model)

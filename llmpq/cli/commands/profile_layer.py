@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import print_points, progress_bar
+from llmpq.cli.common import check_least, print_points, progress_bar
 from llmpq.cli.render import table_summary
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
@@ -95,14 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in _LISTS:
-        sizes = getattr(options, name)
-        if sizes is not None and min(sizes) < 1:
-            raise SpecError(f"--{name}: found {min(sizes)}, expected at least 1")
-    for name in ("threads", "layers"):
-        count = getattr(options, name)
-        if count is not None and count < 1:
-            raise SpecError(f"--{name}: found {count}, expected at least 1")
+    check_least(options, 1, *_LISTS, "threads", "layers")
     if options.cpu_share is not None and not MIN_CPU_SHARE <= options.cpu_share <= 1.0:
         raise SpecError(f"--cpu_share: found {options.cpu_share}, expected {MIN_CPU_SHARE} to 1")
     if options.budget <= 0:

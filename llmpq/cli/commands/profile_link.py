@@ -19,13 +19,7 @@ from llmpq.cli.common import print_points, progress_bar, require
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.profiler.device import available_cores
-from llmpq.spec.tables import (
-    CommTable,
-    ends_line,
-    ends_of,
-    read_comm_table,
-    write_comm_table,
-)
+from llmpq.spec.tables import CommTable, ends_line, ends_of, read_comm_table, write_comm_table
 from llmpq.units import format_bytes, format_seconds
 
 

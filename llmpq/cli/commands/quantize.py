@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        "llmpq-quantize",
-        "Write a GPTQ checkpoint for llmpq-dist and other tools.",
+        "llmpq-quantize", "Write a GPTQ checkpoint for llmpq-dist and other tools."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
     bits = parser.add_mutually_exclusive_group(required=True)

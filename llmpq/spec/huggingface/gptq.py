@@ -79,10 +79,7 @@ class GptqConfig:
         if type(symmetric) is not bool:
             raise bad_field(self.where, f"{FIELD}.sym", symmetric, "true or false")
         return Precision(
-            bits=bits,
-            method="gptq",
-            group_size=None if group == -1 else group,
-            symmetric=symmetric,
+            bits=bits, method="gptq", group_size=None if group == -1 else group, symmetric=symmetric
         )
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from helpers.builders import uniform
 from helpers.grid_search import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
-from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
+from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule

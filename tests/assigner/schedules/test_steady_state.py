@@ -6,12 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from helpers.builders import uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.assigner.schedules.steady_state import SteadyBatch, expected_longest
 from llmpq.errors import SpecError
-from llmpq.spec.lengths import LengthDistribution, constant, empirical, truncated_normal, uniform
+from llmpq.spec.lengths import LengthDistribution, constant, empirical, truncated_normal
 from scripts.reproduce.exegpt_formulas import paper_encode_batch, paper_ending
 
 TASKS = {  # ExeGPT, Table 3: output mean, std, longest

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+from helpers.builders import uniform
 from helpers.grid_search import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
-from llmpq.spec.lengths import LengthDistribution, truncated_normal, uniform
+from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import draw_trace
 from scripts.reproduce.exegpt_formulas import non_monotone_shares

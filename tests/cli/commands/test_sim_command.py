@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.builders import write_trace
+from helpers.builders import uniform, write_trace
 
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.sim import main as sim
-from llmpq.spec.lengths import uniform
 from llmpq.spec.trace import draw_trace
 
 
