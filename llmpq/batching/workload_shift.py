@@ -172,25 +172,15 @@ class LengthMonitor:
         self._group_of: dict[int, int] = {}  # of unfinished requests
         self._filling: dict[int, list[int]] = {}  # group -> finished lengths
         self._complete_groups: deque[list[int]] = deque(maxlen=MAX_GROUPS)
-        self._observed: list[int] = []
-        self._shifts: list[WorkloadShift] = []
-
-    @property
-    def observed(self) -> tuple[int, ...]:
-        """Tokens of every finished answer, in order of completion."""
-        return tuple(self._observed)
-
-    @property
-    def shifts(self) -> tuple[WorkloadShift, ...]:
-        """The detected shifts."""
-        return tuple(self._shifts)
+        self.observed: list[int] = []  # tokens of finished answers, in order of completion
+        self.shifts: tuple[WorkloadShift, ...] = ()
 
     @property
     def adjusted(self) -> tuple[int, ...]:
         """The ``N_D`` that the policy was adjusted to, in order."""
         if self._policy is None:
             return ()
-        schedules = (shift.suggested for shift in self._shifts)
+        schedules = (shift.suggested for shift in self.shifts)
         return tuple(one.decode_iterations or 1 for one in schedules if one is not None)
 
     def started(self, requests: Sequence[int]) -> None:
@@ -201,7 +191,7 @@ class LengthMonitor:
 
     def finished(self, request: int, new_tokens: int) -> None:
         """Record a finished answer; compare when its group is complete."""
-        self._observed.append(new_tokens)
+        self.observed.append(new_tokens)
         group = self._group_of.pop(request)
         answers = self._filling.setdefault(group, [])
         answers.append(new_tokens)
@@ -210,7 +200,7 @@ class LengthMonitor:
             self._compare()
 
     def _compare(self) -> None:
-        if self._shifts and self._policy is None:
+        if self.shifts and self._policy is None:
             return  # already reported, and nothing was adjusted
         shift = compare_lengths(self._schedule, list(chain(*self._complete_groups)))
         if shift is None or not shift.is_notable:
@@ -222,7 +212,7 @@ class LengthMonitor:
             assert iterations is not None
             self._policy.adjust(iterations)
             self._schedule = replace(self._schedule, decode_iterations=iterations)
-        self._shifts.append(shift)
+        self.shifts += (shift,)
         if self._on_shift is not None:
             self._on_shift(shift)
 

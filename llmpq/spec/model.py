@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from llmpq.errors import SpecError
 from llmpq.spec.precision import (
-    DTYPE_BYTES,
     Dtype,
     Precision,
     default_precision,
@@ -173,7 +172,3 @@ class ModelSpec:
         """
         found = [precision for precision in self.stored if precision.bits == bits]
         return heaviest(found) if found else default_precision(bits)
-
-    def dtype_bytes(self, dtype: Dtype) -> int:
-        """Bytes of one value in ``dtype``."""
-        return DTYPE_BYTES[dtype]

@@ -6,11 +6,10 @@ tested against them byte for byte.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal, cast
+from typing import Literal
 
 from llmpq.errors import SpecError
 
@@ -22,8 +21,6 @@ DEFAULT_GROUP_SIZE = 128
 Method = Literal["none", "rtn", "gptq", "int8"]
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-_TEXT = re.compile(r"^w(\d+)(?:-(rtn|gptq|int8))?(?:-g(\d+|c))?(?:-(asym))?$")
 
 
 class Phase(StrEnum):
@@ -58,30 +55,11 @@ class Precision:
             raise SpecError(f"precision: group size {self.group_size}, expected at least 1")
 
     def __str__(self) -> str:
-        """Return the canonical text, such as ``w4-rtn-g128-asym``; ``parse`` reads it back."""
+        """Return the canonical text, such as ``w4-rtn-g128-asym``."""
         if self.bits == 16:
             return "w16"
         group = "c" if self.group_size is None else str(self.group_size)
         return f"w{self.bits}-{self.method}-g{group}" + ("" if self.symmetric else "-asym")
-
-    @classmethod
-    def parse(cls, text: str) -> Precision:
-        """Read ``w16``, ``w8-rtn-gc``, ``w4-gptq-g128-asym`` ...; raise ``SpecError`` otherwise."""
-        match = _TEXT.match(text)
-        if match is None:
-            raise SpecError(f"precision: found '{text}', expected a text such as 'w4-gptq-g128'")
-        bits, method, group, asym = match.groups()
-        if int(bits) == 16:
-            if method or group or asym:
-                raise SpecError(f"precision: found '{text}', expected plain 'w16'")
-            return unquantized()
-        size = None if group in (None, "c") else int(group)
-        return cls(
-            bits=int(bits),
-            method=cast(Method, method or "rtn"),
-            group_size=size,
-            symmetric=asym is None,
-        )
 
     def effective_group(self, in_features: int) -> int:
         """Return the group length used on an operator of ``in_features`` inputs.
