@@ -73,7 +73,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
         f"{estimate.latency_s:.4g} s, {plan.throughput_tokens_per_s:.4g} tokens/s, "
         f"quality lost {estimate.quality:.3g}"
     )
-    with _figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
+    with new_figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
         axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
         _title(figure, plan, result)
         _draw_layers(axes[0], plan)
@@ -182,7 +182,7 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
 
 def draw_front(plans: Sequence[Plan], path: str | Path) -> None:
     """Draw throughput against quality and the bits of several plans, best quality first."""
-    with _figure(path, 9.5, 6.4) as figure:
+    with new_figure(path, 9.5, 6.4) as figure:
         axes = figure.subplots(2, 1, gridspec_kw={"height_ratios": [3.4, 1.6]})
         _title(figure, plans[0], f"{plans_text(len(plans))}, none dominated")
         _draw_points(axes[0], plans)
@@ -257,7 +257,7 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
         path: file to write.
     """
     groups = run_groups(report)
-    with _figure(path, 1.6 + 1.5 * len(groups), 3.8) as figure:
+    with new_figure(path, 1.6 + 1.5 * len(groups), 3.8) as figure:
         axes = figure.subplots()
         for side, (name, colour) in enumerate(RUN_COLOURS.items()):
             heights = [pair[name] for _, pair in groups]
@@ -288,7 +288,7 @@ def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
 
 
 @contextlib.contextmanager
-def _figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
+def new_figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
     """Yield an empty figure, in inches, and write it, making its folder."""
     try:
         from matplotlib import rc_context

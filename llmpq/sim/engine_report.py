@@ -9,7 +9,8 @@ from typing import Any
 from llmpq.batching import RequestRecord, percentile
 
 PERCENTILES = (50, 95, 99)
-_SEARCH_STEPS = 10
+_STEP = 1.25
+_TOLERANCE = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +111,17 @@ def capacity(
         ``None`` if the bound is not kept at a thousandth of ``start``, or kept at a thousand times.
     """
     low = high = start
-    while ttft_p95_s(low) > bound_s:
-        low, high = low / 2.0, low
-        if low < start / 1000.0:
-            return None
-    while low == high or ttft_p95_s(high) <= bound_s:
-        low, high = high, high * 2.0
-        if high > start * 1000.0:
-            return None
-    for _ in range(_SEARCH_STEPS):
-        if high / low < 1.02:
-            break
+    if ttft_p95_s(start) <= bound_s:
+        while ttft_p95_s(high := low * _STEP) <= bound_s:
+            low = high
+            if low > start * 1000.0:
+                return None
+    else:
+        while ttft_p95_s(low := high / _STEP) > bound_s:
+            high = low
+            if high < start / 1000.0:
+                return None
+    while high / low > _TOLERANCE:
         middle = (low * high) ** 0.5
         if ttft_p95_s(middle) <= bound_s:
             low = middle

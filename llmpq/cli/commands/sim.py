@@ -16,6 +16,11 @@ from llmpq.batching.workload_shift import (
     describe_shift,
     make_length_monitor,
 )
+from llmpq.cli.commands.sim_engine import (
+    add_engine_options,
+    refuse_engine_options,
+    run_engine,
+)
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.options import add_policy_options, prediction_of, schedule_of
 from llmpq.costmodel import build_costs
@@ -49,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--workload", metavar="FILE.json", help="equal requests that arrive at once")
     what.add_argument(
         "--trace",
-        metavar="FILE.csv",
-        help="CSV of arrival_s,prompt_tokens,new_tokens, or an Azure trace",
+        metavar="FILE",
+        help="CSV of arrival_s,prompt_tokens,new_tokens, an Azure trace, or Mooncake's JSONL",
     )
     what.add_argument(
         "--lengths", metavar="FILE.json", help="distribution of answer lengths to draw from"
@@ -67,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
         help="with --lengths: number of requests (default 1000)",
     )
     what.add_argument(
-        "--rate", type=float, metavar="PER_S", help="with --lengths: rate of Poisson arrivals"
+        "--rate",
+        type=float,
+        metavar="PER_S",
+        help="with --lengths: rate of Poisson arrivals; with --arrivals: mean rate",
     )
     what.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
     what.add_argument(
@@ -82,12 +90,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="rra: adjust the encoding frequency to the answer lengths, as llmpq-dist --replan",
     )
+    add_engine_options(parser)
     parser.add_argument("--trace_out", metavar="FILE.json", help="write the timeline for Perfetto")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strategy)
+    if options.engine:
+        costs = _costs(plan, options.profile)
+        return run_engine(options, plan, costs, _requests(options, plan))
+    refuse_engine_options(options)
     trace, skipped = fit_trace(_requests(options, plan), plan.workload, options.too_long)
     answers = [item.new_tokens for item in trace]
     schedule = schedule_of(options, plan, answers)

@@ -101,3 +101,53 @@ def test_what_does_not_fit_is_refused_skipped_or_cut(strategy, tmp_path, capsys)
 def test_mistakes_exit_with_2(strategy, options, message, capsys):
     assert sim(["--strategy", str(strategy), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_engine_serves_a_trace_at_several_rates(strategy, trace, capsys, tmp_path):
+    command = "--engine --scheduler larry --alpha 2 --token_budget 256 --num_blocks 400"
+    picture = tmp_path / "engine.png"
+    found = _run(
+        capsys,
+        *("--strategy", strategy, "--trace", trace, *command.split()),
+        *("--rate_scale", 0.5, 20, "--trace_slice", "10:50", "--plot", picture),
+    )
+    slow, fast = found["rates"]
+    assert (found["scheduler"], found["skipped"], found["num_blocks"]) == ("larry", 0, 400)
+    assert (slow["requests"], fast["requests"]) == (40, 40)
+    assert fast["requests_per_s"] == pytest.approx(40 * slow["requests_per_s"])
+    for name in ("time_to_first_token_s", "normalized_ttft_s", "total_generation_time_s"):
+        assert set(slow[name]) == {"mean", "p50", "p95", "p99"}
+        assert fast[name]["p95"] > slow[name]["p95"]
+    stages = json.loads(strategy.read_text())["stages"]
+    assert len(slow["busy_fractions"]) == len(stages)
+    assert picture.stat().st_size > 10_000
+
+
+def test_engine_finds_the_rate_of_a_bound(strategy, trace, capsys):
+    options = ("--strategy", strategy, "--trace", trace, "--engine", "--num_blocks", 30)
+    found = _run(capsys, *options, "--arrivals", "gamma", "--rate", 3, "--ttft_bound", 5)
+    scale = found["capacity"]["rate_scale"]
+    at = [_run(capsys, *options, "--arrivals", "gamma", "--rate", 3, "--rate_scale", scale * share)
+          for share in (1.0, 1.05)]  # fmt: skip
+    low, high = (one["rates"][0]["time_to_first_token_s"]["p95"] for one in at)
+    assert low <= 5 < high
+    assert sim([*map(str, options), "--ttft_bound", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "scheduler      fcfs, 1024 tokens a step, 30 KV blocks" in text
+    assert "capacity " in text
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        (["--scheduler", "spf"], "--scheduler: found without --engine"),
+        (["--engine", "--trace_slice", "5:5"], "expected some in the slice 5:5"),
+        (["--engine", "--arrivals", "poisson"], "found no rate, expected --rate"),
+        (["--engine", "--ttft_bound", "1"], "all arrive at once"),
+        (["--engine", "--num_blocks", "3"], "requests: found 16 of 16 too long"),
+        (["--engine", "--token_budget", "0"], "'token_budget': found 0"),
+    ],
+)
+def test_invalid_engine_options_are_named(strategy, capsys, options, found):
+    assert sim(["--strategy", str(strategy), *options]) == 2
+    assert found in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""``llmpq-sim --engine``: simulate an online engine on a strategy, at one rate or several."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.cli.common import print_json, progress_bar
+from llmpq.errors import SpecError
+from llmpq.sim.engine import simulate_engine
+from llmpq.sim.engine_costs import PlanEngineCosts
+from llmpq.sim.engine_report import EngineReport, capacity
+from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec.arrivals import ARRIVALS, draw_arrivals, with_arrivals
+from llmpq.spec.plan import Plan
+from llmpq.spec.trace import TraceRequest, fit_trace, scale_rate, slice_trace
+from llmpq.spec.workload import Workload
+from llmpq.units import MS, format_seconds
+
+BLOCK_SIZE = 16
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the engine's simulation."""
+    group = parser.add_argument_group("online engine: packed steps, paged memory, a queue")
+    group.add_argument(
+        "--engine",
+        action="store_true",
+        help="simulate the online engine instead of a batching policy",
+    )
+    group.add_argument(
+        "--scheduler",
+        choices=QUEUE_ORDERS,
+        default="fcfs",
+        help="order of the waiting queue (default fcfs)",
+    )
+    group.add_argument(
+        "--alpha",
+        type=float,
+        default=1.0,
+        help="larry: weight of a second of waiting (default 1; 0 is spf, above 1000 fcfs)",
+    )
+    group.add_argument(
+        "--unit",
+        type=float,
+        metavar="TOKENS",
+        help="larry: unit of prompt lengths (default: mean prompt so far)",
+    )
+    group.add_argument(
+        "--token_budget", type=int, default=1024, help="tokens of a step (default 1024)"
+    )
+    group.add_argument(
+        "--max_sequences", type=int, default=256, help="running sequences (default 256)"
+    )
+    group.add_argument(
+        "--num_blocks",
+        type=int,
+        help="KV blocks of 16 tokens (default: those of the strategy's slots)",
+    )
+    group.add_argument(
+        "--watermark",
+        type=float,
+        default=0.01,
+        help="share of the blocks that an admission leaves free (default 0.01)",
+    )
+    group.add_argument(
+        "--no_prefix_caching", action="store_true", help="do not reuse blocks of equal content"
+    )
+    group.add_argument(
+        "--max_tokens",
+        type=int,
+        metavar="N",
+        help="longest answer that a request allows (default: its answer), for no_preempt",
+    )
+    group.add_argument(
+        "--trace_slice",
+        type=_slice,
+        metavar="FIRST:END",
+        help="simulate these requests of the trace only",
+    )
+    group.add_argument(
+        "--arrivals",
+        choices=("trace", *ARRIVALS),
+        default="trace",
+        help="arrival times: those of the requests (default), or random ones at --rate",
+    )
+    group.add_argument(
+        "--cv", type=float, default=2.0, help="gamma: variation of the gaps (default 2)"
+    )
+    group.add_argument(
+        "--rate_scale",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="X",
+        help="simulate at these multiples of the rate (default 1)",
+    )
+    group.add_argument(
+        "--ttft_bound",
+        type=float,
+        metavar="S",
+        help="find the rate at which the 95th percentile of TTFT reaches this",
+    )
+    group.add_argument(
+        "--plot", metavar="FILE", help="draw TTFT and TGT over the rate, and their distributions"
+    )
+
+
+def refuse_engine_options(options: argparse.Namespace) -> None:
+    """Check that no option of the engine is given without ``--engine``.
+
+    Raises:
+        SpecError: names the first one that is.
+    """
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    for name, value in vars(parser.parse_args([])).items():
+        if getattr(options, name) != value:
+            raise SpecError(f"--{name}: found without --engine, expected both")
+
+
+def run_engine(
+    options: argparse.Namespace, plan: Plan, costs: PlanCosts, requests: Sequence[TraceRequest]
+) -> int:
+    """Simulate, print and draw; return the exit status."""
+    limits = _limits(options, plan)
+    order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
+    requests = _with_arrivals(options, requests)
+    room = limits.num_blocks * limits.block_size
+    fitting, skipped = fit_trace(
+        requests,
+        Workload(batch=1, prompt_tokens=max(1, room - 1), new_tokens=1),
+        options.too_long,
+    )
+    engine_costs = PlanEngineCosts(costs)
+
+    def play(scale: float) -> EngineReport:
+        with progress_bar(f"rate x {scale:.3g}") as show:
+            return simulate_engine(
+                engine_costs,
+                limits,
+                order,
+                scale_rate(fitting, scale),
+                max_tokens=options.max_tokens,
+                progress=show,
+            )
+
+    reports = {scale: play(scale) for scale in options.rate_scale}
+    rate = _rate(fitting)
+    record: dict[str, Any] = {
+        "scheduler": order.name,
+        "token_budget": limits.token_budget,
+        "num_blocks": limits.num_blocks,
+        "skipped": skipped,
+        "rates": [
+            {
+                "rate_scale": scale,
+                "requests_per_s": None if rate is None else scale * rate,
+                **report.to_json(),
+            }
+            for scale, report in reports.items()
+        ],
+    }
+    if options.ttft_bound is not None:
+        record["capacity"] = _capacity(play, options, rate)
+    if options.plot:
+        from llmpq.cli.engine_plots import draw_engine
+
+        draw_engine(reports, order.name, options.plot)
+    if options.json:
+        print_json(record)
+    else:
+        print(_text(record))
+    return 0
+
+
+def _slice(text: str) -> tuple[int, int | None]:
+    first, _, end = text.partition(":")
+    try:
+        return int(first or 0), int(end) if end else None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found '{text}', expected FIRST:END") from None
+
+
+def _limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
+    work = plan.workload
+    of_slots = work.batch * -(-work.max_context_tokens // BLOCK_SIZE)
+    return EngineLimits(
+        token_budget=options.token_budget,
+        max_sequences=options.max_sequences,
+        num_blocks=of_slots if options.num_blocks is None else options.num_blocks,
+        block_size=BLOCK_SIZE,
+        watermark=options.watermark,
+        prefix_caching=not options.no_prefix_caching,
+        steps_in_flight=len(plan.stages),
+    )
+
+
+def _with_arrivals(
+    options: argparse.Namespace, requests: Sequence[TraceRequest]
+) -> Sequence[TraceRequest]:
+    if options.trace_slice is not None:
+        requests = slice_trace(requests, *options.trace_slice)
+    if options.arrivals == "trace":
+        return requests
+    rate = options.rate or _rate(requests)
+    if rate is None:
+        raise SpecError(f"--arrivals {options.arrivals}: found no rate, expected --rate")
+    times = draw_arrivals(options.arrivals, len(requests), rate, cv=options.cv, seed=options.seed)
+    return with_arrivals(requests, times)
+
+
+def _rate(requests: Sequence[TraceRequest]) -> float | None:
+    """Return the mean rate of arrivals; ``None`` if all arrive at once."""
+    last_s = requests[-1].arrival_s
+    return len(requests) / last_s if last_s > 0 else None
+
+
+def _capacity(
+    play: Callable[[float], EngineReport], options: argparse.Namespace, rate: float | None
+) -> dict[str, float | None]:
+    if rate is None:
+        raise SpecError("--ttft_bound: found requests that all arrive at once, expected a rate")
+
+    def ttft_p95_s(scale: float) -> float:
+        figures: dict[str, float] = play(scale).to_json()["time_to_first_token_s"]
+        return figures["p95"]
+
+    scale = capacity(ttft_p95_s, options.ttft_bound, start=options.rate_scale[0])
+    return {
+        "ttft_p95_s": options.ttft_bound,
+        "rate_scale": scale,
+        "requests_per_s": None if scale is None else scale * rate,
+    }
+
+
+def _text(record: dict[str, Any]) -> str:
+    lines = [
+        f"scheduler      {record['scheduler']}, {record['token_budget']} tokens a step, "
+        f"{record['num_blocks']} KV blocks"
+    ]
+    for row in record["rates"]:
+        rate = row["requests_per_s"]
+        at = "all at once" if rate is None else f"{rate:.3g} requests/s"
+        lines += [
+            f"rate           x {row['rate_scale']:g}, {at}"
+            + (f" ({record['skipped']} requests left out)" if record["skipped"] else ""),
+            f"  throughput   {row['throughput_tokens_per_s']:.1f} tokens/s, "
+            f"{row['throughput_requests_per_s']:.3g} requests/s",
+            f"  TTFT         {_times(row['time_to_first_token_s'])}",
+            "  TTFT a token "
+            + ", ".join(
+                f"{name} {value / MS:.3g} ms" for name, value in row["normalized_ttft_s"].items()
+            ),
+            f"  TGT          {_times(row['total_generation_time_s'])}",
+            f"  per token    {_times(row['time_per_token_s'])}",
+            f"  preempted    {row['preemption_rate']:.2%} of requests; "
+            f"{row['prefix_cache_hit_rate']:.1%} of prompt tokens found in the cache",
+        ]
+    if "capacity" in record:
+        found = record["capacity"]
+        rate = found["requests_per_s"]
+        text = "not found" if rate is None else f"{rate:.3g} requests/s"
+        lines.append(f"capacity       {text} with p95 TTFT {format_seconds(found['ttft_p95_s'])}")
+    return "\n".join(lines)
+
+
+def _times(found: dict[str, float]) -> str:
+    return ", ".join(f"{name} {format_seconds(value)}" for name, value in found.items())
