@@ -13,7 +13,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from llmpq import __version__
-from llmpq.server.errors import ApiError, as_api_error, bad_request, error_response, json_response
+from llmpq.server.errors import (
+    ApiError,
+    as_api_error,
+    bad_request,
+    error_response,
+    json_response,
+    validation_error,
+)
 from llmpq.server.metrics import CONTENT_TYPE
 from llmpq.server.protocol import (
     ChatCompletionRequest,
@@ -69,7 +76,18 @@ def build_app(
         api_keys: accepted keys; without any, no key is asked for.
     """
     app = FastAPI(
-        title="llmpq", version=__version__, docs_url=None, redoc_url=None, responses=_ERRORS
+        title="llmpq",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
     )
     _add_error_handlers(app)
     _add_generation(app, service)
@@ -201,7 +219,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
-        return error_response(_validation_error(error))
+        return error_response(validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> Response:
@@ -212,12 +230,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_other_error(_: Request, error: Exception) -> Response:
         return error_response(as_api_error(error))
-
-
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """Return a message with the first wrong field; the values of a request are left out."""
-    found = error.errors()[0]
-    place = [str(item) for item in found.get("loc", ()) if item != "body"]
-    field = ".".join(place) or None
-    message = str(found.get("msg", "")).removeprefix("Value error, ")
-    return bad_request(f"{field}: {message}" if field else message, field)

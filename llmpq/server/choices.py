@@ -17,7 +17,7 @@ from typing import Protocol
 from llmpq.dist.io.detokenizer import Detokenizer
 from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
-from llmpq.errors import StageError
+from llmpq.errors import LlmpqError, StageError
 from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.server.translate import EncodedPrompt, Work
 
@@ -98,7 +98,7 @@ class ChoiceRun:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished = work.num_choices
-        self._error: BaseException | None = None
+        self._error: LlmpqError | None = None
 
     async def __aenter__(self) -> ChoiceRun:
         """Start the answers."""
@@ -116,6 +116,11 @@ class ChoiceRun:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fail(self, error: LlmpqError) -> None:
+        """End all answers with an error."""
+        self._error = error
+        self._changed.set()
 
     async def pieces(self) -> AsyncGenerator[dict[int, Piece], None]:
         """Yield the new pieces of all answers that have any, until all answers are finished.
@@ -147,10 +152,13 @@ class ChoiceRun:
                     reason = piece.finish_reason
                     self._unfinished -= 1
                 self._changed.set()
+        except LlmpqError as error:
+            reason = "error"
+            self.fail(error)
         except Exception as error:
             reason = "error"
-            self._error = error
-            self._changed.set()
+            self.fail(StageError(type(error).__name__))
+            raise
         finally:
             observer.finished(reason)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -62,6 +62,16 @@ class ApiError(LlmpqError):
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """Return the error of a request that can never be served."""
     return ApiError(400, message, param=param)
+
+
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Return the first of pydantic's errors; the values of a request are left out."""
+    found = errors[0]
+    if found["type"] == "json_invalid":
+        return bad_request("The body is not JSON.")
+    field = ".".join(str(item) for item in found["loc"] if item != "body") or None
+    message = str(found["msg"]).removeprefix("Value error, ")
+    return bad_request(f"{field}: {message}" if field else message, field)
 
 
 def as_api_error(error: BaseException) -> ApiError:

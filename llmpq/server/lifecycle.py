@@ -258,7 +258,6 @@ class _Life:
             is_drained = await self._drain(service)
         finally:
             server.should_exit = True
-            server.force_exit = self._stop_now.is_set()
             await serving
         if service.engine.error is not None:
             raise _as_stage_error(service.engine.error)
@@ -286,7 +285,9 @@ class _Life:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_now.wait(), POLL_S)
-        return admission.num_choices == 0
+        is_drained = admission.num_choices == 0
+        service.abort_all()  # streams end with a reason
+        return is_drained
 
 
 class _Server(uvicorn.Server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmpq.dist.io.generation import EngineClient
@@ -38,12 +38,19 @@ class Service:
         model: of the engine.
         admission: limits and counts.
         metrics: of the server.
+        runs: requests that are being answered.
     """
 
     engine: EngineClient
     model: ServedModel
     admission: Admission
     metrics: ServerMetrics
+    runs: set[ChoiceRun] = field(default_factory=set)
+
+    def abort_all(self) -> None:
+        """End all requests with an error, because the server ends."""
+        for run in self.runs:
+            run.fail(ApiError(503, "The server is shutting down."))
 
     def check_engine(self) -> None:
         """Check that the engine can ever answer.
@@ -159,7 +166,11 @@ class Generation:
             async with ChoiceRun(
                 service.engine, self._work, tokenizer, engine_id, observers
             ) as run:
-                yield run
+                service.runs.add(run)
+                try:
+                    yield run
+                finally:
+                    service.runs.discard(run)
 
     def _event(self, index: int, piece: Piece, options: StreamOptions) -> bytes:
         piece = self._without_tokens(piece)

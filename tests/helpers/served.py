@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -17,6 +16,7 @@ from helpers.fake_engine import FakeEngine
 
 from llmpq.server.admission import Admission, AdmissionLimits
 from llmpq.server.app import build_app
+from llmpq.server.lifecycle import listen
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.service import Service
 from llmpq.server.tokenizer import ServerTokenizer
@@ -98,7 +98,6 @@ def serving(
 ) -> Iterator[Served]:
     """Run a server in a thread."""
     limits = limits or TransportLimits()
-    sock = socket.create_server(("127.0.0.1", 0), backlog=512)
     config = uvicorn.Config(
         build_app(service, limits, api_keys),
         http=bounded_protocol(limits),
@@ -111,17 +110,20 @@ def serving(
     loops: list[asyncio.AbstractEventLoop] = []
     is_up = threading.Event()
 
-    async def run() -> None:
-        loops.append(asyncio.get_running_loop())
-        is_up.set()
-        await server.serve([sock])
+    with listen("127.0.0.1", 0) as sock:
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
-    thread.start()
-    is_up.wait(10)
-    try:
-        yield Served(service, sock.getsockname()[1], loops[0])
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+        async def run() -> None:
+            loops.append(asyncio.get_running_loop())
+            is_up.set()
+            await server.serve([sock])
+
+        sock.listen(512)
+        thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+        thread.start()
+        is_up.wait(10)
+        try:
+            yield Served(service, sock.getsockname()[1], loops[0])
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(10)
+            assert not thread.is_alive()

@@ -136,7 +136,7 @@ def sort_prompts(path: str | Path) -> tuple[list[Prompt], list[SpecError]]:
     prompts: list[Prompt] = []
     refused: list[SpecError] = []
     first_line: dict[RequestId, int] = {}
-    for number, line in _lines(path):
+    for number, line in lines_of(path):
         try:
             fields = parse_line(path, number, line)
             prompt = prompt_from_fields(fields)
@@ -228,7 +228,8 @@ def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of every line that is not blank."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, Any, Literal, cast
 
 from llmpq.dist.io.prompts import RequestId, parse_line, request_id, token_ids_of
 from llmpq.errors import SpecError, StageError
@@ -35,18 +36,19 @@ class Result:
     finish_reason: FinishReason
 
 
-class ResultWriter(contextlib.AbstractContextManager["ResultWriter"]):
-    """Appends results to a file; each is handed to the operating system before the next is made.
+class LineWriter(contextlib.AbstractContextManager["LineWriter"]):
+    """Appends JSON objects to a file; each is handed to the operating system before the next.
 
-    With ``resume`` the file keeps what an earlier run wrote, except a last line that was cut short.
+    The file keeps its lines, except a last one that was cut short.
 
-    Attributes:
-        done: ids of the results that the file held before.
+    Args:
+        path: the file, in an existing or a new directory.
+        done: ids of the lines that it holds.
     """
 
-    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+    def __init__(self, path: str | Path, done: Iterable[RequestId] = ()) -> None:
         self._path = Path(path)
-        self.done: frozenset[RequestId] = frozenset(finished_ids(self._path, resume=resume))
+        self.done: frozenset[RequestId] = frozenset(done)
         self._written = set(self.done)
         self._error: StageError | None = None
         try:
@@ -57,12 +59,13 @@ class ResultWriter(contextlib.AbstractContextManager["ResultWriter"]):
         except OSError as error:
             raise SpecError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write(self, result: Result) -> None:
-        """Append one result; ``StageError`` if the file cannot grow, which then takes no other."""
-        assert result.id not in self._written, f"request {result.id!r} was answered twice"
+    def write_line(self, id: RequestId, value: dict[str, Any]) -> None:
+        """Append one line; ``StageError`` if the file cannot grow, which then takes no other."""
+        assert id not in self._written, f"request {id!r} was answered twice"
         if self._error is not None:
             raise self._error
-        line = json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(value, ensure_ascii=False)
+        line = text.encode("utf-8", "backslashreplace") + b"\n"  # escapes lone surrogates
         rest = memoryview(line)
         try:
             while rest:
@@ -77,30 +80,51 @@ class ResultWriter(contextlib.AbstractContextManager["ResultWriter"]):
                 self._file.truncate(self._end)
             raise self._error from None
         self._end += len(line)
-        self._written.add(result.id)
+        self._written.add(id)
 
     def __exit__(self, *error: object) -> None:
         """Close the file."""
         self._file.close()
 
 
-def finished_ids(path: str | Path, *, resume: bool) -> list[RequestId]:
-    """Return the ids of a result file; ``SpecError`` if it holds some and is not to resume."""
+class ResultWriter(LineWriter):
+    """Appends results to a file; with ``resume`` it keeps what an earlier run wrote."""
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        super().__init__(path, finished_ids(path, resume=resume))
+
+    def write(self, result: Result) -> None:
+        """Append one result, as :meth:`LineWriter.write_line`."""
+        self.write_line(result.id, asdict(result))
+
+
+def finished_ids(path: str | Path, *, resume: bool, id_field: str = "id") -> list[RequestId]:
+    """Return the ids of a result file; ``SpecError`` if it holds some and is not to resume.
+
+    Args:
+        path: of results, or of other lines with an id.
+        resume: whether the file may hold something.
+        id_field: name of the field with the id; results have ``id``.
+    """
     path = Path(path)
     if not path.exists() or (path.is_file() and path.stat().st_size == 0):
         return []
     if not resume:
         raise SpecError(f"{path}: already exists; expected a new file, or --resume to continue it")
-    return [result.id for result in read_results(path)]
+    if id_field == "id":
+        return [result.id for result in read_results(path)]
+    return [fields.text(id_field) for fields in _fields_of(path)]
 
 
 def read_results(path: str | Path) -> list[Result]:
     """Read a result file; a last line without its end is left out."""
-    path = Path(path)
-    lines = enumerate(_whole_lines(path).split(b"\n"), start=1)
-    return [
-        result_from_fields(parse_line(path, number, line)) for number, line in lines if line.strip()
-    ]
+    return [result_from_fields(fields) for fields in _fields_of(Path(path))]
+
+
+def _fields_of(path: Path) -> Iterator[Fields]:
+    for number, line in enumerate(_whole_lines(path).split(b"\n"), start=1):
+        if line.strip():
+            yield parse_line(path, number, line)
 
 
 def result_from_fields(fields: Fields) -> Result:

@@ -1,0 +1,107 @@
+"""Cases that schemathesis makes from OpenAI's specification and from the server's own.
+
+``openai_operations.json`` is cut from OpenAI's specification (MIT License); it says from which
+version. In all 2,000 cases no answer is an error of the server, and answers to accepted requests
+have the form that the specification states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from helpers.fake_engine import FakeEngine
+from helpers.served import Served, make_service, serving
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance
+
+from llmpq.server.app import build_app
+
+OPERATIONS = Path(__file__).with_name("openai_operations.json")
+CASES = {
+    ("openai", "POST /v1/completions"): 500,
+    ("openai", "POST /v1/chat/completions"): 300,
+    ("openai", "GET /v1/models/{model}"): 200,
+    ("own", "POST /v1/completions"): 200,
+    ("own", "POST /v1/chat/completions"): 100,
+    ("own", "POST /tokenize"): 350,
+    ("own", "POST /detokenize"): 350,
+}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    engine = FakeEngine(max_model_len=256, script=[300, 400, 500, 301, 401])
+    with serving(make_service(engine)) as server:
+        yield server
+
+
+def with_model(value: Any) -> Any:
+    """Return a specification whose requests name the model that is served, where they name one."""
+    if isinstance(value, list):
+        return [with_model(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: with_model(item) for name, item in value.items()}
+    properties = found.get("properties", {})
+    if "model" in properties and "object" not in properties:
+        properties["model"] = {"type": "string", "enum": ["demo"]}
+    return found
+
+
+@cache
+def operations(source: str) -> dict[str, Any]:
+    if source == "openai":
+        raw = json.loads(OPERATIONS.read_text(encoding="utf-8"))
+    else:
+        raw = asyncio.run(own_specification())
+    schema = schemathesis.openapi.from_dict(with_model(raw))
+    return {found.ok().label: found.ok() for found in schema.get_all_operations()}
+
+
+async def own_specification() -> dict[str, Any]:
+    app = build_app(make_service(FakeEngine()))
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        return (await client.get("/openapi.json")).json()
+
+
+def test_number_of_cases():
+    assert sum(CASES.values()) == 2000
+
+
+@pytest.mark.parametrize(("source", "label"), list(CASES), ids=lambda text: text.split("/")[-1])
+def test_no_case_is_an_error_of_the_server(served, source, label):
+    operation = operations(source)[label]
+    seen: list[int] = []
+    with requests.Session() as session:
+
+        @settings(
+            max_examples=CASES[source, label],
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def run(case):
+            answer = case.call(base_url=served.url, session=session)
+            seen.append(answer.status_code)
+            is_json = answer.headers.get("content-type", [""])[0].startswith("application/json")
+            checks = [not_a_server_error]
+            if answer.status_code == 200 and is_json:
+                checks.append(response_schema_conformance)
+            case.validate_response(answer, checks=checks)
+
+        run()
+    assert len(seen) >= 0.9 * CASES[source, label]
+    assert 200 in seen or "{model}" in label
+    assert served.service.admission.num_choices == 0

@@ -1,0 +1,163 @@
+"""Chat templates are rendered as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.served import DEMO
+from transformers import AutoTokenizer
+
+from llmpq.dist.io.export_tokenizer import export_tokenizer
+from llmpq.server.chat_template import ChatTemplate
+from llmpq.server.errors import ApiError
+from llmpq.server.tokenizer import ServerTokenizer, load_server_tokenizer
+
+CHAT_ML = """{%- for message in messages %}
+    {%- if loop.first and message['role'] != 'system' %}
+        {{- bos_token }}<|im_start|>system\nBe brief.<|im_end|>\n
+    {%- endif %}
+    <|im_start|>{{ message['role'] }}
+{{ message['content'] | trim }}<|im_end|>
+{% endfor %}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+WITH_NAMESPACE = """{% set ns = namespace(count=0) %}{% for message in messages %}
+{%- if message.role == 'skip' %}{% continue %}{% endif %}
+{%- set ns.count = ns.count + 1 %}{{ ns.count }}:
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+{%- elif message.reasoning_content is defined %}({{ message.reasoning_content }})
+{{- message.content }}
+{%- else %}{{ message.content }}{% endif %}
+{% endfor %}{{ dict(a=1) | tojson }}{{ extra | default('none') }}{{ eos_token }}"""
+STRICT = """{% if messages[0].role != 'user' %}{{ raise_exception('Only users begin') }}{% endif %}
+{%- for message in messages %}{{ message.content }}{% if message.tool_calls %}
+{{- message.tool_calls[0].function.arguments.x }}{% endif %}{% endfor %}"""
+CHATS = [
+    [{"role": "user", "content": " Hi <b> & 漢字 "}],
+    [
+        {"role": "system", "content": "Sys"},
+        {"role": "user", "content": "a\nb", "name": None},
+        {"role": "assistant", "content": "c", "reasoning": "because"},
+        {"role": "user", "content": "d", "thinking": "hm"},
+        {"role": "skip", "content": "e"},
+    ],
+    [
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
+        },
+    ],
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO, local_files_only=True)
+
+
+def render_both(tokenizer, template, messages, **options) -> tuple[str, str]:
+    """Return the prompt of transformers and that of the server, or their errors."""
+    continues = options.get("continue_final_message", False)
+    extra = options.pop("variables", {})
+    try:
+        theirs = tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            tokenize=False,
+            **{"add_generation_prompt": not continues, **options, **extra},
+        )
+    except Exception as error:
+        theirs = type(error).__name__
+    ours = ChatTemplate(template, tokenizer.special_tokens_map)
+    try:
+        mine = ours.render(
+            messages,
+            **{"add_generation_prompt": not continues, **options},
+            variables=extra,
+        )
+    except ApiError:
+        mine = theirs if theirs.isidentifier() else "error"
+    return theirs, mine
+
+
+@pytest.mark.parametrize("template", [CHAT_ML, WITH_NAMESPACE, STRICT])
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tools": TOOLS},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+        {"variables": {"extra": "more", "bos_token": "<other>"}},
+    ],
+)
+def test_prompt_equals_that_of_transformers(tokenizer, template, messages, options):
+    theirs, mine = render_both(tokenizer, template, messages, **options)
+    assert mine == theirs
+
+
+def test_templates_by_name_prefer_that_for_tools():
+    template = ChatTemplate({"default": "plain", "tool_use": "tools"}, {})
+    assert template.render([{"role": "user", "content": "x"}]) == "plain"
+    assert template.render([{"role": "user", "content": "x"}], tools=TOOLS) == "tools"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages.__class__.__mro__ }}", "rejects"),
+        ("{{ ''.__class__.__base__ }}", "rejects"),
+        ("{% set ns = namespace(__init__=1) %}", "rejects"),
+        ("{{ messages.append(1) }}", "rejects"),
+        ("{{ raise_exception('not like this') }}", "not like this"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[9].content.x }}", "rejects"),
+    ],
+)
+def test_template_that_fails_is_a_bad_request(template, message):
+    with pytest.raises(ApiError, match=message) as raised:
+        ChatTemplate(template, {}).render([{"role": "user", "content": "x"}])
+    assert raised.value.status == 400
+
+
+def test_no_template_is_a_bad_request():
+    with pytest.raises(ApiError, match="no chat template"):
+        ChatTemplate(None, {}).render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, tokenizer, place):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(DEMO / name, tmp_path / name)
+    write_template(tmp_path, place)
+    made = load_server_tokenizer(tmp_path) if place.endswith("jinja") else in_process(tmp_path)
+    prompt = made.chat_template.render(CHATS[0])
+    assert prompt == tokenizer.apply_chat_template(
+        CHATS[0], chat_template=CHAT_ML, tokenize=False, add_generation_prompt=True
+    )
+    for text in ("Hello world", " é漢字👩‍🚀\n", "", "<s> x</s>"):
+        assert made.encode(text) == tokenizer(text)["input_ids"]
+        bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert made.encode(text, add_special_tokens=False) == bare
+        assert made.decode(bare) == tokenizer.decode(bare, skip_special_tokens=True)
+
+
+def in_process(folder: Path) -> ServerTokenizer:
+    return ServerTokenizer(export_tokenizer(folder))
+
+
+def write_template(folder: Path, place: str) -> None:
+    path = folder / place
+    if place.endswith(".jinja"):
+        path.write_text(CHAT_ML, encoding="utf-8")
+    else:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps(config | {"chat_template": CHAT_ML}), encoding="utf-8")
