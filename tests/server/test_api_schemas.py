@@ -89,6 +89,7 @@ def test_no_case_is_an_error_of_the_server(served, source, label):
             max_examples=CASES[source, label],
             derandomize=True,
             database=None,
+            deadline=None,
             suppress_health_check=list(HealthCheck),
         )
         @given(case=operation.as_strategy())
