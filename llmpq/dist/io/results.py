@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, Self, cast
 
 from llmpq.dist.io.prompts import RequestId, parse_line, request_id, token_ids_of
 from llmpq.errors import SpecError, StageError
@@ -36,7 +36,7 @@ class Result:
     finish_reason: FinishReason
 
 
-class LineWriter(contextlib.AbstractContextManager["LineWriter"]):
+class LineWriter:
     """Appends JSON objects to a file; each is handed to the operating system before the next.
 
     The file keeps its lines, except a last one that was cut short.
@@ -81,6 +81,10 @@ class LineWriter(contextlib.AbstractContextManager["LineWriter"]):
             raise self._error from None
         self._end += len(line)
         self._written.add(id)
+
+    def __enter__(self) -> Self:
+        """Return itself; the file is open since construction."""
+        return self
 
     def __exit__(self, *error: object) -> None:
         """Close the file."""
