@@ -89,6 +89,35 @@ def run_server(
             runner.run(_Life(options, keys, sock, on_ready).run(start_engine, load_tokenizer))
 
 
+def make_service(
+    engine: EngineClient,
+    tokenizer: ServerTokenizer | None,
+    model_dir: Path,
+    names: tuple[str, ...],
+    limits: AdmissionLimits | None = None,
+) -> Service:
+    """Return the service of a loaded engine.
+
+    Args:
+        engine: makes the tokens.
+        tokenizer: ``None`` for requests and answers without text.
+        model_dir: directory of the model.
+        names: of the model in requests and answers.
+        limits: on what may wait; none by default.
+    """
+    model = ServedModel(
+        names=names,
+        root=str(model_dir),
+        tokenizer=tokenizer,
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        created_s=int(time.time()),
+        default_sampling=default_sampling_of(model_dir),
+    )
+    admission = Admission(limits or AdmissionLimits())
+    return Service(engine, model, admission, ServerMetrics(names[0], engine, admission))
+
+
 @contextlib.contextmanager
 def listen(host: str, port: int) -> Iterator[socket.socket]:
     """Return a bound socket that sends small writes at once.
@@ -192,7 +221,9 @@ class _Life:
             raise
         try:
             tokenizer = await self._unless_stopped(tokenizer_task)
-            yield self._service(engine, tokenizer)
+            yield make_service(
+                engine, tokenizer, options.model_dir, options.names, options.admission
+            )
         finally:
             await engine.close()
 
@@ -209,21 +240,6 @@ class _Life:
             raise StoppedError("stopped while loading")
         finally:
             stop.cancel()
-
-    def _service(self, engine: EngineClient, tokenizer: ServerTokenizer | None) -> Service:
-        options = self._options
-        folder = options.model_dir
-        model = ServedModel(
-            names=options.names,
-            root=str(folder),
-            tokenizer=tokenizer,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.vocab_size,
-            created_s=int(time.time()),
-            default_sampling=default_sampling_of(folder),
-        )
-        admission = Admission(options.admission)
-        return Service(engine, model, admission, ServerMetrics(options.names[0], engine, admission))
 
     async def _serve(self, service: Service) -> None:
         options = self._options

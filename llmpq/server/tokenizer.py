@@ -79,11 +79,11 @@ class ServerTokenizer:
         return self.decode([token_id], skip_special_tokens=False)
 
 
-def load_server_tokenizer(model_dir: Path) -> ServerTokenizer:
-    """Return the tokenizer of a model directory.
+def load_server_tokenizer(model_dir: Path) -> ServerTokenizer | None:
+    """Return the tokenizer of a model directory, ``None`` if it has none.
 
     Raises:
-        SpecError: there is none, or it cannot be read.
+        SpecError: it cannot be read.
     """
     command = [sys.executable, "-P", "-m", "llmpq.dist.io.export_tokenizer", str(model_dir)]
     try:
@@ -97,4 +97,5 @@ def load_server_tokenizer(model_dir: Path) -> ServerTokenizer:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise SpecError(lines[-1] if lines else f"{model_dir}: the tokenizer cannot be read")
-    return ServerTokenizer(json.loads(done.stdout))
+    exported = json.loads(done.stdout)
+    return None if exported is None else ServerTokenizer(exported)

@@ -139,6 +139,7 @@ def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, to
         shutil.copy(DEMO / name, tmp_path / name)
     write_template(tmp_path, place)
     made = load_server_tokenizer(tmp_path) if place.endswith("jinja") else in_process(tmp_path)
+    assert made is not None
     prompt = made.chat_template.render(CHATS[0])
     assert prompt == tokenizer.apply_chat_template(
         CHATS[0], chat_template=CHAT_ML, tokenize=False, add_generation_prompt=True
@@ -151,7 +152,13 @@ def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, to
 
 
 def in_process(folder: Path) -> ServerTokenizer:
-    return ServerTokenizer(export_tokenizer(folder))
+    exported = export_tokenizer(folder)
+    assert exported is not None
+    return ServerTokenizer(exported)
+
+
+def test_model_without_tokenizer_files_has_none(tmp_path):
+    assert export_tokenizer(tmp_path) is None
 
 
 def write_template(folder: Path, place: str) -> None:

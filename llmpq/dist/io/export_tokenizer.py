@@ -14,15 +14,18 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from llmpq.dist.io.model_files import TOKENIZER_FILES
 from llmpq.errors import SpecError
 
 
-def export_tokenizer(model_dir: Path) -> dict[str, Any]:
-    """Return tokenizer, special tokens and chat template of a model directory.
+def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
+    """Return tokenizer, special tokens and chat template; ``None`` for a model without.
 
     Raises:
         SpecError: the tokenizer cannot be read, or has no form that the tokenizers library reads.
     """
+    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     except Exception as error:  # tokenizers raise many types

@@ -11,7 +11,7 @@ from llmpq.dist.io.prompts import Tokenizer
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 class _TransformersTokenizer:
@@ -31,7 +31,7 @@ class _TransformersTokenizer:
 
 def load_tokenizer(model_dir: Path) -> Tokenizer | None:
     """Return the directory's tokenizer, ``None`` if there is none."""
-    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
         return _TransformersTokenizer(
