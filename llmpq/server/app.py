@@ -190,7 +190,8 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/ping")
+    @app.post("/ping", include_in_schema=False)
     async def health() -> Response:
         """Answer 200 while new requests are served, 503 otherwise."""
         is_ready = service.engine.is_alive and not service.admission.is_draining

@@ -94,7 +94,7 @@ def test_no_case_is_an_error_of_the_server(served, source, label):
         )
         @given(case=operation.as_strategy())
         def run(case):
-            answer = case.call(base_url=served.url, session=session)
+            answer = case.call(base_url=served.url, session=session, timeout=60)
             seen.append(answer.status_code)
             is_json = answer.headers.get("content-type", [""])[0].startswith("application/json")
             checks = [not_a_server_error]
