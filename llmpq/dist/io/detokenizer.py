@@ -76,7 +76,7 @@ class Detokenizer:
     Args:
         decode: as for :class:`IncrementalDecoder`.
         stop: stop strings, none of them empty.
-        include_stop: whether the text ends with the stop string instead of before it.
+        include_stop: whether the stop string is part of the text.
         min_tokens: a stop string that is complete within the first tokens does not count.
 
     Attributes:
