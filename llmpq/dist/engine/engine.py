@@ -90,9 +90,7 @@ class RunningRequest:
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the answer is complete; ``None`` while it is not."""
-        if self.token_ids[-1] in self.request.stop_token_ids or self.sampling.is_complete:
-            return "stop"
-        return "length" if len(self.token_ids) == self.request.max_new_tokens else None
+        return self.sampling.finish_reason(self.request.max_new_tokens)
 
     def record(self, number: int, end_s: float) -> RequestRecord:
         """Return the record of the finished request."""

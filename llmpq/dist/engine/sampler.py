@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.dist.io.prompts import Request
+from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 
@@ -106,6 +107,12 @@ class SamplingState:
     def is_complete(self) -> bool:
         """Whether the form of the answer allows no further token."""
         return self._matcher is not None and self._matcher.is_complete
+
+    def finish_reason(self, max_tokens: int) -> FinishReason | None:
+        """Return why the answer is complete, ``None`` while it is not."""
+        if self.token_ids[-1] in self._stop_token_ids or self.is_complete:
+            return "stop"
+        return "length" if len(self.token_ids) == max_tokens else None
 
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""

@@ -1,0 +1,514 @@
+"""OnlineEngine: requests arrive while it runs; every step mixes decode rows and prompt chunks.
+
+One ``EngineScheduler`` decides the steps, here as in the simulator. A ``StepRunner`` computes them,
+several at once where the pipeline has several stages. The engine holds the tokens and samples. It
+keeps nothing that a restart needs: the client adds its unfinished requests again, with the tokens
+that it has.
+
+Shapes: R rows with an output, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmpq.batching.engine_scheduler import (
+    EngineLimits,
+    EngineRequest,
+    EngineScheduler,
+    EngineStep,
+    ScheduledChunk,
+)
+from llmpq.batching.queue_order import QueueOrder
+from llmpq.dist.engine.sampler import (
+    SampledToken,
+    Sampler,
+    SamplingState,
+    TokenMatcher,
+    prompt_logprobs,
+)
+from llmpq.dist.io.control_channel import Message
+from llmpq.dist.io.engine_messages import AddedRequest, added_from_json, output_to_json
+from llmpq.dist.io.generation import GenerationEnd, ServingStats, TokenOutput
+from llmpq.dist.io.sampling_params import TokenLogprobs
+from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.errors import CapacityError, LlmpqError, SpecError
+from llmpq.logging import get_logger
+
+STATS_PERIOD_S = 0.05
+"""How often changed counters are sent at most; less than the 0.1 s that load balancers assume."""
+MAX_IDLE_WAIT_S = 0.5
+COMPILE_POLL_S = 0.005
+Ids = NDArray[np.int64]
+_log = get_logger(__name__)
+
+
+class StepRow(NamedTuple):
+    """Tokens ``[first, length)`` of a sequence in a step; ``blocks`` hold those before, too."""
+
+    blocks: tuple[int, ...]
+    first: int
+    length: int
+
+
+class StepRunner(Protocol):
+    """Computes packed steps, in the order in which they are dispatched."""
+
+    def dispatch(self, token_ids: Ids, rows: Sequence[StepRow], outputs: Sequence[int]) -> None:
+        """Start a step.
+
+        Args:
+            token_ids: of all rows, one after the other.
+            rows: of the step.
+            outputs: rows whose last token's scores are wanted.
+
+        Raises:
+            StageError: a stage failed.
+        """
+        ...
+
+    def has_result(self) -> bool:
+        """Return whether :meth:`collect` would return or raise at once."""
+        ...
+
+    def await_result(self, longest_s: float) -> bool:
+        """Wait until :meth:`collect` would return or raise at once; return whether it would."""
+        ...
+
+    def collect(self) -> Tensor | None:
+        """Return the scores ``[R, V]`` of the oldest step, ``None`` where no row has an output.
+
+        Raises:
+            StageError: a stage failed or hangs.
+        """
+        ...
+
+    def check(self) -> None:
+        """Look whether all stages still work, while no step is in flight.
+
+        Raises:
+            StageError: why one of them does not.
+        """
+        ...
+
+
+class EngineChannel(Protocol):
+    """The engine's end of a control channel."""
+
+    def send(self, kind: str, **fields: object) -> None:
+        """Send a message; ``EOFError`` once the other end is closed."""
+        ...
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Return the next message, ``None`` when none arrives; ``EOFError`` after the last."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the model and the plan allow a request.
+
+    Attributes:
+        max_model_len: most tokens of prompt and answer together.
+        vocab_size: tokens are below this number.
+        eos_token_ids: the model's end tokens.
+        max_tokens: most new tokens of a request that asks for no number; ``None`` for as many as
+            fit.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_tokens: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Answer:
+    """An unfinished request.
+
+    Attributes:
+        tokens: prompt and answer.
+        prompt_logprobs: found so far, ``None`` when they are not asked for.
+    """
+
+    added: AddedRequest
+    tokens: list[int]
+    state: SamplingState
+    max_tokens: int
+    prompt_logprobs: list[TokenLogprobs] | None
+    num_cached_tokens: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.added.request.prompt_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dispatched:
+    """A step in flight; ``scored`` are the chunk of each output and the position of its token."""
+
+    step: EngineStep
+    scored: list[tuple[ScheduledChunk, int]]
+
+
+@dataclass(slots=True, kw_only=True)
+class _StepOutputs:
+    """What a completed step gives."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+    items: list[list[object]] = field(default_factory=list)
+
+
+class OnlineEngine:
+    """Serves the requests of a control channel until its other end is closed.
+
+    Args:
+        channel: where requests come from and tokens go to.
+        runner: computes the steps.
+        limits: of the scheduler.
+        order: of the waiting queue.
+        model: what a request may be.
+        grammars: compiles the forms of answers; ``None`` refuses requests that have one.
+        clock: seconds, for arrivals.
+    """
+
+    def __init__(  # noqa: PLR0913  the parts of an engine
+        self,
+        *,
+        channel: EngineChannel,
+        runner: StepRunner,
+        limits: EngineLimits,
+        order: QueueOrder,
+        model: ModelLimits,
+        grammars: GrammarCompiler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._runner = runner
+        self._limits = limits
+        self._model = model
+        self._grammars = grammars
+        self._clock = clock
+        self._start_s = clock()
+        self.scheduler = EngineScheduler(limits, order)
+        self._sampler = Sampler()
+        self._answers: dict[int, _Answer] = {}
+        self._numbers: dict[str, int] = {}
+        self._next_number = 0
+        self._in_flight: deque[_Dispatched] = deque()
+        self._compiling: dict[str, tuple[AddedRequest, Future[TokenMatcher]]] = {}
+        self._compilers = ThreadPoolExecutor(1, "llmpq grammar")
+        self._stats = ServingStats()
+        self._stats_s = -STATS_PERIOD_S
+
+    def run(self) -> None:
+        """Serve until the channel is closed; steps in flight are completed.
+
+        Raises:
+            LlmpqError: a stage failed.
+        """
+        try:
+            with contextlib.suppress(EOFError):
+                self._channel.send(
+                    "ready",
+                    max_model_len=self._model.max_model_len,
+                    vocab_size=self._model.vocab_size,
+                )
+                while True:
+                    self._step()
+                    self._send_stats()
+            while self._in_flight:
+                self._in_flight.popleft()
+                self._runner.collect()
+        finally:
+            self._compilers.shutdown(cancel_futures=True)
+
+    def _step(self) -> None:
+        """Complete a step that is back, or dispatch one, or wait."""
+        self._take_messages(0.0)
+        self._take_compiled()
+        if self._in_flight and self._runner.has_result():
+            self._complete()
+        elif self._dispatch():
+            pass
+        elif self._in_flight:
+            self._runner.await_result(STATS_PERIOD_S)
+        else:
+            self._runner.check()
+            is_quiet = self._stats == self._current_stats()
+            wait_s = MAX_IDLE_WAIT_S if is_quiet else STATS_PERIOD_S
+            self._take_messages(COMPILE_POLL_S if self._compiling else wait_s)
+
+    def _take_messages(self, wait_s: float) -> None:
+        message = self._channel.receive(wait_s)
+        while message is not None:
+            if message["kind"] == "add":
+                self._receive_request(message)
+            elif message["kind"] == "abort":
+                self._abort(message["id"])
+            message = self._channel.receive(0.0)
+
+    def _receive_request(self, message: Message) -> None:
+        try:
+            added = added_from_json(message)
+            form = added.request.sampling.structured_outputs
+            if form is None:
+                self._add(added, None)
+            elif self._grammars is None:
+                raise SpecError("structured_outputs: this engine has no tokenizer")
+            else:
+                future: Future[TokenMatcher] = self._compilers.submit(self._grammars.compile, form)
+                self._compiling[added.request.id] = (added, future)
+        except (SpecError, CapacityError) as error:
+            self._channel.send("refused", id=message["id"], message=str(error))
+
+    def _take_compiled(self) -> None:
+        """Add the requests whose forms are compiled."""
+        for id, (added, future) in list(self._compiling.items()):
+            if not future.done():
+                continue
+            del self._compiling[id]
+            try:
+                self._add(added, future.result())
+            except (SpecError, CapacityError) as error:
+                self._channel.send("refused", id=id, message=str(error))
+
+    def _add(self, added: AddedRequest, matcher: TokenMatcher | None) -> None:
+        """Queue a request.
+
+        Raises:
+            SpecError: it is not acceptable.
+            CapacityError: it does not fit into the KV memory.
+        """
+        request, params = added.request, added.request.sampling
+        if request.id in self._numbers:
+            raise SpecError(f"id: found {request.id!r} of an unfinished request, expected another")
+        max_tokens = new_tokens_of(added, self._model)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self._model.eos_token_ids
+        state = SamplingState(
+            params,
+            # Equal seeds give equal answers, whatever the id.
+            request=request.id if params.seed is None else "",
+            prompt_token_ids=request.prompt_token_ids,
+            stop_token_ids=stops,
+            matcher=matcher,
+            token_ids=added.token_ids,
+        )
+        number, self._next_number = self._next_number, self._next_number + 1
+        tokens = [*request.prompt_token_ids, *added.token_ids]
+        self.scheduler.add(
+            EngineRequest(
+                request=number,
+                token_ids=tuple(tokens),
+                prompt_tokens=len(tokens),
+                max_tokens=max_tokens - len(added.token_ids),
+                arrival_s=self._now_s(),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                skip_prefix_cache=added.needs_prompt_logprobs,
+            )
+        )
+        self._numbers[request.id] = number
+        self._answers[number] = _Answer(
+            added=added,
+            tokens=tokens,
+            state=state,
+            max_tokens=max_tokens,
+            prompt_logprobs=[] if added.needs_prompt_logprobs else None,
+        )
+
+    def _abort(self, id: str) -> None:
+        if self._compiling.pop(id, None) is not None:
+            return
+        number = self._numbers.pop(id, None)
+        if number is not None:
+            self.scheduler.abort(number)
+            del self._answers[number]
+
+    def _dispatch(self) -> bool:
+        """Dispatch the step that the scheduler decides; return whether there is one."""
+        step = self.scheduler.schedule(self._now_s())
+        if step is None:
+            return False
+        rows: list[StepRow] = []
+        token_ids: list[int] = []
+        outputs: list[int] = []
+        scored: list[tuple[ScheduledChunk, int]] = []
+        for chunk in step.chunks:
+            answer, end = self._answers[chunk.request], chunk.first + chunk.count
+            if answer.num_cached_tokens is None:
+                answer.num_cached_tokens = chunk.first
+            token_ids += answer.tokens[chunk.first : end]
+            for row, position in self._rows(chunk, answer):
+                if position is not None:
+                    outputs.append(len(rows))
+                    scored.append((chunk, position))
+                rows.append(row)
+        self._in_flight.append(_Dispatched(step, scored))
+        self._runner.dispatch(np.array(token_ids), rows, outputs)
+        return True
+
+    def _rows(self, chunk: ScheduledChunk, answer: _Answer) -> list[tuple[StepRow, int | None]]:
+        """Return the rows of a chunk, each with the position whose scores are wanted."""
+        last = chunk.first + chunk.count - 1
+        found = answer.prompt_logprobs
+        needed = answer.num_prompt_tokens - 1
+        if found is None or len(found) >= needed or chunk.first >= needed:
+            row = StepRow(chunk.blocks, chunk.first, last + 1)
+            return [(row, last if chunk.makes_token else None)]
+        # A stage returns the last token of a row: every position is a row of its own.
+        return [
+            (
+                StepRow(chunk.blocks, position, position + 1),
+                position if position < needed or chunk.makes_token else None,
+            )
+            for position in range(chunk.first, last + 1)
+        ]
+
+    def _complete(self) -> None:
+        """Complete the oldest step: the next token of every sequence whose chunk makes one."""
+        scores = self._runner.collect()
+        dispatched = self._in_flight.popleft()
+        # Sequences that were aborted meanwhile have no answer any more.
+        alive = [
+            (row, chunk, position)
+            for row, (chunk, position) in enumerate(dispatched.scored)
+            if chunk.request in self._answers
+        ]
+        last = [
+            (row, chunk.request)
+            for row, chunk, position in alive
+            if chunk.makes_token and position == chunk.first + chunk.count - 1
+        ]
+        found = _StepOutputs()
+        if scores is not None:
+            self._read_prompt_logprobs(scores, alive)
+            states = [self._answers[number].state for _, number in last]
+            rows = scores if len(last) == len(scores) else scores[[row for row, _ in last]]
+            for (_, number), token in zip(last, self._sampler.sample(rows, states), strict=True):
+                self._append(number, token, found)
+        self.scheduler.complete(dispatched.step.number, found.tokens, found.finished)
+        if found.items:
+            self._channel.send("tokens", outputs=found.items)
+
+    def _append(self, number: int, token: SampledToken, found: _StepOutputs) -> None:
+        """Add a new token to an answer, and end the answer where it is complete."""
+        answer = self._answers[number]
+        params = answer.added.request.sampling
+        reason: GenerationEnd | None = None
+        stop: int | None = None
+        if token.error is not None:
+            _log.warning("request %s: %s", answer.added.request.id, token.error)
+            reason = "error"
+        else:
+            answer.state.accept(token.token_id)
+            answer.tokens.append(token.token_id)
+            found.tokens[number] = token.token_id
+            reason = answer.state.finish_reason(answer.max_tokens)
+            if reason == "stop" and token.token_id in params.stop_token_ids:
+                stop = token.token_id
+        logprobs = answer.prompt_logprobs
+        output = TokenOutput(
+            token_ids=() if token.error is not None else (token.token_id,),
+            logprobs=None if token.logprobs is None else (token.logprobs,),
+            prompt_logprobs=None if logprobs is None else (None, *logprobs),
+            finish_reason=reason,
+            stop_reason=stop,
+            num_cached_tokens=answer.num_cached_tokens or 0,
+        )
+        answer.prompt_logprobs = None  # sent once
+        found.items.append(output_to_json(answer.added.request.id, output))
+        if reason is not None:
+            found.finished.append(number)
+            del self._answers[number]
+            del self._numbers[answer.added.request.id]
+
+    def _read_prompt_logprobs(
+        self, scores: Tensor, alive: Sequence[tuple[int, ScheduledChunk, int]]
+    ) -> None:
+        for row, chunk, position in alive:
+            answer = self._answers[chunk.request]
+            found, count = answer.prompt_logprobs, answer.added.request.sampling.prompt_logprobs
+            # A preempted prompt is computed again from its start.
+            if found is None or count is None or position != len(found):
+                continue
+            if position < answer.num_prompt_tokens - 1:
+                next_token = answer.tokens[position + 1]
+                found += prompt_logprobs(scores[row : row + 1], [next_token], count)
+
+    def _now_s(self) -> float:
+        return self._clock() - self._start_s
+
+    def _current_stats(self) -> ServingStats:
+        scheduler, limits = self.scheduler, self._limits
+        return ServingStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + len(self._compiling),
+            queued_tokens=scheduler.queued_tokens,
+            kv_cache_usage=1 - scheduler.free_blocks / limits.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+        )
+
+    def _send_stats(self) -> None:
+        """Send the counters where they changed, at a limited rate."""
+        now_s = self._now_s()
+        if now_s - self._stats_s < STATS_PERIOD_S:
+            return
+        self._stats_s = now_s
+        stats = self._current_stats()
+        if stats != self._stats:
+            self._stats = stats
+            self._channel.send("stats", stats=asdict(stats))
+
+
+def new_tokens_of(added: AddedRequest, model: ModelLimits) -> int:
+    """Return the most new tokens of a request, those that it has included.
+
+    Raises:
+        SpecError: it is not acceptable: no prompt, too long, or tokens outside the vocabulary.
+    """
+    request = added.request
+    request.sampling.check_tokens(model.vocab_size)
+    _check_prompt(request.prompt_token_ids, model)
+    room = model.max_model_len - len(request.prompt_token_ids)
+    asked = request.sampling.max_tokens or model.max_tokens or room
+    if request.sampling.max_tokens is None:
+        asked = min(asked, room)
+    if asked > room:
+        raise SpecError(
+            f"prompt: found {len(request.prompt_token_ids)} prompt tokens and {asked} new ones, "
+            f"expected together at most {model.max_model_len}"
+        )
+    if len(added.token_ids) >= asked:
+        raise LlmpqError(f"request {request.id}: found {len(added.token_ids)} of {asked} tokens")
+    return asked
+
+
+def _check_prompt(token_ids: Collection[int], model: ModelLimits) -> None:
+    if not 0 < len(token_ids) < model.max_model_len:
+        raise SpecError(
+            f"prompt: found {len(token_ids)} tokens, expected 1 to {model.max_model_len - 1}"
+        )
+    for token in token_ids:
+        if not 0 <= token < model.vocab_size:
+            raise SpecError(
+                f"prompt: found token {token}, expected tokens below the vocabulary of "
+                f"{model.vocab_size}"
+            )

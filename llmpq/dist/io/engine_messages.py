@@ -1,0 +1,98 @@
+"""Messages between ``AsyncEngine`` and the engine on the master, as fields of a control channel.
+
+To the engine: ``add`` (a request, with the tokens that its client has) and ``abort`` (``id``). From
+the engine: ``ready`` once all ranks are loaded, ``refused`` (``id``, ``message``) for a request
+that cannot be served, ``tokens`` (``outputs``) after a step, ``stats`` (``stats``) many times a
+second. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from llmpq.dist.io.generation import GenerationRequest, TokenOutput
+from llmpq.dist.io.sampling_params import (
+    SamplingParams,
+    TokenLogprobs,
+    logprobs_from_json,
+    logprobs_to_json,
+)
+from llmpq.spec.codec import from_json, to_json
+from llmpq.spec.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedRequest:
+    """A request, and where its answer goes on.
+
+    Attributes:
+        request: as the client made it.
+        token_ids: tokens of the answer that the client has; none but after a restart.
+        needs_prompt_logprobs: whether the client has not got the log probabilities of the prompt.
+    """
+
+    request: GenerationRequest
+    token_ids: tuple[int, ...] = ()
+    needs_prompt_logprobs: bool = False
+
+
+def added_to_json(added: AddedRequest) -> dict[str, Any]:
+    """Return the fields of a message ``add``."""
+    request = added.request
+    return {
+        "id": request.id,
+        "prompt_token_ids": request.prompt_token_ids,
+        "sampling_params": to_json(request.sampling),
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "token_ids": added.token_ids,
+        "needs_prompt_logprobs": added.needs_prompt_logprobs,
+    }
+
+
+def added_from_json(fields: dict[str, Any]) -> AddedRequest:
+    """Return the request of a message ``add``.
+
+    Raises:
+        SpecError: its sampling parameters are not acceptable.
+    """
+    sampling = Fields(fields["sampling_params"], "sampling_params")
+    return AddedRequest(
+        request=GenerationRequest(
+            id=fields["id"],
+            prompt_token_ids=tuple(fields["prompt_token_ids"]),
+            sampling=from_json(SamplingParams, sampling),
+            priority=fields["priority"],
+            cache_salt=fields["cache_salt"],
+        ),
+        token_ids=tuple(fields["token_ids"]),
+        needs_prompt_logprobs=fields["needs_prompt_logprobs"],
+    )
+
+
+def output_to_json(id: str, output: TokenOutput) -> list[Any]:
+    """Return an item of a message ``tokens``."""
+    return [
+        id,
+        output.token_ids,
+        logprobs_to_json(output.logprobs),
+        logprobs_to_json(output.prompt_logprobs),
+        output.finish_reason,
+        output.stop_reason,
+        output.num_cached_tokens,
+    ]
+
+
+def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
+    """Return the request's id and the output of an item of a message ``tokens``."""
+    id, token_ids, logprobs, prompt_logprobs, finish_reason, stop_reason, cached = item
+    return id, TokenOutput(
+        token_ids=tuple(token_ids),
+        logprobs=cast("tuple[TokenLogprobs, ...] | None", logprobs_from_json(logprobs)),
+        prompt_logprobs=logprobs_from_json(prompt_logprobs),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        num_cached_tokens=cached,
+    )

@@ -1,0 +1,79 @@
+"""A step runner whose KV blocks hold token ids: it shows what a block table really leads to."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from helpers.tiny_models import load_reference
+
+from llmpq.dist.engine.online import StepRow
+from llmpq.errors import StageError
+
+
+class BlockSteps:
+    """Computes the scores of a row from the tokens in its blocks, with transformers' own model.
+
+    A block that has two owners, is stale or was never written gives other tokens, and other
+    answers. Steps are computed when they are collected, in the order of dispatch.
+    """
+
+    def __init__(self, model_dir: Path, num_blocks: int, block_size: int, most: int = 1) -> None:
+        self.model = load_reference(model_dir)
+        self.block_size = block_size
+        self.cells = np.full((num_blocks, block_size), -1)
+        self.most = most
+        self.steps: deque[tuple[list[list[int]], Sequence[int]]] = deque()
+        self.delay = 0  # calls of has_result before a step is back
+        self.waits = 0
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+        self.fails_at: int | None = None
+        self.dispatched = 0
+        self.most_in_flight = 0
+
+    def dispatch(self, token_ids: np.ndarray, rows: Sequence[StepRow], outputs) -> None:
+        self.dispatched += 1
+        if self.fails_at == self.dispatched:
+            raise StageError("stage 1: was ended by SIGKILL")
+        assert len(self.steps) < self.most
+        assert sum(row.length - row.first for row in rows) == len(token_ids)
+        start = 0
+        for row in rows:  # all keys and values are written before any row attends
+            for position in range(row.first, row.length):
+                block = row.blocks[position // self.block_size]
+                self.cells[block, position % self.block_size] = token_ids[start]
+                start += 1
+        contexts = []
+        for row in rows:
+            held = self.cells[list(row.blocks)].reshape(-1)[: row.length]
+            contexts.append([int(token) for token in held])
+        self.steps.append((contexts, list(outputs)))
+        self.most_in_flight = max(self.most_in_flight, len(self.steps))
+        self.waits = self.delay
+
+    def has_result(self) -> bool:
+        self.waits -= 1
+        return bool(self.steps) and self.waits < 0
+
+    def await_result(self, _: float) -> bool:
+        self.waits = 0
+        return True
+
+    def collect(self) -> torch.Tensor | None:
+        contexts, outputs = self.steps.popleft()
+        scores = [self.scores(tuple(contexts[row])) for row in outputs]
+        return torch.stack(scores) if scores else None
+
+    def check(self) -> None:
+        assert not self.steps
+
+    def scores(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        if tokens not in self.known:
+            with torch.inference_mode():
+                found = self.model(torch.tensor([tokens])).logits[0].float()
+            for end in range(1, len(tokens) + 1):
+                self.known.setdefault(tokens[:end], found[end - 1])
+        return self.known[tokens]
