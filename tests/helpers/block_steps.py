@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from helpers.tiny_models import load_reference
 
-from llmpq.dist.engine.online import StepRow
+from llmpq.dist.engine.packed_steps import StepRow
 from llmpq.errors import StageError
 
 

@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.batching.engine_scheduler import (
@@ -30,6 +29,7 @@ from llmpq.batching.engine_scheduler import (
     ScheduledChunk,
 )
 from llmpq.batching.queue_order import QueueOrder
+from llmpq.dist.engine.packed_steps import StepRow, StepRunner
 from llmpq.dist.engine.sampler import (
     SampledToken,
     Sampler,
@@ -38,68 +38,24 @@ from llmpq.dist.engine.sampler import (
     prompt_logprobs,
 )
 from llmpq.dist.io.control_channel import Message
-from llmpq.dist.io.engine_messages import AddedRequest, added_from_json, output_to_json
+from llmpq.dist.io.engine_messages import (
+    AddedRequest,
+    ModelLimits,
+    added_from_json,
+    new_tokens_of,
+    output_to_json,
+)
 from llmpq.dist.io.generation import GenerationEnd, ServingStats, TokenOutput
 from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
-from llmpq.errors import CapacityError, LlmpqError, SpecError
+from llmpq.errors import CapacityError, SpecError
 from llmpq.logging import get_logger
 
 STATS_PERIOD_S = 0.05
 """How often changed counters are sent at most; less than the 0.1 s that load balancers assume."""
 MAX_IDLE_WAIT_S = 0.5
 COMPILE_POLL_S = 0.005
-Ids = NDArray[np.int64]
 _log = get_logger(__name__)
-
-
-class StepRow(NamedTuple):
-    """Tokens ``[first, length)`` of a sequence in a step; ``blocks`` hold those before, too."""
-
-    blocks: tuple[int, ...]
-    first: int
-    length: int
-
-
-class StepRunner(Protocol):
-    """Computes packed steps, in the order in which they are dispatched."""
-
-    def dispatch(self, token_ids: Ids, rows: Sequence[StepRow], outputs: Sequence[int]) -> None:
-        """Start a step.
-
-        Args:
-            token_ids: of all rows, one after the other.
-            rows: of the step.
-            outputs: rows whose last token's scores are wanted.
-
-        Raises:
-            StageError: a stage failed.
-        """
-        ...
-
-    def has_result(self) -> bool:
-        """Return whether :meth:`collect` would return or raise at once."""
-        ...
-
-    def await_result(self, longest_s: float) -> bool:
-        """Wait until :meth:`collect` would return or raise at once; return whether it would."""
-        ...
-
-    def collect(self) -> Tensor | None:
-        """Return the scores ``[R, V]`` of the oldest step, ``None`` where no row has an output.
-
-        Raises:
-            StageError: a stage failed or hangs.
-        """
-        ...
-
-    def check(self) -> None:
-        """Look whether all stages still work, while no step is in flight.
-
-        Raises:
-            StageError: why one of them does not.
-        """
-        ...
 
 
 class EngineChannel(Protocol):
@@ -112,24 +68,6 @@ class EngineChannel(Protocol):
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Return the next message, ``None`` when none arrives; ``EOFError`` after the last."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelLimits:
-    """What the model and the plan allow a request.
-
-    Attributes:
-        max_model_len: most tokens of prompt and answer together.
-        vocab_size: tokens are below this number.
-        eos_token_ids: the model's end tokens.
-        max_tokens: most new tokens of a request that asks for no number; ``None`` for as many as
-            fit.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int] = frozenset()
-    max_tokens: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -476,39 +414,3 @@ class OnlineEngine:
         if stats != self._stats:
             self._stats = stats
             self._channel.send("stats", stats=asdict(stats))
-
-
-def new_tokens_of(added: AddedRequest, model: ModelLimits) -> int:
-    """Return the most new tokens of a request, those that it has included.
-
-    Raises:
-        SpecError: it is not acceptable: no prompt, too long, or tokens outside the vocabulary.
-    """
-    request = added.request
-    request.sampling.check_tokens(model.vocab_size)
-    _check_prompt(request.prompt_token_ids, model)
-    room = model.max_model_len - len(request.prompt_token_ids)
-    asked = request.sampling.max_tokens or model.max_tokens or room
-    if request.sampling.max_tokens is None:
-        asked = min(asked, room)
-    if asked > room:
-        raise SpecError(
-            f"prompt: found {len(request.prompt_token_ids)} prompt tokens and {asked} new ones, "
-            f"expected together at most {model.max_model_len}"
-        )
-    if len(added.token_ids) >= asked:
-        raise LlmpqError(f"request {request.id}: found {len(added.token_ids)} of {asked} tokens")
-    return asked
-
-
-def _check_prompt(token_ids: Collection[int], model: ModelLimits) -> None:
-    if not 0 < len(token_ids) < model.max_model_len:
-        raise SpecError(
-            f"prompt: found {len(token_ids)} tokens, expected 1 to {model.max_model_len - 1}"
-        )
-    for token in token_ids:
-        if not 0 <= token < model.vocab_size:
-            raise SpecError(
-                f"prompt: found token {token}, expected tokens below the vocabulary of "
-                f"{model.vocab_size}"
-            )

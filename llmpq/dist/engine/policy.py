@@ -1,5 +1,7 @@
 """The batching policy of a run: the requested one, else the strategy's own, else hybrid.
 
+An engine that serves requests as they arrive has limits instead.
+
 Needs no torch, so that a command can check a schedule before it starts a rank.
 """
 
@@ -7,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
+from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
+from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.length import Prediction, make_predictor
+from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.schedule import Schedule
+
+MAX_TOKEN_BUDGET = 1024
+MAX_SEQUENCES = 256
 
 
 def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
@@ -61,3 +69,22 @@ def policy_of(
         [request.max_new_tokens for request in ordered],
     )
     return make_policy(schedule, shape, predictor)
+
+
+def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
+    """Return the limits of an engine of packed steps.
+
+    By default it has the KV memory and the largest step that the plan has memory for.
+    """
+    work, sizes, num_stages = plan.workload, plan.micro_batching, len(plan.path(Phase.DECODE))
+    blocks_of_sequence = -(-work.max_context_tokens // KV_BLOCK_SIZE)
+    num_blocks = options.num_blocks or work.batch * blocks_of_sequence
+    largest_step = max(sizes.prefill * work.prompt_tokens, sizes.decode)
+    return EngineLimits(
+        token_budget=options.token_budget or min(MAX_TOKEN_BUDGET, largest_step),
+        max_sequences=options.max_sequences or min(MAX_SEQUENCES, num_blocks),
+        num_blocks=num_blocks,
+        block_size=KV_BLOCK_SIZE,
+        prefix_caching=options.prefix_caching,
+        steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
+    )

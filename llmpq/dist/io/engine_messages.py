@@ -8,7 +8,7 @@ second. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,8 +19,27 @@ from llmpq.dist.io.sampling_params import (
     logprobs_from_json,
     logprobs_to_json,
 )
+from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLimits:
+    """What the model and the plan allow a request.
+
+    Attributes:
+        max_model_len: most tokens of prompt and answer together.
+        vocab_size: tokens are below this number.
+        eos_token_ids: the model's end tokens.
+        max_tokens: most new tokens of a request that asks for no number; ``None`` for as many as
+            fit.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +115,39 @@ def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
         stop_reason=stop_reason,
         num_cached_tokens=cached,
     )
+
+
+def new_tokens_of(added: AddedRequest, model: ModelLimits) -> int:
+    """Return the most new tokens of a request, those that it has included.
+
+    Raises:
+        SpecError: it is not acceptable: no prompt, too long, or tokens outside the vocabulary.
+    """
+    request = added.request
+    request.sampling.check_tokens(model.vocab_size)
+    _check_prompt(request.prompt_token_ids, model)
+    room = model.max_model_len - len(request.prompt_token_ids)
+    asked = request.sampling.max_tokens or model.max_tokens or room
+    if request.sampling.max_tokens is None:
+        asked = min(asked, room)
+    if asked > room:
+        raise SpecError(
+            f"prompt: found {len(request.prompt_token_ids)} prompt tokens and {asked} new ones, "
+            f"expected together at most {model.max_model_len}"
+        )
+    if len(added.token_ids) >= asked:
+        raise LlmpqError(f"request {request.id}: found {len(added.token_ids)} of {asked} tokens")
+    return asked
+
+
+def _check_prompt(token_ids: Collection[int], model: ModelLimits) -> None:
+    if not 0 < len(token_ids) < model.max_model_len:
+        raise SpecError(
+            f"prompt: found {len(token_ids)} tokens, expected 1 to {model.max_model_len - 1}"
+        )
+    for token in token_ids:
+        if not 0 <= token < model.vocab_size:
+            raise SpecError(
+                f"prompt: found token {token}, expected tokens below the vocabulary of "
+                f"{model.vocab_size}"
+            )

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from llmpq.batching.length import ORACLE, Prediction
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json, to_json
+from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.spec.schedule import Schedule
 from llmpq.units import GIB
 
-Task = Literal["generate", "serve", "hidden", "doctor"]
+Task = Literal["generate", "serve", "online", "hidden", "doctor"]
 Transport = Literal["auto", "gloo"]
 MIN_STEP_TIMEOUT_S = 0.5
 BEATS_PER_TIMEOUT = 5
@@ -69,6 +69,27 @@ TOLD_ONLY = DriftHandling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Options of an engine that serves requests as they arrive; ``None`` is the plan's own.
+
+    Attributes:
+        scheduler: order of the waiting queue, a name in ``llmpq.batching.queue_order``.
+        alpha: weight of waiting time in the order ``larry``.
+        token_budget: most tokens of a step.
+        max_sequences: most sequences that run at a time.
+        num_blocks: KV blocks.
+        prefix_caching: whether prompts reuse blocks of equal content.
+    """
+
+    scheduler: str = "fcfs"
+    alpha: float | None = None
+    token_budget: Annotated[int, Rule(minimum=1)] | None = None
+    max_sequences: Annotated[int, Rule(minimum=1)] | None = None
+    num_blocks: Annotated[int, Rule(minimum=1)] | None = None
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run.
 
@@ -93,6 +114,7 @@ class Job:
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
+        engine: options of the task ``online``.
         launcher_pid: the process that started the workers of this host; they end with it.
             0 under torchrun.
     """
@@ -117,6 +139,7 @@ class Job:
     pins_workers: bool = True
     skips_bad_prompts: bool = False
     drift: DriftHandling = TOLD_ONLY
+    engine: EngineOptions = EngineOptions()
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:

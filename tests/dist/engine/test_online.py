@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.engine.online import ModelLimits, OnlineEngine
-from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
+from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import StageError

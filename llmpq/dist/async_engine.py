@@ -1,0 +1,413 @@
+"""AsyncEngine: asyncio client of an engine whose ranks run as processes of this host.
+
+One thread starts the ranks, and starts them again when one dies. Requests and tokens pass over a
+control channel. The client keeps the tokens of every unfinished answer: after a restart it adds
+these requests again, and each answer goes on where its client is. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import tempfile
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
+from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
+from llmpq.dist.io.job import (
+    DEFAULT_STORE_LIMIT_BYTES,
+    EngineOptions,
+    Job,
+    Rendezvous,
+    check_plan,
+)
+from llmpq.dist.io.structured_outputs import grammar_of
+from llmpq.dist.launch.launcher import launch
+from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
+from llmpq.dist.transport.endpoint import Endpoint
+from llmpq.errors import SpecError, StageError, StoppedError
+from llmpq.logging import get_logger
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.plan import Plan, write_plan
+
+__all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long idle ranks may take to end by themselves."""
+MAX_LINE_BYTES = 1 << 28
+DEFAULT_RESTARTS = 3
+_log = get_logger(__name__)
+
+
+class _Answer:
+    """An unfinished answer: what its client has, and what waits for it."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self._token_ids: list[int] = []
+        self._needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
+        self._pending: list[TokenOutput] = []
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+
+    def to_add(self) -> AddedRequest:
+        """Return the request as the engine goes on with it."""
+        return AddedRequest(
+            request=self.request,
+            token_ids=tuple(self._token_ids),
+            needs_prompt_logprobs=self._needs_prompt_logprobs,
+        )
+
+    def receive(self, output: TokenOutput) -> None:
+        """Take an output of the engine."""
+        self._token_ids += output.token_ids
+        if output.prompt_logprobs is not None:
+            self._needs_prompt_logprobs = False
+        self._pending.append(output)
+        self._has_news.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the answer with an error."""
+        self._error = error
+        self._has_news.set()
+
+    async def next(self) -> TokenOutput:
+        """Return everything that is new, waiting for it."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        pending, self._pending = self._pending, []
+        if not pending:
+            assert self._error is not None
+            raise self._error
+        if self._error is not None:
+            self._has_news.set()  # it is raised after the tokens
+        return _merged(pending)
+
+
+def _merged(outputs: Sequence[TokenOutput]) -> TokenOutput:
+    first, last = outputs[0], outputs[-1]
+    if len(outputs) == 1:
+        return first
+    logprobs = [item for output in outputs for item in output.logprobs or ()]
+    return replace(
+        last,
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=tuple(logprobs) if logprobs else None,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
+    )
+
+
+class AsyncEngine:
+    """A loaded plan that answers any number of requests at the same time; see :meth:`start`.
+
+    Attributes:
+        stats: the latest counters.
+        error: why the engine has ended for good, ``None`` while it has not.
+        max_model_len: most tokens of prompt and answer together.
+        vocab_size: tokens are below this number.
+        num_restarts: how often the ranks were started again.
+    """
+
+    def __init__(self, job: Job, plan: Plan, folder: Path, max_restarts: int) -> None:
+        self.stats = ServingStats()
+        self.error: BaseException | None = None
+        self.max_model_len = 0
+        self.vocab_size = 0
+        self.num_restarts = 0
+        self._job = job
+        self._plan = plan
+        self._folder = folder
+        self._max_restarts = max_restarts
+        self._resources = contextlib.ExitStack()
+        self._loop = asyncio.get_running_loop()
+        self._server: asyncio.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._progress: RunProgress = SilentProgress()
+        self._writer: asyncio.StreamWriter | None = None  # of a loaded engine
+        self._connection = asyncio.Lock()
+        self._answers: dict[str, _Answer] = {}
+        self._is_started = asyncio.Event()  # or has ended
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_draining = False
+        self._is_stopping = False
+        self._has_new_tokens = False
+
+    @classmethod
+    async def start(  # noqa: PLR0913  what a run may set
+        cls,
+        plan: Plan,
+        model_dir: str | Path,
+        *,
+        scheduler: str = "fcfs",
+        alpha: float | None = None,
+        token_budget: int | None = None,
+        max_sequences: int | None = None,
+        num_blocks: int | None = None,
+        prefix_caching: bool = True,
+        step_timeout_s: float = 10.0,
+        max_restarts: int = DEFAULT_RESTARTS,
+        store: Path | None = None,
+        store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES,
+        kernel: str | None = None,
+        progress: RunProgress | None = None,
+    ) -> AsyncEngine:
+        """Start the ranks of a plan; return once all of them are loaded.
+
+        Args:
+            plan: the strategy; prefill and decode on the same stages.
+            model_dir: directory with the weights.
+            scheduler: order of the waiting queue, a name in ``llmpq.batching.QUEUE_ORDERS``.
+            alpha: weight of waiting time in the order ``larry``.
+            token_budget: most tokens of a step; by default 1,024, or fewer where the plan has less
+                memory.
+            max_sequences: most sequences that run at a time; by default 256.
+            num_blocks: KV blocks of 16 tokens; by default as many as the plan has memory for.
+            prefix_caching: whether prompts reuse blocks of equal content.
+            step_timeout_s: how long a rank may give no sign of life.
+            max_restarts: starts in a row without a new token, after which the engine has failed.
+            store: folder of quantized layers kept from run to run, ``None`` for none.
+            store_limit_bytes: most bytes it may hold.
+            kernel: backend to prefer; ``None`` leaves it to the registry.
+            progress: receives loading events.
+
+        Raises:
+            LlmpqError: ``SpecError`` for a plan that is not for this model or has stages of its own
+                for each phase, ``CapacityError`` when memory ran out, ``StageError`` when a rank
+                died, hung or failed.
+        """
+        model_dir = Path(model_dir).resolve()
+        check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
+        if plan.is_split:
+            raise SpecError(
+                "plan: found stages of their own for prefill and decode, expected stages that do "
+                "both: a step of the engine mixes prefill and decode"
+            )
+        resources = contextlib.ExitStack()
+        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-")))
+        job = Job(
+            strategy=folder / "strategy.json",
+            model_dir=model_dir,
+            prompts=folder / "control",
+            output=folder / "control",
+            task="online",
+            rendezvous=Rendezvous(file=folder / "rendezvous"),
+            launcher_pid=os.getpid(),
+            step_timeout_s=step_timeout_s,
+            store=store,
+            store_limit_bytes=store_limit_bytes,
+            kernel=kernel,
+            engine=EngineOptions(
+                scheduler=scheduler,
+                alpha=alpha,
+                token_budget=token_budget,
+                max_sequences=max_sequences,
+                num_blocks=num_blocks,
+                prefix_caching=prefix_caching,
+            ),
+        )
+        engine = cls(job, plan, folder, max_restarts)
+        engine._resources = resources
+        engine._progress = progress or SilentProgress()
+        try:
+            await engine._start()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine answers now; false while it restarts."""
+        return self._writer is not None
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Answer a request; leaving the iterator aborts it.
+
+        Args:
+            request: its id is that of no unfinished request.
+
+        Yields:
+            What is new since the last output; the final output has a ``finish_reason``.
+
+        Raises:
+            SpecError: the request cannot be served.
+            StageError: the engine has ended.
+            StoppedError: it drains, and takes no new requests.
+        """
+        form = request.sampling.structured_outputs
+        if form is not None:
+            await asyncio.to_thread(grammar_of, form)
+        self._check_open()
+        if request.id in self._answers:
+            raise SpecError(f"id: found {request.id!r} of an unfinished request, expected another")
+        answer = self._answers[request.id] = _Answer(request)
+        self._is_idle.clear()
+        self._add(answer)
+        try:
+            while True:
+                output = await answer.next()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            if self._answers.get(request.id) is answer:
+                self._forget(request.id)
+                self._send("abort", id=request.id)
+
+    async def abort(self, id: str) -> None:
+        """End a request, if it is unfinished; its last output has the reason ``abort``."""
+        answer = self._answers.get(id)
+        if answer is not None:
+            self._forget(id)
+            self._send("abort", id=id)
+            answer.receive(TokenOutput(token_ids=(), finish_reason="abort"))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests; return when all are finished, at the latest after ``timeout_s``.
+
+        What is unfinished then is aborted.
+        """
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_idle.wait(), timeout_s)
+        for id in list(self._answers):
+            await self.abort(id)
+
+    async def close(self) -> None:
+        """End all ranks; nothing of them is left when this returns."""
+        is_idle = not self._answers
+        self._fail_all(StageError("the engine is closed; start another one"))
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S if is_idle else 0.0)
+            self._is_stopping = True
+            await asyncio.to_thread(self._thread.join)
+        if self._server is not None:
+            self._server.close()
+        self._resources.close()
+
+    async def _start(self) -> None:
+        write_plan(self._job.strategy, self._plan)
+        listener = self._resources.enter_context(Endpoint(path=str(self._job.prompts)).listening())
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=listener, limit=MAX_LINE_BYTES
+        )
+        self._thread = threading.Thread(target=self._supervise, daemon=True, name="llmpq ranks")
+        self._thread.start()
+        await self._is_started.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise StageError(f"the engine has ended: {self.error}")
+        if self._is_draining:
+            raise StoppedError("the engine drains and takes no new requests")
+
+    def _add(self, answer: _Answer) -> None:
+        self._send("add", **added_to_json(answer.to_add()))
+
+    def _send(self, kind: str, **fields: object) -> None:
+        """Send a message; without an engine, what it needs to know is sent when one is loaded."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(json.dumps({"kind": kind, **fields}).encode() + b"\n")
+
+    def _forget(self, id: str) -> None:
+        del self._answers[id]
+        if not self._answers:
+            self._is_idle.set()
+
+    def _fail_all(self, error: BaseException) -> None:
+        for answer in self._answers.values():
+            answer.fail(error)
+        self._answers.clear()
+        self._is_idle.set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Handle the messages of one start of the ranks."""
+        # What the ranks sent before is handled before.
+        async with self._connection:
+            try:
+                while True:
+                    self._handle(json.loads(await reader.readuntil(b"\n")), writer)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass  # the ranks have ended
+            finally:
+                if self._writer is writer:
+                    self._writer = None
+                writer.close()
+
+    def _handle(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        kind = message["kind"]
+        if kind == "tokens":
+            self._has_new_tokens = True
+            for item in message["outputs"]:
+                id, output = output_from_json(item)
+                if (answer := self._answers.get(id)) is None:
+                    continue  # it was aborted meanwhile
+                answer.receive(output)
+                if output.finish_reason is not None:
+                    self._forget(id)
+        elif kind == "stats":
+            self.stats = ServingStats(**message["stats"])
+        elif kind == "refused":
+            if (answer := self._answers.get(message["id"])) is not None:
+                self._forget(message["id"])
+                answer.fail(SpecError(message["message"]))
+        elif kind == "ready":
+            self.max_model_len, self.vocab_size = message["max_model_len"], message["vocab_size"]
+            self._writer = writer
+            for answer in self._answers.values():
+                self._add(answer)
+            self._is_started.set()
+
+    def _supervise(self) -> None:
+        """Start the ranks until the engine is closed or they fail for good; runs in a thread."""
+        error: BaseException = StageError("the engine is closed; start another one")
+        try:
+            with clean_up_if_killed(self._folder):
+                self._run_ranks()
+        except BaseException as found:
+            if not isinstance(found, StoppedError):
+                error = found
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._end, error)
+
+    def _run_ranks(self) -> None:
+        ranks = range(len(self._plan.stages))
+        fruitless = 0
+        while True:
+            self._has_new_tokens = False
+            folder = self._folder / f"start-{self.num_restarts}"
+            folder.mkdir(mode=0o700)
+            job = replace(self._job, rendezvous=Rendezvous(file=folder / "rendezvous"))
+            try:
+                launch(job, self._plan, ranks, folder, self._progress, self._check_stopping)
+                return
+            except StageError as error:
+                fruitless = 0 if self._has_new_tokens else fruitless + 1
+                is_first = not self._is_started.is_set()
+                if error.is_permanent or is_first or fruitless > self._max_restarts:
+                    raise
+                _log.warning("%s; starting all ranks anew", error)
+            self.num_restarts += 1
+
+    def _check_stopping(self) -> None:
+        if self._is_stopping:
+            raise StoppedError("the engine was closed")
+
+    def _end(self, error: BaseException) -> None:
+        self.error = error
+        self._fail_all(error)
+        self._is_started.set()
