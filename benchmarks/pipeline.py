@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from workbench import call, command, make_model, write_prompts
 
-from llmpq.dist.engine.sampler import Sampler
+from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
@@ -223,14 +223,15 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
     cache = KVCache(kv_shapes(config, 0, layers), 0, num_slots=rows, max_tokens=MAX_POSITIONS,
                     dtype=torch.bfloat16)  # fmt: skip
     runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
-    sampler = Sampler()
+    sampler, states = Sampler(), [SamplingState() for _ in range(rows)]
 
     def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
         width = tokens.shape[1]
         positions = torch.arange(first, first + width).expand(rows, -1)
         where = [Row(slot=slot, first=first, length=first + width) for slot in range(rows)]
         hidden = runner.run(master.embed(tokens, positions), where)
-        return torch.tensor(sampler.sample(master.logits(hidden[:, 0]), [("", 0)] * rows))[:, None]
+        sampled = sampler.sample(master.logits(hidden[:, 0]), states)
+        return torch.tensor([token.token_id for token in sampled])[:, None]
 
     seconds = []
     for _ in range(2):
