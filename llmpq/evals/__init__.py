@@ -6,12 +6,11 @@ return the hidden states after the last layer, which ``score`` compares.
 
 from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
-from llmpq.evals.stream import Layers, LayerSource, stream_hidden
+from llmpq.evals.stream import LayerSource, stream_hidden
 from llmpq.evals.windows import Windows, read_windows
 
 __all__ = [
     "LayerSource",
-    "Layers",
     "Quality",
     "Windows",
     "perplexity_and_kl",

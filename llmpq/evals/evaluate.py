@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
-from llmpq.evals.stream import GptqLayers, Layers, LayerSource, stream_hidden
+from llmpq.evals.stream import LayerSource, stream_hidden
 from llmpq.evals.windows import Windows, read_windows
 from llmpq.models import Checkpoint, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
@@ -85,7 +85,9 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
     device = torch.device(task.device)
     master = load_master(task.model_dir, dtype=dtype, device=device)
     run = _Run(task=task, windows=windows, dtype=dtype, device=device, bars=bars)
-    reference = run.stream(run.layers((16,) * len(task.bits)), master, None, "16 bit")
+    reference = run.stream(
+        run.layers(task.model_dir, (16,) * len(task.bits)), master, None, "16 bit"
+    )
     if task.quantized is not None:
         found = _of_checkpoint(run, task.quantized, master, reference)
     else:
@@ -94,7 +96,9 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
         elif set(task.bits) == {16} and task.kv_bits is None:
             states = reference
         else:
-            states = run.stream(run.layers(task.bits), master, task.kv_bits, "model")
+            states = run.stream(
+                run.layers(task.model_dir, task.bits), master, task.kv_bits, "model"
+            )
         found = perplexity_and_kl(master, windows, states, reference)
     own = perplexity_and_kl(master, windows, reference)
     return {**found.to_json(), "perplexity_16bit": own.perplexity}
@@ -108,9 +112,9 @@ class _Run:
     device: torch.device
     bars: Bars
 
-    def layers(self, bits: tuple[int, ...]) -> LayerSource:
+    def layers(self, model_dir: Path, bits: Sequence[int | None]) -> LayerSource:
         return LayerSource(
-            model_dir=self.task.model_dir,
+            model_dir=model_dir,
             bits=bits,
             dtype=self.dtype,
             device=self.device,
@@ -118,7 +122,7 @@ class _Run:
         )
 
     def stream(
-        self, layers: Layers, master: Master, kv_bits: int | None, label: str
+        self, layers: LayerSource, master: Master, kv_bits: int | None, label: str
     ) -> list[Tensor]:
         with self.bars(label) as show:
             return stream_hidden(layers, master, self.windows, kv_bits=kv_bits, progress=show)
@@ -139,18 +143,14 @@ def _of_checkpoint(
     run: _Run, folder: Path, reference_master: Master, reference: list[Tensor]
 ) -> Quality:
     """Score a quantized checkpoint, which has its own embedding and head."""
-    layers = GptqLayers(
-        checkpoint=GptqCheckpoint(folder),
-        dtype=run.dtype,
-        device=run.device,
-        backend=run.task.kernel,
-    )
-    if layers.num_layers != len(run.task.bits):
+    num_layers = GptqCheckpoint(folder).config.num_hidden_layers
+    if num_layers != len(run.task.bits):
         raise SpecError(
-            f"{folder}: found {layers.num_layers} layers, expected the {len(run.task.bits)} of "
+            f"{folder}: found {num_layers} layers, expected the {len(run.task.bits)} of "
             f"{run.task.model_dir}"
         )
     master = load_master(folder, dtype=run.dtype, device=run.device)
+    layers = run.layers(folder, (None,) * num_layers)
     states = run.stream(layers, master, run.task.kv_bits, "model")
     return perplexity_and_kl(
         master, run.windows, states, reference, reference_master=reference_master

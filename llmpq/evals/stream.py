@@ -8,10 +8,9 @@ Shapes: R windows, T tokens of each, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,45 +18,26 @@ from torch import Tensor
 from llmpq.dist.kv.cache import KVCache
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master, kv_shapes
-from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
 from llmpq.quant.loading.loader import load_stage
 
 Progress = Callable[[int, int], None]
 """Called with the layers done and their total."""
 
 
-class Layers(Protocol):
-    """The layers of a model, one at a time."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the layers."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        ...
-
-    def each(self) -> Iterator[DecoderStage]:
-        """Yield the layers in order; the caller drops each one before it requests the next."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSource:
-    """The layers of a 16-bit checkpoint, quantized while they are loaded.
+    """The layers of a checkpoint, one at a time; a plain one is quantized while it is loaded.
 
     Attributes:
-        model_dir: directory with ``config.json`` and safetensors weights.
-        bits: bitwidth of every layer; 16 is not quantized.
+        model_dir: directory with ``config.json`` and safetensors weights, plain or GPTQ.
+        bits: bitwidth of every layer; 16 is not quantized, ``None`` is as stored.
         dtype: dtype of the run.
         device: device of the run.
         backend: preferred kernel; ``None`` for the default.
     """
 
     model_dir: Path
-    bits: tuple[int, ...]
+    bits: Sequence[int | None]
     dtype: torch.dtype
     device: torch.device
     backend: str | None = None
@@ -67,56 +47,22 @@ class LayerSource:
         """Number of layers of the model."""
         return len(self.bits)
 
-    def load(self, first_layer: int, end_layer: int) -> DecoderStage:
-        """Load layers ``[first_layer, end_layer)`` with the loader of a stage."""
-        return load_stage(
-            self.model_dir,
-            first_layer,
-            end_layer,
-            self.bits[first_layer:end_layer],
-            dtype=self.dtype,
-            device=self.device,
-            backend=self.backend,
-        )
-
     def each(self) -> Iterator[DecoderStage]:
-        """Load the layers in order."""
-        for index in range(self.num_layers):
-            yield self.load(index, index + 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GptqLayers:
-    """The layers of a GPTQ checkpoint.
-
-    Attributes:
-        checkpoint: the files.
-        dtype: dtype of the run.
-        device: device of the run.
-        backend: preferred kernel; ``None`` for the default.
-    """
-
-    checkpoint: GptqCheckpoint
-    dtype: torch.dtype
-    device: torch.device
-    backend: str | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        return int(self.checkpoint.config.num_hidden_layers)
-
-    def each(self) -> Iterator[DecoderStage]:
-        """Load the layers in order."""
-        for index in range(self.num_layers):
-            layer = gptq_layer(
-                self.checkpoint, index, dtype=self.dtype, device=self.device, backend=self.backend
+        """Load the layers in order; the caller drops each one before it requests the next."""
+        for index, width in enumerate(self.bits):
+            yield load_stage(
+                self.model_dir,
+                index,
+                index + 1,
+                None if width is None else [width],
+                dtype=self.dtype,
+                device=self.device,
+                backend=self.backend,
             )
-            yield DecoderStage(self.checkpoint.config, [layer], index).to(self.device)
 
 
 def stream_hidden(
-    source: Layers,
+    source: LayerSource,
     master: Master,
     windows: Windows,
     *,

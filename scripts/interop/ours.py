@@ -23,10 +23,10 @@ from make_tiny_model import Shape, make_config, make_model, save_model
 
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.models import DecoderStage, MicroBatch
-from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
+from llmpq.models import MicroBatch, load_config
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.assembly import matrices_of
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.precision import Precision, unquantized
 
@@ -180,13 +180,12 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 
 def _logits(model_dir: Path, prompt: Tensor, dtype: torch.dtype) -> Tensor:
-    source = GptqCheckpoint(model_dir)
-    count = source.config.num_hidden_layers
-    layers = [gptq_layer(source, i, dtype=dtype) for i in range(count)]
+    count = load_config(model_dir).num_hidden_layers
+    stage = load_stage(model_dir, 0, count, None, dtype=dtype, device="cpu")
     master = load_master(model_dir, dtype=dtype, device="cpu")
     rows, width = prompt.shape
     batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
-    hidden = DecoderStage(source.config, layers, 0)(master.embed(prompt, batch.positions), batch)
+    hidden = stage(master.embed(prompt, batch.positions), batch)
     return master.logits(hidden.flatten(0, 1)).view(rows, width, -1).float()
 
 

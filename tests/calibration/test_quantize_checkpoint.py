@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.errors import SpecError
-from llmpq.models import DecoderStage, MicroBatch
+from llmpq.models import MicroBatch, load_config
 from llmpq.quant import QuantLinear
-from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer, is_gptq
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
+from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.precision import Precision, unquantized
 
@@ -41,10 +41,8 @@ def job(model_dir, precisions=MIXED, **options):
 
 def logits(model_dir, token_ids):
     """Logits of the last token from a quantized checkpoint, read with our own reader."""
-    source = GptqCheckpoint(model_dir)
-    count = source.config.num_hidden_layers
-    layers = [gptq_layer(source, i, dtype=torch.float32) for i in range(count)]
-    stage = DecoderStage(source.config, layers, 0)
+    count = load_config(model_dir).num_hidden_layers
+    stage = load_stage(model_dir, 0, count, None, dtype=torch.float32, device="cpu")
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     rows, width = token_ids.shape
     batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
@@ -212,11 +210,12 @@ def test_a_plan_with_other_bits_is_refused(quantized):
 
 def test_layers_have_the_stored_weights(quantized):
     source = GptqCheckpoint(quantized)
-    layer = gptq_layer(source, 2, dtype=torch.bfloat16)
+    layer = load_stage(quantized, 2, 3, None, dtype=torch.bfloat16, device="cpu").layers[0]
     assert isinstance(layer.self_attn.q_proj, QuantLinear)
     assert str(layer.self_attn.q_proj.precision) == "w3-gptq-g64"
     assert layer.input_layernorm.weight.dtype == torch.bfloat16
-    assert isinstance(gptq_layer(source, 1, dtype=torch.float32).mlp.up_proj, torch.nn.Linear)
+    plain = load_stage(quantized, 1, 2, None, dtype=torch.float32, device="cpu").layers[0]
+    assert isinstance(plain.mlp.up_proj, torch.nn.Linear)
     assert source.packed(1, "mlp.up_proj", torch.float32) is None
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llmpq.models import DecoderStage, MicroBatch
-from llmpq.quant.checkpoint.reader import GptqCheckpoint, gptq_layer
-from llmpq.quant.loading.loader import load_master
+from llmpq.models import MicroBatch
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
+from llmpq.quant.loading.loader import load_master, load_stage
 
 torch.set_num_threads(1)
 
@@ -37,12 +37,12 @@ def test_weights_are_those_that_gptqmodel_reads(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_gptqmodel(name):
     expected = load_file(FIXTURES / name / "expected.safetensors")
-    source, prompt = GptqCheckpoint(FIXTURES / name), expected["prompt"]
-    layers = [gptq_layer(source, i, dtype=torch.float32) for i in range(4)]
+    prompt = expected["prompt"]
+    stage = load_stage(FIXTURES / name, 0, 4, None, dtype=torch.float32, device="cpu")
     master = load_master(FIXTURES / name, dtype=torch.float32, device="cpu")
     rows, width = prompt.shape
     batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
-    hidden = DecoderStage(source.config, layers, 0)(master.embed(prompt, batch.positions), batch)
+    hidden = stage(master.embed(prompt, batch.positions), batch)
     found = master.logits(hidden.flatten(0, 1)).view(rows, width, -1)
     # gptqmodel computed in float16.
     assert (found - expected["logits"]).abs().max() <= 1e-2 * found.abs().max()

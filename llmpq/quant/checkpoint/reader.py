@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
@@ -21,7 +21,7 @@ from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
 from llmpq.models.experts import part_spellings, stored_spellings
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
-from llmpq.quant.loading.assembly import LayerAssembly, Matrix, matrices_of
+from llmpq.quant.loading.assembly import Matrix, matrices_of
 from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config
 from llmpq.spec.precision import Precision
 
@@ -126,17 +126,12 @@ class GptqCheckpoint:
         except SpecError as error:
             raise SpecError(f"{self.directory}: {modules[0]}: {error}") from error
 
-    def layer_state_dict(self, index: int) -> dict[str, Tensor]:
-        """Read the tensors of a layer that are not quantized: norms, biases, routers, 16 bits.
+    def packed_keys(self, index: int) -> frozenset[str]:
+        """Return the keys of a layer's ``state_dict`` that are stored as codes.
 
         Raises:
-            SpecError: as ``Checkpoint.layer_sources``, or only some experts are quantized.
+            SpecError: only some experts are quantized.
         """
-        sources = self.checkpoint.layer_sources(index, without=self.packed_keys(index))
-        return {key: self.checkpoint.tensors.load(source) for key, source in sources.items()}
-
-    def packed_keys(self, index: int) -> frozenset[str]:
-        """Return the keys of a layer's ``state_dict`` that are stored as codes."""
         found = self._layer(index)
         keys = frozenset(matrix.key for _, (matrix, _) in found.values())
         for matrix in matrices_of(self.checkpoint.empty_layer(index)):
@@ -187,38 +182,6 @@ class GptqCheckpoint:
             return to_packed(parts, shape, precision, scale_dtype, zero_offset=offset)
         except SpecError as error:
             raise SpecError(f"{tensors.where(f'{module}.qweight')}: {error}") from error
-
-
-def gptq_layer(
-    source: GptqCheckpoint,
-    index: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    backend: str | None = None,
-) -> nn.Module:
-    """Build one decoder layer with its quantized operators, ready to run.
-
-    Args:
-        source: the checkpoint.
-        index: of the layer.
-        dtype: dtype of the run.
-        device: where the layer stays.
-        backend: kernel backend to prefer.
-
-    Raises:
-        SpecError: as :class:`GptqCheckpoint`'s readers.
-    """
-    layer = source.checkpoint.empty_layer(index)
-    assembly = LayerAssembly(layer, dtype, backend)
-    for key, tensor in source.layer_state_dict(index).items():
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        assembly.fill({key: tensor.to(device=device, dtype=target)})
-    for matrix in matrices_of(source.checkpoint.empty_layer(index)):
-        packed = source.packed(index, matrix.name, dtype)
-        if packed is not None:
-            assembly.install(matrix, packed.to(device))
-    return assembly.finish()
 
 
 def _stored_modules(prefix: str, matrix: Matrix) -> Iterator[tuple[str, ...]]:

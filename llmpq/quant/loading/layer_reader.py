@@ -173,7 +173,7 @@ class LayerReader:
         tiled = frozenset(
             matrix.name
             for matrix in matrices
-            if assembly.reads_tiles(matrix, precision, self.device.type)
+            if self.gptq is None and assembly.reads_tiles(matrix, precision, self.device.type)
         )
         load = LayerLoad(index=index, precision=precision, assembly=assembly, tiled=tiled)
         stored_as_codes = {matrix.key for matrix in matrices} if self.gptq is not None else ()

@@ -34,7 +34,7 @@ from llmpq.quant.loading.prefetch import Prefetcher
 from llmpq.quant.loading.weight_cache import BackgroundWriter, WeightCache
 from llmpq.quant.modules.layer import prepack_, quantize_layer_
 from llmpq.quant.modules.norms import fuse_norms_
-from llmpq.quant.quantizers.methods import quantize
+from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import default_precision
 
 SLOTS = 2
@@ -49,7 +49,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     model_dir: Path | str,
     first_layer: int,
     end_layer: int,
-    bits: Sequence[int],
+    bits: Sequence[int] | None,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -63,7 +63,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
         model_dir: directory with ``config.json`` and safetensors weights, plain or GPTQ.
         first_layer: index of the first layer in the whole model.
         end_layer: index after the last.
-        bits: 3, 4, 8 or 16 for each of these layers, in order.
+        bits: 3, 4, 8 or 16 for each of these layers, in order; ``None`` leaves them as stored.
         dtype: dtype of the run; what is not quantized is cast to it.
         device: where the layers are quantized and stay.
         progress: called after each layer.
@@ -77,8 +77,9 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     device = torch.device(device)
     gptq = GptqCheckpoint(model_dir) if is_gptq(model_dir) else None
     checkpoint = Checkpoint(model_dir) if gptq is None else gptq.checkpoint
-    _check_range(checkpoint, first_layer, end_layer, bits)
-    if gptq is not None:
+    widths = [16] * (end_layer - first_layer) if bits is None else bits
+    _check_range(checkpoint, first_layer, end_layer, widths)
+    if gptq is not None and bits is not None:
         gptq.check_bits(first_layer, bits)
     num_slots = SLOTS if checkpoint.dtype.itemsize <= 2 else 1
     prefetcher: Prefetcher[Item] = Prefetcher(num_slots, is_pinned=device.type == "cuda")
@@ -92,9 +93,9 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
         backend=backend,
     )
     builder = _StageBuilder(
-        device=device, dtype=dtype, backend=backend, total=len(bits), progress=progress
+        device=device, dtype=dtype, backend=backend, total=len(widths), progress=progress
     )
-    items = reader.layers(first_layer, [default_precision(width) for width in bits])
+    items = reader.layers(first_layer, [default_precision(width) for width in widths])
     with torch.no_grad(), _on(device), builder.writer, closing(prefetcher.iterate(items)) as ahead:
         for item in ahead:
             builder.add(item)
