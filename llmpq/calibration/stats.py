@@ -23,7 +23,7 @@ class Collector(Protocol):
 
 
 class Moments:
-    """First and second moments of an operator's inputs, by channel and overall.
+    """First and second moments of all entries of an operator's inputs.
 
     Args:
         in_features: K.
@@ -45,29 +45,14 @@ class Moments:
         self._squares += inputs.float().square().sum(0, dtype=torch.float64)
 
     @property
-    def channel_mean(self) -> Tensor:
-        """Mean of every channel, float64 ``[K]``; zero before any input."""
-        return self._sum / max(1, self.tokens)
-
-    @property
-    def channel_second_moment(self) -> Tensor:
-        """Mean square of every channel, float64 ``[K]``: the diagonal of E[x x^T]."""
-        return self._squares / max(1, self.tokens)
-
-    @property
-    def channel_variance(self) -> Tensor:
-        """Variance of every channel over tokens, float64 ``[K]``."""
-        return (self.channel_second_moment - self.channel_mean.square()).clamp_min(0)
-
-    @property
     def mean(self) -> float:
-        """Mean of all entries of the inputs."""
-        return float(self.channel_mean.mean())
+        """Mean of all entries of the inputs; zero before any input."""
+        return float(self._sum.mean()) / max(1, self.tokens)
 
     @property
     def second_moment(self) -> float:
         """Mean square of all entries."""
-        return float(self.channel_second_moment.mean())
+        return float(self._squares.mean()) / max(1, self.tokens)
 
     @property
     def variance(self) -> float:

@@ -2,7 +2,7 @@
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.packed import PackedWeight
-from llmpq.kernels.registry import BACKENDS, capability_table, choose_backend
+from llmpq.kernels.registry import BACKENDS, choose_backend
 
 __all__ = [
     "BACKENDS",
@@ -10,6 +10,5 @@ __all__ = [
     "KernelBackend",
     "PackedWeight",
     "PreparedWeight",
-    "capability_table",
     "choose_backend",
 ]

@@ -5,13 +5,34 @@ Shape legend: N output features, K input features, G groups of a row.
 
 from __future__ import annotations
 
+import threading
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
-from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision
+
+
+class Scratch(threading.local):
+    """One growing buffer for each thread, overwritten by every call.
+
+    The operating system maps and zeroes fresh memory of 32 MiB and more at every call, which costs
+    up to eight times the conversion itself. One buffer for each thread: stages may run as threads
+    of one process.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return ``[rows, columns]`` of undefined content, valid until the next ``take``."""
+        size = rows * columns * dtype.itemsize
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        return self._buffer[:size].view(dtype).view(rows, columns)
 
 
 class ReferenceBackend(KernelBackend):
@@ -29,8 +50,8 @@ class ReferenceBackend(KernelBackend):
         "row on a CPU, 1.1 to 1.5 times for 512. No error beyond that of the codes",
     )
 
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+    def __init__(self) -> None:
+        self._scratch = Scratch()
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the precision has a packed form; every shape and device is supported."""

@@ -10,34 +10,26 @@ from __future__ import annotations
 import torch
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import Capability, KernelBackend
+from llmpq.kernels.base import KernelBackend
 from llmpq.kernels.cpu.compiled import CpuLlmInt8Backend, CpuPackedBackend
-from llmpq.kernels.cpu.dispatch import CpuInt4Backend, CpuInt4WidenedBackend, CpuInt8Backend
+from llmpq.kernels.cpu.dispatch import CpuInt4Backend, CpuInt8Backend
 from llmpq.kernels.gpu.cuda import cuda_backends
 from llmpq.kernels.reference import ReferenceBackend
-from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision
 
-
-def _all_backends(scratch: Scratch) -> tuple[KernelBackend, ...]:
-    return (
+BACKENDS: dict[str, KernelBackend] = {
+    backend.name: backend
+    for backend in (
         CpuLlmInt8Backend(),
         CpuPackedBackend(),
-        CpuInt4Backend(scratch),
+        CpuInt4Backend(4),
         CpuInt8Backend(),
-        CpuInt4WidenedBackend(scratch),
+        CpuInt4Backend(3),
         *cuda_backends(),
-        ReferenceBackend(scratch),
+        ReferenceBackend(),
     )
-
-
-BACKENDS: dict[str, KernelBackend] = {backend.name: backend for backend in _all_backends(Scratch())}
+}
 """Every backend by name in order of preference; ``reference``, last, accepts every weight."""
-
-
-def capability_table() -> dict[str, Capability]:
-    """Return the capability row of every backend, by name."""
-    return {name: backend.capability for name, backend in BACKENDS.items()}
 
 
 def choose_backend(

@@ -46,7 +46,7 @@ def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
         config = CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # transformers validates with many exception types
         raise SpecError(f"{path}: transformers rejects this configuration: {error}") from error
-    return _prepared(config)
+    return prepare_config(config)
 
 
 def _read_json_object(path: Path) -> dict[str, object]:
@@ -63,16 +63,12 @@ def _read_json_object(path: Path) -> dict[str, object]:
     return fields
 
 
-def prepare_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy with the attention and expert functions that transformers chooses.
+def prepare_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton]:
+    """Return a copy with the functions that transformers chooses, and the model's skeleton.
 
     Raises:
         SpecError: the model is not a plain decoder.
     """
-    return _prepared(config)[0]
-
-
-def _prepared(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton]:
     prepared = copy.deepcopy(config)
     _check_layers(prepared)
     model_type = prepared.model_type

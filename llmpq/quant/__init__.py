@@ -6,10 +6,9 @@ in place; ``llmpq.quant.loading.loader``, which imports transformers, loads a ch
 
 from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
 from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
-from llmpq.quant.quantizers.methods import METHODS, quantize
+from llmpq.quant.quantizers.rtn import quantize
 
 __all__ = [
-    "METHODS",
     "DenseLinear",
     "QuantExperts",
     "QuantLinear",

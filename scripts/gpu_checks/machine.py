@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from llmpq.kernels import capability_table
+from llmpq.kernels import BACKENDS
 from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.gpu.triton_int import launch_failure
 from scripts.gpu_checks.harness import FailedError, Row, Setting, SkippedError
@@ -21,7 +21,7 @@ def environment(setting: Setting) -> list[Row]:
     """Versions and the GPU; fails when there is none."""
     rows: list[Row] = [{"what": "python", "found": platform.python_version()}]
     rows += [{"what": name, "found": _version(name)} for name in PACKAGES]
-    rows.append({"what": "backends", "found": " ".join(capability_table())})
+    rows.append({"what": "backends", "found": " ".join(BACKENDS)})
     if setting.device.type != "cuda":
         return rows
     if not torch.cuda.is_available():

@@ -62,9 +62,6 @@ def test_moments_and_hessian_equal_those_of_a_plain_run(tiny_model, family):
             torch.testing.assert_close(
                 hessians[name].matrix.double(), x.T @ x, atol=2e-3, rtol=1e-3
             )
-            torch.testing.assert_close(
-                moments[name].channel_variance, x.var(0, correction=0), atol=1e-4, rtol=1e-3
-            )
             assert moments[name].mean == pytest.approx(float(x.mean()), abs=1e-4)
             assert moments[name].variance == pytest.approx(float(x.var(correction=0)), rel=1e-3)
 

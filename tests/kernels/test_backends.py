@@ -8,9 +8,8 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, PackedWeight
-from llmpq.kernels.cpu.int4_layout import dequantize_int4pack_into, layout_is_known
 from llmpq.kernels.packed import pack_codes
-from llmpq.kernels.scratch import Scratch
+from llmpq.kernels.reference import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)
@@ -114,16 +113,6 @@ def test_int4_layout_in_blocks_is_that_of_the_whole(rows, monkeypatch):
     layout, _ = BACKENDS["cpu_int4"].prepare(packed).tensors
     codes = packed.signed_rows(slice(None)).to(torch.int32) + 8
     assert torch.equal(layout, torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
-
-
-@pytest.mark.skipif(not layout_is_known(), reason="another instruction set's layout")
-@pytest.mark.parametrize("group", [32, 128])
-def test_int4_layout_read_back_is_the_dequantized_weight(group):
-    packed = random_packed(Precision(bits=4, group_size=group), torch.bfloat16)
-    layout, affine = BACKENDS["cpu_int4"].prepare(packed).tensors
-    out = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
-    dequantize_int4pack_into(layout, affine, group, out)
-    assert torch.equal(out, packed.dequantize(torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["cpu_int4", "cpu_int4_widened"])

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmpq.kernels import capability_table
+from llmpq.kernels import BACKENDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 BEGIN = "<!-- capabilities: python tests/kernels/test_capability_docs.py writes what follows -->\n"
@@ -16,7 +16,8 @@ def short(dtypes):
 
 def table():
     rows = [HEAD, ("---",) * len(HEAD)]
-    for name, row in capability_table().items():
+    for name, backend in BACKENDS.items():
+        row = backend.capability
         default = short(row.default_dtypes) or "by name only"
         device = ", ".join(row.device_types) or "any"
         bits = ", ".join(map(str, row.bits))

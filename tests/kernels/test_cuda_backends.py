@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from llmpq.errors import SpecError
-from llmpq.kernels import BACKENDS, capability_table, choose_backend
+from llmpq.kernels import BACKENDS, choose_backend
 from llmpq.kernels.gpu.cuda import (
     BitsAndBytesInt8Backend,
     CudaInt4Backend,
@@ -165,10 +165,9 @@ def test_int4_leaves_other_weights_to_others(precision, dtype, rows, columns, mo
 
 
 def test_the_table_tells_what_gpus_have():
-    table = capability_table()
-    on_cuda = [name for name, row in table.items() if "cuda" in row.device_types]
+    on_cuda = [name for name, b in BACKENDS.items() if "cuda" in b.capability.device_types]
     assert on_cuda == ["cuda_int4", "triton_int", "bnb_int8", "cuda_int8"]
-    assert table["bnb_int8_cpu"].default_dtypes == ()
+    assert BACKENDS["bnb_int8_cpu"].capability.default_dtypes == ()
 
 
 @needs_bitsandbytes

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.kernels.gpu.triton_int import TritonIntBackend, launch_failure
+from llmpq.kernels.gpu.triton_int import TritonIntBackend, launch_failure, segments, to_planes
 from llmpq.kernels.packed import unpack_signed
-from llmpq.kernels.planes import plane_bytes, segments, to_planes
 from llmpq.spec.precision import Precision
 
 needs_triton = pytest.mark.skipif(
@@ -44,8 +43,7 @@ def test_planes_hold_every_code_in_the_bytes_of_the_packed_form(bits, columns):
     codes = torch.randint(0, 1 << bits, (5, columns), generator=rng)
     signed = (codes - (1 << (bits - 1))).to(torch.int8)
     planes = to_planes(signed, bits)
-    assert planes.shape == (5, plane_bytes(columns, bits))
-    assert planes.shape[1] == -(-columns * bits // 8)
+    assert planes.shape == (5, columns * bits // 8)
     assert torch.equal(read_planes(planes, bits, columns), codes)
 
 

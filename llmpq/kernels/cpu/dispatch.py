@@ -10,22 +10,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
-from llmpq.kernels.cpu.int4_layout import (
-    BLOCK_ROWS,
-    dequantize_int4pack_into,
-    layout_is_known,
-    repack_int4,
-)
 from llmpq.kernels.cpu.native import has_u8_matmul, u8_matmul
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
-from llmpq.kernels.scratch import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
-_MANY_ROWS = 128  # measured: the two ways are equal here at 4096 features, 10% apart at 1024
 OUTLIER_THRESHOLD = 6.0
 """Activations from here on are outliers, as in LLM.int8() (Dettmers et al. 2022, Sec. 3.2)."""
 
@@ -33,31 +24,32 @@ _INT4_DTYPES = (torch.bfloat16,)  # torch has the others in scalar code, 20 to 7
 
 
 class CpuInt4Backend(KernelBackend):
-    """``aten::_weight_int4pack_mm_for_cpu`` for few rows; dequantize and multiply for many.
-
-    Weight-only. torch's kernel reads 4-bit codes as they are, which is what a few rows need; its
-    time grows with every row, so from 128 rows on the weight is dequantized into the scratch
-    buffer, where the layout can be read back, and a plain matmul runs.
+    """``aten::_weight_int4pack_mm_for_cpu``: weight-only, on 4-bit codes as they are.
 
     The bytes are those of ``linear_bytes`` at 4 bits: codes, and scale and zero side by side. A
     symmetric weight would need zeros that ``linear_bytes`` does not count, so the reference runs
-    it.
+    it. 3-bit codes are widened to 4 bits: a plan that counts 3 bits may not fit, so that kernel is
+    chosen by name only.
+
+    Args:
+        bits: 3 or 4, of the weights it takes.
     """
 
-    name = "cpu_int4"
-    capability = Capability(
-        device_types=("cpu",),
-        bits=(4,),
-        dtypes=_INT4_DTYPES,
-        default_dtypes=_INT4_DTYPES,
-        shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
-        stored="exactly linear_bytes; calls with many rows share the reference's scratch weight",
-        cost="0.25 to 0.5 of a bf16 matmul for one row, about 2.5 times it at 128 rows and "
-        "1.35 to 1.5 times at 512",
-    )
-
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+    def __init__(self, bits: int) -> None:
+        is_widened = bits == 3
+        self.name = "cpu_int4_widened" if is_widened else "cpu_int4"
+        self.capability = Capability(
+            device_types=("cpu",),
+            bits=(bits,),
+            dtypes=_INT4_DTYPES,
+            default_dtypes=() if is_widened else _INT4_DTYPES,
+            shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
+            stored="linear_bytes of 4 bits: a third more than a plan counts for 3"
+            if is_widened
+            else "exactly linear_bytes",
+            cost="0.25 to 0.5 of a bf16 matmul for one row, about 2.5 times it at 128 rows; "
+            "grows with every row",
+        )
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the kernel's conditions on shape and group hold."""
@@ -76,7 +68,13 @@ class CpuInt4Backend(KernelBackend):
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""
         assert packed.zeros is not None
-        layout = _int4_layout(packed)  # [N, K/2]
+        shape = (packed.out_features, packed.in_features // 2)
+        layout = torch.empty(shape, dtype=torch.uint8)  # [N, K/2]
+        # The layout repeats every 64 rows at most, so blocks of 64 give the same bytes as the
+        # whole would, without an int32 copy of the whole.
+        for rows in row_blocks(packed.out_features, packed.in_features, multiple=64):
+            codes = packed.signed_rows(rows).to(torch.int32).add_(8)
+            layout[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         affine = torch.stack((packed.scales.t(), packed.zeros.t()), dim=-1)  # [G, N, 2]
         return (layout, affine.contiguous())
 
@@ -85,53 +83,10 @@ class CpuInt4Backend(KernelBackend):
         layout, affine = weight.tensors
         group = weight.precision.effective_group(weight.in_features)
         rows = x.reshape(-1, weight.in_features)  # [M, K]
-        if rows.shape[0] >= _MANY_ROWS and self._can_read_back(weight):
-            dense = self._scratch.take(weight.out_features, weight.in_features, x.dtype)
-            dequantize_int4pack_into(layout, affine, group, dense)
-            return F.linear(x, dense, bias)
-        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows, layout, group, affine
-        )  # [M, N]
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, layout, group, affine)
         if bias is not None:
             y = y.add_(bias)
         return y.view(*x.shape[:-1], weight.out_features)
-
-    def _can_read_back(self, weight: PreparedWeight) -> bool:
-        return weight.out_features % BLOCK_ROWS == 0 and layout_is_known()
-
-
-def _int4_layout(packed: PackedWeight) -> Tensor:
-    """Return the codes as the kernel reads them; 3-bit codes keep their value."""
-    whole_blocks = packed.out_features % BLOCK_ROWS == 0
-    if packed.precision.bits == 4 and whole_blocks and layout_is_known():
-        return repack_int4(packed.codes)
-    shape = (packed.out_features, packed.in_features // 2)
-    layout = torch.empty(shape, dtype=torch.uint8)
-    # The layout repeats every 64 rows at most, so blocks of 64 give the same bytes as the
-    # whole would, without an int32 copy of the whole.
-    for rows in row_blocks(packed.out_features, packed.in_features, multiple=BLOCK_ROWS):
-        codes = packed.signed_rows(rows).to(torch.int32).add_(8)
-        layout[rows] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    return layout
-
-
-class CpuInt4WidenedBackend(CpuInt4Backend):
-    """3-bit codes kept in 4 bits each, to run at int4pack's speed.
-
-    Faster than the reference for few rows, and a third larger than a plan's 3 bits: a plan that
-    counted on true 3-bit memory may not fit, so nothing chooses it unless asked by name.
-    """
-
-    name = "cpu_int4_widened"
-    capability = Capability(
-        device_types=("cpu",),
-        bits=(3,),
-        dtypes=_INT4_DTYPES,
-        default_dtypes=(),
-        shapes=CpuInt4Backend.capability.shapes,
-        stored="linear_bytes of 4 bits: a third more than a plan counts for 3",
-        cost="as cpu_int4",
-    )
 
 
 class CpuInt8Backend(KernelBackend):

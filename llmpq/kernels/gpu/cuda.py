@@ -9,6 +9,7 @@ Shape legend: M rows of x, N output features, K input features, G groups of a ro
 
 from __future__ import annotations
 
+import importlib
 import math
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.gpu import triton_int
-from llmpq.kernels.gpu.optional import is_usable, optional_module
+from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight
 from llmpq.spec.precision import Precision, linear_bytes
 
@@ -246,7 +247,7 @@ class BitsAndBytesInt8Backend(_Int8Backend):
 
     def _runs_here(self) -> bool:
         on_cpu = "cpu" in self.capability.device_types
-        return (on_cpu or _has_capability(TURING)) and is_usable("bitsandbytes")
+        return (on_cpu or _has_capability(TURING)) and why_missing("bitsandbytes") is None
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
@@ -268,7 +269,7 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         rows = x.reshape(-1, weight.in_features)  # [M, K]
         if rows.shape[0] == 0:
             return x.new_empty((*x.shape[:-1], weight.out_features))
-        functional = optional_module("bitsandbytes.functional")
+        functional = importlib.import_module("bitsandbytes.functional")
         # It sets outliers to zero and back again while it works: never in a tensor of the caller.
         halves = rows.to(torch.float16, copy=True, memory_format=torch.contiguous_format)
         rounded, row_largest, columns = functional.int8_vectorwise_quant(halves, threshold=_OUTLIER)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from functools import lru_cache
-from types import ModuleType
 
 
 @lru_cache(maxsize=8)
@@ -22,13 +21,3 @@ def why_missing(package: str) -> str | None:
     except Exception as error:  # native libraries fail in ways of their own (OSError, RuntimeError)
         return f"{package} cannot be imported: {type(error).__name__}: {error}"
     return None
-
-
-def is_usable(package: str) -> bool:
-    """Return whether ``package`` is installed and imports."""
-    return why_missing(package) is None
-
-
-def optional_module(package: str) -> ModuleType:
-    """Import and return ``package``; the caller has checked that it is usable."""
-    return importlib.import_module(package)

@@ -4,7 +4,8 @@ One row is multiplied in registers, a few rows on tensor cores with the inputs s
 and many rows by dequantizing the weight once and calling the library's matmul. The kernels and
 their layout are in ``triton_kernels``, imported when first needed.
 
-Shape legend: M rows of x, N output features, K input features, G groups of a row.
+Shape legend: M rows of x, N output features, K input features, G groups of a row, b bits, S
+segments of a row, J = K / S.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from torch.nn import functional as F
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
-from llmpq.kernels.planes import plane_bytes, segments, to_planes
 from llmpq.spec.precision import Precision
 
 MANY_ROWS = 512
@@ -84,7 +84,7 @@ class TritonIntBackend(KernelBackend):
         """Return the tensors of ``packed`` as ``linear`` reads them."""
         bits = packed.precision.bits
         planes = torch.empty(
-            (packed.out_features, plane_bytes(packed.in_features, bits)),
+            (packed.out_features, packed.in_features * bits // 8),
             dtype=torch.uint8,
             device=packed.codes.device,
         )
@@ -100,6 +100,26 @@ class TritonIntBackend(KernelBackend):
             return F.linear(x, dequantize(weight, x.dtype), bias)
         y = multiply(rows.contiguous(), weight, bias)
         return y.view(*x.shape[:-1], weight.out_features)
+
+
+def segments(bits: int) -> int:
+    """Return the number of segments of a row (``triton_kernels``); K must be a multiple of it."""
+    return 2 if bits == 4 else 8
+
+
+def to_planes(codes: Tensor, bits: int) -> Tensor:
+    """Order signed codes ``[N, K]``, int8, into planes ``[N, K b / 8]``, uint8."""
+    unsigned = codes.add(1 << (bits - 1)).view(torch.uint8)
+    parts = unsigned.view(codes.shape[0], segments(bits), -1).unbind(1)  # S of [N, J]
+    if bits == 4:
+        return parts[0] | (parts[1] << 4)
+    low, middle, high = (torch.zeros_like(parts[0]) for _ in range(3))
+    for s in range(4):
+        low |= (parts[s] & 3) << (2 * s)
+        middle |= (parts[s + 4] & 3) << (2 * s)
+    for s in range(8):
+        high |= (parts[s] >> 2) << s
+    return torch.cat((low, middle, high), dim=1)
 
 
 def dequantize(weight: PreparedWeight, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.kernels.registry import choose_backend
 from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
-from llmpq.quant.quantizers.methods import quantize
+from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 
 _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})

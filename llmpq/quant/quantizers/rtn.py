@@ -23,6 +23,22 @@ _LANES = 16
 _BITS_OF_DTYPE = {2: torch.int16, 4: torch.int32}
 
 
+def quantize(weight: Tensor, precision: Precision, scale_dtype: torch.dtype) -> PackedWeight:
+    """Quantize a weight by the method of its precision, which is ``rtn``.
+
+    Args:
+        weight: ``[N, K]``, any floating dtype; read only.
+        precision: 3, 4 or 8 bits.
+        scale_dtype: dtype of the run, in which scales and zeros are stored.
+
+    Raises:
+        SpecError: another method (16 bits has none), or as :func:`round_to_nearest`.
+    """
+    if precision.method != "rtn":
+        raise SpecError(f"quantize: found precision {precision}, expected a method of ['rtn']")
+    return round_to_nearest(weight, precision, scale_dtype)
+
+
 def round_to_nearest(
     weight: Tensor, precision: Precision, scale_dtype: torch.dtype
 ) -> PackedWeight:
