@@ -109,7 +109,7 @@ def test_results_that_exist_already(files, capsys):
         (["--temperature", "-1"], "temperature"),
         (["--temperature", "nan"], "temperature"),
         (["--top_p", "0"], "top_p"),
-        (["--top_k", "-1"], "top_k"),
+        (["--top_k", "-2"], "top_k"),
         (["--step_timeout", "0"], "step_timeout"),
         (["--nnodes", "2"], "--master_addr"),
         (["--bins", "2"], "--bins"),
