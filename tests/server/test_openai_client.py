@@ -339,6 +339,11 @@ def test_response_format_reaches_the_engine_as_a_schema(served, client):
             openai.BadRequestError,
             "stream_options",
         ),
+        (
+            {"prompt": "x", "stream": True, "extra_body": {"structured_outputs": {"regex": "(("}}},
+            openai.BadRequestError,
+            "not valid",
+        ),
         ({"prompt": "x", "logit_bias": {"a": 1}}, openai.BadRequestError, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"9999": 1}}, openai.BadRequestError, "9999"),
     ],
