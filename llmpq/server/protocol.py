@@ -106,6 +106,26 @@ Prompts = Annotated[
 ]
 
 
+Messages = Annotated[
+    list[dict[str, Any]],
+    Field(min_length=1, max_length=4096),
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"type": "string"},
+                    "content": {"type": ["string", "null"]},
+                },
+            },
+        }
+    ),
+]
+
+
 class RequestBody(BaseModel):
     """A JSON object; names of unknown fields are logged, never their values."""
 
@@ -241,7 +261,7 @@ class CompletionRequest(GenerationBody):
 class ChatBody(RequestBody):
     """The fields of a conversation."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+    messages: Messages
     tools: Annotated[list[dict[str, Any]] | None, Field(max_length=1024)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
@@ -294,7 +314,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[dict[str, Any]] | None, Field(min_length=1, max_length=4096)] = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli import run_options
-from llmpq.cli.commands import dist_doctor
+from llmpq.cli.commands import dist_batch, dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.options import (
     add_drift_options,
@@ -56,6 +56,13 @@ def _parser() -> argparse.ArgumentParser:
         "--model", metavar="DIR", help="weights (default: the directory in the plan)"
     )
     files.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="prompts")
+    files.add_argument(
+        "--format",
+        choices=("llmpq", "openai_batch"),
+        default="llmpq",
+        help="format of --prompts and --output; openai_batch: OpenAI's Batch files, whose requests "
+        "say how tokens are chosen (default llmpq)",
+    )
     files.add_argument("--output", required=True, metavar="FILE.jsonl", help="answers")
     files.add_argument(
         "--resume", action="store_true", help="skip the requests that --output already answers"
@@ -98,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
+    if options.format == "openai_batch":
+        return dist_batch.answer_batch(options, plan)
     require("torch", "transformers")
     job = _job(options, plan)
     measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)

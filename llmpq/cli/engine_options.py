@@ -1,0 +1,84 @@
+"""Options of the engine that answers requests as they arrive, and its start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from llmpq.batching.queue_order import QUEUE_ORDERS
+from llmpq.cli.options import add_step_timeout_option
+from llmpq.cli.run_options import (
+    DEFAULT_MAX_RESTARTS,
+    add_store_options,
+    store_directory,
+    store_limit_bytes,
+)
+from llmpq.dist.async_engine import AsyncEngine
+from llmpq.dist.io.generation import EngineClient
+from llmpq.errors import SpecError
+from llmpq.spec.plan import Plan
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the queue order, the token budget and what a rank needs."""
+    engine = parser.add_argument_group("engine")
+    engine.add_argument(
+        "--scheduler",
+        choices=QUEUE_ORDERS,
+        default="fcfs",
+        help="order in which waiting requests are admitted (default fcfs)",
+    )
+    engine.add_argument(
+        "--alpha",
+        type=float,
+        help="--scheduler larry: weight of a second of waiting; 0 is shortest prompt first",
+    )
+    engine.add_argument(
+        "--token_budget",
+        type=int,
+        metavar="N",
+        help="tokens of a step (default: chosen by the engine)",
+    )
+    engine.add_argument(
+        "--no_prefix_caching",
+        action="store_true",
+        help="compute every prompt, also where its beginning is in the cache",
+    )
+    engine.add_argument(
+        "--max_restarts",
+        type=int,
+        default=DEFAULT_MAX_RESTARTS,
+        metavar="N",
+        help="start the ranks again up to N times after one was lost; requests are recomputed "
+        f"(default {DEFAULT_MAX_RESTARTS})",
+    )
+    add_step_timeout_option(engine)
+    add_store_options(engine)
+
+
+async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> EngineClient:
+    """Start the ranks of a plan and return their engine once it is loaded.
+
+    Options that the command does not have are left at their defaults.
+
+    Raises:
+        LlmpqError: an option cannot be used, or a rank did not start.
+    """
+    given = vars(options)
+    scheduler, alpha = given.get("scheduler", "fcfs"), given.get("alpha")
+    if alpha is not None and scheduler != "larry":
+        raise SpecError(f"--alpha: found with --scheduler {scheduler}, expected --scheduler larry")
+    return await AsyncEngine.start(
+        plan,
+        model_dir,
+        scheduler=scheduler,
+        alpha=alpha,
+        token_budget=given.get("token_budget"),
+        prefix_caching=not given.get("no_prefix_caching", False),
+        step_timeout_s=options.step_timeout,
+        max_restarts=options.max_restarts,
+        store=store_directory(options.store, os.environ),
+        store_limit_bytes=store_limit_bytes(options.store_limit),
+        kernel=options.kernel,
+    )
