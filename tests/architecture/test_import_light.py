@@ -14,6 +14,8 @@ PLAN_SIDE = (
     "llmpq.assigner",
     "llmpq.api",
     "llmpq.cli.commands.algo",
+    "llmpq.cli.commands.serve",
+    "llmpq.server.lifecycle",
 )
 HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
 

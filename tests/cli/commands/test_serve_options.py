@@ -1,0 +1,118 @@
+"""Options of llmpq-serve and of batch files become what the server is given."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_engine import FakeEngine
+
+from llmpq.cli.commands import dist, dist_batch, serve
+from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for
+from llmpq.server.lifecycle import ServerOptions
+from llmpq.spec.plan import read_plan
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO = ROOT / "models" / "demo"
+PLAN = sorted((ROOT / "strategies").glob("opt-13b__*.json"))[0]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``run_server`` was given."""
+    found: dict[str, Any] = {}
+
+    def run_server(options: ServerOptions, start, load, on_ready) -> None:
+        found.update(options=options, start=start)
+        on_ready("http://127.0.0.1:8000")
+
+    monkeypatch.setattr("llmpq.server.lifecycle.run_server", run_server)
+    return found
+
+
+def run(*words: str) -> int:
+    return serve.main(["--strat_file_name", str(PLAN), "--model", str(DEMO), *words])
+
+
+def test_defaults_listen_on_this_host_without_limits(served, capsys):
+    assert run() == 0
+    options = served["options"]
+    assert (options.host, options.port, options.model_dir) == ("127.0.0.1", 8000, DEMO)
+    assert options.names == (read_plan(PLAN).model.name,)
+    assert options.admission.max_num_queued_reqs is None
+    assert options.admission.max_num_queued_tokens is None
+    output = capsys.readouterr()
+    assert output.out == "ready http://127.0.0.1:8000\n"
+    assert output.err == "ready http://127.0.0.1:8000\n"
+
+
+def test_ttft_bound_sets_the_queued_tokens(served, capsys):
+    assert run("--ttft_bound", "100", "--max_num_queued_reqs", "7", "--json") == 0
+    admission = served["options"].admission
+    plan = read_plan(PLAN)
+    assert admission.max_num_queued_tokens == queued_tokens_for(plan, 100)
+    assert admission.max_num_queued_reqs == 7
+    assert admission.prefill_tokens_per_s == prefill_tokens_per_s(plan)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["max_num_queued_tokens"] == admission.max_num_queued_tokens
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--ttft_bound", "0.000001"),
+        ("--max_num_queued_reqs", "0"),
+        ("--drain_timeout", "-1"),
+        ("--ttft_bound", "1", "--max_num_queued_tokens", "5"),
+        ("--scheduler", "best"),
+    ],
+)
+def test_bad_options_are_refused(served, words, capsys):
+    assert run(*words) == 2
+    assert words[0] in capsys.readouterr().err
+    assert not served
+
+
+def test_alpha_needs_larry(served, capsys):
+    assert run("--alpha", "1") == 0
+    with pytest.raises(ValueError, match="expected --scheduler larry"):
+        asyncio.run(served["start"]())
+
+
+@pytest.fixture
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start_engine(options, plan, model_dir) -> FakeEngine:
+        return FakeEngine()
+
+    monkeypatch.setattr(dist_batch, "start_engine", start_engine)
+
+
+def batch(tmp_path: Path, lines: list[object], *words: str) -> int:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    files = ["--prompts", str(source), "--output", str(tmp_path / "out.jsonl")]
+    start = ["--strat_file_name", str(PLAN), "--model", str(DEMO), "--format", "openai_batch"]
+    return dist.main([*start, *files, *words])
+
+
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
+
+
+def test_batch_file_is_answered(fake_engine, tmp_path, capsys):
+    assert batch(tmp_path, [LINE], "--json") == 0
+    found = json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))
+    assert found["response"]["body"]["usage"]["completion_tokens"] == 16
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["requests"], summary["errors"], summary["generated_tokens"]) == (1, 0, 16)
+
+
+def test_batch_lines_without_an_id_give_status_2(fake_engine, tmp_path, capsys):
+    assert batch(tmp_path, [LINE, {"url": "x"}]) == 2
+    assert "in.jsonl: line 2" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").exists()
+    (tmp_path / "out.jsonl").unlink()
+    assert batch(tmp_path, [LINE, {"url": "x"}], "--bad_prompts", "refuse") == 2
+    assert not (tmp_path / "out.jsonl").exists()
