@@ -40,9 +40,8 @@ from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import bits_at_average, quantizable_weights
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.calibration import read_calibration
-from llmpq.evals import Windows, read_windows
 from llmpq.evals.score import Tally, add_states
-from llmpq.evals.windows import WindowBatch
+from llmpq.evals.windows import WindowBatch, Windows, read_windows
 from llmpq.indicator import INDICATORS, Random, Subject, Variance, sensitivity_table
 from llmpq.models import DecoderStage
 from llmpq.quant.loading.loader import load_master, load_stage

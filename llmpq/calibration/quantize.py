@@ -24,9 +24,9 @@ from llmpq.calibration.stats import Hessian
 from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_experts_
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
-from llmpq.models.experts import find_stored, part_spellings
+from llmpq.models.experts import find_stored
 from llmpq.quant.checkpoint.format import from_integers, make_config
-from llmpq.quant.checkpoint.reader import is_gptq
+from llmpq.quant.checkpoint.reader import is_gptq, stored_modules
 from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from llmpq.quant.loading.assembly import Matrix, matrices_of
 from llmpq.quant.modules.layer import quantizable_names
@@ -89,7 +89,7 @@ def quantize_checkpoint(
     checkpoint = _source_of(job)
     quantization = make_config(
         job.precisions,
-        checkpoint.layers_name,
+        checkpoint.skeleton.layers_name,
         act_order=job.calibration is not None and job.options.order == "full",
         meta=_meta(job),
     )
@@ -256,20 +256,13 @@ def _modules_of(
     checkpoint: Checkpoint, prefix: str, matrix: Matrix
 ) -> tuple[tuple[str, ...], set[str]]:
     """Return the modules that hold a matrix, stacked along N, and the tensors they replace."""
-    if matrix.expert is None:
-        stored = find_stored(checkpoint.tensors, prefix + matrix.key)
-        assert stored is not None  # the walk has read it
-        return (stored.removesuffix(".weight"),), {stored}
-    spellings = [
-        tuple(part.format(matrix.expert) for part in spelling)
-        for spelling in part_spellings(prefix + matrix.key)
-    ]
-    for modules in spellings:
+    candidates = list(stored_modules(prefix, matrix))
+    for modules in candidates:
         if f"{modules[0]}.weight" in checkpoint.tensors:
             return modules, {f"{module}.weight" for module in modules}
     fused = find_stored(checkpoint.tensors, prefix + matrix.key)
     assert fused is not None  # one of the spellings was read
-    return spellings[0], {fused}
+    return candidates[0], {fused}
 
 
 def _operator_of(matrix: Matrix) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -51,14 +50,11 @@ class WalkedLayer:
         operators: its linear operators by name, in the layer's own order.
     """
 
-    def __init__(
-        self, stage: DecoderStage, hidden: list[Tensor], read: Callable[[], dict[str, Tensor]]
-    ) -> None:
+    def __init__(self, stage: DecoderStage, hidden: list[Tensor]) -> None:
         self.index = stage.first_layer
         self.module = stage.layers[0]
         self._stage = stage
         self._hidden = hidden
-        self._read = read
         self._is_passed = False
         self._steps: list[tuple[str, ...]] | None = None
         self._readers: dict[str, str] = {}
@@ -118,29 +114,6 @@ class WalkedLayer:
         """Run the layer and keep its output; does nothing the second time."""
         if not self._is_passed:
             self._run({}, keep=True)
-
-    def replace(self, name: str, operator: nn.Module) -> None:
-        """Replace a linear operator in all later passes."""
-        self.module.set_submodule(name, operator)
-
-    def can_free(self, names: Sequence[str]) -> bool:
-        """Return whether ``freed`` accepts these operators: same input, and no experts."""
-        return len({self.reader(name) for name in names}) == 1 and not any(map(_expert_of, names))
-
-    @contextmanager
-    def freed(self, names: Sequence[str]) -> Iterator[None]:
-        """Free the weights of ``names`` while their inputs are collected.
-
-        A pass that does not advance ends before them. The weights are read from the checkpoint
-        again on exit.
-        """
-        weights = {name: self.operators[name].weight for name in names}
-        for weight in weights.values():
-            weight.data = weight.new_empty(0)
-        yield
-        state = self._read()
-        for name, weight in weights.items():
-            weight.data = state[f"{name}.weight"].to(weight, copy=True)
 
     def _run(self, observers: Mapping[str, Callable[[Tensor], None]], *, keep: bool) -> None:
         assert not self._is_passed, "the inputs of this layer are gone"
@@ -275,8 +248,7 @@ class LayerWalk:
         self.hidden = self._embed()
         count = self.config.num_hidden_layers
         for index in range(count):
-            read = partial(self.checkpoint.layer_state_dict, index)
-            layer = WalkedLayer(self._load(index), self.hidden, read)
+            layer = WalkedLayer(self._load(index), self.hidden)
             yield layer
             if index + 1 < count or self._finish:
                 layer.advance()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import TypeVar
 
@@ -44,11 +44,7 @@ class Quality:
 
     def to_json(self) -> dict[str, float | int | None]:
         """Return the JSON object."""
-        return {
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-            "kl_to_16bit": self.kl_to_16bit,
-        }
+        return asdict(self)
 
 
 @dataclass(slots=True)

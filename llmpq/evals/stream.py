@@ -81,29 +81,17 @@ def stream_hidden(
     Returns:
         Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
     """
-    states = embed_windows(master, windows, source.device)
+    states = [
+        master.embed(batch.inputs.to(source.device), batch.micro_batch.positions)
+        for batch in windows.batches()
+    ]
     for done, layer in enumerate(source.each(), start=1):
-        run_layers(layer, windows, states, kv_bits)
+        cache = None if kv_bits is None else _cache(layer, windows, states[0], kv_bits)
+        for number, batch in enumerate(windows.batches()):
+            states[number] = layer(states[number], batch.micro_batch, cache)
         if progress is not None:
             progress(done, source.num_layers)
     return states
-
-
-def embed_windows(master: Master, windows: Windows, device: torch.device) -> list[Tensor]:
-    """Return the first layer's input, ``[R, T, H]`` for each micro-batch."""
-    return [
-        master.embed(batch.inputs.to(device), batch.micro_batch.positions)
-        for batch in windows.batches()
-    ]
-
-
-def run_layers(
-    layers: DecoderStage, windows: Windows, states: list[Tensor], kv_bits: int | None = None
-) -> None:
-    """Run every micro-batch through ``layers``; replace each tensor in ``states`` by its output."""
-    cache = None if kv_bits is None else _cache(layers, windows, states[0], kv_bits)
-    for number, batch in enumerate(windows.batches()):
-        states[number] = layers(states[number], batch.micro_batch, cache)
 
 
 def _cache(layers: DecoderStage, windows: Windows, hidden: Tensor, kv_bits: int) -> KVCache:

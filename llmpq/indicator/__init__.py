@@ -5,19 +5,9 @@ Each indicator reads a checkpoint layer by layer and scores every layer at every
 ``docs/how/quantization.md`` compares the indicators.
 """
 
-from llmpq.indicator.base import (
-    UNIT_BITS,
-    Indicator,
-    Progress,
-    Random,
-    Scores,
-    Subject,
-    monotone,
-    normalise,
-    sensitivity_table,
-)
+from llmpq.indicator.base import Indicator, Random, Subject, sensitivity_table
 from llmpq.indicator.divergence import Divergence
-from llmpq.indicator.hessian import HessianEigenvalue, top_eigenvalue
+from llmpq.indicator.hessian import HessianEigenvalue
 from llmpq.indicator.variance import Variance
 
 INDICATORS: dict[str, Indicator] = {
@@ -30,17 +20,9 @@ INDICATORS: dict[str, Indicator] = {
 
 __all__ = [
     "INDICATORS",
-    "UNIT_BITS",
-    "Divergence",
-    "HessianEigenvalue",
     "Indicator",
-    "Progress",
     "Random",
-    "Scores",
     "Subject",
     "Variance",
-    "monotone",
-    "normalise",
     "sensitivity_table",
-    "top_eigenvalue",
 ]

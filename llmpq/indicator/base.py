@@ -6,7 +6,7 @@ Shape legend: L layers, B bitwidths.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from llmpq import __version__
-from llmpq.calibration import CalibrationSet
+from llmpq.calibration import CalibrationSet, LayerWalk
+from llmpq.calibration.walk import Progress
 from llmpq.errors import SpecError
 from llmpq.models import load_config
 from llmpq.quant.checkpoint.reader import is_gptq
@@ -28,9 +29,6 @@ from llmpq.spec.sensitivity import (
     shapes_digest,
     weights_digest,
 )
-
-Progress = Callable[[int, int, str], None]
-"""Called with the work done, the total work (in arbitrary units) and a description."""
 
 Scores = Mapping[int, tuple[float, ...]]
 """One value per layer for every bitwidth, in a unit of the indicator."""
@@ -90,6 +88,17 @@ class Subject:
                 "can use the weights alone"
             )
         return self.calibration
+
+    def walk(self, method: str, progress: Progress | None) -> LayerWalk:
+        """Return a walk over the layers; errors as :meth:`tokens_for`."""
+        return LayerWalk(
+            self.model_dir,
+            self.tokens_for(method),
+            dtype=self.dtype,
+            device=self.device,
+            batch_tokens=self.batch_tokens,
+            progress=progress,
+        )
 
 
 class Indicator(Protocol):

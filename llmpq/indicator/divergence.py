@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from llmpq.calibration import CalibrationSet
-from llmpq.indicator.base import Progress, Scores, Subject
+from llmpq.calibration.walk import Progress
+from llmpq.indicator.base import Scores, Subject
 from llmpq.models import DecoderStage, Master, MicroBatch, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
 

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmpq.calibration import LayerWalk, WalkedLayer
-from llmpq.indicator.base import Progress, Scores, Subject
+from llmpq.calibration import WalkedLayer
+from llmpq.calibration.walk import Progress
+from llmpq.indicator.base import Scores, Subject
 from llmpq.indicator.rounding import squared_error
 
 PANEL_ROWS = 256
@@ -84,7 +85,7 @@ class HessianEigenvalue:
         iterations: maximum iterations of the power method.
         tolerance: relative change of the eigenvalue at which the method stops.
         memory_share: maximum bytes of the matrices held at once, as a share of the layer's weights.
-            A matrix that is larger is collected while its weights are freed.
+            A larger matrix is collected alone.
     """
 
     iterations: int = 100
@@ -93,16 +94,8 @@ class HessianEigenvalue:
 
     def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
         """Sum over the operators of every layer."""
-        walk = LayerWalk(
-            subject.model_dir,
-            subject.tokens_for("hessian"),
-            dtype=subject.dtype,
-            device=subject.device,
-            batch_tokens=subject.batch_tokens,
-            progress=progress,
-        )
         rows = []
-        for layer in walk:
+        for layer in subject.walk("hessian", progress):
             rows.append(self._layer(layer, subject))
             del layer  # free it before the next one is loaded
         return {width: tuple(row[width] for row in rows) for width in subject.bits}
@@ -111,27 +104,20 @@ class HessianEigenvalue:
         row = dict.fromkeys(subject.bits, 0.0)
         weights = sum(operator.weight.nbytes for operator in layer.operators.values())
         budget = int(self.memory_share * weights)
-        groups = list(_groups(layer, budget))
-        alone = [
-            names for names in groups if _bytes_of(layer, names) > budget and layer.can_free(names)
-        ]
-        others = [names for names in groups if names not in alone]
-        for names in alone:
-            errors = _errors(layer, names, subject)
-            with layer.freed(names):
-                eigenvalues = self._eigenvalues(layer, subject, names, advance=False)
-            _add(row, eigenvalues, errors)
-        for names in others:
-            is_last = names is others[-1]
-            eigenvalues = self._eigenvalues(layer, subject, names, advance=is_last)
-            _add(row, eigenvalues, _errors(layer, names, subject))
+        for names in _groups(layer, budget):
+            eigenvalues = self._eigenvalues(layer, subject, names)
+            for name in names:
+                weight = layer.operators[name].weight
+                for width in subject.bits:
+                    error = squared_error(weight, width, subject.dtype)
+                    row[width] += eigenvalues[name] * error
         return row
 
     def _eigenvalues(
-        self, layer: WalkedLayer, subject: Subject, names: list[str], *, advance: bool
+        self, layer: WalkedLayer, subject: Subject, names: list[str]
     ) -> dict[str, float]:
         """Return ``lambda_max(2 X X^T)`` of every operator."""
-        seen = layer.collect(partial(UpperGram, device=subject.device), names, advance=advance)
+        seen = layer.collect(partial(UpperGram, device=subject.device), names)
         known: dict[int, float] = {}  # by matrix: q, k and v share one
         for gram in seen.values():
             if id(gram) not in known:
@@ -139,23 +125,6 @@ class HessianEigenvalue:
                     gram, iterations=self.iterations, tolerance=self.tolerance
                 )
         return {name: known[id(gram)] for name, gram in seen.items()}
-
-
-Errors = dict[tuple[str, int], float]
-"""``||Q(W) - W||^2`` by operator and bitwidth."""
-
-
-def _errors(layer: WalkedLayer, names: Sequence[str], subject: Subject) -> Errors:
-    return {
-        (name, width): squared_error(layer.operators[name].weight, width, subject.dtype)
-        for name in names
-        for width in subject.bits
-    }
-
-
-def _add(row: dict[int, float], eigenvalues: dict[str, float], errors: Errors) -> None:
-    for (name, width), error in errors.items():
-        row[width] += eigenvalues[name] * error
 
 
 def _groups(layer: WalkedLayer, budget: int) -> Iterator[list[str]]:

@@ -17,8 +17,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from llmpq.calibration import LayerWalk, Moments
-from llmpq.indicator.base import Progress, Scores, Subject
+from llmpq.calibration import Moments
+from llmpq.calibration.walk import Progress
+from llmpq.indicator.base import Scores, Subject
 from llmpq.indicator.rounding import mean_squared_step
 from llmpq.models import Checkpoint
 from llmpq.quant.loading.assembly import matrices_of
@@ -49,15 +50,7 @@ class Variance:
         self, subject: Subject, progress: Progress | None
     ) -> Iterator[dict[int, float]]:
         tokens = subject.tokens_for("variance")
-        walk = LayerWalk(
-            subject.model_dir,
-            tokens,
-            dtype=subject.dtype,
-            device=subject.device,
-            batch_tokens=subject.batch_tokens,
-            progress=progress,
-        )
-        for layer in walk:
+        for layer in subject.walk("variance", progress):
             row = dict.fromkeys(subject.bits, 0.0)
             seen = layer.collect(partial(Moments, device=subject.device), advance=True)
             for name, moments in seen.items():

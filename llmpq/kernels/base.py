@@ -61,11 +61,6 @@ class Capability:
     stored: str
     cost: str
 
-    def covers(self, device_type: str, bits: int, dtype: torch.dtype) -> bool:
-        """Return whether the row allows this device type, bitwidth and dtype, shapes aside."""
-        on_device = not self.device_types or device_type in self.device_types
-        return on_device and bits in self.bits and dtype in self.dtypes
-
 
 class KernelBackend(ABC):
     """An algorithm that multiplies activations by a packed weight.
@@ -87,7 +82,9 @@ class KernelBackend(ABC):
         in_features: int,
     ) -> bool:
         """Return whether it can run a weight ``[out_features, in_features]`` here."""
-        is_covered = self.capability.covers(device_type, precision.bits, dtype)
+        row = self.capability
+        on_device = not row.device_types or device_type in row.device_types
+        is_covered = on_device and precision.bits in row.bits and dtype in row.dtypes
         return is_covered and self.fits(precision, out_features, in_features)
 
     @abstractmethod

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from llmpq.kernels import BACKENDS
-from llmpq.kernels.gpu.optional import why_missing
-from llmpq.kernels.gpu.triton_int import launch_failure
+from llmpq.kernels.gpu.triton_int import launch_failure, why_missing
 from scripts.gpu_checks.harness import FailedError, Row, Setting, SkippedError
 
 PACKAGES = ("torch", "transformers", "triton", "bitsandbytes", "numpy", "safetensors")

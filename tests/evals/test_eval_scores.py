@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.errors import LlmpqError, SpecError
-from llmpq.evals import LayerSource, Windows, perplexity_and_kl, score, stream_hidden
+from llmpq.evals import score
+from llmpq.evals.score import perplexity_and_kl
+from llmpq.evals.stream import LayerSource, stream_hidden
+from llmpq.evals.windows import Windows
 from llmpq.quant.loading.loader import load_master
 
 torch.set_num_threads(1)

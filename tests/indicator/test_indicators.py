@@ -14,19 +14,15 @@ from llmpq.calibration import Hessian as SecondMoments
 from llmpq.errors import SpecError
 from llmpq.indicator import (
     INDICATORS,
-    Divergence,
-    HessianEigenvalue,
     Random,
     Subject,
     Variance,
-    monotone,
-    normalise,
-    top_eigenvalue,
 )
 from llmpq.indicator import divergence as divergence_module
 from llmpq.indicator import hessian as hessian_module
-from llmpq.indicator.divergence import cut_probe
-from llmpq.indicator.hessian import UpperGram
+from llmpq.indicator.base import monotone, normalise
+from llmpq.indicator.divergence import Divergence, cut_probe
+from llmpq.indicator.hessian import HessianEigenvalue, UpperGram, top_eigenvalue
 from llmpq.indicator.rounding import mean_squared_step, squared_error
 from llmpq.indicator.variance import input_spread
 from llmpq.models import Checkpoint

@@ -14,7 +14,7 @@ from llmpq.kernels.gpu.cuda import (
     inner_tiles,
     swapped_halves,
 )
-from llmpq.kernels.gpu.optional import why_missing
+from llmpq.kernels.gpu.triton_int import why_missing
 from llmpq.kernels.packed import PackedWeight, pack_codes
 from llmpq.spec.precision import Precision, default_precision, linear_bytes
 

@@ -8,7 +8,7 @@ import torch
 
 from llmpq.kernels.cpu import switch
 from llmpq.kernels.cpu.native import has_bf16_products, library
-from llmpq.kernels.cpu.tiles import bf16_product, to_tiles
+from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
 from llmpq.quant import quantize
 from llmpq.spec.precision import Precision
 
@@ -80,7 +80,8 @@ def test_both_ways_give_the_same_bits(bits, rows, columns, group, symmetric):
     drawn = torch.Generator().manual_seed(bits)
     weight = torch.randn(rows, columns, generator=drawn) * 0.02
     precision = Precision(bits=bits, group_size=group, symmetric=symmetric)
-    tiles = to_tiles(quantize(weight, precision, torch.bfloat16), "cpu_packed")
+    packed = quantize(weight, precision, torch.bfloat16)
+    tiles = prepared_tiles(to_tiles(packed), "cpu_packed")
     for count in (1, 2, 3, 5, 8, 13, 32):
         x = (torch.randn(count, columns, generator=drawn) * 3).to(torch.bfloat16)
         few, many = (bf16_product(x, tiles, None, limit) for limit in (count, 0))

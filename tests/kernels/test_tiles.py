@@ -8,10 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels.cpu import tiled, tiles
+from llmpq.kernels.cpu import tiles
 from llmpq.kernels.cpu.native import FLAGS, has_bf16_products, instruction_set, library, load
-from llmpq.kernels.cpu.tiled import TILE_COLUMNS, TILE_ROWS, TiledWeight, fits_tiles
-from llmpq.kernels.cpu.tiles import bf16_product, float_product, int8_product, to_tiles
+from llmpq.kernels.cpu.tiles import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    TiledWeight,
+    bf16_product,
+    fits_tiles,
+    float_product,
+    int8_product,
+    prepared_tiles,
+    to_tiles,
+)
 from llmpq.kernels.packed import PACKED_BITS, PackedWeight, pack_codes
 from llmpq.spec.precision import Precision, linear_bytes
 
@@ -33,6 +42,10 @@ shapes = st.tuples(
 )
 row_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 193])
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+
+
+def in_tiles(packed):
+    return prepared_tiles(to_tiles(packed), "cpu_packed")
 
 
 def random_packed(shape, precision, dtype, seed=0):
@@ -66,7 +79,7 @@ def test_float_products_are_those_of_the_dequantized_weight(precision, shape, co
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(count, shape[1], generator=rng)
     bias = torch.randn(shape[0], generator=rng)
-    y = float_product(x, to_tiles(packed, "cpu_packed"), bias)
+    y = float_product(x, in_tiles(packed), bias)
     assert worst_error(y, x, packed, bias) < 1e-6
 
 
@@ -84,7 +97,7 @@ def test_bf16_products_round_once(precision, shape, count, few_limit, seed):
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(count, shape[1], generator=rng).to(torch.bfloat16)
     bias = torch.randn(shape[0], generator=rng).to(torch.bfloat16)
-    y = bf16_product(x, to_tiles(packed, "cpu_packed"), bias, few_limit)
+    y = bf16_product(x, in_tiles(packed), bias, few_limit)
     # The answer is rounded to 8 bits of mantissa; everything before is float32.
     assert worst_error(y, x, packed, bias) < 2**-8
 
@@ -104,7 +117,7 @@ def test_int8_products_err_by_the_rounding_of_the_rest(shape, count, dtype, thre
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(count, shape[1], generator=rng).mul(3).to(dtype)
     bias = torch.randn(shape[0], generator=rng).to(dtype)
-    y = int8_product(x, to_tiles(packed, "cpu_llm_int8"), bias, threshold).double()
+    y = int8_product(x, prepared_tiles(to_tiles(packed), "cpu_llm_int8"), bias, threshold).double()
     weight = packed.dequantize(torch.float64)
     expected = x.double() @ weight.T + bias.double()
     kept = torch.where(x.abs() < threshold, x.double().abs(), 0.0)  # below the threshold: rounded
@@ -121,10 +134,9 @@ def test_every_instruction_set_multiplies_the_same_tiles(name, bits, monkeypatch
     packed = random_packed((80, 192), Precision(bits=bits, group_size=64), torch.float16)
     x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
     bias = torch.zeros(80)
-    prepared = to_tiles(packed, "cpu_packed")
+    prepared = in_tiles(packed)
     monkeypatch.setattr(tiles, "library", lambda: load(name))
-    monkeypatch.setattr(tiled, "library", lambda: load(name))
-    assert torch.equal(to_tiles(packed, "cpu_packed").tensors[0], prepared.tensors[0])
+    assert torch.equal(in_tiles(packed).tensors[0], prepared.tensors[0])
     assert worst_error(float_product(x, prepared, bias), x, packed, bias) < 1e-6
 
 
@@ -187,7 +199,7 @@ def test_tiles_hold_every_code_for_any_blocks_of_rows(precision, shape, dtype, d
     packed = random_packed(shape, precision, dtype)
     cuts = data.draw(st.sets(st.sampled_from(range(0, shape[0], 16))))
     found = tiled_weight(packed, cuts)
-    whole = to_tiles(packed, "cpu_packed").tensors
+    whole = in_tiles(packed).tensors
     assert all(map(torch.equal, found.parts.values(), whole))
     assert torch.equal(
         packed_rows(found.tiles.view(shape[0] // TILE_ROWS, -1), precision.bits), packed.codes
@@ -212,12 +224,12 @@ def test_the_layout_of_tiles_in_cached_files_is_unchanged(bits, expected):
 def test_tiles_weigh_what_the_law_says(bits, symmetric):
     precision = Precision(bits=bits, group_size=64, symmetric=symmetric)
     packed = random_packed((48, 192), precision, torch.bfloat16)
-    assert to_tiles(packed, "cpu_packed").nbytes == linear_bytes(48, 192, precision, 2)
+    assert in_tiles(packed).nbytes == linear_bytes(48, 192, precision, 2)
 
 
 def test_a_row_of_float32_does_not_depend_on_its_company():
     packed = random_packed((80, 256), Precision(bits=4, group_size=64), torch.float32)
-    weight = to_tiles(packed, "cpu_packed")
+    weight = in_tiles(packed)
     x = torch.randn(200, 256, generator=torch.Generator().manual_seed(2))
     together = float_product(x, weight, None)
     for row in (0, 5, 6, 191, 192, 199):
@@ -228,17 +240,17 @@ def test_a_row_of_float32_does_not_depend_on_its_company():
 def test_two_threads_give_the_answer_of_one(bits):
     packed = random_packed((208, 256), Precision(bits=bits), torch.float32)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3))
-    alone = float_product(x, to_tiles(packed, "cpu_packed"), None)
+    alone = float_product(x, in_tiles(packed), None)
     torch.set_num_threads(2)
     try:
-        assert torch.equal(float_product(x, to_tiles(packed, "cpu_packed"), None), alone)
+        assert torch.equal(float_product(x, in_tiles(packed), None), alone)
     finally:
         torch.set_num_threads(1)
 
 
 def test_strided_and_empty_activations_are_taken():
     packed = random_packed((48, 64), Precision(bits=4, group_size=32), torch.float32)
-    weight = to_tiles(packed, "cpu_packed")
+    weight = in_tiles(packed)
     x = torch.randn(64, 5, generator=torch.Generator().manual_seed(4))
     assert torch.equal(
         float_product(x.t(), weight, None), float_product(x.t().contiguous(), weight, None)

@@ -7,8 +7,6 @@ of it. They exist where there is a C compiler, or a wheel that brought the libra
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,10 @@ from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import has_bf16_products, library
 from llmpq.kernels.cpu.switch import few_rows_limit
-from llmpq.kernels.cpu.tiled import TiledWeight, fits_tiles
 from llmpq.kernels.cpu.tiles import (
+    TiledWeight,
     bf16_product,
+    fits_tiles,
     float_product,
     int8_product,
     prepared_tiles,
@@ -31,9 +30,14 @@ from llmpq.spec.precision import Precision
 class TileBackend(KernelBackend):
     """A backend whose kernels read tiles."""
 
-    @abstractmethod
-    def wrap(self, tiled: TiledWeight) -> PreparedWeight:
-        """Return ``tiled`` without a copy; ``supports`` must be True for its shape."""
+    def prepare(self, packed: PackedWeight) -> PreparedWeight:
+        """Rearrange the codes into tiles."""
+        self.check_supported(packed)
+        return self.wrap(to_tiles(packed))
+
+    def wrap(self, weight: TiledWeight) -> PreparedWeight:
+        """Return a weight in tiles without a copy; ``supports`` must be True for its shape."""
+        return prepared_tiles(weight, self.name)
 
 
 class CpuPackedBackend(TileBackend):
@@ -60,16 +64,11 @@ class CpuPackedBackend(TileBackend):
         fits = fits_tiles(out_features, in_features, precision.effective_group(in_features))
         return fits and library() is not None
 
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Rearrange the codes into tiles; the first call on a machine also measures the switch."""
-        self.check_supported(packed)
-        self._measure(packed.precision.bits, packed.dtype)
-        return to_tiles(packed, self.name)
-
-    def wrap(self, tiled: TiledWeight) -> PreparedWeight:
-        """Use tiles without a copy; the first call measures the switch, too."""
-        self._measure(tiled.precision.bits, tiled.dtype)
-        return prepared_tiles(tiled, self.name)
+    def wrap(self, weight: TiledWeight) -> PreparedWeight:
+        """Return a weight in tiles; the first call on a machine also measures the switch."""
+        if weight.dtype == torch.bfloat16 and has_bf16_products():
+            few_rows_limit(weight.precision.bits)
+        return super().wrap(weight)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
@@ -77,10 +76,6 @@ class CpuPackedBackend(TileBackend):
             limit = few_rows_limit(weight.precision.bits)
             return bf16_product(x, weight, bias, limit)
         return float_product(x, weight, bias)
-
-    def _measure(self, bits: int, dtype: torch.dtype) -> None:
-        if dtype == torch.bfloat16 and has_bf16_products():
-            few_rows_limit(bits)
 
 
 class CpuLlmInt8Backend(TileBackend):
@@ -112,15 +107,6 @@ class CpuLlmInt8Backend(TileBackend):
         fits = fits_tiles(out_features, in_features, in_features)
         is_ready = has_bf16_products() and library() is not None
         return per_channel and precision.symmetric and fits and is_ready
-
-    def prepare(self, packed: PackedWeight) -> PreparedWeight:
-        """Rearrange the codes into tiles."""
-        self.check_supported(packed)
-        return to_tiles(packed, self.name)
-
-    def wrap(self, tiled: TiledWeight) -> PreparedWeight:
-        """Use tiles without a copy."""
-        return prepared_tiles(tiled, self.name)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row, outliers apart."""

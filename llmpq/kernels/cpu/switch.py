@@ -26,7 +26,7 @@ except ImportError:  # no Unix
     fcntl = None  # type: ignore[assignment]
 
 from llmpq.kernels.cpu.native import instruction_set, kernels_path
-from llmpq.kernels.cpu.tiles import bf16_product, to_tiles
+from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.spec.precision import default_precision
 
@@ -90,7 +90,7 @@ def _measure(bits: int) -> int:
         scales=scales,
         zeros=torch.zeros_like(scales),
     )
-    weight = to_tiles(packed, "cpu_packed")
+    weight = prepared_tiles(to_tiles(packed), "cpu_packed")
 
     def timed(count: int) -> tuple[float, float]:
         x = torch.ones(count, columns, dtype=torch.bfloat16)

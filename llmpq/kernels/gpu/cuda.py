@@ -19,7 +19,6 @@ from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.gpu import triton_int
-from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight
 from llmpq.spec.precision import Precision, linear_bytes
 
@@ -246,8 +245,8 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         )
 
     def _runs_here(self) -> bool:
-        on_cpu = "cpu" in self.capability.device_types
-        return (on_cpu or _has_capability(TURING)) and why_missing("bitsandbytes") is None
+        is_able = "cpu" in self.capability.device_types or _has_capability(TURING)
+        return is_able and triton_int.why_missing("bitsandbytes") is None
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int

@@ -10,6 +10,8 @@ segments of a row, J = K / S.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
-from llmpq.kernels.gpu.optional import why_missing
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.spec.precision import Precision
 
@@ -195,6 +196,18 @@ def _launch(
                 steps, bits, in_group, in_float32, tiles.rows, tiles.outputs, tiles.bytes,
                 **options,
             )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def why_missing(package: str) -> str | None:
+    """Return why ``package`` cannot be used, or ``None`` when it can; imports it to find out."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # native libraries fail in ways of their own (OSError, RuntimeError)
+        return f"{package} cannot be imported: {type(error).__name__}: {error}"
+    return None
 
 
 def launch_failure(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -167,7 +167,7 @@ def read_source(
     position = 0
     for part in source.ranges:
         path = directory / part.file
-        with _opened(path, stamps[part.file]) as descriptor:
+        with opened(path, stamps[part.file]) as descriptor:
             read_into(descriptor, part.begin, view[position : position + part.nbytes], str(path))
         position += part.nbytes
     return tensor
@@ -199,7 +199,7 @@ def read_blocks(
     tensor = memory[lead:size].view(source.dtype).view(source.shape)
     view, start, path = memory.numpy().data, part.begin - lead, directory / part.file
     row_bytes, done = source.nbytes // len(tensor), 0
-    with _opened(path, stamps[part.file]) as descriptor:
+    with opened(path, stamps[part.file]) as descriptor:
         for first in range(0, len(tensor), rows):
             block = tensor[first : first + rows]
             end = lead + (first + len(block)) * row_bytes
@@ -212,8 +212,12 @@ def read_blocks(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, stamp: FileStamp) -> Iterator[int]:
-    """Open a file whose header was checked.
+def opened(path: Path, stamp: FileStamp | None = None) -> Iterator[int]:
+    """Open a file for reading and yield its descriptor.
+
+    Args:
+        path: of the file.
+        stamp: from when its header was checked.
 
     Raises:
         SpecError: it cannot be read, or was written to since.
@@ -223,7 +227,7 @@ def _opened(path: Path, stamp: FileStamp) -> Iterator[int]:
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from error
     try:
-        if not stamp.is_same_content(FileStamp.of(descriptor)):
+        if stamp is not None and not stamp.is_same_content(FileStamp.of(descriptor)):
             raise SpecError(f"{path}: was written to after its header had been checked")
         yield descriptor
     finally:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from llmpq.models.files.sources import (
     FileStamp,
     TensorSource,
     on_host,
+    opened,
     read_blocks,
     read_into,
     read_source,
@@ -36,7 +36,6 @@ MAX_INDEX_BYTES = 32 * 1024 * 1024
 _SAMPLE_BYTES = 4096
 _MAX_SAMPLES = 16
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
-T = TypeVar("T")
 
 
 class TensorFiles:
@@ -139,33 +138,21 @@ class TensorFiles:
 
     def _is_proven(self, file: str) -> bool:
         before = self._stamps[file]
-        return before.settled and before == self._open(file, FileStamp.of)
+        with opened(self.directory / file) as descriptor:
+            return before.settled and before == FileStamp.of(descriptor)
 
     def _read_parts(self, file: str, parts: Sequence[ByteRange]) -> bytes:
         """Return some bytes of a file, requested from the disk at once."""
+        path = self.directory / file
         found = bytearray(sum(part.nbytes for part in parts))
-
-        def read(descriptor: int) -> None:
+        rest = memoryview(found)
+        with opened(path) as descriptor:
             for part in parts:
                 will_need(descriptor, part.begin, part.nbytes)
-            rest = memoryview(found)
             for part in parts:
-                read_into(descriptor, part.begin, rest[: part.nbytes], str(self.directory / file))
+                read_into(descriptor, part.begin, rest[: part.nbytes], str(path))
                 rest = rest[part.nbytes :]
-
-        self._open(file, read)
         return bytes(found)
-
-    def _open(self, file: str, use: Callable[[int], T]) -> T:
-        path = self.directory / file
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise SpecError(f"{path}: cannot be read: {error}") from error
-        try:
-            return use(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _add_file(self, name: str) -> None:
         path = self.directory / name
@@ -173,7 +160,9 @@ class TensorFiles:
             raise SpecError(f"{path}: found no such file, expected a shard of the checkpoint")
         if not self._may_read(path):
             raise SpecError(f"{path}: leads outside the model directory")
-        self._stamps[name], self.headers[name] = self._open(name, lambda fd: _checked(fd, path))
+        with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
+            stamp = self._stamps[name] = FileStamp.of(descriptor)
+            self.headers[name] = read_header(stream, file_bytes=stamp.size, where=str(path))
 
     def _may_read(self, path: Path) -> bool:
         """Return whether a link stays inside the directory, or in the blobs of its hub cache."""
@@ -211,13 +200,6 @@ def _sample(source: TensorSource) -> ByteRange:
     part = source.ranges[len(source.ranges) // 2]
     count = min(_SAMPLE_BYTES, part.nbytes)
     return ByteRange(file=part.file, begin=part.begin + (part.nbytes - count) // 2, nbytes=count)
-
-
-def _checked(descriptor: int, path: Path) -> tuple[FileStamp, Header]:
-    """Return stamp and header of one open file."""
-    stamp = FileStamp.of(descriptor)
-    with os.fdopen(descriptor, "rb", closefd=False) as stream:
-        return stamp, read_header(stream, file_bytes=stamp.size, where=str(path))
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

@@ -93,11 +93,6 @@ class Checkpoint:
             layer = self.skeleton.layer_class(self.config, index)
         return layer.eval().requires_grad_(False)
 
-    @property
-    def layers_name(self) -> str:
-        """What the model calls its list of decoder layers, such as ``layers``."""
-        return self.skeleton.layers_name
-
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the stored names of decoder layer ``index``."""
         return f"{self._root}{self.skeleton.layers_name}.{index}."

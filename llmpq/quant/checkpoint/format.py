@@ -114,10 +114,10 @@ def concatenate_rows(parts: list[PackedWeight]) -> PackedWeight:
     if len(parts) == 1:
         return first
     for part in parts[1:]:
-        orders = first.order, part.order
-        is_same_order = orders[0] is None and orders[1] is None
-        if orders[0] is not None and orders[1] is not None:
-            is_same_order = torch.equal(orders[0], orders[1])
+        if first.order is None or part.order is None:
+            is_same_order = first.order is part.order
+        else:
+            is_same_order = torch.equal(first.order, part.order)
         if part.precision != first.precision or not is_same_order:
             raise SpecError(
                 f"GPTQ file: found {first.precision} and {part.precision}, or different orders of "

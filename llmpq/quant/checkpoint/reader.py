@@ -148,7 +148,7 @@ class GptqCheckpoint:
         tensors = self.checkpoint.tensors
         found = {}
         for matrix in matrices_of(self.checkpoint.empty_layer(index)):
-            for modules in _stored_modules(prefix, matrix):
+            for modules in stored_modules(prefix, matrix):
                 if f"{modules[0]}.qweight" in tensors:
                     found[matrix.name] = (self._precision(modules), (matrix, modules))
                     break
@@ -184,7 +184,7 @@ class GptqCheckpoint:
             raise SpecError(f"{tensors.where(f'{module}.qweight')}: {error}") from error
 
 
-def _stored_modules(prefix: str, matrix: Matrix) -> Iterator[tuple[str, ...]]:
+def stored_modules(prefix: str, matrix: Matrix) -> Iterator[tuple[str, ...]]:
     """Yield the stored names of the modules that may hold a matrix; several run as one."""
     if matrix.expert is None:
         for name in stored_spellings(prefix + matrix.name):

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.cpu.tiled import TILE_ROWS, TiledWeight
+from llmpq.kernels.cpu.tiles import TILE_ROWS, TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
 from llmpq.models.files.sources import TensorSource

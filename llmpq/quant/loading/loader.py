@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu.tiled import TiledWeight
+from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq

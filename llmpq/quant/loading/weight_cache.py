@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu.tiled import TiledWeight, tiled_shapes
+from llmpq.kernels.cpu.tiles import TiledWeight, tiled_shapes
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.logging import get_logger
 from llmpq.models.files.headers import DTYPE_BITS
@@ -116,7 +116,7 @@ def weight_of(
     parts = {part: tensors.get(f"{matrix.name}.{part}") for part in names}
     found = {part: tensor for part, tensor in parts.items() if tensor is not None}
     if "tiles" in found:
-        return TiledWeight.of_parts(rows, columns, precision, found)
+        return TiledWeight(out_features=rows, in_features=columns, precision=precision, **found)
     return PackedWeight(
         out_features=rows,
         in_features=columns,

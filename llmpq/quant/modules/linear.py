@@ -16,7 +16,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
 from llmpq.kernels.cpu.compiled import TileBackend
 from llmpq.kernels.cpu.dense import prepack, prepacked_linear
-from llmpq.kernels.cpu.tiled import TiledWeight
+from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 
 

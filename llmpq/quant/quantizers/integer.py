@@ -113,25 +113,20 @@ def fit_integer_grid(
     low, high = columns.amin(0).clamp_max(0), columns.amax(0).clamp_min(0)  # [N]
     if not bool(torch.isfinite(low).all() and torch.isfinite(high).all()):
         raise SpecError("weight: found values that are not finite, expected only finite ones")
+    scale, zero_point = _grid(low, high, precision)
     if importance is None:
-        return _grid(low, high, precision)
-    best: tuple[Tensor, Tensor] | None = None
-    least = torch.full_like(low, torch.inf)
+        return scale, zero_point
+    least: Tensor | None = None
     for share in _SHARES:
-        scale, zero_point = _grid(low * share, high * share, precision)
-        error = snap(columns, scale, zero_point, precision.bits).sub_(columns)
+        tried = _grid(low * share, high * share, precision)
+        error = snap(columns, *tried, precision.bits).sub_(columns)
         cost = importance @ error.square_()  # [N]
-        if best is None:
-            best = (scale, zero_point)
-        else:
-            better = cost < least
-            best = (
-                torch.where(better, scale, best[0]),
-                torch.where(better, zero_point, best[1]),
-            )
-        least = torch.minimum(least, cost)
-    assert best is not None
-    return best
+        if least is not None:
+            is_better = cost < least
+            scale = torch.where(is_better, tried[0], scale)
+            zero_point = torch.where(is_better, tried[1], zero_point)
+        least = cost if least is None else torch.minimum(least, cost)
+    return scale, zero_point
 
 
 def integer_codes(columns: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
