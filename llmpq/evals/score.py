@@ -150,14 +150,10 @@ def add_states(
         expected = None
         if reference is not None:
             ends, other = reference
-            expected = _log_probabilities(ends, other.flatten(0, 1)[chunk])
+            expected = torch.log_softmax(ends.logits(other.flatten(0, 1)[chunk]), dim=-1)  # [C, V]
         for key, tally in tallies.items():
-            scores = _log_probabilities(master, flat[key][chunk])
+            scores = torch.log_softmax(master.logits(flat[key][chunk]), dim=-1)
             tally.add(scores, wanted[chunk].to(scores.device), expected)
-
-
-def _log_probabilities(master: Master, hidden: Tensor) -> Tensor:
-    return torch.log_softmax(master.logits(hidden), dim=-1)  # [C, V]
 
 
 def _chunks(tokens: int, vocab_size: int) -> Iterator[slice]:

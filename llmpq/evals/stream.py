@@ -42,11 +42,6 @@ class LayerSource:
     device: torch.device
     backend: str | None = None
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of the model."""
-        return len(self.bits)
-
     def each(self) -> Iterator[DecoderStage]:
         """Load the layers in order; the caller drops each one before it requests the next."""
         for index, width in enumerate(self.bits):
@@ -90,7 +85,7 @@ def stream_hidden(
         for number, batch in enumerate(windows.batches()):
             states[number] = layer(states[number], batch.micro_batch, cache)
         if progress is not None:
-            progress(done, source.num_layers)
+            progress(done, len(source.bits))
     return states
 
 

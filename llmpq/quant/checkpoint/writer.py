@@ -49,6 +49,9 @@ class CheckpointWriter:
         output: the directory to make.
         shard_bytes: maximum size of a shard.
 
+    Attributes:
+        total_bytes: of all tensors added so far.
+
     Raises:
         SpecError: ``output`` exists, or its parent cannot be written to.
     """
@@ -60,7 +63,7 @@ class CheckpointWriter:
         self._shard_bytes = shard_bytes
         self._held: dict[str, Tensor] = {}
         self._held_bytes = 0
-        self._total_bytes = 0
+        self.total_bytes = 0
         self._shards: list[list[str]] = []
         self._known: set[str] = set()
         parent = self.output.absolute().parent
@@ -83,11 +86,6 @@ class CheckpointWriter:
         if kind is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors added so far."""
-        return self._total_bytes
-
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor; it is held until its shard is full."""
         assert name not in self._known, name
@@ -96,7 +94,7 @@ class CheckpointWriter:
             self._flush()
         self._held[name] = tensor.detach().cpu().contiguous()
         self._held_bytes += tensor.nbytes
-        self._total_bytes += tensor.nbytes
+        self.total_bytes += tensor.nbytes
 
     def commit(self, config: dict[str, Any], source: Path) -> None:
         """Write the rest, the configuration and copies of ``source``'s other files; then rename.
@@ -145,7 +143,7 @@ class CheckpointWriter:
             file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             (self._partial / _shard_name(index)).rename(self._partial / file)
             weight_map.update(dict.fromkeys(names, file))
-        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        content = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (self._partial / INDEX_FILE).write_text(text, encoding="utf-8")
 
