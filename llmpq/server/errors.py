@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from llmpq.errors import CapacityError, LlmpqError, SpecError
+from llmpq.errors import CapacityError, LlmpqError, SpecError, StoppedError
 
 _TYPES = {
     400: "BadRequestError",
@@ -80,6 +80,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, SpecError):
         return bad_request(str(error))
+    if isinstance(error, StoppedError):
+        return ApiError(503, "The engine takes no new requests.", retry_after_s=1)
     if isinstance(error, CapacityError):
         return ApiError(503, "The engine has no memory for this request.", retry_after_s=1)
     return ApiError(500, f"The engine failed ({type(error).__name__}).")
