@@ -23,6 +23,7 @@ from llmpq.server.protocol import (
 from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.spec.fields import read_json
 
+MAX_CHOICES_OF_REQUEST = 4096
 DEFAULT_SAMPLING: Mapping[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -330,12 +331,18 @@ def _encoded(
 def _work(
     body: GenerationBody, model: ServedModel, prompts: list[EncodedPrompt], **more: bool
 ) -> Work:
+    n = body.n or 1
+    if n * len(prompts) > MAX_CHOICES_OF_REQUEST:
+        raise bad_request(
+            f"{len(prompts)} prompts with n = {n} ask for more than {MAX_CHOICES_OF_REQUEST} answers.",
+            "n",
+        )
     stop = body.stop_strings
     if stop:
         model.need_tokenizer("use stop_token_ids instead of stop")
     return Work(
         prompts=tuple(prompts),
-        n=body.n or 1,
+        n=n,
         seed=body.seed,
         stop=stop,
         include_stop=bool(body.include_stop_str_in_output),
