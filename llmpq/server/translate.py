@@ -334,7 +334,8 @@ def _work(
     n = body.n or 1
     if n * len(prompts) > MAX_CHOICES_OF_REQUEST:
         raise bad_request(
-            f"{len(prompts)} prompts with n = {n} ask for more than {MAX_CHOICES_OF_REQUEST} answers.",
+            f"{len(prompts)} prompts with n = {n} ask for more than {MAX_CHOICES_OF_REQUEST} "
+            "answers.",
             "n",
         )
     stop = body.stop_strings
