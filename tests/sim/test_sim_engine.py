@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from sim.test_sim_plan_costs import _plan
 
 from llmpq.batching.engine_scheduler import EngineLimits, ScheduledChunk
 from llmpq.batching.queue_order import queue_order
@@ -15,7 +16,6 @@ from llmpq.sim.engine_report import capacity
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
 from llmpq.spec.trace import TraceRequest
-from tests.sim.test_sim_plan_costs import _plan
 
 LIMITS = EngineLimits(token_budget=4, max_sequences=8, num_blocks=64, block_size=4, watermark=0.0)
 FCFS = queue_order("fcfs")
