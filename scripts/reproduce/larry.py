@@ -3,8 +3,8 @@
     python -m scripts.reproduce.larry --traces FOLDER [--picture FILE.png]
 
 FOLDER holds the Azure traces of 2023, ``AzureLLMInferenceTrace_{conv,code}.csv`` (CC-BY-4.0): the
-lengths of SW-Chat and SW-Code. Every seed is simulated at a rate where FCFS's 95th percentile of the
-time to first token is 5 to 10 times its unloaded value. Figures are means over seeds.
+lengths of SW-Chat and SW-Code. Every seed is simulated at a rate where FCFS's 95th percentile of
+the time to first token is 5 to 10 times its unloaded value. Figures are means over seeds.
 """
 
 from __future__ import annotations

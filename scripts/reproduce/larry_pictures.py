@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, NullFormatter
 
 from scripts.reproduce.output import Record
 from scripts.reproduce.pictures import GRID, INK
@@ -62,4 +63,6 @@ def _name(axes: Axes, title: str, label: str) -> None:
     axes.set_ylabel(title, fontsize=8)
     axes.set_xlabel(label, fontsize=8)
     axes.tick_params(labelsize=8)
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(color=GRID, lw=0.6)
