@@ -27,6 +27,7 @@ from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.batching.workload_shift import LengthMonitor, make_length_monitor
 from llmpq.dist.engine.engine import MasterEngine
+from llmpq.dist.engine.sampler import SampledToken
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
@@ -205,7 +206,7 @@ class TimedEnds:
         return torch.zeros(rows, VOCABULARY)
 
     def sample(self, logits, keys):  # noqa: ARG002
-        return [0] * len(keys)
+        return [SampledToken(token_id=0) for _ in keys]
 
 
 @dataclass
