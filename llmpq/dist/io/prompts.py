@@ -183,8 +183,7 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
     sampling = prompt.sampling_params or limits.sampling_params
     try:
         sampling.check_tokens(limits.vocab_size)
-        if sampling.structured_outputs is not None:
-            grammar_of(sampling.structured_outputs)
+        _check_offline(sampling)
     except SpecError as error:
         raise SpecError(f"{prompt.where}: {error}") from None
     new_tokens = prompt.max_new_tokens or sampling.max_tokens or limits.new_tokens
@@ -200,6 +199,17 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
         arrival_s=prompt.arrival_s,
         sampling_params=sampling,
     )
+
+
+def _check_offline(sampling: SamplingParams) -> None:
+    """Check what a result can hold, and the form of the answer."""
+    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        raise SpecError(
+            "logprobs, prompt_logprobs: found a number, expected none: results hold tokens only, "
+            "AsyncEngine and the server return log probabilities"
+        )
+    if sampling.structured_outputs is not None:
+        grammar_of(sampling.structured_outputs)
 
 
 def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ from llmpq.units import KIB
 
 MAX_KINDS = 100
 """Most kinds of work in a rank's statistics, which fit one control frame."""
+MAX_STEPS = 100_000
+"""Steps that the medians are made of: the latest ones. A server never ends."""
 
 
 class _Step(NamedTuple):
@@ -46,7 +48,8 @@ class StageClock:
     held: HeldBytes | None = None
     wait_s: float = 0.0
     send_s: float = 0.0
-    _steps: list[_Step] = field(default_factory=list)
+    _busy_s: float = 0.0
+    _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
 
     def record(
         self, phase: Phase, rows: int, seconds: float, tokens: float = 1, master_s: float = 0.0
@@ -55,6 +58,7 @@ class StageClock:
 
         ``seconds`` include ``master_s``, the master's own work.
         """
+        self._busy_s += seconds
         self._steps.append(_Step(phase, rows, seconds, tokens, master_s))
 
     def stats(self, rank: int, device: torch.device) -> StageStats:
@@ -62,7 +66,7 @@ class StageClock:
         return StageStats(
             rank=rank,
             load_s=self.load_s,
-            busy_s=sum(step.seconds for step in self._steps),
+            busy_s=self._busy_s,
             prefill_s=self._median(Phase.PREFILL, self.micro_batching.prefill),
             decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
             memory_bytes=peak_memory_bytes(device),

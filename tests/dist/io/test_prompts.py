@@ -163,3 +163,28 @@ def test_a_lone_surrogate_harms_its_line_alone(tmp_path, field):
     assert [prompt.id for prompt in prompts] == ["a"]
     assert rf"line 2: field '{field}': found 'x\udc80', expected text" in str(refused[0])
     assert str(refused[0]).encode()
+
+
+def test_a_prompt_has_sampling_parameters_of_its_own(tmp_path):
+    line = {"id": "a", "prompt_token_ids": [1], "sampling_params": {"top_k": 3, "max_tokens": 2}}
+    prompt = read_prompts(_file(tmp_path, line))[0]
+    request = make_request(prompt, LIMITS, None)
+    assert (request.sampling_params.top_k, request.max_new_tokens) == (3, 2)
+    write_prompts(tmp_path / "again", [prompt])
+    assert read_prompts(tmp_path / "again")[0].sampling_params == prompt.sampling_params
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logprobs": 1}, "results hold tokens only"),
+        ({"prompt_logprobs": 0}, "results hold tokens only"),
+        ({"top_k": -2}, "sampling_params.top_k"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"topk": 2}, "no such field"),
+    ],
+)
+def test_sampling_parameters_that_cannot_be_used_are_refused(tmp_path, params, message):
+    path = _file(tmp_path, {"id": "a", "prompt_token_ids": [1], "sampling_params": params})
+    with pytest.raises(SpecError, match=message):
+        make_request(read_prompts(path)[0], LIMITS, None)

@@ -1,0 +1,211 @@
+"""The online engine and the simulator make the same decisions on the same clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmpq.batching.engine_scheduler import EngineLimits, EngineScheduler, EngineStep
+from llmpq.batching.queue_order import queue_order
+from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.engine.packed_steps import StepRow
+from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
+from llmpq.dist.io.generation import GenerationRequest
+from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.sim.costs import Hop
+from llmpq.sim.engine import SimulatedEngine
+from llmpq.sim.engine_costs import StepShape
+from llmpq.spec.trace import TraceRequest
+
+VOCAB = 5000
+
+
+class Costs:
+    """Whole and half seconds, so that times are exact."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+
+    def stage_s(self, stage: int, shape: StepShape) -> float:
+        return 2.0 + stage + 0.5 * shape.tokens
+
+    def project_s(self, shape: StepShape) -> float:
+        return 0.5 * shape.rows
+
+    def hop(self, stage: int, _: StepShape) -> Hop:
+        return Hop(delay_s=0.25 * (stage + 1) if self.num_stages > 1 else 0.0, end_s=0.0)
+
+
+class Pipeline:
+    """Stages and a control channel on a virtual clock, with the costs of the simulator."""
+
+    def __init__(self, costs: Costs, requests: Sequence[tuple[float, GenerationRequest]]) -> None:
+        self._costs = costs
+        self.now_s = 0.0
+        self._free_s = [0.0] * costs.num_stages
+        self._returning: deque[tuple[float, StepShape, int]] = deque()
+        self._arrivals = deque(requests)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    # The channel.
+
+    def send(self, kind: str, **fields: object) -> None:
+        assert kind != "refused", fields
+
+    def receive(self, timeout_s: float | None = None) -> dict | None:
+        if timeout_s:  # idle
+            if not self._arrivals:
+                raise EOFError
+            self.now_s = max(self.now_s, self._arrivals[0][0])
+        if not self._arrivals or self._arrivals[0][0] > self.now_s:
+            return None
+        added = AddedRequest(request=self._arrivals.popleft()[1])
+        return {"kind": "add"} | added_to_json(added)
+
+    # The stages.
+
+    def dispatch(self, token_ids: np.ndarray, rows: Sequence[StepRow], outputs) -> None:
+        counts = [row.length - row.first for row in rows]
+        assert sum(counts) == len(token_ids)
+        shape = StepShape(len(rows), len(token_ids), 0, 0, ())
+        ready_s = self.now_s
+        for stage in range(self._costs.num_stages):
+            done_s = max(ready_s, self._free_s[stage]) + self._costs.stage_s(stage, shape)
+            self._free_s[stage] = done_s
+            if stage == 0:
+                self.now_s = done_s
+            ready_s = done_s + self._costs.hop(stage, shape).delay_s
+        self._returning.append((ready_s, shape, len(outputs)))
+
+    def has_result(self) -> bool:
+        return bool(self._returning) and self._returning[0][0] <= self.now_s
+
+    def await_result(self, _: float) -> bool:
+        next_s = self._returning[0][0]
+        if self._arrivals:
+            next_s = min(next_s, self._arrivals[0][0])
+        self.now_s = max(self.now_s, next_s)
+        return self.has_result()
+
+    def collect(self) -> torch.Tensor | None:
+        _, shape, outputs = self._returning.popleft()
+        self.now_s += self._costs.project_s(shape)
+        self._free_s[0] = self.now_s
+        return torch.randn(outputs, VOCAB, generator=self._generator) if outputs else None
+
+    def check(self) -> None:
+        assert not self._returning
+
+
+def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
+    """Return the list that the scheduler's decisions are added to, with their times."""
+    found: list[tuple[float, EngineStep]] = []
+    real = scheduler.schedule
+
+    def schedule(now_s: float) -> EngineStep | None:
+        step = real(now_s)
+        if step is not None:
+            found.append((now_s, step))
+        return step
+
+    scheduler.schedule = schedule
+    return found
+
+
+@settings(max_examples=80)
+@given(
+    items=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 30), st.integers(1, 12)),
+        min_size=1,
+        max_size=12,
+    ),
+    num_stages=st.integers(1, 3),
+    budget=st.integers(1, 40),
+    num_blocks=st.integers(11, 30),
+    max_sequences=st.integers(1, 6),
+    prefix_caching=st.booleans(),
+    order=st.sampled_from(["fcfs", "spf", "no_preempt"]),
+)
+def test_decisions_are_equal(
+    items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order
+):
+    limits = EngineLimits(
+        token_budget=budget,
+        max_sequences=max_sequences,
+        num_blocks=num_blocks,
+        block_size=4,
+        prefix_caching=prefix_caching,
+        steps_in_flight=1 if num_stages == 1 else num_stages + 1,
+    )
+    arrivals = np.cumsum([8.0 * gap for gap, _, _ in items]).tolist()
+
+    simulated = SimulatedEngine(Costs(num_stages), limits, queue_order(order))
+    expected = recorded(simulated.scheduler)
+    requests = []
+    for number, (arrival_s, (_, prompt, new)) in enumerate(zip(arrivals, items, strict=True)):
+        simulated.advance(arrival_s)
+        simulated.add(
+            number, TraceRequest(arrival_s=arrival_s, prompt_tokens=prompt, new_tokens=new)
+        )
+        # Prompts have no prefix in common: the simulated ones have no content.
+        item = GenerationRequest(
+            id=str(number),
+            prompt_token_ids=(number, *[100 + number] * (prompt - 1)),
+            sampling=SamplingParams(ignore_eos=True, max_tokens=new),
+        )
+        requests.append((arrival_s, item))
+    simulated.advance(float("inf"))
+
+    pipeline = Pipeline(Costs(num_stages), requests)
+    engine = OnlineEngine(
+        channel=pipeline,
+        runner=pipeline,
+        limits=limits,
+        order=queue_order(order),
+        model=ModelLimits(max_model_len=1000, vocab_size=VOCAB),
+        clock=pipeline.clock,
+    )
+    found = recorded(engine.scheduler)
+    engine.run()
+    assert found == expected
+    assert engine.scheduler.num_preemptions == simulated.scheduler.num_preemptions
+    assert engine.scheduler.free_blocks == num_blocks
+
+
+def test_the_comparison_sees_preemptions():
+    limits = EngineLimits(token_budget=8, max_sequences=4, num_blocks=6, block_size=4)
+    simulated = SimulatedEngine(Costs(2), limits, queue_order("fcfs"))
+    for number in range(3):
+        simulated.add(number, TraceRequest(arrival_s=0.0, prompt_tokens=6, new_tokens=12))
+    simulated.advance(float("inf"))
+    assert simulated.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("order", ["fcfs", "spf"])
+def test_orders_differ_on_the_same_arrivals(order):
+    limits = EngineLimits(token_budget=8, max_sequences=1, num_blocks=20, block_size=4)
+    requests = [
+        (0.0, GenerationRequest(id="long", prompt_token_ids=(1,) * 9, sampling=SamplingParams())),
+        (0.0, GenerationRequest(id="short", prompt_token_ids=(2,) * 3, sampling=SamplingParams())),
+    ]
+    pipeline = Pipeline(Costs(1), requests)
+    engine = OnlineEngine(
+        channel=pipeline,
+        runner=pipeline,
+        limits=limits,
+        order=queue_order(order),
+        model=ModelLimits(max_model_len=40, vocab_size=VOCAB, max_tokens=2),
+        clock=pipeline.clock,
+    )
+    found = recorded(engine.scheduler)
+    engine.run()
+    assert found[0][1].chunks[0].request == (0 if order == "fcfs" else 1)

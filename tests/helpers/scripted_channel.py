@@ -1,0 +1,55 @@
+"""A control channel that plays messages at given calls of the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
+from llmpq.dist.io.generation import GenerationRequest, TokenOutput
+
+
+@dataclass
+class Script:
+    """A control channel that plays messages at given calls, and closes when all is answered."""
+
+    messages: dict[int, list[dict]] = field(default_factory=dict)
+    outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    stats: dict = field(default_factory=dict)
+    calls: int = 0
+    due: deque = field(default_factory=deque)
+
+    def add(self, call: int, request: GenerationRequest, **options) -> None:
+        if request.sampling.prompt_logprobs is not None:
+            options.setdefault("needs_prompt_logprobs", True)
+        fields = added_to_json(AddedRequest(request=request, **options))
+        self.messages.setdefault(call, []).append({"kind": "add"} | fields)
+
+    def abort(self, call: int, id: str) -> None:
+        self.messages.setdefault(call, []).append({"kind": "abort", "id": id})
+
+    def send(self, kind: str, **fields) -> None:
+        if kind == "tokens":
+            for item in fields["outputs"]:
+                name, output = output_from_json(item)
+                self.outputs.setdefault(name, []).append(output)
+        elif kind == "refused":
+            self.refused[fields["id"]] = fields["message"]
+        elif kind == "stats":
+            self.stats = fields["stats"]
+
+    def receive(self, timeout_s: float | None = None) -> dict | None:
+        if self.due:
+            return self.due.popleft()
+        self.calls += 1
+        if timeout_s:  # the engine is idle
+            left = [call for call in self.messages if call >= self.calls]
+            if not left:
+                raise EOFError
+            self.calls = min(left)
+        self.due.extend(self.messages.pop(self.calls, ()))
+        return self.due.popleft() if self.due else None
+
+    def tokens(self, id: str) -> list[int]:
+        return [token for output in self.outputs.get(id, ()) for token in output.token_ids]
