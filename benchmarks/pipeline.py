@@ -26,7 +26,7 @@ from pathlib import Path
 import rivals
 import torch
 from transformers import AutoModelForCausalLM
-from workbench import call, command, make_model, write_prompts
+from workbench import call, cluster_text, command, make_model, write_prompts
 
 from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import StageRunner
@@ -251,13 +251,6 @@ def plan(folder: Path, cluster: Path, bits: str, strategy: Path) -> None:
         "--global_bz", str(BATCH), "--s", str(PROMPT_TOKENS), "--n", str(NEW_TOKENS),
         "--theta", "0", "--output", str(strategy), "--no_explain",
     ])  # fmt: skip
-
-
-def cluster_text(devices: int, threads: int) -> str:
-    """Return a cluster of equal CPU workers, priced from the catalogue."""
-    group = {"type": "cpu", "count": devices, "threads": threads}
-    nodes = [{"name": "here", "devices": [group]}]
-    return json.dumps({"schema": 1, "name": f"cpu{devices}", "nodes": nodes, "links": []})
 
 
 def table(folder: Path, case: str) -> str:

@@ -22,6 +22,8 @@ from typing import Any
 PACKAGE = "llama-cpp-python==0.3.36"
 BITS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0"}
 EPSILON = 1e-5
+SERVER_CASE = "online"
+"""Models of this case have a vocabulary, for ``llama-server``."""
 
 
 def main() -> int:
@@ -41,7 +43,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> None:
-    """Compile llama.cpp's batched benchmark into the folder."""
+    """Compile llama.cpp's batched benchmark and its server into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
@@ -49,24 +51,30 @@ def build(folder: Path) -> None:
         subprocess.run(
             [python, "-m", "pip", "install", "-q", "gguf", "scikit-build-core"], check=True
         )
-    if bench_of(folder).exists():
+    if bench_of(folder).exists() and server_of(folder).exists():
         return
-    pip = [str(python), "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--no-binary", ":all:", "-d", str(folder), PACKAGE], check=True)
-    with tarfile.open(next(folder.glob("llama_cpp_python*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
-    source = next(folder.glob("llama_cpp_python-*")) / "vendor" / "llama.cpp"
+    if not list(folder.glob("llama_cpp_python-*/vendor")):
+        pip = [str(python), "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*pip, "--no-binary", ":all:", "-d", str(folder), PACKAGE], check=True)
+        with tarfile.open(next(folder.glob("llama_cpp_python*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+    source = next(folder.glob("llama_cpp_python-*/")) / "vendor" / "llama.cpp"
     off = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
     words = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
     made = folder / "build"
     subprocess.run(["cmake", "-S", str(source), "-B", str(made), *words], check=True)
-    target = ["--target", "llama-batched-bench", "-j", "2"]
+    target = ["--target", "llama-batched-bench", "llama-server", "-j", "2"]
     subprocess.run(["nice", "-n", "19", "cmake", "--build", str(made), *target], check=True)
 
 
 def bench_of(folder: Path) -> Path:
     """Where llama.cpp's benchmark is."""
     return folder / "build" / "bin" / "llama-batched-bench"
+
+
+def server_of(folder: Path) -> Path:
+    """Where llama.cpp's server is."""
+    return folder / "build" / "bin" / "llama-server"
 
 
 def prepare(folder: Path, case: str, shape: tuple[int, ...], vocabulary: int) -> None:
@@ -102,7 +110,10 @@ def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
     writer.add_rope_dimension_count(width)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(vocabulary)
-    writer.add_tokenizer_model("no_vocab")
+    if case == SERVER_CASE:
+        add_words(writer, gguf.TokenType, vocabulary)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     chance = np.random.default_rng(0)
 
     def add(name: str, *shape: int) -> None:
@@ -132,6 +143,19 @@ def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_words(writer: Any, kinds: Any, vocabulary: int) -> None:
+    """Add a vocabulary of words, which a server needs to write text."""
+    controls = {0: ("<unk>", kinds.UNKNOWN), 1: ("<s>", kinds.CONTROL), 2: ("</s>", kinds.CONTROL)}
+    tokens = [controls.get(token, (f"\u2581w{token}", kinds.NORMAL)) for token in range(vocabulary)]
+    for byte in range(256):
+        tokens[3 + byte] = (f"<0x{byte:02X}>", kinds.BYTE)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_scores([0.0] * vocabulary)
+    writer.add_token_types([int(kind) for _, kind in tokens])
+    writer.add_add_bos_token(False)
 
 
 def llama_cpp(

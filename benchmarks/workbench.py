@@ -53,6 +53,13 @@ def write_prompts(path: Path, lengths: Iterable[tuple[int, int]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def cluster_text(devices: int, threads: int) -> str:
+    """Return a cluster of equal CPU workers, priced from the catalogue."""
+    group = {"type": "cpu", "count": devices, "threads": threads}
+    nodes = [{"name": "here", "devices": [group]}]
+    return json.dumps({"schema": 1, "name": f"cpu{devices}", "nodes": nodes, "links": []})
+
+
 def command(words: Sequence[str]) -> str:
     """Run one of the project's commands, of this environment; return what it prints."""
     return call([str(Path(sys.executable).parent / words[0]), *words[1:]])

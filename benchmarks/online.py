@@ -1,0 +1,440 @@
+"""Speed of online serving: our server, llama.cpp's and transformers', and the parts of ours.
+
+    python benchmarks/online.py --folder DIR --prepare               # models and plans
+    python benchmarks/online.py --folder DIR --case closed           # concurrency 1 to 64
+    python benchmarks/online.py --folder DIR --case arrivals         # Poisson and Azure arrivals
+    python benchmarks/online.py --folder DIR --case overhead         # the engine alone, and HTTP
+    python benchmarks/online.py --folder DIR --case orders           # queue orders: real, simulated
+
+The model is a random Llama of 125 M parameters. Servers run in turn on all cores, in rounds
+(A B C A B C ...); every round starts its servers anew, and the first requests only warm up. Ratios
+are taken within a round. Each run is added to DIR/CASE.jsonl, so that more rounds can follow. With
+``--output`` everything that is there is written as one JSON file.
+
+llama.cpp takes part where ``benchmarks/rivals.py --folder DIR/rivals`` built its server, or with
+``--llama_server``; its prompts are token ids, as ours. transformers' server takes text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import rivals
+from load import SAMPLE_COLUMNS, Query, Sample, Send, drive, rows, sender, summary
+from servers import (
+    MAX_CONTEXT,
+    llama_server,
+    llmpq_serve,
+    make_plan,
+    make_text_model,
+    text_of,
+    transformers_serve,
+)
+from workbench import ROOT, SMALL_LLAMA, command
+
+from llmpq.dist.async_engine import AsyncEngine
+from llmpq.dist.io.generation import GenerationRequest
+from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.spec.arrivals import draw_arrivals, with_arrivals
+from llmpq.spec.plan import read_plan
+from llmpq.spec.trace import TraceRequest, fit_trace, load_trace, slice_trace
+from llmpq.spec.workload import Workload
+
+VOCABULARY = SMALL_LLAMA["vocab"]
+CONCURRENCY = (1, 4, 16, 64)
+RATES = (1.0, 2.0, 4.0)
+AZURE = ROOT.parent / "shared" / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv"
+AZURE_SCALE = 4
+"""Azure's lengths are divided by this: the model's context is 1,024 tokens."""
+SERVERS = ("llmpq", "llama.cpp", "transformers")
+ORDERS = ("fcfs", "larry", "no_preempt", "trail")
+WARM_UP = 2
+Reply = dict[str, Any]
+
+
+def main() -> int:
+    """Prepare, measure or write."""
+    options = _parser().parse_args()
+    options.folder = options.folder.absolute()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.prepare:
+        prepare(options)
+    if options.case:
+        for number in range(options.rounds):
+            CASES[options.case](options, number)
+        show(options)
+    if options.output:
+        options.output.write_text(json.dumps(record(options), indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="models, plans and runs")
+    parser.add_argument("--prepare", action="store_true")
+    parser.add_argument("--case", choices=sorted(CASES))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--bits", nargs="+", type=int, choices=(16, 8), default=(16, 8))
+    parser.add_argument("--concurrency", nargs="+", type=int, default=CONCURRENCY)
+    parser.add_argument("--arrivals", nargs="+", choices=("poisson", "azure"),
+                        default=("poisson", "azure"))  # fmt: skip
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="requests a second")
+    parser.add_argument("--requests", type=int, help="of a run (default: 4 times the concurrency, "
+                        "at least 8; 60 for arrivals and orders)")  # fmt: skip
+    parser.add_argument("--prompt_tokens", type=int, default=128, help="closed, overhead")
+    parser.add_argument("--new_tokens", type=int, default=64, help="closed, overhead")
+    parser.add_argument("--orders", nargs="+", default=ORDERS, help="queue orders")
+    parser.add_argument("--alpha", type=float, default=1.0, help="of larry")
+    parser.add_argument("--num_blocks", type=int, default=160, help="orders: KV blocks")
+    parser.add_argument("--token_budget", type=int, default=256, help="orders: tokens of a step")
+    parser.add_argument("--trace", type=Path, default=AZURE, help="Azure's layout or ours")
+    parser.add_argument("--trace_first", type=int, default=0, help="first request of the trace")
+    parser.add_argument("--profile", type=Path, help="latency tables of this machine, for orders")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--llama_server", type=Path, help="llama.cpp's binary")
+    parser.add_argument("--output", type=Path, help="JSON of all runs in the folder")
+    return parser
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Make models and plans."""
+    make_text_model(options.folder / "model")
+    for bits in options.bits:
+        plan_of(options, bits)
+    if (options.folder / "rivals" / "venv").exists():
+        names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
+        shape = tuple(SMALL_LLAMA[name] for name in names)
+        rivals.prepare(options.folder / "rivals", rivals.SERVER_CASE, shape, VOCABULARY)
+
+
+def plan_of(options: argparse.Namespace, bits: int) -> Path:
+    """Return the strategy of a bitwidth: one stage with all cores."""
+    folder = options.folder
+    output = folder / f"plan-{bits}.json"
+    return make_plan(
+        folder / "model", output, bits=bits, batch=64, prompt_tokens=512, new_tokens=256,
+        profile=options.profile,
+    )  # fmt: skip
+
+
+# Servers
+
+
+def contenders(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return names and bits of the servers that can run here."""
+    found = []
+    for bits in options.bits:
+        for name in options.servers:
+            if name == "llama.cpp" and not binary_of(options).exists():
+                print("llama.cpp: no server here; see --llama_server", file=sys.stderr)
+            elif name != "transformers" or bits == 16:
+                found.append((name, bits))
+    return found
+
+
+def binary_of(options: argparse.Namespace) -> Path:
+    """Return llama.cpp's server, whether it exists or not."""
+    return options.llama_server or rivals.server_of(options.folder / "rivals")
+
+
+@contextlib.contextmanager
+def serving(options: argparse.Namespace, name: str, bits: int, slots: int) -> Iterator[Send]:
+    """Run a server; yield what sends requests to it."""
+    folder, log = options.folder, options.folder / f"{name}-{bits}.log"
+    model = folder / "model"
+    if name == "llmpq":
+        with llmpq_serve(model, plan_of(options, bits), log) as found:
+            yield sender(found.port, ids_body)
+    elif name == "llama.cpp":
+        with llama_server(binary_of(options), folder / "rivals", bits, log, slots) as found:
+            yield sender(found.port, ids_body)
+    else:
+        with transformers_serve(model, log, "--continuous-batching") as found:
+            yield sender(found.port, lambda query: text_body(query, str(model)))
+
+
+def ids_body(query: Query) -> dict[str, Any]:
+    """Return a request of token ids, for ours and llama.cpp."""
+    return {
+        "model": "model", "prompt": list(query.token_ids(VOCABULARY)),
+        "max_tokens": query.new_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}, "cache_prompt": False,
+    }  # fmt: skip
+
+
+def text_body(query: Query, model: str) -> dict[str, Any]:
+    """Return the same request as text, for transformers."""
+    return {
+        "model": model, "prompt": text_of(query.token_ids(VOCABULARY)), "stream": True,
+        "max_tokens": query.new_tokens, "temperature": 0,
+    }  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def engine_alone(
+    options: argparse.Namespace, bits: int, **settings: Any
+) -> AsyncIterator[tuple[AsyncEngine, Send]]:
+    """Run the engine without a server; yield it, and what sends requests to it."""
+    plan = read_plan(plan_of(options, bits))
+    engine = await AsyncEngine.start(plan, options.folder / "model", **settings)
+
+    async def send(query: Query, sample: Sample, clock: Callable[[], float]) -> None:
+        request = GenerationRequest(
+            id=str(query.number),
+            prompt_token_ids=query.token_ids(VOCABULARY),
+            sampling=SamplingParams(max_tokens=query.new_tokens, ignore_eos=True),
+        )
+        async for output in engine.generate(request):
+            sample.first_s = sample.first_s or clock()
+            sample.end_s = clock()
+            sample.new_tokens += len(output.token_ids)
+            sample.reason = output.finish_reason or ""
+
+    try:
+        yield engine, send
+    finally:
+        await engine.close()
+
+
+# Cases
+
+
+def closed(options: argparse.Namespace, number: int) -> None:
+    """Time every server at every concurrency."""
+    for name, bits in contenders(options):
+        with serving(options, name, bits, max(options.concurrency)) as send:
+            warm_up(send)
+            for level in options.concurrency:
+                samples = asyncio.run(drive(equal(options, level, number), send, level))
+                keep(options, number, samples, server=name, bits=bits, concurrency=level)
+
+
+def arrivals(options: argparse.Namespace, number: int) -> None:
+    """Time every server under requests that arrive at random times."""
+    for name, bits in contenders(options):
+        with serving(options, name, bits, max(CONCURRENCY)) as send:
+            warm_up(send)
+            for kind in options.arrivals:
+                for rate in options.rates:
+                    queries = arriving(options, kind, rate, number)
+                    samples = asyncio.run(drive(queries, send))
+                    keep(options, number, samples, server=name, bits=bits, arrivals=kind, rate=rate)
+
+
+def overhead(options: argparse.Namespace, number: int) -> None:
+    """Time the engine without and with HTTP in turn, under the same requests."""
+
+    async def alone(bits: int, level: int) -> list[Sample]:
+        async with engine_alone(options, bits) as (_, send):
+            await drive(equal(options, WARM_UP, -1), send, WARM_UP)
+            return await drive(equal(options, level, number), send, level)
+
+    for bits in options.bits:
+        for level in options.concurrency:
+            samples = asyncio.run(alone(bits, level))
+            keep(options, number, samples, server="engine", bits=bits, concurrency=level)
+            with serving(options, "llmpq", bits, level) as send:
+                warm_up(send)
+                samples = asyncio.run(drive(equal(options, level, number), send, level))
+            keep(options, number, samples, server="llmpq", bits=bits, concurrency=level)
+
+
+def orders(options: argparse.Namespace, number: int) -> None:
+    """Time queue orders on an engine with few blocks, and simulate the same requests."""
+
+    async def real(order: str, queries: Sequence[Query]) -> tuple[list[Sample], int]:
+        settings: dict[str, Any] = {
+            "scheduler": order, "num_blocks": options.num_blocks,
+            "token_budget": options.token_budget,
+            "alpha": options.alpha if order == "larry" else None,
+        }  # fmt: skip
+        async with engine_alone(options, bits, **settings) as (engine, send):
+            await drive(equal(options, WARM_UP, -1), send, WARM_UP)
+            before = engine.stats.num_preemptions
+            samples = await drive(queries, send)
+            await asyncio.sleep(0.3)  # until the counters are there
+            return samples, engine.stats.num_preemptions - before
+
+    bits = options.bits[0]
+    for rate in options.rates:
+        queries = arriving(options, "poisson", rate, number)
+        trace = options.folder / "trace.csv"
+        trace.write_text(trace_text(queries))
+        for order in options.orders:
+            what = {"order": order, "rate": rate, "bits": bits, "num_blocks": options.num_blocks}
+            samples, preemptions = asyncio.run(real(order, queries))
+            keep(options, number, samples, **what, preemptions=preemptions)
+            text = command([
+                "llmpq-sim", "--strategy", str(plan_of(options, bits)), "--engine", "--scheduler",
+                order, "--alpha", str(options.alpha), "--num_blocks", str(options.num_blocks),
+                "--token_budget", str(options.token_budget), "--trace", str(trace), "--json",
+                *(["--profile", str(options.profile)] if options.profile else []),
+            ])  # fmt: skip
+            add(options, {"round": number, **what, "simulated": json.loads(text)["rates"][0]})
+
+
+CASES = {"closed": closed, "arrivals": arrivals, "overhead": overhead, "orders": orders}
+
+
+# Requests
+
+
+def equal(options: argparse.Namespace, level: int, number: int) -> list[Query]:
+    """Return requests of equal lengths; those of every round differ."""
+    count = options.requests or max(8, 4 * level)
+    first = (number + 1) * 100_000
+    return [
+        Query(number=first + at, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
+        for at in range(count)
+    ]
+
+
+def arriving(options: argparse.Namespace, kind: str, rate: float, number: int) -> list[Query]:
+    """Return requests with Azure's lengths, arriving at a mean rate."""
+    count = options.requests or 60
+    trace = slice_trace(load_trace(options.trace), options.trace_first, None)[:count]
+    short = [
+        replace(
+            item,
+            prompt_tokens=max(1, item.prompt_tokens // AZURE_SCALE),
+            new_tokens=max(2, item.new_tokens // AZURE_SCALE),
+        )
+        for item in trace
+    ]
+    work = Workload(batch=1, prompt_tokens=MAX_CONTEXT // 2, new_tokens=MAX_CONTEXT // 4)
+    fitting: Sequence[TraceRequest] = fit_trace(short, work, "cut")[0]
+    if kind == "poisson":
+        times = draw_arrivals("poisson", len(fitting), rate, seed=options.seed + number)
+        fitting = with_arrivals(fitting, times)
+    else:
+        own_rate = len(fitting) / fitting[-1].arrival_s
+        fitting = [replace(item, arrival_s=item.arrival_s * own_rate / rate) for item in fitting]
+    first = (number + 1) * 100_000 + 50_000
+    return [
+        Query(
+            number=first + at, prompt_tokens=item.prompt_tokens, new_tokens=item.new_tokens,
+            arrival_s=item.arrival_s,
+        )
+        for at, item in enumerate(fitting)
+    ]  # fmt: skip
+
+
+def trace_text(queries: Sequence[Query]) -> str:
+    """Return the requests as a trace of llmpq-sim."""
+    lines = (f"{one.arrival_s!r},{one.prompt_tokens},{one.new_tokens}\n" for one in queries)
+    return "arrival_s,prompt_tokens,new_tokens\n" + "".join(lines)
+
+
+def warm_up(send: Send) -> None:
+    """Send a few requests.
+
+    Raises:
+        SystemExit: the server cannot answer them.
+    """
+    queries = [Query(number=-1 - at, prompt_tokens=64, new_tokens=8) for at in range(WARM_UP)]
+    found = summary(asyncio.run(drive(queries, send, WARM_UP)))
+    if found["failed"]:
+        raise SystemExit(f"the server does not answer: {found['errors']}")
+
+
+# Results
+
+
+def keep(options: argparse.Namespace, number: int, samples: list[Sample], **what: Any) -> None:
+    """Keep a run."""
+    add(options, {"round": number, **what, **summary(samples), "samples": rows(samples)})
+
+
+def add(options: argparse.Namespace, run: Reply) -> None:
+    """Add a run to those of the case, with the load of the machine."""
+    run = {**run, "load_average": os.getloadavg()[0], "time_s": time.time()}
+    run["cores"] = len(os.sched_getaffinity(0))
+    with path_of(options).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(run) + "\n")
+
+
+def path_of(options: argparse.Namespace) -> Path:
+    """Return where the runs of a case are kept."""
+    return Path(options.folder / f"{options.case}.jsonl")
+
+
+def runs_of(path: Path) -> list[Reply]:
+    """Return the runs of a case."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def show(options: argparse.Namespace) -> None:
+    """Print a table of medians over rounds."""
+    groups: dict[str, list[Reply]] = {}
+    for run in runs_of(path_of(options)):
+        groups.setdefault(label(run), []).append(run)
+    print("| run | rounds | failed | tokens/s | TTFT p50 ms | TTFT p95 ms | TGT p50 s |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, runs in groups.items():
+        figures = [figures_of(run) for run in runs]
+        cells = [f"{statistics.median(column):.4g}" for column in zip(*figures, strict=True)]
+        failed = sum(run.get("failed", 0) for run in runs)
+        print(f"| {name} | {len(runs)} | {failed} | {' | '.join(cells)} |")
+
+
+def label(run: Reply) -> str:
+    """Return what a run was, without its round."""
+    names = ("server", "order", "bits", "concurrency", "arrivals", "rate", "num_blocks")
+    parts = [f"{name} {run[name]}" for name in names if name in run]
+    return ", ".join([*parts, *(["simulated"] if "simulated" in run else [])])
+
+
+def figures_of(run: Reply) -> tuple[float, float, float, float]:
+    """Return throughput, TTFT and total time of a run."""
+    found = run.get("simulated", run)
+    speed = found.get("output_tokens_per_s", found.get("throughput_tokens_per_s", 0.0))
+    ttft = found.get("ttft_s") or found.get("time_to_first_token_s") or {}
+    total = found.get("total_generation_time_s") or {}
+    return (
+        speed, 1000 * ttft.get("p50", 0.0), 1000 * ttft.get("p95", 0.0), total.get("p50", 0.0),
+    )  # fmt: skip
+
+
+def record(options: argparse.Namespace) -> Reply:
+    """Return all runs of the folder and where they come from."""
+    packages = ("torch", "transformers", "uvicorn", "fastapi")
+    return {
+        "topic": "online",
+        "command": " ".join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.processor() or cpu_name()}",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+            "llama-cpp-python": rivals.PACKAGE.partition("==")[2],
+        },
+        "sample_columns": SAMPLE_COLUMNS,
+        "cases": {name: runs_of(options.folder / f"{name}.jsonl") for name in CASES},
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
