@@ -95,12 +95,14 @@ def make_plan(  # noqa: PLR0913  what a plan is for
 
 
 @contextlib.contextmanager
-def llmpq_serve(model: Path, plan: Path, log: Path, *words: str) -> Iterator[Running]:
+def llmpq_serve(
+    model: Path, plan: Path, log: Path, *words: str, name: str = "model"
+) -> Iterator[Running]:
     """Run our server."""
     port = free_port()
     program = [sys.executable, "-m", "llmpq.cli.commands.serve"]
     files = ["--strat_file_name", str(plan), "--model", str(model), "--port", str(port)]
-    with running([*program, *files, "--served_model_name", "model", *words], port, log) as found:
+    with running([*program, *files, "--served_model_name", name, *words], port, log) as found:
         yield found
 
 
