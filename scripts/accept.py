@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -278,10 +279,8 @@ def is_installed(python: str, module: str) -> bool:
 
 
 def model_with_template(source: Path, output: Path) -> None:
-    """Link a model's files, and add a chat template where there is none."""
-    output.mkdir()
-    for path in source.iterdir():
-        (output / path.name).symlink_to(path.resolve())
+    """Copy a model, and add a chat template where there is none."""
+    shutil.copytree(source, output)
     if not (output / "chat_template.jinja").exists():
         (output / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 

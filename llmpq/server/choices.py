@@ -205,7 +205,8 @@ def _piece_of(output: TokenOutput, text: Detokenizer, *, include_stop: bool) -> 
         num_cached_tokens=output.num_cached_tokens,
     )
     count = len(output.token_ids)
-    hidden = count - 1 if output.finish_reason == "stop" and not include_stop else count
+    has_stop_token = output.finish_reason == "stop" and not output.is_form_complete
+    hidden = count - 1 if has_stop_token and not include_stop else count
     for place, token in enumerate(output.token_ids):
         piece.token_ids.append(token)
         if place != hidden:

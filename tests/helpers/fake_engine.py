@@ -24,7 +24,8 @@ class FakeEngine:
         max_model_len: most tokens of prompt and answer.
         eos: the model's own end token.
         step_s: seconds between tokens.
-        script: tokens of every answer, instead of those that follow from the prompt.
+        script: tokens of every answer, instead of those that follow from the prompt; answers with a
+            form are complete after them.
 
     Attributes:
         requests: all requests so far, by id.
@@ -108,9 +109,14 @@ class FakeEngine:
             token = self.token(request, place)
             self.made += 1
             reason = None
-            if place + 1 > sampling.min_tokens and (
-                token in sampling.stop_token_ids or (token == self.eos and not sampling.ignore_eos)
-            ):
+            is_form_complete = (
+                sampling.structured_outputs is not None
+                and self.script is not None
+                and place + 1 == len(self.script)
+            )
+            stops = token in sampling.stop_token_ids
+            stops |= token == self.eos and not sampling.ignore_eos
+            if is_form_complete or (stops and place + 1 > sampling.min_tokens):
                 reason = "stop"
             elif place + 1 == limit:
                 reason = "length"
@@ -120,7 +126,8 @@ class FakeEngine:
                 logprobs=None if logprobs is None else (logprobs,),
                 prompt_logprobs=prompt if place == 0 else None,
                 finish_reason=reason,
-                stop_reason=token if reason == "stop" and token != self.eos else None,
+                stop_reason=token if token in sampling.stop_token_ids else None,
+                is_form_complete=is_form_complete,
                 num_cached_tokens=math.floor(len(request.prompt_token_ids) / 16) * 16,
             )
             if reason is not None:

@@ -274,6 +274,23 @@ def test_stop_token_is_not_part_of_the_text(served, client):
         served.engine.script = None
 
 
+def test_last_token_of_a_complete_form_is_part_of_the_text(served, client):
+    words = demo_tokenizer().encode(" one two three", add_special_tokens=False)
+    served.engine.script = words
+    try:
+        answer = client.completions.create(
+            model="demo",
+            prompt="x",
+            max_tokens=40,
+            extra_body={"structured_outputs": {"choice": [" one two three"]}},
+        )
+    finally:
+        served.engine.script = None
+    assert answer.choices[0].text == " one two three"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].stop_reason is None
+
+
 def test_fields_of_vllm_reach_the_engine(served, client):
     client.completions.create(
         model="demo",

@@ -366,6 +366,7 @@ class OnlineEngine:
             finish_reason=reason,
             stop_reason=stop,
             num_cached_tokens=answer.num_cached_tokens or 0,
+            is_form_complete=reason == "stop" and not answer.state.ends_with_stop_token,
         )
         answer.prompt_logprobs = None  # sent once
         found.items.append(output_to_json(answer.added.request.id, output))

@@ -108,9 +108,14 @@ class SamplingState:
         """Whether the form of the answer allows no further token."""
         return self._matcher is not None and self._matcher.is_complete
 
+    @property
+    def ends_with_stop_token(self) -> bool:
+        """Whether the last token is a stop token."""
+        return self.token_ids[-1] in self._stop_token_ids
+
     def finish_reason(self, max_tokens: int) -> FinishReason | None:
         """Return why the answer is complete, ``None`` while it is not."""
-        if self.token_ids[-1] in self._stop_token_ids or self.is_complete:
+        if self.ends_with_stop_token or self.is_complete:
             return "stop"
         return "length" if len(self.token_ids) == max_tokens else None
 

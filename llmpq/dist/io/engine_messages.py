@@ -101,12 +101,13 @@ def output_to_json(id: str, output: TokenOutput) -> list[Any]:
         output.finish_reason,
         output.stop_reason,
         output.num_cached_tokens,
+        output.is_form_complete,
     ]
 
 
 def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
     """Return the request's id and the output of an item of a message ``tokens``."""
-    id, token_ids, logprobs, prompt_logprobs, finish_reason, stop_reason, cached = item
+    id, token_ids, logprobs, prompt_logprobs, finish_reason, stop_reason, cached, complete = item
     return id, TokenOutput(
         token_ids=tuple(token_ids),
         logprobs=cast("tuple[TokenLogprobs, ...] | None", logprobs_from_json(logprobs)),
@@ -114,6 +115,7 @@ def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=cached,
+        is_form_complete=complete,
     )
 
 

@@ -45,6 +45,8 @@ class TokenOutput:
         finish_reason: set in the last output.
         stop_reason: the stop token that ended the answer, ``None`` for the model's own end token.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+        is_form_complete: whether the reason ``stop`` means that the answer's form allows no further
+            token; the last token is then a part of the text, and not a stop token.
     """
 
     token_ids: tuple[int, ...]
@@ -53,6 +55,7 @@ class TokenOutput:
     finish_reason: GenerationEnd | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    is_form_complete: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

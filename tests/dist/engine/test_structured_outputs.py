@@ -47,6 +47,19 @@ def answer(
     return None
 
 
+def test_a_complete_form_does_not_end_with_a_stop_token(compiler):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["aa"]))
+    states = [
+        SamplingState(params, stop_token_ids=[EOS], matcher=compiler.compile(form))
+        for form in (params.structured_outputs, StructuredOutputsParams(regex="a*"))
+    ]
+    for state, tokens in zip(states, ([TOKENS.index("a")] * 2, [EOS]), strict=True):
+        for token in tokens:
+            state.accept(token)
+        assert state.finish_reason(10) == "stop"
+    assert [state.ends_with_stop_token for state in states] == [False, True]
+
+
 SCHEMAS = st.recursive(
     st.one_of(
         st.builds(dict, type=st.sampled_from(["boolean", "null", "string", "integer"])),
