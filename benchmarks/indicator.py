@@ -170,7 +170,7 @@ class _Layers:
         return Sweep(base=base.quality(), changed=changed)
 
     def _outputs(self, plans: Sequence[str], batch: WindowBatch) -> dict[str, Tensor]:
-        states = [self.master.embed(batch.inputs, batch.micro_batch.positions)]
+        states = [self.master.embed(batch.inputs, batch.positions)]
         before: Bits = ()
         finals = {}
         for plan in sorted(plans):
@@ -179,7 +179,7 @@ class _Layers:
             alike = next((layer for layer, (a, b) in pairs if a != b), len(before))
             del states[alike + 1 :]
             for key in list(enumerate(bits))[alike:]:
-                states.append(self.stages[key](states[-1], batch.micro_batch))
+                states.append(self.stages[key].run_whole(states[-1]))
             finals[plan], before = states[-1], bits
         return finals
 

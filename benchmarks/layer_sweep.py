@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmpq.errors import SpecError
 from llmpq.evals.score import K, Quality, Tally, add_states
-from llmpq.evals.windows import WindowBatch, Windows
+from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master
 
 _BASE = object()
@@ -69,12 +69,12 @@ def sweep_layers(
     device = _device_of(base)
     parts = _Parts(base)
     for number, batch in enumerate(windows.batches(), start=1):
-        hidden = master.embed(batch.inputs.to(device), batch.micro_batch.positions)
-        boundaries = parts.boundaries(hidden, batch)
+        hidden = master.embed(batch.inputs.to(device), batch.positions)
+        boundaries = parts.boundaries(hidden)
         expected = boundaries[-1]
         if reference is not None:
-            expected = reference(hidden, batch.micro_batch)
-        finals = {key: parts.finish(new, boundaries, batch) for key, new in replacements.items()}
+            expected = reference.run_whole(hidden)
+        finals = {key: parts.finish(new, boundaries) for key, new in replacements.items()}
         add_states(
             master,
             batch.targets,
@@ -97,18 +97,18 @@ class _Parts:
         self._single = [part_of(base, i, i + 1) for i in range(self._end)]
         self._tail = [part_of(base, i, self._end) for i in range(self._end)]
 
-    def boundaries(self, hidden: Tensor, batch: WindowBatch) -> list[Tensor]:
+    def boundaries(self, hidden: Tensor) -> list[Tensor]:
         """Return the input of every layer and the output of the last, ``L + 1`` tensors."""
         states = [hidden]
         for layer in self._single:
-            states.append(layer(states[-1], batch.micro_batch))
+            states.append(layer.run_whole(states[-1]))
         return states
 
-    def finish(self, new: DecoderStage, boundaries: list[Tensor], batch: WindowBatch) -> Tensor:
+    def finish(self, new: DecoderStage, boundaries: list[Tensor]) -> Tensor:
         """Run a replacement and the layers after it, ``[R, T, H]``."""
-        hidden: Tensor = new(boundaries[new.first_layer], batch.micro_batch)
+        hidden: Tensor = new.run_whole(boundaries[new.first_layer])
         if new.end_layer < self._end:
-            hidden = self._tail[new.end_layer](hidden, batch.micro_batch)
+            hidden = self._tail[new.end_layer].run_whole(hidden)
         return hidden
 
 

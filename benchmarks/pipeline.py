@@ -30,6 +30,7 @@ from workbench import call, cluster_text, command, make_model, write_prompts
 
 from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row
@@ -220,17 +221,19 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
         weight_cache=cache,
     )
     master = load_master(model_dir, dtype=torch.bfloat16, device="cpu")
-    cache = KVCache(kv_shapes(config, 0, layers), 0, num_slots=rows, max_tokens=MAX_POSITIONS,
-                    dtype=torch.bfloat16)  # fmt: skip
+    cache = KVCache(kv_shapes(config, 0, layers), 0, dtype=torch.bfloat16,
+                    num_blocks=rows * blocks_of(MAX_POSITIONS))  # fmt: skip
     runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
     sampler, states = Sampler(), [SamplingState() for _ in range(rows)]
 
     def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
         width = tokens.shape[1]
-        positions = torch.arange(first, first + width).expand(rows, -1)
-        where = [Row(slot=slot, first=first, length=first + width) for slot in range(rows)]
-        hidden = runner.run(master.embed(tokens, positions), where)
-        sampled = sampler.sample(master.logits(hidden[:, 0]), states)
+        end = first + width
+        tables = [slot_blocks(slot, MAX_POSITIONS, end) for slot in range(rows)]
+        where = [Row(blocks=table, first=first, length=end) for table in tables]
+        positions = torch.arange(first, end).repeat(rows)[None]
+        hidden = runner.run(master.embed(tokens.view(1, -1), positions), where)
+        sampled = sampler.sample(master.logits(hidden[0]), states)
         return torch.tensor([token.token_id for token in sampled])[:, None]
 
     seconds = []

@@ -30,7 +30,8 @@ TRANSPORTS = ("auto", "gloo")
 HIDDEN = 1024
 LIMITS = FrameLimits(
     digest=b"transprt",
-    num_slots=1,
+    num_blocks=1,
+    block_size=max(SIZES) // (4 * HIDDEN),
     max_context=max(SIZES) // HIDDEN,
     prefill_rows=1,
     prefill_tokens=max(SIZES) // (4 * HIDDEN),
@@ -45,7 +46,7 @@ def frame(size: int) -> Frame:
     tokens = size // (4 * HIDDEN)
     return Frame(
         kind=FrameKind.PREFILL,
-        rows=(Row(slot=0, first=0, length=tokens),),
+        rows=(Row(blocks=(0,), first=0, length=tokens),),
         hidden=torch.ones(1, tokens, HIDDEN),
     )
 

@@ -98,15 +98,38 @@ def _qwen3_moe(shape: Shape) -> dict[str, object]:
     return _with_head_dim(shape) | experts | {"moe_intermediate_size": shape.intermediate}
 
 
+def _jetmoe(shape: Shape) -> dict[str, object]:
+    return {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": shape.kv_heads,
+        "kv_channels": shape.hidden // shape.heads,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": shape.max_positions,
+    }
+
+
+def _gpt_oss(shape: Shape) -> dict[str, object]:
+    return _mixtral(shape) | {
+        "sliding_window": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
 # Family -> (model_type of transformers, its fields for a shape).
 FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, object]]]] = {
     "bloom": ("bloom", _bloom),
     "cohere": ("cohere", _common),
+    "diffllama": ("diffllama", _with_head_dim),
     "gemma": ("gemma", _with_head_dim),
     "gemma2": ("gemma2", _soft_capped),
     "gemma3": ("gemma3_text", _gemma3),
     "gpt_neox": ("gpt_neox", _gpt_neox),
+    "gpt_oss": ("gpt_oss", _gpt_oss),
     "granite": ("granite", _common),
+    "jetmoe": ("jetmoe", _jetmoe),
     "llama": ("llama", _common),
     "mistral": ("mistral", _with_head_dim),
     "mixtral": ("mixtral", _mixtral),
@@ -116,6 +139,7 @@ FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, object]]]] = {
     "qwen2": ("qwen2", _common),
     "qwen3": ("qwen3", _with_head_dim),
     "qwen3_moe": ("qwen3_moe", _qwen3_moe),
+    "vaultgemma": ("vaultgemma", _soft_capped),
 }
 
 

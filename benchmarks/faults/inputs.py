@@ -213,7 +213,7 @@ def frames(count: int, seed: int) -> dict[str, Any]:
     """Decode damaged headers; every one that is accepted must be the very one that was sent."""
     limits = FrameLimits(
         digest=b"12345678",
-        num_slots=6,
+        num_blocks=6,
         max_context=40,
         prefill_rows=3,
         prefill_tokens=20,
@@ -221,8 +221,8 @@ def frames(count: int, seed: int) -> dict[str, Any]:
         hidden_size=8,
         dtype=torch.bfloat16,
     )
-    rows = tuple(Row(slot=slot, first=0, length=4) for slot in range(2))
-    hidden = torch.zeros(2, 4, 8, dtype=torch.bfloat16)
+    rows = tuple(Row(blocks=(slot,), first=0, length=4) for slot in range(2))
+    hidden = torch.zeros(1, 8, 8, dtype=torch.bfloat16)
     good = encode_header(Frame(kind=FrameKind.PREFILL, rows=rows, hidden=hidden), limits, 5)
     chance = random.Random(seed)
     accepted = other = 0

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from llmpq.calibration.data import CalibrationSet
 from llmpq.calibration.stats import Collector
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer
+from llmpq.models import Checkpoint, DecoderStage, Master, build_layer
 from llmpq.quant.modules.layer import linear_view, quantizable_names
 from llmpq.quant.modules.linear import QuantExperts
 
@@ -146,10 +146,8 @@ class WalkedLayer:
         for name in observers:
             module = self.module.get_submodule(name)
             handles.append(module.register_forward_pre_hook(partial(look, name)))
-        rows, width = hidden.shape[:2]
-        batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
         try:
-            output: Tensor = self._stage(hidden, batch)
+            output = self._stage.run_whole(hidden)
         except _Stop:
             return None
         finally:

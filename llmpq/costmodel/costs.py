@@ -138,8 +138,12 @@ class ClusterCosts:
         return memory.layer_weight_bytes(self.model, kind, bits, self.dtype)
 
     def layer_kv_bytes(self, kind: int, slots: int, max_tokens: int) -> int:
-        """Return the bytes of one layer's preallocated key-value slots."""
+        """Return the bytes of one layer's preallocated KV blocks for ``slots`` sequences."""
         return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, self.kv_bits)
+
+    def token_kv_bytes(self, kind: int, tokens: int) -> int:
+        """Return the bytes of one layer's keys and values of so many tokens."""
+        return memory.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
 
     def temporary_bytes(  # noqa: PLR0913  a step and its place
         self,

@@ -1,9 +1,9 @@
 """Memory: bytes of one stage by cause, operator by operator (LLM-PQ, Sec. 4.1).
 
-Weights and slots are exact: the runtime allocates to the same formulas. Temporaries are the tensors
-alive at the worst moment of a step, times a margin for the allocator. On a CPU every moment is a
-list of the tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN`` is
-added for the holes of glibc's heap; measured peaks of whole processes are 1 % more to 10 % less.
+Weights and KV blocks are exact: the runtime allocates to the same formulas. Temporaries are the
+tensors alive at the worst moment of a step, times a margin for the allocator. On a CPU every moment
+is a list of the tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN``
+is added for the holes of glibc's heap; measured peaks of whole processes are 1 % more to 10 % less.
 Elsewhere one documented upper estimate is taken, plus ``GPU_MARGIN``.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
@@ -21,15 +21,16 @@ from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch, stored_bytes
 from llmpq.spec.runtime_constants import (
     ACTIVATION_BLOCK_VALUES,
-    BIAS_BLOCK_TOKENS,
+    HEAD_LANES,
+    KV_BLOCK_SIZE,
     KV_BLOCK_TOKENS,
     MAPPED_FROM_BYTES,
     MATRICES_UNDER_WAY,
-    MAX_SLOT_HEAD_DIM,
+    MAX_PAGED_HEAD_DIM,
     PRODUCT_ROWS,
+    SCORE_BLOCK_TOKENS,
     SHARED_BUFFERS,
     SHARED_FROM_BYTES,
-    SLOT_LANES,
 )
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
@@ -49,14 +50,15 @@ PRODUCT_BYTES = 500_000
 EXPERT_SHARE = 2.0
 """Rows of the busiest expert, as a multiple of an even share."""
 SCORES_ATTENTION = ("gemma2",)
-"""Families whose attention writes out its scores (they are capped)."""
+"""Families whose attention writes out its scores (they are capped): on a CPU for a block of queries
+of one row, on a GPU for all."""
 BIASED_ATTENTION = ("bloom",)
 """Families whose attention adds a bias of the keys: on a CPU for a block of queries, on a GPU for
 all."""
 STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
 """Families whose activation is a formula of tensor operations: results alive besides its input."""
 INDEX_BYTES = 48
-"""Positions and slot indices of one row of a step: six 64-bit integers."""
+"""Positions and block indices of one token of a step: six 64-bit integers."""
 
 Moment = list[int]
 """Bytes of each tensor alive at once."""
@@ -80,13 +82,22 @@ def layer_weight_bytes(
 
 
 def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
-    """Return the bytes of one layer's preallocated slots ``2 v (s + n) k d`` values.
+    """Return the bytes of one layer's preallocated blocks for ``slots`` sequences.
+
+    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token.
+    """
+    blocks = -(-max_tokens // KV_BLOCK_SIZE)
+    return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits)
+
+
+def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> int:
+    """Return the bytes of one layer's keys and values of so many tokens.
 
     At 8 bits a token keeps a 16-bit scale for each of its ``2 k`` keys and values in addition.
     """
     layer = model.layer_types[kind]
     per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
-    return math.ceil(slots * max_tokens * per_token)
+    return math.ceil(tokens * per_token)
 
 
 def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
@@ -142,7 +153,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
 
     On a CPU this is the larger of the peak of a step and the peak of loading. There ``kv_bits``
     counts, and what a finished plan states of a stage: ``is_last``, ``dense_layers`` (layers with
-    16 bits) and ``kv_bytes`` of its slots; without these the result is an upper bound. Elsewhere,
+    16 bits) and ``kv_bytes`` of its blocks; without these the result is an upper bound. Elsewhere,
     with ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
@@ -154,7 +165,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             + v V (e + 2 * 4)              on the master: logits, in float32, and their sorted copy
 
         attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
-                     + 2 v C (k + x) d e                     keys and values picked from the slots
+                     + 2 v C (k + x) d e                     keys and values gathered from blocks
                      + v T C e                               mask of T query and C context tokens
                      + v q T C (2 e + 8)                     scores, where they are written out
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
@@ -181,7 +192,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         worst += MASTER_BYTES if is_master else 0
         if dense_layers is None or dense_layers:
             worst += product_bytes(steps)
-        # Slots are not written by the time a stage loads.
+        # Blocks are not written by the time a stage loads.
         return max(worst, loading_bytes(model) - kv_bytes)
     worst = max(_gpu_peak(step, is_master=is_master) for step in steps)
     return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
@@ -241,11 +252,12 @@ def live_bytes(step: Step) -> int:
 
 
 def read_buffer_bytes(steps: Sequence[Step]) -> int:
-    """Return the bytes of the buffer that 8-bit keys and values are read into."""
+    """Return the bytes of the buffer that 8-bit keys and values are gathered into."""
     step = steps[0]
-    if step.kv_bits != 8:
+    layers = [layer for layer in step.model.layer_types if not _fits_kernel(layer)]
+    if step.kv_bits != 8 or not layers:
         return 0
-    widest = max(layer.num_kv_heads * layer.head_dim for layer in step.model.layer_types)
+    widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
     tokens = max(one.batch * one.context for one in steps)
     return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
 
@@ -257,49 +269,61 @@ def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
         _attention(step, layer),
         *_products(step, layer),
     ]
-    if step.kv_bits == 8 and not _reads_in_place(step, layer):
-        found.append(_quantized_slots(step, layer))
+    if step.kv_bits == 8 and not _fits_kernel(layer):
+        found.append(_quantized(step, layer))
+    elif step.kv_bits == 8 and step.tokens > 1:
+        found.append(_read_row(step, layer))
     has_experts = any(op.count > 1 for op in layer.linears if op.quantizable)
     return [*found, _experts(step, layer) if has_experts else _feed_forward(step, layer)]
 
 
 def _shared(step: Step, layer: LayerSpec) -> Moment:
-    """Tensors that all layers of a step share: cosines, sines, a bias, positions, slot indices."""
+    """Tensors that all layers of a step share: cosines, sines, a bias, positions, block indices."""
     bias = layer.num_heads * step.context * 4 if step.model.family in BIASED_ATTENTION else 0
     return [*[step.of(layer.head_dim)] * 2, bias, INDEX_BYTES * step.rows]
 
 
 def _attention(step: Step, layer: LayerSpec) -> Moment:
-    """Queries and keys being rotated, or keys repeated for groups; or written-out scores.
+    """Queries and keys being rotated, or keys repeated for groups; or scores of a block.
 
-    The kernel that reads slots in place copies nothing from them in decode. Elsewhere keys and
-    values are picked from the slots, and repeated for every query head where heads are grouped.
+    Prompts attend to their own new keys and values, repeated for every query head where heads are
+    grouped. The kernel that reads blocks in place copies nothing from them in decode; elsewhere
+    they are gathered.
     """
-    value_bytes = DTYPE_BYTES[step.dtype]
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    own = [*[step.hidden] * 2, *[step.of(query)] * 4, *[step.of(key)] * 2]
+    if step.tokens == 1 and _fits_kernel(layer):
+        return own
+    value_bytes = DTYPE_BYTES[step.dtype]
     cached = step.batch * step.context * value_bytes
-    mask = step.rows * step.context * value_bytes
     picked = [cached * key] * 2
     repeated = [cached * query] * 2 if key < query else []
-    own = [*[step.hidden] * 2, *[step.of(query)] * 4, *[step.of(key)] * 2]
-    if step.model.family in BIASED_ATTENTION and not _reads_in_place(step, layer):
+    if step.model.family in BIASED_ATTENTION:
         return _biased_attention(step, layer, picked)
     if step.model.family in SCORES_ATTENTION:
-        scores = step.rows * layer.num_heads * step.context
-        own = [*[step.hidden] * 2, *[step.of(query)] * 2, *[step.of(key)] * 2]
-        return [*own, *picked, *repeated, mask, *[scores * value_bytes] * 2, *[scores * 4] * 2]
-    if step.tokens > 1 or _reads_in_place(step, layer):
+        rows = step.batch if step.tokens == 1 else 1
+        scores = rows * min(step.tokens, SCORE_BLOCK_TOKENS) * layer.num_heads * step.context
+        wide = rows * step.context * query * 4
+        own = [*[step.hidden] * 2, *[step.of(query)] * 3, *[step.of(key)] * 2]
+        return [
+            *own,
+            *(picked if step.tokens == 1 else []),
+            *repeated,
+            *[wide] * 2,
+            *[scores * 4] * 3,
+        ]
+    if step.tokens > 1:
         return own
     if step.kv_bits == 8:
         picked = [cached * key // value_bytes]
-    return [*own, mask, *picked, *repeated]
+    return [*own, step.rows * step.context * value_bytes, *picked, *repeated]
 
 
 def _biased_attention(step: Step, layer: LayerSpec, picked: Moment) -> Moment:
-    """A joined product, picked keys and values, the output; bias and output of a query block."""
+    """A joined product, gathered keys and values, the output; bias and output of a query block."""
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     value_bytes = DTYPE_BYTES[step.dtype]
-    tokens = min(step.tokens, BIAS_BLOCK_TOKENS)
+    tokens = min(step.tokens, SCORE_BLOCK_TOKENS)
     # The rows of a prefill share a bias; in decode each has its own length.
     rows = step.batch if step.tokens == 1 else 1
     bias = rows * layer.num_heads * tokens * step.context * value_bytes
@@ -307,13 +331,21 @@ def _biased_attention(step: Step, layer: LayerSpec, picked: Moment) -> Moment:
     return [*[step.hidden] * 2, step.of(query + 2 * key), step.of(query), *picked, bias, block]
 
 
-def _reads_in_place(step: Step, layer: LayerSpec) -> bool:
-    """Whether a decode step's attention reads the slots in place."""
-    fits = layer.head_dim % SLOT_LANES == 0 and layer.head_dim <= MAX_SLOT_HEAD_DIM
-    return step.tokens == 1 and fits and step.model.family not in SCORES_ATTENTION
+def _fits_kernel(layer: LayerSpec) -> bool:
+    """Whether the kernel that reads blocks in place takes a layer's heads."""
+    return layer.head_dim % HEAD_LANES == 0 and layer.head_dim <= MAX_PAGED_HEAD_DIM
 
 
-def _quantized_slots(step: Step, layer: LayerSpec) -> Moment:
+def _read_row(step: Step, layer: LayerSpec) -> Moment:
+    """A prompt's 8-bit keys and values, read and repeated for groups, and its output."""
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    one = step.context * DTYPE_BYTES[step.dtype]
+    repeated = [one * query] * 2 if key < query else []
+    held = [*[step.hidden] * 2, *[step.of(query)] * 2, *[step.of(key)] * 2]
+    return [*held, *[one * key] * 2, *repeated, one * query]
+
+
+def _quantized(step: Step, layer: LayerSpec) -> Moment:
     """New keys and values being quantized: all codes; of a block also values, float32 and codes."""
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     codes = step.of(2 * key, 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master, kv_shapes
@@ -77,13 +78,12 @@ def stream_hidden(
         Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
     """
     states = [
-        master.embed(batch.inputs.to(source.device), batch.micro_batch.positions)
-        for batch in windows.batches()
+        master.embed(batch.inputs.to(source.device), batch.positions) for batch in windows.batches()
     ]
     for done, layer in enumerate(source.each(), start=1):
         cache = None if kv_bits is None else _cache(layer, windows, states[0], kv_bits)
-        for number, batch in enumerate(windows.batches()):
-            states[number] = layer(states[number], batch.micro_batch, cache)
+        for number, hidden in enumerate(states):
+            states[number] = layer.run_whole(hidden, cache)
         if progress is not None:
             progress(done, len(source.bits))
     return states
@@ -93,8 +93,7 @@ def _cache(layers: DecoderStage, windows: Windows, hidden: Tensor, kv_bits: int)
     return KVCache(
         kv_shapes(layers.config, layers.first_layer, layers.end_layer),
         layers.first_layer,
-        num_slots=windows.rows,
-        max_tokens=windows.longest,
+        num_blocks=windows.rows * blocks_of(windows.longest),
         dtype=hidden.dtype,
         device=hidden.device,
         kv_bits=kv_bits,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
-from llmpq.models import MicroBatch, load_config
+from llmpq.models import load_config
 
 DEFAULT_WINDOW = 512
 DEFAULT_ROWS = 8
@@ -38,10 +38,9 @@ class WindowBatch:
     targets: Tensor
 
     @property
-    def micro_batch(self) -> MicroBatch:
-        """The windows as rows that start in empty slots."""
-        rows, tokens = self.inputs.shape
-        return MicroBatch.build(range(rows), [0] * rows, [tokens] * rows)
+    def positions(self) -> Tensor:
+        """Positions of the inputs, ``[R, T]``."""
+        return torch.arange(self.inputs.shape[1]).expand(self.inputs.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

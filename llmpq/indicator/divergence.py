@@ -24,7 +24,7 @@ from torch import Tensor
 from llmpq.calibration import CalibrationSet
 from llmpq.calibration.walk import Progress
 from llmpq.indicator.base import Scores, Subject
-from llmpq.models import DecoderStage, Master, MicroBatch, load_config
+from llmpq.models import DecoderStage, Master, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
 
 _CHUNK_VALUES = 1 << 20  # scores C x V: 4 MiB in float32
@@ -87,7 +87,7 @@ class _Run:
         self.batches = list(torch.split(probe.to(subject.device), rows))
         master = self._master()
         self.states: dict[Key, list[Tensor]] = {
-            _WHOLE: [master.embed(ids, _batch_of(ids).positions) for ids in self.batches]
+            _WHOLE: [master.embed(ids, _positions_of(ids)) for ids in self.batches]
         }
 
     def pass_layer(self, index: int) -> None:
@@ -119,8 +119,7 @@ class _Run:
         return found
 
     def _through(self, layer: DecoderStage, states: list[Tensor]) -> list[Tensor]:
-        pairs = zip(self.batches, states, strict=True)
-        return [layer(hidden, _batch_of(ids)) for ids, hidden in pairs]
+        return [layer.run_whole(hidden) for hidden in states]
 
     def _load(self, index: int, width: int) -> DecoderStage:
         subject = self.subject
@@ -162,6 +161,5 @@ def _chunks(master: Master, hidden: Tensor) -> Iterator[Tensor]:
     yield from torch.split(hidden.flatten(0, 1), size)
 
 
-def _batch_of(ids: Tensor) -> MicroBatch:
-    rows, length = ids.shape
-    return MicroBatch.build(range(rows), [0] * rows, [length] * rows)
+def _positions_of(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1]).expand(ids.shape)

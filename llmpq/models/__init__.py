@@ -5,7 +5,7 @@ layers, ``Master`` runs the embedding and the head.
 """
 
 from llmpq.models.adapter import build_layer
-from llmpq.models.attention import KVShape, KVStore, KVView, MicroBatch
+from llmpq.models.attention import KVShape, KVStore, KVView, PackedBatch
 from llmpq.models.config import kv_shapes, load_config
 from llmpq.models.files.tensor_files import TensorFiles
 from llmpq.models.files.weights import Checkpoint
@@ -19,7 +19,7 @@ __all__ = [
     "KVStore",
     "KVView",
     "Master",
-    "MicroBatch",
+    "PackedBatch",
     "TensorFiles",
     "build_layer",
     "kv_shapes",

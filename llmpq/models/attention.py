@@ -1,15 +1,17 @@
-"""Micro-batches of rows of different lengths: positions, masks and the interface of the KV store.
+"""Packed batches: the tokens of one step, and the interface of the KV store.
 
-Layers call an attention function registered in transformers (``sdpa``, or ``eager`` for families
-with a soft cap). This module provides its masks, and decides when none is needed.
+A step is a flat list of tokens. Each row is a sequence: the blocks that hold its keys and values,
+the position of its first token in the step, and their number. Rows follow each other without
+padding; a decode row has one token, a chunk of a prompt any number.
 
-Shapes: R rows, T new tokens per row (padded right), S cached tokens read (the longest row).
+Shapes: R rows, N tokens of the step, h KV heads, d head_dim, S tokens of a row so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -27,158 +29,181 @@ class KVShape:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatch:
-    """Slots and positions of the tokens of one step; tensors on the host.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """The rows of one step.
 
     Attributes:
-        slots: KV slot of each row, ``[R]`` int64, distinct.
-        positions: absolute position of each token, ``[R, T]`` int64, rising by one along a row;
-            right padding continues the count.
-        lengths: valid tokens of each row after this step, ``[R]`` int64; tokens from this position
-            on are padding.
+        block_tables: blocks of each row, in the order of its tokens; empty without a KV store.
+        starts: position of each row's first token in this step.
+        counts: tokens of each row in this step.
 
     Raises:
-        SpecError: the tensors do not describe such rows.
+        SpecError: the rows have no tokens, or begin before position 0.
     """
 
-    slots: Tensor
-    positions: Tensor
-    lengths: Tensor
+    block_tables: Sequence[Sequence[int]]
+    starts: Sequence[int]
+    counts: Sequence[int]
 
     def __post_init__(self) -> None:
-        rows = self.slots.shape
-        if len(rows) != 1 or self.lengths.shape != rows or self.positions.shape[:1] != rows:
+        if not len(self.block_tables) == len(self.starts) == len(self.counts) > 0:
             raise SpecError(
-                f"micro-batch: found slots {tuple(self.slots.shape)}, positions "
-                f"{tuple(self.positions.shape)}, lengths {tuple(self.lengths.shape)}, "
-                "expected [R], [R, T], [R]"
+                f"step: found {len(self.block_tables)} block tables, {len(self.starts)} starts and "
+                f"{len(self.counts)} counts, expected one of each for at least one row"
             )
-        if self.positions.dim() != 2 or self.positions.numel() == 0:
-            raise SpecError("micro-batch: expected at least one row and one token")
-        # NumPy calls on small arrays cost a third of those of torch, Python numbers still less.
-        width, positions = self.width, self.positions.numpy()
-        first: list[int] = positions[:, 0].tolist()
-        is_rising = width == 1 or (positions == positions[:, :1] + np.arange(width)).all()
-        if min(first) < 0 or not is_rising:
-            raise SpecError("micro-batch: expected positions from 0 on, rising by one along a row")
-        lengths: list[int] = self.lengths.tolist()
-        added = [length - start for length, start in zip(lengths, first, strict=True)]
-        if min(added) < 1 or max(added) > width:
+        if min(self.starts) < 0 or min(self.counts) < 1:
             raise SpecError(
-                f"micro-batch: found rows with {added} new tokens, expected 1 to {width} in each"
+                f"step: found rows of {list(self.counts)} tokens from {list(self.starts)} on, "
+                "expected at least one token from position 0 on"
             )
 
     @classmethod
-    def build(
-        cls, slots: Sequence[int], starts: Sequence[int], counts: Sequence[int]
-    ) -> MicroBatch:
-        """Build rows that add ``counts[r]`` tokens to ``starts[r]`` cached tokens."""
-        first = torch.tensor(starts, dtype=torch.int64)
-        count = torch.tensor(counts, dtype=torch.int64)
-        width = max(counts, default=0)
-        return cls(
-            slots=torch.tensor(slots, dtype=torch.int64),
-            positions=first[:, None] + torch.arange(width),
-            lengths=first + count,
-        )
+    def whole(cls, counts: Sequence[int]) -> PackedBatch:
+        """Return whole sequences from position 0, for layers without a KV store."""
+        return cls(block_tables=[()] * len(counts), starts=[0] * len(counts), counts=counts)
 
     @property
     def rows(self) -> int:
-        """Sequences in the micro-batch."""
-        return self.positions.shape[0]
+        """Number of sequences."""
+        return len(self.counts)
 
-    @property
-    def width(self) -> int:
-        """Tokens per row in this step, padding included."""
-        return self.positions.shape[1]
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of all rows in this step."""
+        return sum(self.counts)
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether every row has one token."""
+        return self.tokens == self.rows
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each row after this step."""
+        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
     @property
     def longest(self) -> int:
-        """Cached tokens of the longest row after this step."""
-        return int(self.lengths.max())
+        """Tokens of the longest row after this step."""
+        return max(self.lengths)
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Index of each row's first token in the step."""
+        return [0, *np.cumsum(self.counts).tolist()[:-1]]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each token in its sequence, ``[1, N]`` int64 on the host."""
+        starts = np.array(self.starts)
+        if not self.is_decode:
+            starts = np.repeat(starts - self.offsets, self.counts) + np.arange(self.tokens)
+        return torch.from_numpy(starts)[None]
+
+    @cached_property
+    def last_tokens(self) -> Tensor:
+        """Index of each row's last token in the step, ``[R]`` int64 on the host."""
+        return torch.from_numpy(np.cumsum(self.counts) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreOptions:
+    """How the scores of attention become weights.
+
+    Attributes:
+        scaling: factor of the scores.
+        window: tokens a query sees, itself included; ``None`` for all.
+        softcap: bound of the scores, by a hyperbolic tangent; ``None`` for none.
+        sinks: ``[H]``, one more score of each head, without a value; ``None`` for none.
+        bias: float32 ``[H, S]``, added to the scores of the keys; ``None`` for none.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
-    def query_positions(self) -> Tensor:
-        """``positions`` with padding clamped to the last valid token of its row, ``[R, T]``.
-
-        A padded query thus sees at least one token (none would give NaN), and its position has an
-        embedding.
-        """
-        return torch.minimum(self.positions, self.lengths[:, None] - 1)
+    def is_plain(self) -> bool:
+        """Whether the scores are only scaled."""
+        return self.softcap is None and self.sinks is None and self.bias is None
 
 
 class KVView(Protocol):
-    """Keys and values of one micro-batch, with the interface of a transformers cache."""
+    """Keys and values of the rows of one step, with the interface of a transformers cache.
+
+    The calls after :meth:`update` belong to the layer of that update.
+    """
+
+    @property
+    def attends(self) -> bool:
+        """Whether :meth:`attend` is available."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are read as they were written."""
+        ...
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store ``[R, heads, T, head_dim]`` of a layer; return all ``[R, heads, S, head_dim]``."""
+        """Store ``[1, h, N, d]`` of a layer; return what its attention receives."""
+        ...
+
+    def attend(
+        self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """Attend with single tokens to the stored keys and values.
+
+        Args:
+            query: ``[1, H, N, d]``.
+            options: of the scores.
+            chosen: int64 indices of the tokens; ``None`` for all.
+            out: ``[1, N, H, d]``, written at these tokens; by default a new one.
+        """
+        ...
+
+    def read(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a row so far, ``[1, h, S, d]`` each."""
+        ...
+
+    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return those of several rows, ``[R, h, S, d]``; undefined after a row's end."""
         ...
 
 
 class KVStore(Protocol):
-    """Keys and values of all slots, such as ``llmpq.dist.kv.cache.KVCache``."""
+    """Keys and values in blocks, such as ``llmpq.dist.kv.cache.KVCache``."""
 
-    def view(self, batch: MicroBatch) -> KVView:
-        """Return the view of the slots of ``batch`` for one forward pass."""
+    def view(self, batch: PackedBatch, *, returns_all: bool = False) -> KVView:
+        """Return the view of the rows of ``batch`` for one forward pass.
+
+        Args:
+            batch: the rows.
+            returns_all: whether ``update`` returns all keys and values of the rows, one row after
+                the other, in place of the new ones.
+        """
         ...
 
 
-def needs_no_mask(
-    batch: MicroBatch, window: int | None, *, implied_causal: bool, masks_decode: bool = False
-) -> bool:
-    """Whether attention is correct and fast without a mask.
-
-    Decode: all rows have the same length. Prefill from empty slots: the causal pattern is the same
-    for all rows, as padding is on the right, and the attention function applies it
-    (``implied_causal``; ``sdpa`` only).
-
-    Args:
-        batch: the micro-batch.
-        window: tokens a query sees, ``None`` for all.
-        implied_causal: whether prefill without a mask is causal.
-        masks_decode: whether decode is faster with a mask that hides nothing, as on a CPU with
-            grouped heads: without a mask transformers uses torch's grouping, which has no fast
-            kernel there.
-    """
-    longest = batch.longest
-    if window is not None and longest > window:
-        return False
-    if batch.width == 1:
-        return not masks_decode and bool((batch.lengths == longest).all())
-    return implied_causal and longest == batch.width and not bool(batch.positions[:, 0].any())
-
-
-def visible_keys(batch: MicroBatch, window: int | None, device: torch.device) -> Tensor:
-    """Return the cached tokens that each query attends to, ``[R, 1, T, S]`` bool.
+def keys_before(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return which keys the queries at ``positions`` attend to.
 
     A query at position ``p`` sees the tokens ``(p - window, p]``, as in transformers.
-    """
-    return keys_before(batch.query_positions.to(device), batch.longest, window)
-
-
-def keys_before(positions: Tensor, count: int, window: int | None) -> Tensor:
-    """Return which of the first ``count`` cached tokens the queries at ``positions`` attend to.
 
     Args:
-        positions: ``[R, T]`` on the device of the result; the host reads no value.
-        count: S, at least the length of the longest row.
+        positions: of the queries, ``[..., T]``; the host reads no value.
+        keys: positions of the keys, ``[S]`` on the same device.
         window: tokens a query sees, ``None`` for all.
 
     Returns:
-        ``[R, 1, T, S]`` bool.
+        ``[..., T, S]`` bool.
     """
-    queries = positions[:, None, :, None]  # [R, 1, T, 1]
-    keys = torch.arange(count, device=positions.device)  # [S]
+    queries = positions[..., None]
     visible = keys <= queries
     if window is not None:
-        visible &= keys > queries - window
+        visible = visible & (keys > queries - window)
     return visible
-
-
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias that ``eager`` attention adds to its scores for a boolean mask."""
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return bias.masked_fill_(~visible, torch.finfo(dtype).min)

@@ -40,7 +40,8 @@ class Family:
         embedding_multiplier: configuration field that scales embeddings.
         logits_multiplier: configuration field that scales logits.
         logits_divisor: configuration field that divides logits.
-        attends_to_cache: whether a layer attends to its cached keys and values unchanged.
+        attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
+            heads of a group next to each other.
         stored_head: name of the head in checkpoints, if it differs from that in transformers.
     """
 
@@ -99,6 +100,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(logits_multiplier="logit_scale"),
     "cohere2": Family(logits_multiplier="logit_scale"),
     "diffllama": Family(attends_to_cache=False),  # the two halves of its heads attend separately
+    "jetmoe": Family(attends_to_cache=False),  # query heads of a group are far from each other
     "gpt_neox": Family(
         embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"
     ),

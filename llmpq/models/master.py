@@ -3,7 +3,7 @@
 Embeddings, learned positions, projections, the final norm and the LM head of transformers. A head
 tied to the embedding is one tensor, stored and loaded once.
 
-Shapes: R rows, T tokens per row, H hidden size, V vocabulary.
+Shapes: N tokens of a step, R rows (sequences), H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Master(nn.Module):
         """Return the input of the first layer.
 
         Args:
-            token_ids: ``[R, T]`` int64; padding is any valid token.
-            positions: ``[R, T]`` int64 absolute positions on any device.
+            token_ids: ``[1, N]`` int64.
+            positions: ``[1, N]`` int64 absolute positions on any device.
 
         Returns:
-            ``[R, T, H]`` in the weights' dtype.
+            ``[1, N, H]`` in the weights' dtype.
         """
         family = self._family
         hidden: Tensor = self.get_submodule(family.embedding)(token_ids)
@@ -62,10 +62,8 @@ class Master(nn.Module):
             hidden = hidden * getattr(self.config, family.embedding_multiplier)
         hidden = self._pass(family.project_in, hidden)
         if family.positions is not None:
-            # Only padding can be past the last learned position.
-            last = self.config.max_position_embeddings - 1
-            known = positions.to(token_ids.device).clamp(max=last)
             module = self.get_submodule(family.positions)
+            known = positions.to(token_ids.device)
             hidden = hidden + family.embed_positions(module, known)
         return self._pass(family.embedding_norm, hidden)
 

@@ -1,13 +1,13 @@
-"""RotaryTables: cos and sin of the rotary embedding of every layer for one micro-batch.
+"""RotaryTables: cos and sin of the rotary embedding of every layer for one step.
 
 Most families have one table; Gemma 3 has one per attention type. Scalings that depend on the
 sequence length (``longrope``, ``dynamic``) are computed row by row, so that a row does not depend
-on the other rows of its micro-batch.
+on the other rows of its step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> 
 
 
 class RotaryTables(nn.Module):
-    """The rotary module of transformers, called once per micro-batch.
+    """The rotary module of transformers, called once per step.
 
     Attributes:
         depends_on_length: whether a row's table depends on its length.
@@ -52,27 +52,30 @@ class RotaryTables(nn.Module):
         self._num_layers: int = config.num_hidden_layers
         self.depends_on_length = _depends_on_length(rotary)
 
-    def forward(self, hidden: Tensor, positions: Tensor) -> list[Table]:
-        """Return ``(cos, sin)`` of every layer of the model, each ``[R, T, rotary_dim]``.
+    def forward(self, hidden: Tensor, positions: Tensor, counts: Sequence[int]) -> list[Table]:
+        """Return ``(cos, sin)`` of every layer of the model, each ``[1, N, rotary_dim]``.
 
         Args:
             hidden: tensor with the dtype and device of the result.
-            positions: query positions ``[R, T]`` int64 on the same device.
+            positions: of the tokens, ``[1, N]`` int64 on the same device.
+            counts: tokens of each row.
         """
         if not self._is_typed:
-            return [self._table(hidden, positions, None)] * self._num_layers
+            return [self._table(hidden, positions, counts, None)] * self._num_layers
         kinds = set(self._layer_types)
-        tables = {kind: self._table(hidden, positions, kind) for kind in kinds}
+        tables = {kind: self._table(hidden, positions, counts, kind) for kind in kinds}
         return [tables[kind] for kind in self._layer_types]
 
-    def _table(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
+    def _table(
+        self, hidden: Tensor, positions: Tensor, counts: Sequence[int], kind: str | None
+    ) -> Table:
         if not self.depends_on_length:
             return self._call(hidden, positions, kind)
         rows = []
-        for row in positions:
+        for row in torch.split(positions, list(counts), dim=1):
             self._reset_length()
-            rows.append(self._call(hidden, row[None], kind))
-        return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+            rows.append(self._call(hidden, row, kind))
+        return torch.cat([cos for cos, _ in rows], 1), torch.cat([sin for _, sin in rows], 1)
 
     def _reset_length(self) -> None:
         """Reset the state that ``dynamic`` scaling keeps of the longest sequence."""

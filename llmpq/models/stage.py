@@ -1,8 +1,9 @@
-"""DecoderStage: the decoder layers ``[first_layer, end_layer)`` of transformers, on ragged rows.
+"""DecoderStage: the decoder layers ``[first_layer, end_layer)`` of transformers, on packed tokens.
 
-A stage calls the modules of transformers with masks, positions and a KV store.
+A stage calls the modules of transformers with positions, a KV store, and an attention function
+that reads the rows of the step.
 
-Shapes: R rows, T tokens per row, H hidden size.
+Shapes: R rows, N tokens of the step, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,23 +17,20 @@ from transformers import PreTrainedConfig
 from llmpq.errors import SpecError
 from llmpq.models.adapter import Skeleton, accepts
 from llmpq.models.alibi import alibi_bias, use_alibi_attention
-from llmpq.models.attention import (
-    KVStore,
-    KVView,
-    MicroBatch,
-    additive_mask,
-    keys_before,
-    needs_no_mask,
-    visible_keys,
-)
-from llmpq.models.config import kv_shapes, layer_window
+from llmpq.models.attention import KVStore, KVView, PackedBatch
+from llmpq.models.config import layer_window
 from llmpq.models.families import TESTED, Family, family_of
+from llmpq.models.packed_attention import (
+    Attention,
+    DecodeAttention,
+    LayerAttention,
+    StepAttention,
+    use_packed_attention,
+)
 from llmpq.models.rotary import RotaryTables, build_rotary
-from llmpq.models.slot_attention import AttentionStore, AttentionView, SlotMask, use_slot_attention
-from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES
+from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE
 
-Mask = Tensor | SlotMask | None
-LayerArguments = dict[str, Mask | KVView | tuple[Tensor, Tensor]]
+LayerArguments = dict[str, Tensor | LayerAttention | KVView | tuple[Tensor, Tensor] | None]
 """Keyword arguments of a layer."""
 
 
@@ -61,14 +59,10 @@ class DecoderStage(nn.Module):
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
         family = family_of(config.model_type)
         self._has_alibi = family.alibi
-        # AlibiAttention takes the same masks as sdpa.
-        self._is_sdpa = config._attn_implementation == "sdpa" or family.alibi
-        (shape,) = kv_shapes(config, 0, 1)
-        self._has_groups = shape.heads < config.num_attention_heads
-        # A KV view has one type, so the store attends for all layers or for none.
-        is_known = family.attends_to_cache and config.model_type in TESTED
-        self._may_attend = self._is_sdpa and all([_install(layer, family) for layer in layers])
-        self._may_attend &= is_known
+        for layer in layers:
+            _install(layer, family)
+        # Attention in blocks needs the stored keys and values unchanged.
+        self.attends_to_cache = family.attends_to_cache and config.model_type in TESTED
         self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
         self._cache_arguments = [
@@ -83,38 +77,54 @@ class DecoderStage(nn.Module):
         return self.first_layer + len(self.layers)
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, batch: MicroBatch, cache: KVStore | None = None) -> Tensor:
-        """Run the layers on one micro-batch.
+    def forward(self, hidden: Tensor, batch: PackedBatch, cache: KVStore | None = None) -> Tensor:
+        """Run the layers on the tokens of one step.
 
         Args:
-            hidden: ``[R, T, H]``, rows padded on the right.
-            batch: positions and slots of the rows.
+            hidden: ``[1, N, H]``.
+            batch: rows of the step.
             cache: KV store of these layers; ``None`` runs whole sequences from position 0.
 
         Returns:
-            ``[R, T, H]``; values at padding are undefined.
+            ``[1, N, H]``.
 
         Raises:
-            SpecError: ``hidden`` and ``batch`` have different shapes, or a row starts after
-                position 0 without a cache.
+            SpecError: ``hidden`` and ``batch`` differ in their number of tokens, or a row starts
+                after position 0 without a cache.
         """
-        if hidden.shape[:2] != batch.positions.shape:
+        if hidden.shape[:2] != (1, batch.tokens):
             raise SpecError(
-                f"micro-batch: found hidden states {list(hidden.shape)} for positions "
-                f"{list(batch.positions.shape)}"
+                f"step: found hidden states {list(hidden.shape)} for {batch.tokens} tokens"
             )
-        if cache is None and bool(batch.positions[:, 0].any()):
-            raise SpecError("micro-batch: without a cache, expected rows that begin at position 0")
-        attention = self._attention_view(cache, batch)
-        view: KVView | None = attention
-        if attention is None and cache is not None:
-            view = cache.view(batch)
-        masks = self._masks(hidden, batch, attention)
-        positions = batch.query_positions.to(hidden.device)
-        arguments = self._arguments(hidden, positions, batch.longest, view, masks)
+        if cache is None and any(batch.starts):
+            raise SpecError("step: without a cache, expected rows that begin at position 0")
+        returns_all = not self.attends_to_cache
+        view = None if cache is None else cache.view(batch, returns_all=returns_all)
+        step = StepAttention(batch, view, returns_all=returns_all)
+        positions = batch.positions.to(hidden.device)
+        tables = None if self.rotary is None else self.rotary(hidden, positions, batch.counts)
+        arguments = self._arguments(hidden, positions, batch.longest, view, step, tables)
         for index in range(len(self.layers)):
             hidden = self.run_layer(index, hidden, arguments[index])
         return hidden
+
+    def run_whole(self, hidden: Tensor, cache: KVStore | None = None) -> Tensor:
+        """Run the layers on whole sequences of one length: ``[R, T, H]`` to the same shape.
+
+        Args:
+            hidden: ``[R, T, H]``.
+            cache: KV store to pass keys and values through, at least R sequences of T tokens, of
+                ``KV_BLOCK_SIZE`` tokens a block; ``None`` for none.
+        """
+        rows, tokens, _ = hidden.shape
+        width = -(-tokens // KV_BLOCK_SIZE)
+        batch = PackedBatch(
+            block_tables=[range(row * width, (row + 1) * width) for row in range(rows)],
+            starts=[0] * rows,
+            counts=[tokens] * rows,
+        )
+        output: Tensor = self(hidden.reshape(1, rows * tokens, -1), batch, cache)
+        return output.view(hidden.shape)
 
     @torch.inference_mode()
     def decode_arguments(
@@ -126,20 +136,18 @@ class DecoderStage(nn.Module):
         (``llmpq.dist.engine.cuda_graphs``).
 
         Args:
-            hidden: ``[R, 1, H]``.
-            positions: of the new tokens, ``[R, 1]`` int64 on the same device.
+            hidden: ``[1, R, H]``.
+            positions: of the new tokens, ``[R]`` int64 on the same device.
             view: KV view of the rows.
             longest: tokens that ``view`` returns of each row, at least the longest context.
         """
-        masks: dict[int | None, Mask] = {}
-        for window in set(self._windows):
-            visible = keys_before(positions, longest, window)
-            masks[window] = visible if self._is_sdpa else additive_mask(visible, hidden.dtype)
-        return self._arguments(hidden, positions, longest, view, masks)
+        step, place = DecodeAttention(positions, view), positions[None]
+        tables = None if self.rotary is None else self.rotary(hidden, place, [1] * len(positions))
+        return self._arguments(hidden, place, longest, view, step, tables)
 
     @torch.inference_mode()
     def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run layer ``index`` of the stage (from 0) on ``[R, T, H]``; return the same shape."""
+        """Run layer ``index`` of the stage (from 0) on ``[1, N, H]``; return the same shape."""
         output = self.layers[index](hidden, **arguments)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
@@ -150,56 +158,32 @@ class DecoderStage(nn.Module):
         positions: Tensor,
         longest: int,
         view: KVView | None,
-        masks: dict[int | None, Mask],
+        step: Attention,
+        tables: list[tuple[Tensor, Tensor]] | None,
     ) -> list[LayerArguments]:
         shared: LayerArguments = {"position_ids": positions}
         if self._has_alibi:
             heads = self.config.num_attention_heads
             shared["alibi"] = alibi_bias(heads, longest, hidden)
-        tables = None if self.rotary is None else self.rotary(hidden, positions)
         found = []
         for index in range(len(self.layers)):
             own = dict(shared)
             own[self._cache_arguments[index]] = view
-            own["attention_mask"] = masks[self._windows[index]]
+            own["attention_mask"] = LayerAttention(step=step, window=self._windows[index])
             if tables is not None:
                 own["position_embeddings"] = tables[self.first_layer + index]
             found.append(own)
         return found
 
-    def _attention_view(self, cache: KVStore | None, batch: MicroBatch) -> AttentionView | None:
-        """Return the view that computes attention, if the store supports it."""
-        if batch.width == 1 and self._may_attend and isinstance(cache, AttentionStore):
-            return cache.attention_view(batch)
-        return None
 
-    def _masks(
-        self, hidden: Tensor, batch: MicroBatch, attention: AttentionView | None
-    ) -> dict[int | None, Mask]:
-        """Return the mask of every window size among the layers."""
-        if attention is not None:
-            kinds = set(self._windows)
-            return {window: SlotMask(view=attention, window=window) for window in kinds}
-        is_sdpa = self._is_sdpa
-        masks_decode = is_sdpa and self._has_groups and hidden.device.type == "cpu"
-        masks: dict[int | None, Mask] = {}
-        for window in set(self._windows):
-            if needs_no_mask(batch, window, implied_causal=is_sdpa, masks_decode=masks_decode):
-                masks[window] = None
-                continue
-            visible = visible_keys(batch, window, hidden.device)
-            masks[window] = visible if is_sdpa else additive_mask(visible, hidden.dtype)
-        return masks
-
-
-def _install(layer: nn.Module, family: Family) -> bool:
-    """Replace parts of a layer; return whether a KV store can compute its attention."""
+def _install(layer: nn.Module, family: Family) -> None:
+    """Replace parts of a layer, and its attention function."""
     if family.activation is not None:
         use_blockwise_activation(layer, family.activation)
     if family.alibi:
         use_alibi_attention(layer)
-        return True
-    return use_slot_attention(layer)
+    else:
+        use_packed_attention(layer)
 
 
 class BlockwiseActivation(nn.Module):

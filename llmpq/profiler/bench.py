@@ -4,7 +4,7 @@ A stage is timed with few and with more layers in a row: the difference is the t
 the rest is the overhead of a stage. For the master the engine answers requests over a stage without
 layers, which reads other memory outside the timing: layers evict the head from the caches.
 
-Shapes: ``[R, T, H]`` rows (sequences), tokens, hidden size.
+Shapes: ``[1, N, H]`` tokens of all rows (sequences), hidden size.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
+from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.stats import StageClock, synchronize
@@ -125,7 +126,7 @@ class _OtherMemory(StageRunner):
 
 
 class Bench:
-    """One short stage per bitwidth, the master, and KV slots.
+    """One short stage per bitwidth, the master, and KV blocks.
 
     ``first_run_s`` holds by phase the extra seconds of the first run of each burst of few layers.
 
@@ -157,8 +158,9 @@ class Bench:
                 stages[width, self.few] = DecoderStage(stage.config, few, 0)
         self._master: Master = load_master(job.model_dir, dtype=job.dtype, device=job.device)
         self._cache = KVCache(
-            kv_shapes(config, 0, self.depth), 0, num_slots=job.max_batch,
-            max_tokens=job.max_tokens + 1, dtype=job.dtype, device=job.device,
+            kv_shapes(config, 0, self.depth), 0,
+            num_blocks=job.max_batch * blocks_of(job.max_tokens + 1),
+            dtype=job.dtype, device=job.device,
         )  # fmt: skip
         self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
@@ -201,10 +203,12 @@ class Bench:
     def _run_once(self, trial: Trial) -> float:
         shape = trial.shape
         new = shape.tokens if shape.phase is Phase.PREFILL else 1
-        hidden = self._hidden.expand(shape.batch, new, -1).contiguous()  # [R, T, H]
+        hidden = self._hidden.expand(1, shape.batch * new, -1).contiguous()  # [1, N, H]
         runner = self._runners[trial.bits, trial.layers]
         first = shape.tokens - new
-        rows = [Row(slot=slot, first=first, length=shape.tokens) for slot in range(shape.batch)]
+        most = self.job.max_tokens + 1
+        tables = [slot_blocks(slot, most, shape.tokens) for slot in range(shape.batch)]
+        rows = [Row(blocks=table, first=first, length=shape.tokens) for table in tables]
         if runner.graphs is not None and new == 1:
             runner.run(hidden, rows)  # captures the shape unless it is captured
         synchronize(self.job.device)
@@ -238,6 +242,7 @@ class Bench:
             sampler=Sampler(),
             clock=StageClock(micro_batching=sizes),
             num_slots=shape.batch,
+            max_tokens=shape.tokens + 1 + MASTER_STEPS,
         )
         requests = [
             Request(

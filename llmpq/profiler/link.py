@@ -72,7 +72,8 @@ class LinkJob:
         tokens = max(self.sizes) // UNIT_BYTES
         return FrameLimits(
             digest=b"linkprof",
-            num_slots=1,
+            num_blocks=1,
+            block_size=tokens,
             max_context=tokens,
             prefill_rows=1,
             prefill_tokens=tokens,
@@ -134,7 +135,7 @@ def _hidden(size: int) -> torch.Tensor:
 
 
 def _frame(kind_of: int, hidden: torch.Tensor) -> Frame:
-    row = Row(slot=0, first=0, length=hidden.shape[1])
+    row = Row(blocks=(0,), first=0, length=hidden.shape[1])
     return Frame(kind=FrameKind.PREFILL, micro_batch=kind_of, rows=(row,), hidden=hidden)
 
 

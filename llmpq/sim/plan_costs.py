@@ -138,7 +138,7 @@ class PlanCosts:
         for one in self._handovers:
             if one.source == last:
                 kinds = costs.model.layer_kinds[one.first_layer : one.end_layer]
-                size = sum(costs.layer_kv_bytes(kind, 1, shape.total) for kind in kinds)
+                size = sum(costs.token_kv_bytes(kind, shape.total) for kind in kinds)
                 total_s += costs.comm.send_s(devices[last], devices[one.target], size)
         return total_s
 

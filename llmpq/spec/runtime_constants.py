@@ -16,13 +16,13 @@ MAPPED_FROM_BYTES: Final = 16 * 1024 * 1024
 peak of one plan differ by 190 MB between runs."""
 KV_BLOCK_TOKENS: Final = 128
 """Tokens whose keys and values are converted to 8 bits at a time."""
-BIAS_BLOCK_TOKENS: Final = 64
-"""Queries whose attention bias (ALiBi) is materialized at a time."""
+SCORE_BLOCK_TOKENS: Final = 64
+"""Queries whose scores, bias or mask are materialized at a time."""
 ACTIVATION_BLOCK_VALUES: Final = 2**18
 """Values to which a stepwise activation is applied at a time."""
-SLOT_LANES: Final = 16
-"""The attention kernel that reads slots in place takes heads of a multiple of this size."""
-MAX_SLOT_HEAD_DIM: Final = 256
+HEAD_LANES: Final = 16
+"""The attention kernel that reads blocks in place takes heads of a multiple of this size."""
+MAX_PAGED_HEAD_DIM: Final = 256
 """Largest head of that kernel."""
 PRODUCT_ROWS: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows that 16-bit matrix products on a CPU are split and filled up to. oneDNN keeps

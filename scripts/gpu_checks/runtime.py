@@ -19,11 +19,12 @@ from llmpq.dist import generate_offline
 from llmpq.dist.engine.cuda_graphs import Capture, CudaCapture, DecodeGraphs, Work
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import RankContext, run_master
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.dist.metrics.stats import synchronize
-from llmpq.models import DecoderStage, MicroBatch, kv_shapes
+from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.quant.modules.linear import QuantLinear
@@ -55,8 +56,8 @@ REPLAY_TOLERANCE = 2 * STAGE_TOLERANCE  # other attention kernels; 8 bits round 
 def quantized_stage(setting: Setting) -> list[Row]:
     """A layer at each bitwidth in bf16 on the device, against the reference kernels on the CPU."""
     model_dir = _model(setting, "llama", layers=4, hidden=256, intermediate=512)
-    batch = MicroBatch.build([0, 1], [0, 0], [9, 4])
-    hidden = torch.randn(2, 9, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    batch = PackedBatch.whole([9, 4])
+    hidden = torch.randn(1, 13, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows: list[Row] = []
     for index, bits in enumerate(STAGE_BITS):
         outputs: list[Tensor] = []
@@ -75,7 +76,7 @@ def quantized_stage(setting: Setting) -> list[Row]:
                 backend=backend,
             )
             made = stage(hidden.to(device), batch)
-            outputs.append(torch.cat([made[0], made[1, :4]]).float().cpu())  # padding left out
+            outputs.append(made[0].float().cpu())
             names = {m.backend_name for m in stage.modules() if isinstance(m, QuantLinear)}
         error = ((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item()
         rows.append({"bits": bits, "backends": " ".join(sorted(names)), "error": error})
@@ -115,23 +116,27 @@ def _called_again(work: Work) -> Work:
 def _replayed(setting: Setting, stage: DecoderStage, count: int, capture: Capture) -> Row:
     """Decode over the edge of a shape, by layers and by graphs, each with a cache of its own."""
     first, steps, size = 126, 4 if setting.is_quick else 40, stage.config.hidden_size
+    width = blocks_of(first + steps)
+    tables = [range(row * width, (row + 1) * width) for row in range(count)]
     rng = torch.Generator().manual_seed(count)
     caches = [
         KVCache(
-            kv_shapes(stage.config, 0, 4), 0, num_slots=count, max_tokens=first + steps + 1,
+            kv_shapes(stage.config, 0, 4), 0, num_blocks=count * width,
             dtype=torch.bfloat16, device=setting.device,
         )
         for _ in range(2)
     ]  # fmt: skip
     graphs = DecodeGraphs(stage, caches[1], full_rows=count, capture=capture)
-    prompt = torch.randn(count, first, size, generator=rng).bfloat16().to(setting.device)
+    prompt = torch.randn(1, count * first, size, generator=rng).bfloat16().to(setting.device)
     for cache in caches:
-        stage(prompt, MicroBatch.build(range(count), [0] * count, [first] * count), cache)
+        starts, counts = [0] * count, [first] * count
+        stage(prompt, PackedBatch(block_tables=tables, starts=starts, counts=counts), cache)
     errors: list[float] = []
     times: dict[str, list[float]] = {"layers": [], "graphs": []}
     for step in range(steps):
-        batch = MicroBatch.build(range(count), [first + step] * count, [1] * count)
-        hidden = torch.randn(count, 1, size, generator=rng).bfloat16().to(setting.device)
+        starts = [first + step] * count
+        batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * count)
+        hidden = torch.randn(1, count, size, generator=rng).bfloat16().to(setting.device)
         made: list[Tensor] = []
         for name, forward in (
             ("layers", partial(stage, cache=caches[0])),

@@ -23,7 +23,7 @@ from make_tiny_model import Shape, make_config, make_model, save_model
 
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.models import MicroBatch, load_config
+from llmpq.models import load_config
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.assembly import matrices_of
 from llmpq.quant.loading.loader import load_master, load_stage
@@ -184,8 +184,8 @@ def _logits(model_dir: Path, prompt: Tensor, dtype: torch.dtype) -> Tensor:
     stage = load_stage(model_dir, 0, count, None, dtype=dtype, device="cpu")
     master = load_master(model_dir, dtype=dtype, device="cpu")
     rows, width = prompt.shape
-    batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
-    hidden = stage(master.embed(prompt, batch.positions), batch)
+    hidden = master.embed(prompt, torch.arange(width).expand(rows, -1))
+    hidden = stage.run_whole(hidden)
     return master.logits(hidden.flatten(0, 1)).view(rows, width, -1).float()
 
 

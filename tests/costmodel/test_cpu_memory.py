@@ -18,8 +18,9 @@ from llmpq.costmodel.memory import (
     loading_bytes,
     temporary_bytes,
 )
+from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import DecoderStage, MicroBatch, build_layer, kv_shapes, load_config
+from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
@@ -79,8 +80,9 @@ LIVE = {
 }  # fmt: skip
 
 
-# Rows of different length in slots out of order: masks are built and slots are picked.
-PREFILL = (4, 250, [0] * 4, [250, 249, 248, 247])
+# Prompts of one length run together, which takes most; decode rows differ in length.
+PREFILL = (4, 250, [0] * 4, [250] * 4)
+RAGGED = (4, 250, [0] * 4, [250, 249, 248, 247])
 DECODE = (8, 1, [299 - row for row in range(8)], [1] * 8)
 
 
@@ -92,15 +94,14 @@ def lived_bytes(folder, step, *, bits, dtype, kv_bits):
         torch.nn.init.normal_(parameter, std=0.02)
     quantize_layer_(layer, bits, dtype)
     stage = DecoderStage(config, [layer], 0)
-    cache = KVCache(
-        kv_shapes(config, 0, 1), 0, num_slots=8, max_tokens=300, dtype=dtype, kv_bits=kv_bits
-    )
+    cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=8 * 19, dtype=dtype, kv_bits=kv_bits)
     kept = [one for part in (*cache._layers, cache._buffer) for one in vars(part or stage).values()]
     known = [*stage.parameters(), *stage.buffers()]
     known += [one for one in kept if isinstance(one, torch.Tensor)]
-    rows, width, starts, counts = step
-    batch = MicroBatch.build(list(range(rows))[::-1], starts, counts)
-    hidden = torch.randn(rows, width, 128).to(dtype)
+    rows, _, starts, counts = step
+    tables = [slot_blocks(slot, 300, 300) for slot in reversed(range(rows))]
+    batch = PackedBatch(block_tables=tables, starts=starts, counts=counts)
+    hidden = torch.randn(1, batch.tokens, 128).to(dtype)
     with LiveTensors(known) as live:
         stage(hidden, batch, cache)
     return live.peak + hidden.nbytes
@@ -135,6 +136,15 @@ def test_counted_tensors_are_those_that_are_alive(tmp_path, family, step, kv_bit
     assert counted <= (1.25 if family == "gemma2" else 1.06) * lived
 
 
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("family", sorted(set(LIVE) - {"mixtral"}))
+def test_prompts_of_different_lengths_take_no_more(tmp_path, family, kv_bits):
+    (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))
+    lived = lived_bytes(tmp_path, RAGGED, bits=3, dtype=torch.bfloat16, kv_bits=kv_bits)
+    counted = counted_bytes(tmp_path, RAGGED, dtype=torch.bfloat16, kv_bits=kv_bits)
+    assert lived <= 1.03 * counted
+
+
 @pytest.mark.parametrize("bits", [16, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "mixtral"])
@@ -158,7 +168,7 @@ def test_counted_tensors_cover_every_dtype_and_bitwidth(tmp_path, family, dtype,
     assert predicted < 6 * max(lived, decoding)
 
 
-def test_a_long_context_takes_no_memory_where_slots_are_read_in_place():
+def test_a_long_context_takes_no_memory_where_blocks_are_read_in_place():
     def of(head_dim, context):
         config = {**LIVE["llama"], "head_dim": head_dim}
         model = model_from_config(config, "m", "here")
@@ -178,7 +188,7 @@ def peak(model, workload, micro_batching, *, dtype="bfloat16", **known):
     return temporary_bytes(model, workload, sizes, dtype=dtype, device_kind="cpu", **known)
 
 
-def test_the_peak_of_loading_excludes_slots():
+def test_the_peak_of_loading_excludes_blocks():
     model = model_from_config(LIVE["opt"], "m", "here")
     work = Workload(batch=1, prompt_tokens=4, new_tokens=2)
 

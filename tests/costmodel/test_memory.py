@@ -10,6 +10,7 @@ from llmpq.costmodel.memory import (
     layer_weight_bytes,
     master_bytes,
     temporary_bytes,
+    token_kv_bytes,
 )
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import build_layer, kv_shapes, load_config
@@ -87,8 +88,10 @@ def test_weight_bytes_are_those_of_the_loaded_layer(tiny_model, family, bits, dt
 def test_kv_bytes_are_two_k_d_values_a_token(slots, tokens, kv_bits):
     model = catalog.model("meta-llama/Llama-3.1-70B")
     scales = 2 * 8 * 2 if kv_bits == 8 else 0  # 16 bits for each key and value of a head
-    expected = slots * tokens * (2 * 8 * 128 * kv_bits // 8 + scales)
-    assert layer_kv_bytes(model, 0, slots, tokens, kv_bits) == expected
+    per_token = 2 * 8 * 128 * kv_bits // 8 + scales
+    assert token_kv_bytes(model, 0, tokens, kv_bits) == tokens * per_token
+    blocks = slots * -(-tokens // 16)
+    assert layer_kv_bytes(model, 0, slots, tokens, kv_bits) == blocks * 16 * per_token
 
 
 def test_kv_bytes_are_those_of_the_cache(tiny_model):
@@ -97,8 +100,7 @@ def test_kv_bytes_are_those_of_the_cache(tiny_model):
     cache = KVCache(
         kv_shapes(load_config(folder), 0, model.num_layers),
         0,
-        num_slots=3,
-        max_tokens=20,
+        num_blocks=3 * 2,
         dtype=torch.bfloat16,
     )
     predicted = [layer_kv_bytes(model, kind, 3, 20, 16) for kind in model.layer_kinds]

@@ -7,7 +7,14 @@ import queue
 from collections.abc import Sequence
 
 from llmpq.dist.transport.errors import peer_closed, peer_silent
-from llmpq.dist.transport.frames import Frame, FrameLimits, assemble, decode_header, encode_header
+from llmpq.dist.transport.frames import (
+    Frame,
+    FrameLimits,
+    assemble,
+    decode_header,
+    encode_header,
+    encode_tables,
+)
 
 
 class InProcessCommunicator:
@@ -58,7 +65,7 @@ class InProcessCommunicator:
             raise peer_closed(self.names[previous], previous)
         header = decode_header(item[0], self._limits, self._received)
         self._received += 1
-        return assemble(header, item[1].payload, self._limits)
+        return assemble(header, encode_tables(item[1]), item[1].payload, self._limits)
 
     def close(self) -> None:
         """End the queue of the next rank."""

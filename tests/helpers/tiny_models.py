@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import Checkpoint, DecoderStage, Master, MicroBatch, build_layer, kv_shapes
+from llmpq.models import Checkpoint, DecoderStage, Master, PackedBatch, build_layer, kv_shapes
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
 
@@ -110,9 +111,17 @@ class Pipeline:
     """Master and stages in one process: embed, every stage in turn, logits."""
 
     def __init__(
-        self, model_dir: Path, cuts: Sequence[int], *, num_slots: int = 5, max_tokens: int = 64
+        self,
+        model_dir: Path,
+        cuts: Sequence[int],
+        *,
+        num_slots: int = 5,
+        max_tokens: int = 64,
+        kv_bits: int | None = None,
     ) -> None:
         self.master = load_master(model_dir)
+        self.max_tokens = max_tokens
+        self.num_blocks = num_slots * blocks_of(max_tokens)
         self.stages = []
         self.caches = []
         for first, end in itertools.pairwise(cuts):
@@ -121,24 +130,30 @@ class Pipeline:
                 KVCache(
                     kv_shapes(self.master.config, first, end),
                     first,
-                    num_slots=num_slots,
-                    max_tokens=max_tokens,
+                    num_blocks=self.num_blocks,
                     dtype=Checkpoint(model_dir).dtype,
+                    kv_bits=kv_bits,
                 )
             )
 
     def step(self, rows: Sequence[tuple[int, int, list[int]]]) -> Tensor:
         """Run one micro-batch of (slot, tokens already cached, new tokens); logits ``[R, V]``."""
-        slots, starts, tokens = zip(*rows, strict=True)
-        counts = [len(row) for row in tokens]
-        width = max(counts)
-        token_ids = torch.tensor([row + [0] * (width - len(row)) for row in tokens])
-        batch = MicroBatch.build(slots, starts, counts)
-        hidden = self.master.embed(token_ids, batch.positions)
+        return self.packed_step(
+            [
+                (slot_blocks(slot, self.max_tokens, start + len(tokens)), start, tokens)
+                for slot, start, tokens in rows
+            ]
+        )
+
+    def packed_step(self, rows: Sequence[tuple[Sequence[int], int, list[int]]]) -> Tensor:
+        """Run one step of (blocks, tokens already cached, new tokens); logits ``[R, V]``."""
+        tables, starts, tokens = zip(*rows, strict=True)
+        batch = PackedBatch(block_tables=tables, starts=starts, counts=list(map(len, tokens)))
+        flat = torch.tensor([list(itertools.chain(*tokens))])
+        hidden = self.master.embed(flat, batch.positions)
         for stage, cache in zip(self.stages, self.caches, strict=True):
             hidden = stage(hidden, batch, cache)
-        last = torch.tensor(counts) - 1
-        return self.master.logits(hidden[torch.arange(batch.rows), last])
+        return self.master.logits(hidden[0, batch.last_tokens])
 
 
 class Sequences:

@@ -1,96 +1,136 @@
-"""Micro-batches and masks compared with a mask computed token by token."""
+"""Packed batches, masks, and attention over blocks compared with attention on dense tensors."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.dist.kv.blocks import blocks_of
+from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
+from llmpq.models import KVShape, PackedBatch
 from llmpq.models.alibi import alibi_bias, alibi_slopes
-from llmpq.models.attention import MicroBatch, additive_mask, needs_no_mask, visible_keys
+from llmpq.models.attention import ScoreOptions, keys_before
+from llmpq.models.packed_attention import StepAttention, use_packed_attention
 
-ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=1, max_size=4)
-WINDOWS = st.none() | st.integers(1, 8)
+torch.set_num_threads(1)
 
-
-def _batch(rows):
-    starts, counts = zip(*rows, strict=True)
-    return MicroBatch.build(range(len(rows)), starts, counts)
+WINDOWS = st.none() | st.integers(1, 40)
 
 
-def test_positions_continue_through_padding():
-    batch = MicroBatch.build([4, 2], [3, 0], [1, 3])
-    assert batch.positions.tolist() == [[3, 4, 5], [0, 1, 2]]
-    assert batch.lengths.tolist() == [4, 3]
-    assert (batch.rows, batch.width, batch.longest) == (2, 3, 4)
-    assert batch.query_positions.tolist() == [[3, 3, 3], [0, 1, 2]]
+def test_positions_follow_each_row():
+    batch = PackedBatch(block_tables=[(4,), (2,), (0, 7)], starts=[3, 0, 17], counts=[1, 3, 2])
+    assert batch.positions.tolist() == [[3, 0, 1, 2, 17, 18]]
+    assert batch.lengths == [4, 3, 19]
+    assert batch.offsets == [0, 1, 4]
+    assert batch.last_tokens.tolist() == [0, 3, 5]
+    assert (batch.rows, batch.tokens, batch.longest, batch.is_decode) == (3, 6, 19, False)
+    decode = PackedBatch(block_tables=[(4,), (2,)], starts=[3, 9], counts=[1, 1])
+    assert decode.is_decode
+    assert decode.positions.tolist() == [[3, 9]]
 
 
 @pytest.mark.parametrize(
-    ("slots", "positions", "lengths"),
-    [
-        ([0], [[0]], [1, 1]),
-        ([0, 1], [[0]], [1, 1]),
-        ([0], [0], [1]),
-        ([], [], []),
-        ([0], [[]], [0]),
-        ([0], [[-1]], [0]),
-        ([0], [[2, 2]], [4]),
-        ([0], [[2, 3]], [2]),
-        ([0], [[2, 3]], [5]),
-    ],
+    ("tables", "starts", "counts"),
+    [([], [], []), ([()], [0], [0]), ([()], [-1], [1]), ([()], [0, 1], [1, 1]), ([], [0], [1])],
 )
-def test_inconsistent_rows_raise_an_error(slots, positions, lengths):
-    with pytest.raises(SpecError, match="micro-batch"):
-        MicroBatch(
-            slots=torch.tensor(slots, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            lengths=torch.tensor(lengths, dtype=torch.int64),
+def test_inconsistent_rows_raise_an_error(tables, starts, counts):
+    with pytest.raises(SpecError, match="step"):
+        PackedBatch(block_tables=tables, starts=starts, counts=counts)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=4), WINDOWS)
+def test_queries_see_exactly_the_window_before_them(positions, window):
+    mask = keys_before(torch.tensor(positions), torch.arange(61), window)
+    for row, position in enumerate(positions):
+        first = 0 if window is None else max(0, position - window + 1)
+        assert mask[row].nonzero().flatten().tolist() == list(range(first, position + 1))
+
+
+def _expected(query, key, value, options):
+    """Attention of the last T of S tokens of one row in float64: query [H, T, d]."""
+    heads, count, _ = query.shape
+    total = key.shape[1]
+    key, value = (
+        part.double().repeat_interleave(heads // part.shape[0], 0) for part in (key, value)
+    )
+    scores = query.double() @ key.mT * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if options.bias is not None:
+        scores = scores + options.bias[:, None, :total].double()
+    visible = keys_before(torch.arange(total - count, total), torch.arange(total), options.window)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.double()[:, None, None].expand(-1, count, 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ value
+    return scores.softmax(-1) @ value
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5),
+    free=st.permutations(range(60)),
+    shape=st.sampled_from([(4, 2, 16), (3, 3, 32), (8, 2, 8), (6, 1, 16)]),
+    kv_bits=st.sampled_from([None, 8]),
+    window=WINDOWS,
+    softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
+    has_bias=st.booleans(),
+    returns_all=st.booleans(),
+)
+def test_attention_over_blocks_equals_attention_on_dense_tensors(
+    rows, free, shape, kv_bits, window, softcap, has_sinks, has_bias, returns_all
+):
+    heads, kv_heads, dim = shape
+    torch.manual_seed(sum(start for start, _ in rows))
+    cache = KVCache(
+        [KVShape(heads=kv_heads, head_dim=dim)], 0, num_blocks=60, dtype=torch.float32,
+        kv_bits=kv_bits,
+    )  # fmt: skip
+    free, tables = list(free), []
+    for start, count in rows:
+        tables.append(tuple(free.pop() for _ in range(blocks_of(start + count))))
+    starts, counts = zip(*rows, strict=True)
+    cached = [(table, start) for table, start in zip(tables, starts, strict=True) if start]
+    if cached:
+        before = PackedBatch(
+            block_tables=[table for table, _ in cached],
+            starts=[0] * len(cached),
+            counts=[start for _, start in cached],
+        )
+        old = torch.randn(2, 1, kv_heads, before.tokens, dim)
+        view = cache.view(before, returns_all=True)  # stores at once
+        view.update(old[0], old[1], 0)
+    batch = PackedBatch(block_tables=tables, starts=starts, counts=counts)
+    options = ScoreOptions(
+        scaling=0.3,
+        window=window,
+        softcap=softcap,
+        sinks=torch.randn(heads) if has_sinks else None,
+        bias=torch.randn(heads, batch.longest) if has_bias else None,
+    )
+    query = torch.randn(1, heads, batch.tokens, dim)
+    new = torch.randn(2, 1, kv_heads, batch.tokens, dim)
+    view = cache.view(batch, returns_all=returns_all)
+    key, value = view.update(new[0], new[1], 0)
+    step = StepAttention(batch, view, returns_all=returns_all)
+    made = step.attend(query, key, value, options)
+    assert made.shape == (1, batch.tokens, heads, dim)
+    for row, offset in enumerate(batch.offsets):
+        own = slice(offset, offset + counts[row])
+        keys, values = view.read(row)
+        right = _expected(query[0, :, own], keys[0], values[0], options)
+        torch.testing.assert_close(
+            made[0, own].transpose(0, 1).double(), right, atol=2e-5, rtol=1e-4
         )
 
 
-@given(ROWS, WINDOWS)
-def test_valid_queries_see_exactly_the_window_before_them(rows, window):
-    mask = visible_keys(_batch(rows), window, torch.device("cpu"))
-    for row, (start, count) in enumerate(rows):
-        for token in range(count):
-            position = start + token
-            first = 0 if window is None else max(0, position - window + 1)
-            seen = mask[row, 0, token].nonzero().flatten().tolist()
-            assert seen == list(range(first, position + 1))
-
-
-@given(ROWS, WINDOWS)
-def test_padded_queries_see_at_least_one_key(rows, window):
-    assert bool(visible_keys(_batch(rows), window, torch.device("cpu")).any(-1).all())
-
-
-@given(ROWS, WINDOWS)
-@example([(2, 1), (0, 3)], None)  # as many tokens cached as new, and yet a row begins late
-@example([(4, 1), (4, 1)], 4)
-def test_mask_is_omitted_only_when_it_has_no_effect(rows, window):
-    batch = _batch(rows)
-    mask = visible_keys(batch, window, torch.device("cpu"))
-    if batch.width == 1:
-        assert needs_no_mask(batch, window, implied_causal=False) == bool(mask.all())
-    elif needs_no_mask(batch, window, implied_causal=True):
-        causal = torch.ones(batch.width, batch.longest, dtype=torch.bool).tril()
-        for row, (_, count) in enumerate(rows):
-            assert torch.equal(mask[row, 0, :count], causal[:count])
-
-
-def test_ragged_prefill_from_empty_slots_needs_no_mask():
-    batch = MicroBatch.build([0, 1], [0, 0], [5, 3])
-    assert needs_no_mask(batch, None, implied_causal=True)
-    assert not needs_no_mask(batch, None, implied_causal=False)
-    assert not needs_no_mask(batch, 4, implied_causal=True)
-
-
-def test_additive_mask_forbids_with_the_smallest_number():
-    bias = additive_mask(torch.tensor([True, False]), torch.float16)
-    assert bias.tolist() == [0.0, torch.finfo(torch.float16).min]
+def test_a_layer_without_a_registered_attention_function_is_refused():
+    with pytest.raises(SpecError, match="found no attention"):
+        use_packed_attention(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 112])
@@ -103,12 +143,3 @@ def test_alibi_slopes_equal_the_paper(heads):
     bias = alibi_bias(heads, 5, torch.zeros(1, dtype=torch.float32))
     assert bias.shape == (heads, 5)
     torch.testing.assert_close(bias[0], torch.tensor(slopes[0]) * torch.arange(5))
-
-
-def test_decode_uses_a_mask_where_that_is_faster():
-    level = MicroBatch.build([0, 1], [4, 4], [1, 1])
-    assert needs_no_mask(level, None, implied_causal=True)
-    assert not needs_no_mask(level, None, implied_causal=True, masks_decode=True)
-    assert bool(visible_keys(level, None, torch.device("cpu")).all())
-    prefill = MicroBatch.build([0, 1], [0, 0], [4, 2])
-    assert needs_no_mask(prefill, None, implied_causal=True, masks_decode=True)

@@ -8,7 +8,7 @@ import torch
 from helpers.tiny_models import make_tiny_model_script
 
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import DecoderStage, Master, MicroBatch, build_layer, kv_shapes, load_config
+from llmpq.models import DecoderStage, Master, PackedBatch, build_layer, kv_shapes, load_config
 
 ELSEWHERE = torch.device("meta")
 # Experts choose their tokens by value, and the meta device has none.
@@ -43,15 +43,15 @@ def test_stage_works_on_its_device(config, kv_bits):
     cache = KVCache(
         kv_shapes(config, 0, LAYERS),
         0,
-        num_slots=4,
-        max_tokens=12,
+        num_blocks=4,
         dtype=torch.float32,
         device=ELSEWHERE,
         kv_bits=kv_bits,
     )
     for slots, starts, counts in STEPS.values():
-        batch = MicroBatch.build(slots, starts, counts)
-        hidden = torch.empty(batch.rows, batch.width, config.hidden_size, device=ELSEWHERE)
+        tables = [(slot,) for slot in slots]
+        batch = PackedBatch(block_tables=tables, starts=starts, counts=counts)
+        hidden = torch.empty(1, batch.tokens, config.hidden_size, device=ELSEWHERE)
         made = stage(hidden, batch, cache)
         assert made.device == ELSEWHERE
         assert made.shape == hidden.shape

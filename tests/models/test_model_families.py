@@ -8,7 +8,7 @@ from helpers.tiny_models import Pipeline, Sequences, generate_alone, load_refere
 
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
-from llmpq.models import MicroBatch, kv_shapes
+from llmpq.models import PackedBatch, kv_shapes
 
 torch.set_num_threads(1)
 
@@ -123,11 +123,18 @@ def test_stage_without_a_cache_equals_prefill(tiny_model, case):
     pipeline = Pipeline(model_dir, [0, 3])
     expected = pipeline.step([(0, 0, LONG), (1, 0, MIDDLE)])
 
-    batch = MicroBatch.build([0, 1], [0, 0], [len(LONG), len(MIDDLE)])
-    token_ids = torch.tensor([LONG, MIDDLE + [0] * (len(LONG) - len(MIDDLE))])
-    hidden = pipeline.stages[0](pipeline.master.embed(token_ids, batch.positions), batch)
-    found = pipeline.master.logits(hidden[[0, 1], [len(LONG) - 1, len(MIDDLE) - 1]])
+    batch = PackedBatch.whole([len(LONG), len(MIDDLE)])
+    hidden = pipeline.master.embed(torch.tensor([LONG + MIDDLE]), batch.positions)
+    hidden = pipeline.stages[0](hidden, batch)
+    found = pipeline.master.logits(hidden[0, batch.last_tokens])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_whole_sequences_of_one_length_equal_packed_ones(tiny_model):
+    stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
+    hidden = torch.randn(2, 5, 32)
+    packed = stage(hidden.view(1, 10, 32), PackedBatch.whole([5, 5]))
+    torch.testing.assert_close(stage.run_whole(hidden), packed.view(2, 5, 32), atol=0, rtol=0)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(tiny_model):
@@ -145,24 +152,25 @@ def test_bfloat16_follows_transformers(tiny_model, family):
     torch.testing.assert_close(found[:1], expected, atol=0.05, rtol=0.02)
 
 
-def test_padding_past_the_last_learned_position_is_allowed(tiny_model):
-    pipeline = Pipeline(tiny_model("opt", seed=1, shape={"max_positions": 12}), [0, 3])
-    alone = pipeline.step([(0, 0, [*LONG, 5])])[0]
+def test_the_last_learned_position_is_known(tiny_model):
+    model_dir = tiny_model("opt", seed=1, shape={"max_positions": 12})
+    alone = Pipeline(model_dir, [0, 3]).step([(0, 0, [*LONG, 5, 6, 7])])[0]
+    pipeline = Pipeline(model_dir, [0, 3])
     pipeline.step([(1, 0, LONG)])
-    together = pipeline.step([(1, len(LONG), [5]), (2, 0, MIDDLE)])[0]
+    together = pipeline.step([(1, len(LONG), [5, 6, 7]), (2, 0, MIDDLE)])[0]
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
 
 
 def test_hidden_states_of_another_shape_raise_an_error(tiny_model):
     stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
-    with pytest.raises(SpecError, match=r"hidden states \[2, 1, 32\] for positions \[2, 3\]"):
-        stage(torch.zeros(2, 1, 32), MicroBatch.build([0, 1], [0, 0], [3, 3]))
+    with pytest.raises(SpecError, match=r"hidden states \[2, 1, 32\] for 6 tokens"):
+        stage(torch.zeros(2, 1, 32), PackedBatch.whole([3, 3]))
 
 
 def test_late_rows_without_a_cache_raise_an_error(tiny_model):
     stage = Pipeline(tiny_model("llama", seed=1), [0, 3]).stages[0]
     with pytest.raises(SpecError, match="begin at position 0"):
-        stage(torch.zeros(1, 2, 32), MicroBatch.build([0], [1], [2]))
+        stage(torch.zeros(1, 2, 32), PackedBatch(block_tables=[()], starts=[1], counts=[2]))
 
 
 def test_tied_head_is_stored_once(tiny_model):
@@ -184,11 +192,9 @@ def test_all_weights_move_to_the_device(tiny_model, family):
     pipeline = Pipeline(tiny_model(family, seed=1), [0, 3])
     master, stage = pipeline.master.to("meta"), pipeline.stages[0].to("meta")
     shapes = kv_shapes(master.config, 0, 3)
-    cache = KVCache(shapes, 0, num_slots=3, max_tokens=9, dtype=torch.float32, device="meta")
-    for batch in (
-        MicroBatch.build([2, 0], [0, 0], [4, 2]),
-        MicroBatch.build([0, 1], [2, 4], [1, 1]),
-    ):
-        token_ids = torch.zeros(batch.positions.shape, dtype=torch.int64, device="meta")
+    cache = KVCache(shapes, 0, num_blocks=3, dtype=torch.float32, device="meta")
+    for starts, counts in (([0, 0], [4, 2]), ([2, 4], [1, 1]), ([4, 0], [3, 5])):
+        batch = PackedBatch(block_tables=[(2,), (0,)], starts=starts, counts=counts)
+        token_ids = torch.zeros(1, batch.tokens, dtype=torch.int64, device="meta")
         hidden = stage(master.embed(token_ids, batch.positions), batch, cache)
-        assert master.logits(hidden[:, 0]).device.type == "meta"
+        assert master.logits(hidden[0]).device.type == "meta"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu import compiled as cpu_compiled
 from llmpq.kernels.cpu import tiles
-from llmpq.models import Checkpoint, MicroBatch
+from llmpq.models import Checkpoint
 from llmpq.quant import (
     QuantLinear,
     quantize_layer_,
@@ -44,13 +44,12 @@ def run_in_stages(model_dir, token_ids, cuts, bits):
     """Return the logits of the last token, from a master and the stages between the cuts."""
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     rows, width = token_ids.shape
-    batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
-    hidden = master.embed(token_ids, batch.positions)
+    hidden = master.embed(token_ids, torch.arange(width).expand(rows, -1))
     for first, end in itertools.pairwise(cuts):
         stage = load_stage(
             model_dir, first, end, bits[first:end], dtype=torch.float32, device="cpu"
         )
-        hidden = stage(hidden, batch)
+        hidden = stage.run_whole(hidden)
     return master.logits(hidden[:, -1])
 
 
@@ -183,7 +182,7 @@ def same_weights(one, other):
 
 def output_of(stage):
     x = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
-    return stage(x, MicroBatch.build([0], [0], [5]))
+    return stage.run_whole(x)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.logging import get_logger
-from llmpq.models import DecoderStage, MicroBatch
+from llmpq.models import DecoderStage, PackedBatch
 from llmpq.models.host_sync import host_syncs
 from llmpq.models.stage import LayerArguments
 
@@ -37,8 +38,6 @@ MOST_GRAPHS = 64
 """Most graphs at a time: each keeps memory on the device, and capturing takes a step or two."""
 STALE_STEPS = 4 * MOST_GRAPHS
 """A graph unused for so many steps may be replaced: sequences have grown past its shape."""
-MOST_BLOCKS = 16
-"""Most micro-batches with graphs for their own slots; with more, captures would be too frequent."""
 _LEAST_READ = 128
 _SHARE = 8
 """For long sequences, at most one token in so many is read without need."""
@@ -50,42 +49,23 @@ class StepShape:
 
     Attributes:
         rows: R.
-        tokens: tokens read from the slot of each row.
-        first_slot: of a full micro-batch in adjacent slots; ``None`` for rows in any slots.
+        tokens: tokens read from the blocks of each row.
     """
 
     rows: int
     tokens: int
-    first_slot: int | None
 
     @classmethod
-    def of(
-        cls, batch: MicroBatch, full_rows: int, max_tokens: int, *, has_blocks: bool = True
-    ) -> StepShape:
-        """Round a decode micro-batch up to the shape of the graph that can run it.
+    def of(cls, batch: PackedBatch, full_rows: int) -> StepShape:
+        """Round a decode step up to the shape of the graph that can run it.
 
         Args:
             batch: one new token a row.
             full_rows: rows of a full micro-batch, which are never rounded.
-            max_tokens: of a slot.
-            has_blocks: whether full micro-batches in adjacent slots are shapes of their own.
         """
-        rows, slots = batch.rows, batch.slots.tolist()
+        rows = batch.rows
         padded = rows if rows >= full_rows else min(full_rows, _rounded_rows(rows))
-        is_row = slots == list(range(slots[0], slots[0] + rows))
-        is_block = has_blocks and rows >= full_rows and is_row
-        return cls(
-            rows=padded,
-            tokens=min(max_tokens, _rounded_tokens(batch.longest)),
-            first_slot=slots[0] if is_block else None,
-        )
-
-    @property
-    def block(self) -> slice | None:
-        """The slots as a slice, if they are adjacent."""
-        if self.first_slot is None:
-            return None
-        return slice(self.first_slot, self.first_slot + self.rows)
+        return cls(rows=padded, tokens=_rounded_tokens(batch.longest))
 
 
 def _rounded_rows(rows: int) -> int:
@@ -113,7 +93,6 @@ class DecodeGraphs:
         self._layers = layers
         self._cache = cache
         self._full_rows = full_rows
-        self._has_blocks = cache.num_slots <= MOST_BLOCKS * full_rows
         self._capture: Capture | None = capture
         self._seen: set[StepShape] = set()
         self._graphs: dict[StepShape, _Graph] = {}  # the one used last is last
@@ -126,22 +105,21 @@ class DecodeGraphs:
         return tuple(self._graphs)
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Run the layers over one micro-batch, as ``DecoderStage.forward`` does with the cache."""
+    def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """Run the layers over one step, as ``DecoderStage.forward`` does with the cache."""
         graph = self._graph(hidden, batch)
         if graph is None:
             output: Tensor = self._layers(hidden, batch, self._cache)
             return output
         return graph.run(hidden, batch)
 
-    def _graph(self, hidden: Tensor, batch: MicroBatch) -> _Graph | None:
+    def _graph(self, hidden: Tensor, batch: PackedBatch) -> _Graph | None:
         """Return the graph of this step; ``None`` if the layers run uncaptured."""
-        if self._capture is None or batch.width > 1:
+        if self._capture is None or not batch.is_decode:
             return None
         self._cache.check(batch)  # before anything is written
         self._steps += 1
-        rows, tokens = self._full_rows, self._cache.max_tokens
-        shape = StepShape.of(batch, rows, tokens, has_blocks=self._has_blocks)
+        shape = StepShape.of(batch, self._full_rows)
         found = self._graphs.pop(shape, None)
         if found is None and self._comes_again(shape) and self._has_room():
             found = self._captured(shape, hidden, batch)
@@ -166,7 +144,7 @@ class DecodeGraphs:
             self._graphs.pop(oldest).drop()
         return is_stale
 
-    def _captured(self, shape: StepShape, hidden: Tensor, batch: MicroBatch) -> _Graph | None:
+    def _captured(self, shape: StepShape, hidden: Tensor, batch: PackedBatch) -> _Graph | None:
         assert self._capture is not None
         try:
             graph = _Graph(self._layers, self._cache, shape, hidden)
@@ -204,7 +182,7 @@ class _Graph:
     """Decode steps of one shape.
 
     Attributes:
-        hidden: ``[R, 1, H]``, the buffer for a step's hidden states.
+        hidden: ``[1, R, H]``, the buffer for a step's hidden states.
         used_at: number of the last step that ran here.
     """
 
@@ -213,27 +191,35 @@ class _Graph:
     ) -> None:
         self.used_at = 0
         self._layers = layers
+        self._cache = cache
         self._shape = shape
-        self.hidden = like.new_zeros(shape.rows, 1, like.shape[2])
-        self._places = torch.zeros(2, shape.rows, dtype=torch.int64, device=like.device)
-        slots, positions = self._places
-        self._view = cache.view_of_tensors(slots, positions, shape.tokens, shape.block)
+        self.hidden = like.new_zeros(1, shape.rows, like.shape[2])
+        self._width = blocks_of(shape.tokens, cache.block_size)
+        # Of each row its blocks, then its position.
+        self._places = torch.zeros(
+            shape.rows, self._width + 1, dtype=torch.int64, device=like.device
+        )
+        self._positions = self._places[:, -1]
+        self._view = cache.view_of_tensors(self._places[:, :-1], self._positions)
         self._arguments: list[LayerArguments] = []
         self._prepare: Work = self._make_arguments
         self._pieces: list[_Piece] = []
 
-    def fill(self, hidden: Tensor, batch: MicroBatch) -> None:
+    def fill(self, hidden: Tensor, batch: PackedBatch) -> None:
         """Copy a step into the buffers; copies of the last row fill the missing ones.
 
-        The copies write equal values to the same slot.
+        The copies write equal values to the same block.
         """
         rows, missing = batch.rows, self._shape.rows - batch.rows
-        places = torch.stack((batch.slots, batch.positions[:, 0]))  # [2, R], on the host
-        if missing:
-            places = torch.cat((places, places[:, -1:].expand(-1, missing)), dim=1)
-        self._places.copy_(places)
-        self.hidden[:rows] = hidden
-        self.hidden[rows:] = hidden[-1:]
+        places = []
+        for table, start, length in zip(
+            batch.block_tables, batch.starts, batch.lengths, strict=True
+        ):
+            own = list(table[: blocks_of(length, self._cache.block_size)])
+            places.append([*own, *[own[-1]] * (self._width - len(own)), start])
+        self._places.copy_(torch.tensor([*places, *places[-1:] * missing]))
+        self.hidden[:, :rows] = hidden
+        self.hidden[:, rows:] = hidden[:, -1:]
 
     def find_waits(self) -> list[bool]:
         """Run the step once; return for each layer whether it synchronizes with the host."""
@@ -264,8 +250,8 @@ class _Graph:
         """Free the memory now: pieces and graph refer to each other."""
         self._pieces.clear()
 
-    def run(self, hidden: Tensor, batch: MicroBatch) -> Tensor:
-        """Run one step; return ``[R, 1, H]`` in new memory."""
+    def run(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
+        """Run one step; return ``[1, R, H]`` in new memory."""
         self.fill(hidden, batch)
         self._prepare()
         current = self.hidden
@@ -273,27 +259,28 @@ class _Graph:
             piece.hidden.copy_(current)
             piece.work()
             current = piece.output
-        return current[: batch.rows].clone()
+        return current[:, : batch.rows].clone()
 
     def run_layer(self, index: int, hidden: Tensor) -> Tensor:
         """Run one layer with the step's arguments."""
         return self._layers.run_layer(index, hidden, self._arguments[index])
 
     def _make_arguments(self) -> None:
-        positions = self._places[1][:, None]  # [R, 1]
+        longest = self._width * self._cache.block_size
         self._arguments = self._layers.decode_arguments(
-            self.hidden, positions, self._view, self._shape.tokens
+            self.hidden, self._positions, self._view, longest
         )
 
 
 def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGraphs | None:
     """Return a stage's decode graphs; ``None`` where they are not possible.
 
-    That is on a CPU, and where positions depend on the length of a row, which the host reads in
-    every step.
+    That is on a CPU, where positions depend on the length of a row, which the host reads in every
+    step, and where a layer changes its cached keys and values.
     """
     depends_on_length = layers.rotary is not None and layers.rotary.depends_on_length
-    if cache.device.type != "cuda" or depends_on_length:
+    is_fixed = layers.attends_to_cache and not depends_on_length
+    if cache.device.type != "cuda" or not is_fixed:
         return None
     capture = CudaCapture(cache.device)
     return DecodeGraphs(layers, cache, full_rows=full_rows, capture=capture)

@@ -5,9 +5,9 @@ what comes back and samples. A few micro-batches are in flight, so that every st
 has come back is completed before more is dispatched, so that queues stay bounded. Finished answers
 are reported after the next dispatch, while the other stages compute. Where prefill and decode have
 stages of their own (WAA), the master's layers only decode, and micro-batches come back in order on
-each of two rings. Stages see only the slots and lengths in a frame.
+each of two rings. Stages see only the blocks and lengths in a frame.
 
-Shapes: R rows, T tokens a row, H hidden size, V vocabulary.
+Shapes: R rows (sequences), N tokens of a step, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.batching import (
@@ -35,10 +33,11 @@ from llmpq.batching import (
 from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.dist.engine.policy import in_order
 from llmpq.dist.engine.sampler import Sampler, SamplingState, sampling_state_of
-from llmpq.dist.engine.stage import PHASES, StageRunner
+from llmpq.dist.engine.stage import StageRunner, packed_batch_of
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
@@ -54,11 +53,11 @@ ShouldDrain = Callable[[], bool]
 """Returns True once the engine should drain: finish running requests and admit no new ones."""
 ShouldAbort = Callable[[], bool]
 """Returns True once the engine should end running requests after their next token."""
-Ids = NDArray[np.int64]
 
 MAX_IDLE_WAIT_S = 0.5
 """Longest single wait of an idle engine, after which it looks at its callbacks again."""
 FRAME_KINDS = {Phase.PREFILL: FrameKind.PREFILL, Phase.DECODE: FrameKind.DECODE}
+PHASES = {kind: phase for phase, kind in FRAME_KINDS.items()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class RunningRequest:
     """A request that holds a slot, and its tokens so far.
 
     Attributes:
-        origin: number of the prefill micro-batch that filled its slot.
+        origin: number of the prefill micro-batch that filled its blocks.
         sampling: its tokens so far, and how the next one is chosen.
     """
 
@@ -151,7 +150,8 @@ class MasterEngine:
         policy: decides what to dispatch next.
         sampler: chooses tokens.
         clock: collects the master's busy times.
-        num_slots: KV slots of every stage.
+        num_slots: sequences that the KV blocks of every stage hold.
+        max_tokens: tokens of the longest sequence; a slot is a fixed run of blocks for as many.
         depth: how many micro-batches may be in flight; by default from the number of ranks.
         prefill_runner: the master's part of a prefill where prefill has stages of its own.
         monitor: compares answers with the policy's schedule; ``None`` without one.
@@ -170,6 +170,7 @@ class MasterEngine:
         sampler: Sampler,
         clock: StageClock,
         num_slots: int,
+        max_tokens: int,
         depth: PipelineDepth | None = None,
         prefill_runner: StageRunner | None = None,
         monitor: LengthMonitor | None = None,
@@ -186,6 +187,7 @@ class MasterEngine:
         self._scheduler = Scheduler(
             policy=policy, num_slots=num_slots, monitor=monitor, first_number=first_number
         )
+        self._max_tokens = max_tokens
         self._monitor = monitor
         self._holds_finished = policy.holds_finished
         self._depth = depth or uniform_depth(1 if communicator is None else len(communicator.names))
@@ -351,44 +353,41 @@ class MasterEngine:
                 sampling=sampling_state_of(request, self._grammars),
             )
         prompts = [self._requests[number].prompt_token_ids for number in batch.requests]
-        width = max(len(prompt) for prompt in prompts)
-        # Padding is token 0, a valid one; no row attends to it.
-        padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
         rows = [
-            Row(slot=slot, first=0, length=len(prompt), origin=batch.number)
+            self._row(slot, 0, len(prompt), batch.number)
             for slot, prompt in zip(batch.slots, prompts, strict=True)
         ]
-        self._dispatch(batch, rows, np.array(padded))
+        self._dispatch(batch, rows, [token for prompt in prompts for token in prompt])
 
     def _dispatch_decode(self, batch: InFlightBatch) -> None:
         # The newest token is not in the cache yet: its position is one less than the context.
         rows = [
-            Row(
-                slot=item.slot,
-                first=item.context_tokens - 1,
-                length=item.context_tokens,
-                origin=self._running[item.request].origin,
+            self._row(
+                item.slot,
+                item.context_tokens - 1,
+                item.context_tokens,
+                self._running[item.request].origin,
             )
             for item in batch.sequences
         ]
-        newest = [[self._running[item.request].token_ids[-1]] for item in batch.sequences]
-        self._dispatch(batch, rows, np.array(newest))
+        newest = [self._running[item.request].token_ids[-1] for item in batch.sequences]
+        self._dispatch(batch, rows, newest)
 
-    def _dispatch(self, batch: InFlightBatch, rows: list[Row], token_ids: Ids) -> None:
+    def _row(self, slot: int, first: int, length: int, origin: int) -> Row:
+        blocks = slot_blocks(slot, self._max_tokens, length)
+        return Row(blocks=blocks, first=first, length=length, origin=origin)
+
+    def _dispatch(self, batch: InFlightBatch, rows: list[Row], token_ids: list[int]) -> None:
         phase = batch.phase
         runner = self._runners[phase]
         waiting_s = self._clock.now()
         own_rows = runner.acquire(rows)
         start = self._clock.now()
         self._clock.wait_s += start - waiting_s
-        # NumPy's calls cost a third of torch's here.
-        positions = np.array([[row.first] for row in rows])  # [R, 1]
-        if token_ids.shape[1] > 1:
-            positions = positions + np.arange(token_ids.shape[1])  # [R, T]
-        ids = torch.from_numpy(token_ids).to(self._device)
-        hidden = self._master.embed(ids, torch.from_numpy(positions))
+        ids = torch.tensor([token_ids], device=self._device)  # [1, N]
+        hidden = self._master.embed(ids, packed_batch_of(rows).positions)
         embed_s = self._clock.now() - start
-        hidden = runner.run(hidden, own_rows)  # [R, T, H]
+        hidden = runner.run(hidden, own_rows)  # [1, N, H]
         synchronize(self._device)
         runner.release(rows)
         is_local = self._depth.is_local(phase)
@@ -412,7 +411,7 @@ class MasterEngine:
         step, hidden = self._next_completed()
         batch = step.batch
         start = self._clock.now()
-        logits = self._master.logits(hidden[:, 0].to(self._device))  # [R, V]
+        logits = self._master.logits(hidden[0].to(self._device))  # [R, V]
         members = [self._running[number] for number in batch.requests]
         tokens = self._sampler.sample(logits, [member.sampling for member in members])
         spent_s = self._clock.now() - start
@@ -460,15 +459,15 @@ class MasterEngine:
         # A frame of no phase, or of one with nothing in flight, is compared with any oldest step.
         phases = [PHASES.get(frame.kind, Phase.DECODE), *Phase]
         queue = next(self._in_flight[phase] for phase in phases if self._in_flight[phase])
-        hidden = self._checked(frame, queue[0].batch)
+        hidden = self._checked(frame, queue[0])
         return queue.popleft(), hidden
 
-    def _checked(self, frame: Frame, batch: InFlightBatch) -> Tensor:
-        """Return the hidden states of a frame that belongs to the micro-batch."""
-        slots = tuple(row.slot for row in frame.rows)
-        kind = FRAME_KINDS[batch.phase]
-        expected = (kind, batch.number, batch.slots)
-        if (frame.kind, frame.micro_batch, slots) != expected or frame.hidden is None:
+    def _checked(self, frame: Frame, step: DispatchedStep) -> Tensor:
+        """Return the hidden states of a frame that belongs to the step."""
+        batch, kind = step.batch, FRAME_KINDS[step.batch.phase]
+        expected = (kind, batch.number, [(row.blocks, row.length) for row in step.rows])
+        found = [(row.blocks, row.length) for row in frame.rows]
+        if (frame.kind, frame.micro_batch, found) != expected or frame.hidden is None:
             assert self._communicator is not None
             name = self._communicator.names[self._communicator.ranks[-1]]
             raise StageError(

@@ -1,10 +1,10 @@
 """Teacher forcing: hidden states of given tokens, through the pipeline that serves.
 
-Stages, frames, slots and kernels are those of generation; the last stage returns every token of a
-row instead of its last one. Every micro-batch is a prefill into the same slots; a stage computes
+Stages, frames, blocks and kernels are those of generation; the last stage returns every token of a
+row instead of its last one. Every micro-batch is a prefill into the same blocks; a stage computes
 them in order.
 
-Shapes: R rows, T tokens a row, H hidden size.
+Shapes: R rows (sequences), T tokens a row, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from llmpq.dist.engine.stage import PHASES
+from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.launch.rank import DTYPES, RankContext, load_runner, ring_errors, torch_device
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
@@ -30,6 +30,7 @@ from llmpq.dist.transport.communicator import (
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import SpecError, StageError
 from llmpq.quant.loading.loader import load_master
+from llmpq.spec.precision import Phase
 
 OnHidden = Callable[[int, Tensor], None]
 
@@ -96,22 +97,22 @@ class _TeacherForcing:
         """Run all sequences, a few micro-batches in flight at a time."""
         start = self._clock.now()
         waiting = micro_batches(sequences, self._context.plan.micro_batching.prefill)
-        in_flight: deque[Tensor | None] = deque()
+        in_flight: deque[tuple[int, Tensor | None]] = deque()  # rows, and states if they are here
         dispatched = completed = tokens = 0
         total = sum(len(sequence) for sequence in sequences)
         while True:
             room = self._max_in_flight - len(in_flight)
             for group in islice(waiting, room):
-                in_flight.append(self._dispatch(dispatched, group))
+                in_flight.append((len(group), self._dispatch(dispatched, group)))
                 dispatched += 1
             if not in_flight:
                 break
-            hidden = in_flight.popleft()
+            rows, hidden = in_flight.popleft()
             if hidden is None:
                 hidden = self._receive(completed)
-            on_hidden(completed, hidden)
+            on_hidden(completed, hidden.view(rows, -1, hidden.shape[2]))  # [R, T, H]
             completed += 1
-            tokens += hidden.shape[0] * hidden.shape[1]
+            tokens += hidden.shape[1]
             event = Event(rank=0, kind="tokens", done=tokens, total=total)
             self._context.progress.report(event)
         elapsed_s = self._clock.now() - start
@@ -129,13 +130,16 @@ class _TeacherForcing:
     def _dispatch(self, number: int, group: list[tuple[int, ...]]) -> Tensor | None:
         """Run the master's own layers; return their output if there are no other stages."""
         start = self._clock.now()
-        token_ids = torch.tensor(group)  # [R, T]
-        positions = torch.arange(token_ids.shape[1]).expand(token_ids.shape)
-        rows = tuple(Row(slot=i, first=0, length=len(item)) for i, item in enumerate(group))
-        hidden = self._master.embed(token_ids.to(self._device), positions)
-        hidden = self._runner.run(hidden, rows)  # [R, T, H]
+        count = len(group[0])
+        token_ids = torch.tensor(group, device=self._device).view(1, -1)  # [1, N]
+        positions = torch.arange(count).repeat(len(group))[None]
+        most = self._context.plan.workload.max_context_tokens
+        tables = [slot_blocks(number, most, count) for number in range(len(group))]
+        rows = tuple(Row(blocks=table, first=0, length=count) for table in tables)
+        hidden = self._master.embed(token_ids, positions)
+        hidden = self._runner.run(hidden, rows)  # [1, N, H]
         synchronize(self._device)
-        self._clock.record(PHASES[FrameKind.PREFILL], len(rows), self._clock.now() - start)
+        self._clock.record(Phase.PREFILL, len(rows), self._clock.now() - start)
         if self._communicator is None:
             return hidden
         self._communicator.send(

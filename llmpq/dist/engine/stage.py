@@ -1,6 +1,6 @@
 """StageWorker: the loop of a stage: receive, run layers, send.
 
-Shapes: R rows, T tokens a row, H hidden size.
+Shapes: R rows (sequences), N tokens of a step, H hidden size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +18,12 @@ from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
-from llmpq.models import DecoderStage, MicroBatch
+from llmpq.models import DecoderStage, PackedBatch
 from llmpq.spec.codec import to_json
 from llmpq.spec.precision import Phase
 
-PHASES = {FrameKind.PREFILL: Phase.PREFILL, FrameKind.DECODE: Phase.DECODE}
+STEP_KINDS = (FrameKind.PREFILL, FrameKind.DECODE, FrameKind.MIXED)
+"""Frames that the layers compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,40 +61,42 @@ class StageRunner:
             self.kv_connector.release(rows)
 
     def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Run the layers over one micro-batch.
+        """Run the layers over the tokens of one step.
 
         Args:
-            hidden: ``[R, T, H]``.
-            rows: its sequences.
+            hidden: ``[1, N, H]``.
+            rows: its sequences, one after the other.
 
         Returns:
-            ``[R, T, H]``; from the last stage ``[R, 1, H]``, the last valid token of each row.
+            ``[1, N, H]``; from the last stage ``[1, R, H]``, the last token of each row.
         """
         hidden = hidden.to(self.device)
+        batch = packed_batch_of(rows)
         if self.layers is not None:
-            batch = micro_batch_of(rows, hidden.shape[1])
             if self.graphs is not None:
                 hidden = self.graphs.forward(hidden, batch)
             else:
                 hidden = self.layers(hidden, batch, self.cache)
-        if self.is_last and hidden.shape[1] > 1:
-            last = torch.tensor([row.length - row.first - 1 for row in rows], device=self.device)
-            hidden = hidden[torch.arange(len(rows), device=self.device), last][:, None]
+        if self.is_last and not batch.is_decode:
+            hidden = hidden[:, batch.last_tokens.to(self.device)]
         return hidden
 
 
-def micro_batch_of(rows: Sequence[Row], tokens: int) -> MicroBatch:
-    """Return the rows as the layers want them, each ``tokens`` wide."""
-    slots = np.array([row.slot for row in rows])
-    positions = np.array([[row.first] for row in rows])  # [R, 1]
-    if tokens > 1:
-        positions = positions + np.arange(tokens)  # [R, T]
-    lengths = np.array([row.length for row in rows])
-    return MicroBatch(
-        slots=torch.from_numpy(slots),
-        positions=torch.from_numpy(positions),
-        lengths=torch.from_numpy(lengths),
+def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
+    """Return the rows as the layers want them."""
+    return PackedBatch(
+        block_tables=[row.blocks for row in rows],
+        starts=[row.first for row in rows],
+        counts=[row.length - row.first for row in rows],
     )
+
+
+def phase_of(kind: FrameKind, rows: Sequence[Row]) -> Phase:
+    """Return the phase whose times a step counts for: a mixed one with a chunk is a prefill."""
+    if kind is FrameKind.MIXED:
+        has_chunk = any(row.length > row.first + 1 for row in rows)
+        return Phase.PREFILL if has_chunk else Phase.DECODE
+    return Phase.PREFILL if kind is FrameKind.PREFILL else Phase.DECODE
 
 
 class StageWorker:
@@ -122,7 +124,7 @@ class StageWorker:
         self._communicator.send(Frame(kind=FrameKind.READY))
         while True:
             frame = self._communicator.recv()
-            if frame.kind in PHASES:
+            if frame.kind in STEP_KINDS:
                 self._communicator.send(self._compute(frame))
             elif frame.kind is FrameKind.SHUTDOWN:
                 self._communicator.send(self._stats())
@@ -144,7 +146,7 @@ class StageWorker:
         self._runner.release(frame.rows)
         answer = micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
         spent_s = self._clock.now() - start
-        phase = PHASES[frame.kind]
+        phase = phase_of(frame.kind, frame.rows)
         tokens = tokens_read(phase, frame.rows, self._runner.device)
         self._clock.record(phase, len(frame.rows), spent_s, tokens)
         return answer
@@ -158,6 +160,6 @@ def micro_batch_frame(
     kind: FrameKind, micro_batch: int, rows: Sequence[Row], hidden: Tensor
 ) -> Frame:
     """Return the frame of a stage's output; a last stage's rows shrink to their last token."""
-    if any(row.length > row.first + hidden.shape[1] for row in rows):
+    if hidden.shape[1] < sum(row.length - row.first for row in rows):
         rows = [replace(row, first=row.length - 1) for row in rows]
     return Frame(kind=kind, micro_batch=micro_batch, rows=tuple(rows), hidden=hidden)

@@ -1,53 +1,53 @@
-"""KVCache: keys and values of a stage's layers, preallocated.
+"""KVCache: keys and values of a stage's layers, preallocated in blocks.
 
-All memory is allocated when the stage starts. A slot holds one sequence; a micro-batch may use any
-slots in any order, and its rows may have different lengths. ``kv.storage`` stores the values in the
-run's dtype or at 8 bits.
+All memory is allocated when the stage starts. A sequence's tokens lie in the blocks of its table,
+in any order; several sequences may share blocks that they only read. ``kv.storage`` stores the
+values in the run's dtype or at 8 bits.
 
-Shapes: R rows, T new tokens per row, S cached tokens read, h KV heads, d head_dim.
+Shapes: R rows, N tokens of a step, S tokens of a row so far, h KV heads, d head_dim, B tokens of a
+block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmpq.dist.kv.blocks import blocks_of, blocks_written_twice, tokens_written_twice
 from llmpq.dist.kv.storage import (
     DequantizeBuffer,
     Int8KVStorage,
     KVStorage,
     PlainKVStorage,
-    SlotMapping,
     TokenIndex,
 )
 from llmpq.errors import CapacityError, SpecError, StageError
-from llmpq.kernels.cpu.slot_attention import SlotCall, can_attend
-from llmpq.models import KVShape, MicroBatch
+from llmpq.kernels.cpu.paged_attention import PagedCall, can_attend
+from llmpq.models import KVShape, PackedBatch
+from llmpq.models.attention import ScoreOptions
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 
 class KVCache:
-    """Preallocated keys and values of each layer, for ``num_slots`` sequences.
+    """Preallocated keys and values of each layer, in ``num_blocks`` blocks.
 
-    At 8 bits all layers read into one buffer, so the result of :meth:`KVCacheView.update` is valid
-    until the next layer's update. The layers of transformers run one after the other.
+    At 8 bits all layers read into one buffer, so what a view reads is valid until it reads again.
+    The layers of transformers run one after the other.
 
     Args:
         shapes: of each layer, in order, from ``kv_shapes``.
         first_layer: index of the first of them in the whole model.
-        num_slots: sequences held at once.
-        max_tokens: longest sequence, prompt and generated tokens together.
+        num_blocks: blocks of each layer.
         dtype: of the run, and of keys and values unless ``kv_bits`` is 8.
+        block_size: tokens of a block, a power of two.
         device: where they lie.
         kv_bits: 8 to quantize keys and values per token and head; ``None`` or the width of
             ``dtype`` to keep them.
-        read_tokens: most tokens of all rows that a micro-batch reads; at 8 bits their memory is
-            allocated at once. By default all tokens of all slots.
 
     Raises:
-        CapacityError: there are no slots or no tokens.
+        CapacityError: there are no blocks or no tokens.
         SpecError: ``kv_bits`` is neither 8 nor the dtype's own width.
     """
 
@@ -56,30 +56,27 @@ class KVCache:
         shapes: Sequence[KVShape],
         first_layer: int,
         *,
-        num_slots: int,
-        max_tokens: int,
+        num_blocks: int,
         dtype: torch.dtype,
+        block_size: int = KV_BLOCK_SIZE,
         device: torch.device | str = "cpu",
         kv_bits: int | None = None,
-        read_tokens: int | None = None,
     ) -> None:
-        if num_slots < 1 or max_tokens < 1:
-            raise CapacityError(f"KV cache: found {num_slots} slots of {max_tokens} tokens")
+        if num_blocks < 1 or block_size < 1:
+            raise CapacityError(f"KV cache: found {num_blocks} blocks of {block_size} tokens")
         width = 8 * dtype.itemsize
         if kv_bits not in (None, 8, width):
             raise SpecError(f"KV cache: found {kv_bits} bits, expected 8 or the {width} of {dtype}")
         self.first_layer = first_layer
-        self.num_slots = num_slots
-        self.max_tokens = max_tokens
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.device = torch.device(device)
-        self._dtype = dtype
-        size = (num_slots, max_tokens)
+        self.dtype = dtype
+        size = (num_blocks, block_size)
         self._buffer: DequantizeBuffer | None = None
         self._layers: list[KVStorage]
         if kv_bits == 8:
-            widest = max((2 * shape.heads * shape.head_dim for shape in shapes), default=0)
-            tokens = num_slots * max_tokens if read_tokens is None else read_tokens
-            self._buffer = DequantizeBuffer(widest * tokens, dtype, self.device)
+            self._buffer = DequantizeBuffer(dtype, self.device)
             self._layers = [
                 Int8KVStorage(shape, size, self._buffer, self.device) for shape in shapes
             ]
@@ -88,7 +85,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots: ``2 * slots * h * max_tokens`` heads in each layer.
+        """Bytes of the blocks: ``2 * num_blocks * h * block_size`` heads in each layer.
 
         A head has ``d`` values; at 8 bits ``d`` bytes and a scale of two.
         """
@@ -96,58 +93,72 @@ class KVCache:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffer that 8-bit keys and values are read into; 0 at full width."""
+        """Bytes of the buffer that 8-bit keys and values are read into, so far."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def view(self, batch: MicroBatch) -> KVCacheView:
-        """Open the slots of ``batch`` for one forward pass.
+    @property
+    def attends(self) -> bool:
+        """Whether a compiled kernel attends to the blocks in place.
+
+        False if there is no such kernel: not a CPU, no compiler, an unsupported head size.
+        """
+        stored = self._layers[0].paged_heads.keys
+        is_known = can_attend(self.dtype, stored.dtype, stored.shape[-1], self.block_size)
+        return self.device.type == "cpu" and is_known
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are read as they were written."""
+        return self._layers[0].is_exact
+
+    def view(self, batch: PackedBatch, *, returns_all: bool = False) -> KVCacheView:
+        """Open the blocks of ``batch`` for one forward pass.
+
+        Args:
+            batch: rows of the step.
+            returns_all: whether ``update`` returns all keys and values of the rows.
 
         Raises:
-            CapacityError: a row is longer than ``max_tokens``.
-            StageError: a slot does not exist or is used twice.
+            CapacityError: a row is longer than its blocks.
+            StageError: a block does not exist, or two rows write to one place of it.
         """
         self.check(batch)
-        return KVCacheView(self, SlotMapping.of(batch, self.device))
+        return KVCacheView(self, batch, returns_all=returns_all)
 
-    def view_of_tensors(
-        self, slots: Tensor, positions: Tensor, longest: int, block: slice | None
-    ) -> KVCacheView:
-        """Open slots given by tensors on the device: see ``SlotMapping.of_tensors``.
+    def view_of_tensors(self, tables: Tensor, positions: Tensor) -> TensorView:
+        """Open the blocks of one new token a row, given by tensors on the device.
 
         The caller passes every batch to :meth:`check` before it fills the tensors.
+
+        Args:
+            tables: int64 ``[R, W]``, the blocks of each row, filled up with any of them; rows with
+                equal tables and positions must have equal values.
+            positions: of the new tokens, int64 ``[R]``.
         """
-        return KVCacheView(self, SlotMapping.of_tensors(slots, positions, longest, block))
+        return TensorView(self, tables, positions)
 
-    def attention_view(self, batch: MicroBatch) -> DecodeAttentionView | None:
-        """Open the slots of a decode micro-batch for attention without a copy.
-
-        ``None`` if there is no kernel: not a CPU, no compiler, an unsupported head size.
+    def check(self, batch: PackedBatch) -> None:
+        """Check that the rows fit their blocks, and that no two rows write to one place.
 
         Raises:
-            CapacityError: a row is longer than ``max_tokens``.
-            StageError: a slot does not exist or is used twice.
+            CapacityError: a row is longer than its blocks.
+            StageError: a block does not exist, or two rows write to one place of it.
         """
-        stored, dtype = self._layers[0].slot_heads.keys, self._dtype
-        if self.device.type != "cpu" or not can_attend(dtype, stored.dtype, stored.shape[-1]):
-            return None
-        self.check(batch)
-        return DecodeAttentionView(self, SlotCall(batch.slots, batch.lengths))
-
-    def check(self, batch: MicroBatch) -> None:
-        """Check that the rows have different slots and fit them.
-
-        Raises:
-            CapacityError: a row is longer than ``max_tokens``.
-            StageError: a slot does not exist or is used twice.
-        """
-        slots = batch.slots.tolist()
-        if min(slots) < 0 or max(slots) >= self.num_slots or len(set(slots)) != len(slots):
+        size = self.block_size
+        for table, length in zip(batch.block_tables, batch.lengths, strict=True):
+            if length > size * len(table):
+                raise CapacityError(
+                    f"KV cache: a row has {length} tokens, its blocks hold {size * len(table)}"
+                )
+            if min(table) < 0 or max(table) >= self.num_blocks:
+                raise StageError(
+                    f"KV cache: found blocks {list(table)}, expected those of "
+                    f"[0, {self.num_blocks})"
+                )
+        if tokens_written_twice(_places(batch), size):
             raise StageError(
-                f"KV cache: found slots {slots}, expected different ones of [0, {self.num_slots})"
-            )
-        if batch.longest > self.max_tokens:
-            raise CapacityError(
-                f"KV cache: a row has {batch.longest} tokens, a slot holds {self.max_tokens}"
+                f"KV cache: found tokens written twice in blocks {list(batch.block_tables)}, "
+                f"expected places of their own"
             )
 
     def pack(self, layer_idx: int, tokens: TokenIndex) -> Tensor:
@@ -161,17 +172,23 @@ class KVCache:
         """Store what another cache has packed."""
         self._layers[layer_idx - self.first_layer].unpack(tokens, data)
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Zero the slots.
+    def index_of(
+        self, block_tables: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]
+    ) -> TokenIndex:
+        """Return where the tokens ``[starts[r], starts[r] + counts[r])`` of each row lie."""
+        return TokenIndex.of(block_tables, starts, counts, self.block_size, self.device)
 
-        Stale values are masked, but zero times infinity is not zero: clear the slot of a request
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero the blocks.
+
+        Stale values are masked, but zero times infinity is not zero: clear the blocks of a request
         whose numbers overflowed.
         """
         for layer in self._layers:
-            layer.clear(list(slots))
+            layer.clear(list(blocks))
 
     def storage_of(self, layer_idx: int, key: Tensor, value: Tensor) -> KVStorage:
-        """Return the storage of a layer whose new keys and values are ``[R, h, T, d]``.
+        """Return the storage of a layer whose new keys and values are ``[1, h, N, d]``.
 
         Raises:
             StageError: the layer is not of this stage.
@@ -191,49 +208,152 @@ class KVCache:
         return self._layers[layer]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class KVCacheView:
-    """The slots of one micro-batch, as the attention of transformers calls a cache."""
-
-    cache: KVCache
-    mapping: SlotMapping
-
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """Store ``[R, h, T, d]`` of one layer and return its rows so far, ``[R, h, S, d]``."""
-        return self.cache.storage_of(layer_idx, key, value).update(self.mapping, key, value)
-
-
-class DecodeAttentionView:
-    """Attention of one decode micro-batch on a cache: ``attend`` stores what ``update`` received.
+    """The rows of one step, as the attention of transformers calls a cache.
 
     Args:
         cache: of the keys and values.
-        call: the kernel call for the rows.
+        batch: rows of the step, checked.
+        returns_all: whether ``update`` returns all keys and values of the rows, one row after the
+            other.
     """
 
-    def __init__(self, cache: KVCache, call: SlotCall) -> None:
+    def __init__(self, cache: KVCache, batch: PackedBatch, *, returns_all: bool) -> None:
         self._cache = cache
-        self._call = call
-        self._pending: tuple[KVStorage, Tensor, Tensor] | None = None
+        self._batch = batch
+        self._returns_all = returns_all
+        self.attends = cache.attends and not returns_all
+        self.is_exact = cache.is_exact
+        rows = batch.block_tables, batch.starts, batch.counts
+        self._call = PagedCall(*rows) if self.attends else None
+        self._tokens = None if self.attends else cache.index_of(*rows)
+        # Rows of one sequence need each other's keys and values.
+        is_apart = not blocks_written_twice(_places(batch), cache.block_size)
+        self._stores_late = self.attends and batch.is_decode and is_apart
+        self._layer: tuple[KVStorage, Tensor, Tensor] | None = None
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Receive ``[R, h, 1, d]`` of one layer, and return it."""
-        self._pending = (self._cache.storage_of(layer_idx, key, value), key, value)
+        """Store ``[1, h, N, d]`` of one layer; return them, or those of all rows so far.
+
+        Where every row is one token of another sequence, :meth:`attend` stores them.
+        """
+        layer = self._cache.storage_of(layer_idx, key, value)
+        self._layer = layer, key, value
+        if self._tokens is not None:
+            layer.write(self._tokens, key, value)
+        elif not self._stores_late:
+            assert self._call is not None
+            self._call.store((key, value), layer.paged_heads)
+        if not self._returns_all:
+            return key, value
+        parts = []
+        for row in range(self._batch.rows):
+            keys, values = self.read(row)
+            parts.append((keys.clone(), values.clone()))  # the next read overwrites them
+        return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def attend(
+        self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """Attend with single tokens in place; see ``KVView``."""
+        layer, key, value = self._last_update()
+        assert self._call is not None
+        return self._call.attend(
+            query,
+            (key, value),
+            layer.paged_heads,
+            scaling=options.scaling,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+            bias=options.bias,
+            chosen=chosen,
+            stores=self._stores_late,
+            out=out,
+        )
+
+    def read(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return ``[1, h, S, d]`` of a row; valid until the next read."""
+        layer, key, _ = self._last_update()
+        batch = self._batch
+        if self._call is not None:
+            last = batch.offsets[row] + batch.counts[row] - 1
+            return self._call.read(last, layer.paged_heads, key.dtype)
+        length = batch.lengths[row]
+        table = batch.block_tables[row][: blocks_of(length, self._cache.block_size)]
+        tables = torch.tensor([list(table)], device=self._cache.device)
+        found, other = layer.read(tables, key.dtype)
+        return found[:, :, :length], other[:, :, :length]
+
+    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return ``[R, h, S, d]`` of several rows; valid until the next read."""
+        layer, key, _ = self._last_update()
+        chosen = [
+            self._batch.block_tables[row][
+                : blocks_of(self._batch.lengths[row], self._cache.block_size)
+            ]
+            for row in rows
+        ]
+        width = max(map(len, chosen))
+        filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
+        return layer.read(torch.tensor(filled, device=self._cache.device), key.dtype)
+
+    def _last_update(self) -> tuple[KVStorage, Tensor, Tensor]:
+        assert self._layer is not None, "update comes first"
+        return self._layer
+
+
+def _places(batch: PackedBatch) -> list[tuple[Sequence[int], int, int]]:
+    return list(zip(batch.block_tables, batch.starts, batch.lengths, strict=True))
+
+
+class TensorView:
+    """One new token a row in blocks given by tensors on the device, for CUDA graphs.
+
+    Args:
+        cache: of the keys and values.
+        tables: int64 ``[R, W]``.
+        positions: int64 ``[R]``.
+    """
+
+    attends = False
+    is_exact = True
+
+    def __init__(self, cache: KVCache, tables: Tensor, positions: Tensor) -> None:
+        self._cache = cache
+        self._tables = tables
+        self._positions = positions
+        self._layer: tuple[KVStorage, torch.dtype] | None = None
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store ``[1, h, R, d]`` of one layer and return it."""
+        layer, size = self._cache.storage_of(layer_idx, key, value), self._cache.block_size
+        column = (self._positions // size)[:, None]
+        block = self._tables.gather(1, column)[:, 0]
+        layer.write(TokenIndex(block=block, offset=self._positions % size), key, value)
+        self._layer = layer, key.dtype
         return key, value
 
     def attend(
-        self, query: Tensor, scaling: float, window: int | None, bias: Tensor | None = None
+        self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        """Store what ``update`` received last; return ``[R, 1, H, d]`` for its layer.
+        """Not available; see ``attends``."""
+        raise NotImplementedError
 
-        ``bias``, float32 ``[H, S]``, is added to the scaled scores.
-        """
-        assert self._pending is not None, "update comes before attend"
-        layer, key, value = self._pending
-        self._pending = None
-        new, heads = (key, value), layer.slot_heads
-        return self._call.attend(query, new, heads, scaling=scaling, window=window, bias=bias)
+    def read(self, row: int) -> tuple[Tensor, Tensor]:
+        """Return ``[1, h, S, d]`` of a row, with undefined values after its end."""
+        return self._read(self._tables[row : row + 1])
+
+    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return ``[R, h, S, d]`` of all rows."""
+        del rows
+        return self._read(self._tables)
+
+    def _read(self, tables: Tensor) -> tuple[Tensor, Tensor]:
+        assert self._layer is not None, "update comes first"
+        layer, dtype = self._layer
+        return layer.read(tables, dtype)

@@ -5,7 +5,8 @@ largest value of the head is 127 steps, so an error is at most half a step. bflo
 of float32, and its rounding never moves a value beyond the last code. A zero point would take two
 more bytes and gain little (docs/evaluation.md).
 
-Shapes: R rows, T new tokens per row, S cached tokens read, N tokens, h KV heads, d head_dim.
+Shapes: R rows, N tokens of a step, S tokens of a row so far, h KV heads, d head_dim, B tokens of a
+block.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.cpu.slot_attention import SlotHeads
-from llmpq.models import KVShape, MicroBatch
+from llmpq.kernels.cpu.paged_attention import PagedHeads
+from llmpq.models import KVShape
 from llmpq.spec.runtime_constants import KV_BLOCK_TOKENS
 
 STEPS = 127
@@ -30,119 +31,54 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SlotMapping:
-    """Where the rows of one micro-batch lie in the tensors of every layer.
+class TokenIndex:
+    """Where some tokens lie in the tensors of every layer.
 
     Attributes:
-        slots: of each row, ``[R]``, on the cache's device.
-        longest: tokens read of each slot.
-        block: the slots as a slice if they are consecutive: reading then copies nothing.
-        span: positions of the new tokens if they are the same in every row, without padding.
-        row, column: of each new token that is not padding, ``[n]``; used without a span.
-        slot, position: of each of these tokens, ``[n]``.
+        block: of each token, ``[N]``.
+        offset: of each token in its block, ``[N]``.
     """
 
-    slots: Tensor
-    longest: int
-    block: slice | None
-    span: slice | None
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-    position: Tensor
+    block: Tensor
+    offset: Tensor
 
     @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> SlotMapping:
-        """Return the mapping of a micro-batch."""
-        slots = batch.slots.tolist()
-        first = int(batch.positions[0, 0])
-        is_block = slots == list(range(slots[0], slots[0] + len(slots)))
-        is_unpadded = bool((batch.lengths == first + batch.width).all())
-        is_aligned = bool((batch.positions[:, 0] == first).all())
-        row, column = (batch.positions < batch.lengths[:, None]).nonzero(as_tuple=True)
-        return cls(
-            slots=batch.slots.to(device),
-            longest=batch.longest,
-            block=slice(slots[0], slots[0] + len(slots)) if is_block else None,
-            span=slice(first, first + batch.width) if is_unpadded and is_aligned else None,
-            row=row.to(device),
-            column=column.to(device),
-            slot=batch.slots[row].to(device),
-            position=batch.positions[row, column].to(device),
-        )
-
-    @classmethod
-    def of_tensors(
-        cls, slots: Tensor, positions: Tensor, longest: int, block: slice | None
-    ) -> SlotMapping:
-        """Return the mapping of one new token a row, by tensors that a CUDA graph may reuse.
-
-        Args:
-            slots: ``[R]`` int64 on the cache's device; rows of one slot must have equal values.
-            positions: of the new tokens, likewise.
-            longest: tokens to read of each slot.
-            block: the slots as a slice if they always are consecutive.
-        """
-        row = torch.arange(len(slots), device=slots.device)
-        return cls(
-            slots=slots,
-            longest=longest,
-            block=block,
-            span=None,
-            row=row,
-            column=torch.zeros_like(row),
-            slot=slots,
-            position=positions,
-        )
+    def of(
+        cls,
+        block_tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        block_size: int,
+        device: torch.device,
+    ) -> TokenIndex:
+        """Return the tokens ``[starts[r], starts[r] + counts[r])`` of every row."""
+        blocks, offsets = [], []
+        for table, start, count in zip(block_tables, starts, counts, strict=True):
+            positions = torch.arange(start, start + count)
+            blocks.append(torch.tensor(table)[positions // block_size])
+            offsets.append(positions % block_size)
+        return cls(block=torch.cat(blocks).to(device), offset=torch.cat(offsets).to(device))
 
     def write(self, stored: Tensor, new: Tensor) -> None:
-        """Put ``new [R, h, T, ...]`` into ``[slots, h, max_tokens, ...]``, without padding."""
-        if self.block is not None and self.span is not None:
-            stored[self.block, :, self.span] = new
-        else:
-            stored[self.slot, :, self.position] = new[self.row, :, self.column].to(stored.dtype)
-
-    def read(self, stored: Tensor) -> Tensor:
-        """Return the rows' tokens so far, ``[R, h, S, ...]``: a view of consecutive slots."""
-        if self.block is not None:
-            return stored[self.block, :, : self.longest]
-        return stored[:, :, : self.longest].index_select(0, self.slots)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenIndex:
-    """The tokens of whole prompts in the tensors of every layer.
-
-    Attributes:
-        slot, position: of each token, ``[N]``, row after row.
-    """
-
-    slot: Tensor
-    position: Tensor
-
-    @classmethod
-    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> TokenIndex:
-        """Return the first ``lengths[i]`` tokens of ``slots[i]``, for every i."""
-        counts = torch.tensor(lengths)
-        positions = [torch.arange(length) for length in lengths]
-        return cls(
-            slot=torch.tensor(slots).repeat_interleave(counts).to(device),
-            position=torch.cat(positions).to(device),
-        )
+        """Put ``new [h, N, ...]`` into ``[blocks, h, B, ...]``."""
+        stored[self.block, :, self.offset] = new.transpose(0, 1).to(stored.dtype)
 
 
 class KVStorage(ABC):
-    """Keys and values of one layer and every slot.
+    """Keys and values of one layer in all blocks.
 
     Args:
         shape: of one token's keys.
-        slot_heads: the layer's keys and values as the attention kernel reads them.
-        tensors: all that is held, each ``[slots, heads, max_tokens, ...]``.
+        paged_heads: the layer's keys and values as the attention kernel reads them.
+        tensors: all that is held, each ``[blocks, heads, B, ...]``.
     """
 
-    def __init__(self, shape: KVShape, slot_heads: SlotHeads, tensors: Sequence[Tensor]) -> None:
+    is_exact: bool
+    """Whether values are read as they were written."""
+
+    def __init__(self, shape: KVShape, paged_heads: PagedHeads, tensors: Sequence[Tensor]) -> None:
         self.shape = shape
-        self.slot_heads = slot_heads
+        self.paged_heads = paged_heads
         self._tensors = tensors
 
     @property
@@ -151,15 +87,19 @@ class KVStorage(ABC):
         return sum(tensor.nbytes for tensor in self._tensors)
 
     @abstractmethod
-    def update(self, mapping: SlotMapping, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``[R, h, T, d]``; return the rows' tokens so far, ``[R, h, S, d]``.
+    def write(self, tokens: TokenIndex, key: Tensor, value: Tensor) -> None:
+        """Store ``[1, h, N, d]``."""
 
-        The result has the dtype of ``key`` and is valid until the next update.
+    @abstractmethod
+    def read(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return all tokens of block tables ``[R, W]``: ``[R, h, W * B, d]`` of ``dtype``.
+
+        The result is valid until the next read.
         """
 
     def pack(self, tokens: TokenIndex) -> Tensor:
         """Return the stored bytes of some tokens: uint8 ``[N, B]``."""
-        parts = [tensor[tokens.slot, :, tokens.position] for tensor in self._tensors]
+        parts = [tensor[tokens.block, :, tokens.offset] for tensor in self._tensors]
         return torch.cat([part.flatten(1).view(torch.uint8) for part in parts], dim=1)
 
     def unpack(self, tokens: TokenIndex, data: Tensor) -> None:
@@ -169,56 +109,68 @@ class KVStorage(ABC):
             shape = tensor[0, :, 0].shape
             end = first + shape.numel() * tensor.itemsize
             part = data[:, first:end].contiguous().view(tensor.dtype).reshape(-1, *shape)
-            tensor[tokens.slot, :, tokens.position] = part.to(tensor.device)
+            tensor[tokens.block, :, tokens.offset] = part.to(tensor.device)
             first = end
 
-    def clear(self, slots: list[int]) -> None:
-        """Zero the slots."""
+    def clear(self, blocks: list[int]) -> None:
+        """Zero the blocks."""
         for tensor in self._tensors:
-            tensor[slots] = 0
+            tensor[blocks] = 0
+
+
+def _gathered(stored: Tensor, tables: Tensor) -> Tensor:
+    """Return the blocks of ``tables [R, W]`` of ``[blocks, h, B, ...]``: ``[R, h, W, B, ...]``."""
+    rows, width = tables.shape
+    picked = stored.index_select(0, tables.reshape(-1))
+    return picked.view(rows, width, *stored.shape[1:]).transpose(1, 2)
 
 
 class PlainKVStorage(KVStorage):
-    """Keys and values in the dtype of the run: ``2 * slots * h * max_tokens * d`` values.
+    """Keys and values in the dtype of the run: ``2 * blocks * h * B * d`` values.
 
     Args:
         shape: of one token's keys.
-        size: slots, and tokens of each.
+        size: blocks, and tokens of each.
         dtype: of what is stored.
         device: where it lies.
     """
 
+    is_exact = True
+
     def __init__(
         self, shape: KVShape, size: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
-        slots, tokens = size
-        whole = (slots, shape.heads, tokens, shape.head_dim)
+        blocks, tokens = size
+        whole = (blocks, shape.heads, tokens, shape.head_dim)
         self._keys = torch.zeros(whole, dtype=dtype, device=device)
         self._values = torch.zeros(whole, dtype=dtype, device=device)
-        heads = SlotHeads(keys=self._keys, values=self._values)
+        heads = PagedHeads(keys=self._keys, values=self._values)
         super().__init__(shape, heads, (self._keys, self._values))
 
-    def update(self, mapping: SlotMapping, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store and return ``[R, h, *, d]``, as views of the storage where possible."""
-        mapping.write(self._keys, key)
-        mapping.write(self._values, value)
-        return mapping.read(self._keys).to(key.dtype), mapping.read(self._values).to(value.dtype)
+    def write(self, tokens: TokenIndex, key: Tensor, value: Tensor) -> None:
+        """Store ``[1, h, N, d]``."""
+        tokens.write(self._keys, key[0])
+        tokens.write(self._values, value[0])
+
+    def read(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return ``[R, h, W * B, d]``."""
+        key, value = (_gathered(part, tables).flatten(2, 3) for part in self._tensors)
+        return key.to(dtype), value.to(dtype)
 
 
 class DequantizeBuffer:
     """Memory that the layers of a stage, one after the other, dequantize into.
 
-    Allocated when the stage starts, since the system maps and zeroes fresh memory at every step;
-    it grows only if more is read than announced.
+    It is kept, since the system maps and zeroes fresh memory at every step, and grows to what is
+    read.
 
     Args:
-        values: numbers it holds at first.
         dtype: of the run.
         device: where it lies.
     """
 
-    def __init__(self, values: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._values = torch.zeros(values, dtype=dtype, device=device)
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._values = torch.zeros(0, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -237,40 +189,46 @@ class Int8KVStorage(KVStorage):
     """8-bit integers and a scale for every token and head.
 
     Values are further heads after those of the keys: half as many operations, which are small in
-    decode. Holds ``2 * slots * h * max_tokens * (d + 2)`` bytes.
+    decode. Holds ``2 * blocks * h * B * (d + 2)`` bytes.
 
     Args:
         shape: of one token's keys.
-        size: slots, and tokens of each.
+        size: blocks, and tokens of each.
         buffer: receives what is read; shared by all layers.
         device: where it lies.
     """
 
+    is_exact = False
+
     def __init__(
         self, shape: KVShape, size: tuple[int, int], buffer: DequantizeBuffer, device: torch.device
     ) -> None:
-        slots, tokens = size
-        whole, heads = (slots, 2 * shape.heads, tokens), shape.heads
+        blocks, tokens = size
+        whole, heads = (blocks, 2 * shape.heads, tokens), shape.heads
         codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
         scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
         self._codes, self._scales, self._buffer = codes, scales, buffer
-        slot_heads = SlotHeads(
+        paged_heads = PagedHeads(
             keys=codes[:, :heads],
             values=codes[:, heads:],
             key_scales=scales[:, :heads],
             value_scales=scales[:, heads:],
         )
-        super().__init__(shape, slot_heads, (codes, scales))
+        super().__init__(shape, paged_heads, (codes, scales))
 
-    def update(self, mapping: SlotMapping, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize and store ``[R, h, T, d]``; return ``[R, h, S, d]`` in the shared buffer."""
+    def write(self, tokens: TokenIndex, key: Tensor, value: Tensor) -> None:
+        """Quantize and store ``[1, h, N, d]``."""
         codes, scales = quantize_keys_values(key, value)
-        mapping.write(self._codes, codes)
-        mapping.write(self._scales, scales)
-        stored = mapping.read(self._codes)  # [R, 2h, S, d]
-        read = self._buffer.take(stored.shape, key.dtype)
+        tokens.write(self._codes, codes[0])
+        tokens.write(self._scales, scales[0])
+
+    def read(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return ``[R, h, W * B, d]`` in the shared buffer."""
+        stored = _gathered(self._codes, tables)  # [R, 2h, W, B, d]
+        read = self._buffer.take(stored.shape, dtype)
         # Two passes in place: a product of mixed dtypes would convert into fresh memory first.
-        read.copy_(stored).mul_(mapping.read(self._scales).unsqueeze(-1))
+        read.copy_(stored).mul_(_gathered(self._scales, tables).unsqueeze(-1))
+        read = read.flatten(2, 3)
         return read[:, : self.shape.heads], read[:, self.shape.heads :]
 
 

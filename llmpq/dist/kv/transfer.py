@@ -2,15 +2,15 @@
 
 Experimental: runs on CPUs and with sockets only.
 
-A prefill stage computes into one of two buffers of transient slots while a thread sends the other.
-A decode stage's thread stores what arrives while the stage decodes other slots. So a stage waits
+A prefill stage computes into one of two buffers of transient blocks while a thread sends the other.
+A decode stage's thread stores what arrives while the stage decodes other rows. So a stage waits
 only if a link is slower than the stages: prefill for a free buffer, decode for the keys and values
-of its own slots.
+of its own rows.
 
-Every row has an ``origin``, the prefill micro-batch that fills its slot. A layer of a slot is
-complete if it came from the origin that the decode step names, so a new owner of a slot never reads
-values of the previous one. A slot is reused only after the last step of its owner came back from
-all stages.
+Every row has an ``origin``, the prefill micro-batch that fills its blocks. A layer of a row, which
+its first block names, is complete if it came from the origin that the decode step names, so a new
+owner of blocks never reads values of the previous one. Blocks are reused only after the last step
+of their owner came back from all stages.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import TokenIndex
 from llmpq.dist.transport.errors import peer_closed, peer_silent
@@ -39,7 +40,7 @@ class KVConnector(Protocol):
     """Called before and after a stage's layers run, where keys and values are transferred."""
 
     def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Wait until the layers may run; return the rows with their slots on this rank."""
+        """Wait until the layers may run; return the rows with their blocks on this rank."""
         ...
 
     def release(self, rows: Sequence[Row]) -> None:
@@ -79,28 +80,39 @@ def kv_connector(
     """Return the connector of a stage with these links, ``None`` without any."""
     send_links, receive_links = links
     if send_links:
-        rows = plan.micro_batching.prefill
-        return KVSender(cache, rows=rows, send_links=send_links, timeout_s=timeout_s)
+        size = plan.micro_batching.prefill * blocks_of(plan.workload.prompt_tokens)
+        return KVSender(cache, buffer_blocks=size, send_links=send_links, timeout_s=timeout_s)
     if receive_links:
         return KVReceiver(cache, receive_links=receive_links, timeout_s=timeout_s)
     return None
+
+
+def _prompts(cache: KVCache, rows: Sequence[Row]) -> TokenIndex:
+    """Return where the prompts of the rows lie."""
+    lengths = [row.length for row in rows]
+    return cache.index_of([row.blocks for row in rows], [0] * len(rows), lengths)
 
 
 class KVSender:
     """The connector of a prefill stage.
 
     Args:
-        cache: its transient slots, ``PREFILL_BUFFERS`` times ``rows`` of them.
-        rows: most sequences of a prefill micro-batch.
+        cache: its transient blocks, ``PREFILL_BUFFERS`` times ``buffer_blocks`` of them.
+        buffer_blocks: most blocks of a prefill micro-batch.
         send_links: together they take each of its layers once.
         timeout_s: longest time in which a peer takes nothing.
     """
 
     def __init__(
-        self, cache: KVCache, *, rows: int, send_links: Sequence[KVSendLink], timeout_s: float
+        self,
+        cache: KVCache,
+        *,
+        buffer_blocks: int,
+        send_links: Sequence[KVSendLink],
+        timeout_s: float,
     ) -> None:
         self._cache = cache
-        self._rows = rows
+        self._buffer_blocks = buffer_blocks
         self._send_links = send_links
         self._timeout_s = timeout_s
         self._failure: StageError | None = None
@@ -113,7 +125,7 @@ class KVSender:
         self._thread.start()
 
     def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Wait for a free buffer; return the rows with their slots in it."""
+        """Wait for a free buffer; return the rows with their blocks in it."""
         self._buffer = self._free.get()
         if self._failure is not None:
             self._free.put(self._buffer)  # the next call raises it again
@@ -132,8 +144,12 @@ class KVSender:
             link.writer.close(0.0)
 
     def _local_rows(self, rows: Sequence[Row], buffer: int) -> list[Row]:
-        first = buffer * self._rows
-        return [replace(row, slot=first + index) for index, row in enumerate(rows)]
+        first, found = buffer * self._buffer_blocks, []
+        for row in rows:
+            end = first + len(row.blocks)
+            found.append(replace(row, blocks=tuple(range(first, end))))
+            first = end
+        return found
 
     def _run(self) -> None:
         try:
@@ -148,8 +164,7 @@ class KVSender:
 
     @torch.inference_mode()
     def _send(self, buffer: int, rows: Sequence[Row]) -> None:
-        slots = [row.slot for row in self._local_rows(rows, buffer)]
-        tokens = TokenIndex.of(slots, [row.length for row in rows], self._cache.device)
+        tokens = _prompts(self._cache, self._local_rows(rows, buffer))
         for link in self._send_links:
             handover = link.handover
             for layer in range(handover.first_layer, handover.end_layer):
@@ -173,7 +188,7 @@ class KVReceiver:
     """The connector of a decode stage.
 
     Args:
-        cache: its slots.
+        cache: its blocks.
         receive_links: together they bring each of its layers once.
         timeout_s: longest silence of a peer during a wait for it.
     """
@@ -186,17 +201,21 @@ class KVReceiver:
         self._timeout_s = timeout_s
         self._failure: StageError | None = None
         self._closed_ranks: set[int] = set()
-        self._origins: dict[tuple[int, int], int] = {}  # of the last values, by slot and layer
+        self._origins: dict[
+            tuple[int, int], int
+        ] = {}  # of the last values, by first block and layer
         self._changed = threading.Condition()  # of the three above
-        self._complete: dict[int, int] = {}  # by slot, the origin of which every layer is there
+        self._complete: dict[
+            int, int
+        ] = {}  # by first block, the origin of which every layer is there
         self._is_closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, daemon=True, name="kv receiver")
         self._thread.start()
 
     def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Wait until the keys and values of every row's own prompt are in its slot."""
-        if all(self._complete.get(row.slot) == row.origin for row in rows):
+        """Wait until the keys and values of every row's own prompt are in its blocks."""
+        if all(self._complete.get(row.blocks[0]) == row.origin for row in rows):
             return rows
         with self._changed:
             start_s = time.monotonic()
@@ -211,7 +230,7 @@ class KVReceiver:
                 if left_s <= 0:
                     raise peer_silent(missing.name, source, self._timeout_s)
                 self._changed.wait(left_s)
-        self._complete.update((row.slot, row.origin) for row in rows)
+        self._complete.update((row.blocks[0], row.origin) for row in rows)
         return rows
 
     def release(self, rows: Sequence[Row]) -> None:
@@ -231,7 +250,7 @@ class KVReceiver:
         for link in self._receive_links:
             handover = link.handover
             for layer in range(handover.first_layer, handover.end_layer):
-                if any(self._origins.get((row.slot, layer)) != row.origin for row in rows):
+                if any(self._origins.get((row.blocks[0], layer)) != row.origin for row in rows):
                     return link
         return None
 
@@ -274,11 +293,9 @@ class KVReceiver:
                 f"layers [{handover.first_layer}, {handover.end_layer})"
             )
         assert frame.cached is not None
-        slots = [row.slot for row in frame.rows]
-        tokens = TokenIndex.of(slots, [row.length for row in frame.rows], self._cache.device)
-        self._cache.unpack(layer, tokens, frame.cached)
+        self._cache.unpack(layer, _prompts(self._cache, frame.rows), frame.cached)
         with self._changed:
-            self._origins.update(((row.slot, layer), row.origin) for row in frame.rows)
+            self._origins.update(((row.blocks[0], layer), row.origin) for row in frame.rows)
             self._changed.notify_all()
 
     def _fail(self, error: StageError) -> None:

@@ -22,6 +22,7 @@ import torch
 import transformers
 
 import llmpq
+from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.launch.rank import torch_device
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import error_from_frame
@@ -96,11 +97,15 @@ def time_link(channels: RankChannels, limits: FrameLimits) -> dict[str, Any]:
         communicator.send(Frame(kind=FrameKind.STATS, text=json.dumps(now_us()).encode()))
     delays = [now_us() - json.loads(_next(channels).text) for _ in range(SMALL_FRAMES)]
     rows = tuple(
-        Row(slot=slot, first=0, length=limits.prefill_tokens) for slot in range(limits.prefill_rows)
+        Row(
+            blocks=slot_blocks(slot, limits.max_context, limits.prefill_tokens),
+            first=0,
+            length=limits.prefill_tokens,
+        )
+        for slot in range(limits.prefill_rows)
     )
-    hidden = torch.zeros(
-        limits.prefill_rows, limits.prefill_tokens, limits.hidden_size, dtype=limits.dtype
-    )
+    tokens = limits.prefill_rows * limits.prefill_tokens
+    hidden = torch.zeros(1, tokens, limits.hidden_size, dtype=limits.dtype)
     count = min(MAX_FRAMES, max(MIN_FRAMES, 1 + LARGE_BYTES // hidden.nbytes))
     for number in range(count):
         communicator.send(

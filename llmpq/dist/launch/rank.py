@@ -23,6 +23,7 @@ from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import kv_connector
@@ -50,7 +51,7 @@ from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
-from llmpq.spec.plan import Plan, StageAssignment, plan_text
+from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -96,7 +97,7 @@ def frame_limits(plan: Plan, model_dir: Path) -> FrameLimits:
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     return FrameLimits(
         digest=digest.digest()[:8],
-        num_slots=plan.workload.batch,
+        num_blocks=plan.workload.batch * blocks_of(plan.workload.max_context_tokens),
         max_context=plan.workload.max_context_tokens,
         prefill_rows=plan.micro_batching.prefill,
         prefill_tokens=plan.workload.prompt_tokens,
@@ -133,7 +134,7 @@ def torch_device(plan: Plan, rank: int) -> torch.device:
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
-    """Read, quantize and place the layers of a stage, and allocate its KV slots."""
+    """Read, quantize and place the layers of a stage, and allocate its KV blocks."""
     job, plan, rank = context.job, context.plan, context.rank
     stage = plan.stages[rank]
     is_last = rank == plan.path(stage.phase or Phase.DECODE)[-1] and job.task != "hidden"
@@ -159,12 +160,10 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     cache = KVCache(
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),
         stage.first_layer,
-        num_slots=num_slots,
-        max_tokens=max_tokens,
+        num_blocks=num_slots * blocks_of(max_tokens),
         dtype=DTYPES[plan.dtype],
         device=device,
         kv_bits=plan.kv_bits,
-        read_tokens=_most_tokens_read(plan, stage),
     )
     channels = context.channels
     links = ((), ()) if channels is None else (channels.send_links, channels.receive_links)
@@ -177,14 +176,6 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
         graphs=graphs_of(layers, cache, plan.micro_batching.decode) if captures else None,
     )
-
-
-def _most_tokens_read(plan: Plan, stage: StageAssignment) -> int:
-    """Return the most cached tokens, of all its rows, that a micro-batch attends to."""
-    sizes, workload = plan.micro_batching, plan.workload
-    prefill = sizes.prefill * workload.prompt_tokens if stage.computes(Phase.PREFILL) else 0
-    decode = sizes.decode * workload.max_context_tokens if stage.computes(Phase.DECODE) else 0
-    return max(prefill, decode)
 
 
 def _load(
@@ -367,6 +358,7 @@ class MasterRank:
             sampler=sampler,
             clock=self._clock,
             num_slots=plan.workload.batch,
+            max_tokens=plan.workload.max_context_tokens,
             depth=PipelineDepth(
                 prefill_stages=len(plan.path(Phase.PREFILL)),
                 decode_stages=len(plan.path(Phase.DECODE)),

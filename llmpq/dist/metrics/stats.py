@@ -105,13 +105,13 @@ class StageClock:
 def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> float:
     """Return the tokens of a row that a forecast charges a micro-batch for.
 
-    Prompts are padded to the longest. In decode, a CPU reads each row's own context, so the mean
-    counts; elsewhere every row is read to the end of the longest.
+    Prompts cost their own tokens and a CPU reads each row's own context, so the mean counts; in
+    decode elsewhere every row is read to the end of the longest.
     """
     lengths = [row.length for row in rows]
-    if phase is Phase.DECODE and device.type == "cpu":
-        return sum(lengths) / len(lengths)
-    return max(lengths)
+    if phase is Phase.DECODE and device.type != "cpu":
+        return max(lengths)
+    return sum(lengths) / len(lengths)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

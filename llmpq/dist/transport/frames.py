@@ -1,47 +1,61 @@
 """Frames: the messages between ranks, and their layout on the wire.
 
-A frame is a header of one fixed size, equal for all ranks of a run, and a payload of exactly the
-bytes that the header announces. The header names the plan and is checked against the plan's limits
-before anything is allocated; nothing is unpickled. The transport checks the payloads.
+A frame is a header of one fixed size, equal for all ranks of a run, the block tables of its rows,
+and a payload of exactly the bytes that the header announces. The header names the plan and is
+checked against the plan's limits before anything is allocated; nothing is unpickled. Payloads carry
+no checksum: the transport has its own, and hashing them would take longer than sending them.
 
 Header, little-endian, then one row of the table for each of ``max_rows`` sequences::
 
     4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
-    | table: rows x (I slot, I first, I length, Q origin), zeros | I crc32 of everything before
+    | table: rows x (I first, I length, Q origin), zeros | I crc32 of everything before
+
+A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
+header of a frame with rows::
+
+    I block, for every block of every row | I crc32 of everything before
 
 ``buffer`` is 0 if the payload follows in the stream, else the buffer of the link's shared memory
-that holds it (``transport.shared_memory``). In a frame of keys and values (``KV``), ``tokens`` are
-those of all rows, ``hidden`` is the bytes of one token and ``layer`` is set; else it is 0.
+that holds it (``transport.shared_memory``). In a frame of keys and values (``KV``), ``hidden`` is
+the bytes of one token and ``layer`` is set; else it is 0.
 
-Shapes: R rows (sequences), T tokens a row, H hidden size, N tokens of all rows, B bytes of a token.
+Shapes: R rows (sequences), N tokens of all rows, H hidden size, B bytes of a token.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from llmpq.dist.kv.blocks import tokens_written_twice
 from llmpq.errors import StageError
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 3
+VERSION = 4
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
-_ROW = struct.Struct("<IIIQ")
+_ROW = struct.Struct("<IIQ")
 _CHECKSUM = struct.Struct("<I")
+_BLOCK = np.dtype("<u4")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame."""
+    """The kind of a frame.
+
+    A ``MIXED`` step has rows of both phases, where both share their stages.
+    """
 
     PREFILL = 1
     DECODE = 2
@@ -52,10 +66,11 @@ class FrameKind(IntEnum):
     HEARTBEAT = 7
     TRACE = 8
     KV = 9
+    MIXED = 10
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-_TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE)
+_TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE, FrameKind.MIXED)
 LAST_KINDS = (FrameKind.SHUTDOWN, FrameKind.ERROR)
 """No frame follows one of these."""
 
@@ -66,14 +81,17 @@ class FrameLimits:
 
     Attributes:
         digest: 8 bytes that identify the plan and the model.
-        max_context: tokens of a slot.
-        prefill_rows, prefill_tokens: largest prefill micro-batch ``[R, T]``.
+        max_context: tokens of the longest sequence.
+        prefill_rows, prefill_tokens: sequences of the largest prefill micro-batch, and tokens of
+            its longest prompt.
+        mixed_rows, mixed_tokens: sequences and tokens of the largest mixed step; 0 for none.
+        block_size: tokens of a block.
         kv_token_bytes: of every layer of the model, the bytes of one token's keys and values;
             empty where none travel.
     """
 
     digest: bytes
-    num_slots: int
+    num_blocks: int
     max_context: int
     prefill_rows: int
     prefill_tokens: int
@@ -81,11 +99,14 @@ class FrameLimits:
     hidden_size: int
     dtype: torch.dtype
     kv_token_bytes: tuple[int, ...] = ()
+    mixed_rows: int = 0
+    mixed_tokens: int = 0
+    block_size: int = KV_BLOCK_SIZE
 
     @property
     def max_rows(self) -> int:
         """Rows in the table of every header."""
-        return max(self.prefill_rows, self.decode_rows)
+        return max(self.prefill_rows, self.decode_rows, self.mixed_rows)
 
     @property
     def header_bytes(self) -> int:
@@ -93,10 +114,28 @@ class FrameLimits:
         return _FIXED.size + self.max_rows * _ROW.size + _CHECKSUM.size
 
     @property
+    def max_tables_bytes(self) -> int:
+        """Size of the largest block tables of a frame."""
+        return self.max_rows * self.blocks_of(self.max_context) * _BLOCK.itemsize + _CHECKSUM.size
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the blocks that a sequence of ``tokens`` takes."""
+        return -(-tokens // self.block_size)
+
+    def most(self, kind: FrameKind) -> tuple[int, int]:
+        """Return the most rows of a step of ``kind``, and the most tokens of all of them."""
+        if kind is FrameKind.PREFILL:
+            return self.prefill_rows, self.prefill_rows * self.prefill_tokens
+        if kind is FrameKind.DECODE:
+            return self.decode_rows, self.decode_rows
+        return self.mixed_rows, self.mixed_tokens
+
+    @property
     def max_payload_bytes(self) -> int:
         """Size of the largest payload other than a text."""
         prefill_tokens = self.prefill_rows * self.prefill_tokens
-        hidden = max(prefill_tokens, self.decode_rows) * self.hidden_size * self.dtype.itemsize
+        tokens = max(prefill_tokens, self.decode_rows, self.mixed_tokens)
+        hidden = tokens * self.hidden_size * self.dtype.itemsize
         return max(hidden, prefill_tokens * max(self.kv_token_bytes, default=0))
 
 
@@ -105,14 +144,14 @@ class Row:
     """One sequence of a micro-batch.
 
     Attributes:
-        slot: the KV slot it owns.
+        blocks: of its keys and values; the i-th holds its tokens from ``i * block_size`` on.
         first: absolute position of its first token in this step.
-        length: tokens in its slot after the step, without padding.
-        origin: number of the prefill micro-batch that filled the slot; distinguishes the owners
-            of a slot where keys and values are sent.
+        length: its tokens after the step.
+        origin: number of the prefill micro-batch that filled its blocks; distinguishes the owners
+            of a block where keys and values are sent.
     """
 
-    slot: int
+    blocks: tuple[int, ...]
     first: int
     length: int
     origin: int = 0
@@ -125,7 +164,7 @@ class Frame:
     Attributes:
         micro_batch: number of the micro-batch, counted by the master.
         rows: the sequences of a micro-batch.
-        hidden: their hidden states ``[R, T, H]``.
+        hidden: their hidden states ``[1, N, H]``.
         text: bytes of a control frame (UTF-8 JSON).
         layer: of keys and values.
         cached: keys and values of the rows' tokens, as the cache stores them: uint8 ``[N, B]``.
@@ -155,10 +194,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A checked header: the frame without its payload, and the payload's shape and place."""
+    """A checked header: the frame without its payload, and the payload's shape and place.
+
+    The frame's rows have no blocks yet; ``tables_bytes`` follow the header.
+    """
 
     frame: Frame
     shape: tuple[int, int, int]
+    tables_bytes: int
     payload_bytes: int
     buffer: int
 
@@ -168,18 +211,26 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int 
 
     ``buffer`` of the shared memory holds the payload; it follows if that is 0.
     """
-    rows, tokens, hidden, dtype, size = 0, 0, 0, 0, len(frame.text)
+    rows, tokens, hidden, dtype, size = len(frame.rows), 0, 0, 0, len(frame.text)
     if frame.hidden is not None:
-        rows, tokens, hidden = frame.hidden.shape
+        _, tokens, hidden = frame.hidden.shape
         dtype, size = _DTYPES.index(frame.hidden.dtype) + 1, frame.hidden.nbytes
     elif frame.cached is not None:
-        rows, (tokens, hidden), size = len(frame.rows), frame.cached.shape, frame.cached.nbytes
+        (tokens, hidden), size = frame.cached.shape, frame.cached.nbytes
     fixed = _FIXED.pack(
         MAGIC, VERSION, frame.kind, dtype, buffer, limits.digest, sequence, frame.micro_batch,
         rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
-    table = b"".join(_ROW.pack(row.slot, row.first, row.length, row.origin) for row in frame.rows)
+    table = b"".join(_ROW.pack(row.first, row.length, row.origin) for row in frame.rows)
     body = (fixed + table).ljust(limits.header_bytes - _CHECKSUM.size, b"\0")
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def encode_tables(frame: Frame) -> bytes:
+    """Return the block tables of a frame's rows; nothing for a frame without rows."""
+    if not frame.rows:
+        return b""
+    body = np.array([block for row in frame.rows for block in row.blocks], _BLOCK).tobytes()
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
@@ -212,7 +263,13 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
         rows=_read_table(body, rows, limits),
         layer=layer,
     )
-    header = Header(frame=frame, shape=(rows, tokens, hidden), payload_bytes=size, buffer=buffer)
+    header = Header(
+        frame=frame,
+        shape=(rows, tokens, hidden),
+        tables_bytes=_tables_bytes(frame.rows, limits),
+        payload_bytes=size,
+        buffer=buffer,
+    )
     if frame.kind is FrameKind.KV:
         _check_cached(header, dtype, limits)
         return header
@@ -226,17 +283,24 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
     return header
 
 
-def assemble(header: Header, payload: Tensor | None, limits: FrameLimits) -> Frame:
-    """Join a header and its payload, uint8 ``[payload_bytes]``; ``None`` if it has none."""
+def assemble(header: Header, tables: bytes, payload: Tensor | None, limits: FrameLimits) -> Frame:
+    """Join a header, the block tables of its rows and its payload.
+
+    The payload is uint8 ``[payload_bytes]``, ``None`` if the header announces none.
+
+    Raises:
+        StageError: they are not what a rank of this run sends.
+    """
     _expect("payload size", 0 if payload is None else payload.numel(), header.payload_bytes)
+    frame = replace(header.frame, rows=_read_blocks(header, tables, limits))
     if payload is None:
-        return header.frame
-    if header.frame.kind in _TENSOR_KINDS:
-        hidden = payload.view(limits.dtype).reshape(header.shape)  # [R, T, H]
-        return replace(header.frame, hidden=hidden)
-    if header.frame.kind is FrameKind.KV:
-        return replace(header.frame, cached=payload.reshape(header.shape[1:]))  # [N, B]
-    return replace(header.frame, text=payload.numpy().tobytes())
+        return frame
+    if frame.kind in _TENSOR_KINDS:
+        hidden = payload.view(limits.dtype).view(1, *header.shape[1:])  # [1, N, H]
+        return replace(frame, hidden=hidden)
+    if frame.kind is FrameKind.KV:
+        return replace(frame, cached=payload.reshape(header.shape[1:]))  # [N, B]
+    return replace(frame, text=payload.numpy().tobytes())
 
 
 def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
@@ -246,26 +310,54 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
     if body.count(0, end) != len(body) - end:
         raise _refused("table", "entries beyond its rows", "zeros")
     return tuple(
-        Row(slot=slot, first=first, length=length, origin=origin)
-        for slot, first, length, origin in _ROW.iter_unpack(body[_FIXED.size : end])
+        Row(blocks=(), first=first, length=length, origin=origin)
+        for first, length, origin in _ROW.iter_unpack(body[_FIXED.size : end])
     )
+
+
+def _tables_bytes(rows: Sequence[Row], limits: FrameLimits) -> int:
+    """Return the size of the block tables; rows of a wrong length are found later."""
+    blocks = sum(limits.blocks_of(min(row.length, limits.max_context)) for row in rows)
+    return blocks * _BLOCK.itemsize + _CHECKSUM.size if rows else 0
+
+
+def _read_blocks(header: Header, data: bytes, limits: FrameLimits) -> tuple[Row, ...]:
+    """Return the rows with their blocks, which exist; no place is written twice."""
+    _expect("size of the block tables", len(data), header.tables_bytes)
+    if not header.frame.rows:
+        return ()
+    body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+    _expect("checksum of the block tables", _CHECKSUM.unpack(checksum)[0], zlib.crc32(body))
+    blocks: list[int] = np.frombuffer(body, _BLOCK).tolist()
+    if max(blocks) >= limits.num_blocks:
+        raise _refused("blocks", max(blocks), f"numbers below {limits.num_blocks}")
+    rows, at = [], 0
+    for row in header.frame.rows:
+        end = at + limits.blocks_of(row.length)
+        rows.append(replace(row, blocks=tuple(blocks[at:end])))
+        at = end
+    places = [(row.blocks, row.first, row.length) for row in rows]
+    if tokens_written_twice(places, limits.block_size):
+        raise _refused("blocks", blocks, "places of their own for the new tokens of every row")
+    return tuple(rows)
 
 
 def _check_tensor(header: Header, dtype: int, limits: FrameLimits) -> None:
     rows, tokens, hidden = header.shape
-    is_prefill = header.frame.kind is FrameKind.PREFILL
-    most_rows = limits.prefill_rows if is_prefill else limits.decode_rows
-    most_tokens = limits.prefill_tokens if is_prefill else 1
+    most_rows, most_tokens = limits.most(header.frame.kind)
     if not 1 <= rows <= most_rows or not 1 <= tokens <= most_tokens:
-        raise _refused("shape", header.shape, f"at most [{most_rows}, {most_tokens}] rows, tokens")
+        raise _refused("shape", header.shape, f"at most {most_rows} rows, {most_tokens} tokens")
     _expect("hidden size", hidden, limits.hidden_size)
     _expect("dtype", dtype, _DTYPES.index(limits.dtype) + 1)
-    _expect("payload bytes", header.payload_bytes, rows * tokens * hidden * limits.dtype.itemsize)
-    _check_slots(header, limits)
+    _expect("payload bytes", header.payload_bytes, tokens * hidden * limits.dtype.itemsize)
+    is_prefill = header.frame.kind is FrameKind.PREFILL
+    longest = limits.prefill_tokens if is_prefill else limits.max_context
+    if header.frame.kind is FrameKind.DECODE:
+        _expect("tokens of a decode step", tokens, rows)
     for row in header.frame.rows:
-        # The row's valid tokens end inside this step; padding after them must fit the slot too.
-        if not row.first < row.length <= row.first + tokens <= limits.max_context:
-            raise _refused("row", row, f"positions of a slot of {limits.max_context} tokens")
+        if not row.first < row.length <= longest:
+            raise _refused("row", row, f"positions of a sequence of at most {longest} tokens")
+    _expect("tokens of the rows", sum(row.length - row.first for row in header.frame.rows), tokens)
 
 
 def _check_cached(header: Header, dtype: int, limits: FrameLimits) -> None:
@@ -276,19 +368,12 @@ def _check_cached(header: Header, dtype: int, limits: FrameLimits) -> None:
         raise _refused("rows", rows, f"1 to {limits.prefill_rows}")
     _expect("dtype", dtype, 0)
     _expect("bytes of a token", width, limits.kv_token_bytes[frame.layer])
-    _check_slots(header, limits)
     for row in frame.rows:
         if row.first != 0 or not 1 <= row.length <= limits.prefill_tokens:
             raise _refused("row", row, f"a prompt of at most {limits.prefill_tokens} tokens")
         _expect("origin", row.origin, frame.micro_batch)
     _expect("tokens", tokens, sum(row.length for row in frame.rows))
     _expect("payload bytes", header.payload_bytes, tokens * width)
-
-
-def _check_slots(header: Header, limits: FrameLimits) -> None:
-    slots = [row.slot for row in header.frame.rows]
-    if len(set(slots)) != header.shape[0] or max(slots) >= limits.num_slots:
-        raise _refused("slots", slots, f"distinct numbers below {limits.num_slots}")
 
 
 def _expect(what: str, found: object, expected: object) -> None:

@@ -39,6 +39,7 @@ from llmpq.dist.transport.frames import (
     assemble,
     decode_header,
     encode_header,
+    encode_tables,
 )
 from llmpq.dist.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from llmpq.errors import StageError
@@ -89,6 +90,9 @@ class FrameWriter:
         self._backlog.append(header)
         if buffer and not had_memory:
             self._offer = header
+        tables = encode_tables(frame)
+        if tables:
+            self._backlog.append(memoryview(tables))
         if payload is not None and not buffer:
             self._backlog.append(_bytes_of(payload))
         self.flush()
@@ -148,8 +152,8 @@ class FrameWriter:
         return self._memory.write(payload)
 
     def _send(self) -> int:
-        """Send what the kernel takes of the next two parts, the offer on its own."""
-        first, *others = itertools.islice(self._backlog, 2)
+        """Send what the kernel takes of the next three parts, the offer on its own."""
+        first, *others = itertools.islice(self._backlog, 3)
         if first is self._offer and self._memory is not None:
             count = socket.send_fds(self._sock, [first], [self._memory.descriptor])
             self._offer = None
@@ -185,6 +189,8 @@ class FrameReader:
             max(limits.max_payload_bytes, MAX_TEXT_BYTES), dtype=torch.uint8
         )
         self._header: Header | None = None
+        self._tables_bytes = bytearray(limits.max_tables_bytes)
+        self._tables: bytes | None = None  # of the header, once they are here
         self._missing = memoryview(self._header_bytes)
         self._is_shared = is_shared and sock.family == socket.AF_UNIX
         self._memory: SharedMemoryReader | None = None
@@ -209,17 +215,24 @@ class FrameReader:
                 data = bytes(self._header_bytes)
                 header = decode_header(data, self._limits, self._num_read, buffers)
                 self._num_read += 1
-                if self._memory is None or not header.buffer:
-                    self._header = header
+                self._header, self._tables = header, None
+                self._missing = memoryview(self._tables_bytes)[: header.tables_bytes]
+                continue
+            header = self._header
+            if self._tables is None:
+                self._tables = bytes(self._tables_bytes[: header.tables_bytes])
+                if not header.buffer:
                     self._missing = _bytes_of(self._payload)[: header.payload_bytes]
                     continue
-                payload: Tensor | None = self._memory.view(header.buffer, header.payload_bytes)
+            size = header.payload_bytes
+            if header.buffer:
+                assert self._memory is not None
+                payload: Tensor | None = self._memory.view(header.buffer, size)
             else:
-                header, self._header = self._header, None
-                size = header.payload_bytes
                 payload = self._payload[:size] if size else None
+            self._header = None
             self._missing = memoryview(self._header_bytes)
-            return assemble(header, payload, self._limits)
+            return assemble(header, self._tables, payload, self._limits)
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""

@@ -37,6 +37,7 @@ from llmpq.dist.transport.frames import (
     assemble,
     decode_header,
     encode_header,
+    encode_tables,
 )
 from llmpq.errors import StageError
 
@@ -91,6 +92,9 @@ class TorchCommunicator:
             self._num_sent += 1
             data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             self._transfer(dist.send, data, self._next)
+            if tables := encode_tables(frame):
+                data = torch.frombuffer(bytearray(tables), dtype=torch.uint8)
+                self._transfer(dist.send, data, self._next)
             if payload is not None:
                 self._transfer(dist.send, payload, self._next)
             if frame.kind in LAST_KINDS:
@@ -142,9 +146,11 @@ class TorchCommunicator:
             for number in itertools.count():
                 data = self._receive_bytes(self._limits.header_bytes).numpy().tobytes()
                 header = decode_header(data, self._limits, number)
-                size = header.payload_bytes
+                size, tables = header.payload_bytes, b""
+                if header.tables_bytes:
+                    tables = self._receive_bytes(header.tables_bytes).numpy().tobytes()
                 payload = self._receive_bytes(size) if size else None
-                frame = assemble(header, payload, self._limits)
+                frame = assemble(header, tables, payload, self._limits)
                 if frame.kind is not FrameKind.HEARTBEAT:
                     self._arrived.put(frame)
                 if frame.kind in LAST_KINDS:

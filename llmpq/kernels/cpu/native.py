@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 6
+ABI = 7
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -65,19 +65,21 @@ class Product(Structure):
 
 
 class Attention(Structure):
-    """One call of attention on slots (``csrc/attention.c``)."""
+    """One call of attention on blocks (``csrc/attention.c``)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "out", "new_key", "new_value", "keys", "values")),
-        *((name, c_void_p) for name in ("key_scales", "value_scales", "slots", "lengths")),
-        *((name, c_int64) for name in ("rows", "kv_heads", "group", "dim")),
-        *((name, c_int64) for name in ("query_row", "query_head", "key_row", "key_head")),
-        *((name, c_int64) for name in ("value_row", "value_head", "slot_stride", "head_stride")),
+        *((name, c_void_p) for name in ("key_scales", "value_scales", "tables")),
+        *((name, c_void_p) for name in ("starts", "lengths", "chosen")),
+        *((name, c_int64) for name in ("count", "kv_heads", "group", "dim", "block_bits")),
+        *((name, c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
+        *((name, c_int64) for name in ("value_token", "value_head", "block_stride", "head_stride")),
         ("window", c_int64),
         ("bias", c_void_p),
         ("bias_head", c_int64),
-        ("scaling", c_float),
-        *((name, c_int32) for name in ("type", "stored", "threads")),
+        ("sinks", c_void_p),
+        *((name, c_float) for name in ("scaling", "softcap")),
+        *((name, c_int32) for name in ("type", "stored", "threads", "stores")),
     )
 
 
@@ -178,8 +180,9 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_norm.restype = None
     loaded.kernels_norm.argtypes = (POINTER(Norm),)
     if has_attention(name):
-        loaded.kernels_attend.restype = None
-        loaded.kernels_attend.argtypes = (POINTER(Attention),)
+        for function in (loaded.kernels_attend, loaded.kernels_store, loaded.kernels_read):
+            function.restype = None
+            function.argtypes = (POINTER(Attention),)
     if name == "avx512_bf16":
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.dist.engine import cuda_graphs as decode_graphs
-from llmpq.dist.engine.cuda_graphs import MOST_BLOCKS, DecodeGraphs, StepShape, graphs_of
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape, graphs_of
 from llmpq.dist.io.prompts import Request
+from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import SlotMapping
 from llmpq.errors import CapacityError, StageError
-from llmpq.models import MicroBatch, kv_shapes
+from llmpq.models import PackedBatch, kv_shapes
 from llmpq.models.host_sync import host_syncs
 
 torch.set_num_threads(1)
@@ -37,6 +37,14 @@ FAMILIES = {
     "gpt_neox": {},
     "mixtral": {},
 }
+
+
+def _batch(slots, starts, counts):
+    tables = [
+        slot_blocks(slot, TOKENS, start + count)
+        for slot, start, count in zip(slots, starts, counts, strict=True)
+    ]
+    return PackedBatch(block_tables=tables, starts=list(starts), counts=list(counts))
 
 
 class Captures:
@@ -59,8 +67,7 @@ def _cache(stage, kv_bits=None):
     return KVCache(
         kv_shapes(stage.config, 0, len(stage.layers)),
         0,
-        num_slots=SLOTS,
-        max_tokens=TOKENS,
+        num_blocks=SLOTS * blocks_of(TOKENS),
         dtype=torch.float32,
         kv_bits=kv_bits,
     )
@@ -71,12 +78,12 @@ def _graphs(stage, cache, full_rows=2, capture=None):
 
 
 def _prefilled(stage, starts, kv_bits=None):
-    """Two caches with the same tokens in every slot."""
+    """Two caches with the same tokens in every row."""
     caches = [_cache(stage, kv_bits) for _ in range(2)]
     torch.manual_seed(0)
-    prompt = torch.randn(len(starts), max(starts), stage.config.hidden_size)
+    prompt = torch.randn(1, sum(starts), stage.config.hidden_size)
     for cache in caches:
-        stage(prompt, MicroBatch.build(range(len(starts)), [0] * len(starts), starts), cache)
+        stage(prompt, _batch(range(len(starts)), [0] * len(starts), starts), cache)
     return caches
 
 
@@ -85,8 +92,8 @@ def _compare(stage, caches, graphs, steps):
     torch.manual_seed(1)
     for rows in steps:
         slots, starts = zip(*rows, strict=True)
-        batch = MicroBatch.build(slots, starts, [1] * len(rows))
-        hidden = torch.randn(len(rows), 1, stage.config.hidden_size)
+        batch = _batch(slots, starts, [1] * len(rows))
+        hidden = torch.randn(1, len(rows), stage.config.hidden_size)
         expected = stage(hidden, batch, caches[0])
         found = graphs.forward(hidden, batch)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -98,24 +105,23 @@ def test_graphs_compute_what_the_layers_do(tiny_model, family):
     starts = [9, 2, 5, 1, 126, 30]
     caches = _prefilled(stage, starts)
     graphs = _graphs(stage, caches[1])
-    # Side by side, scattered, fewer rows than a full micro-batch, and across 128 tokens.
+    # Neighbours, scattered, fewer rows than a full micro-batch, and across 128 tokens.
     steps = []
     for step in range(4):
         at = [start + step for start in starts]
         steps += [[(0, at[0]), (1, at[1])], [(5, at[5]), (2, at[2])], [(4, at[4])]]
     _compare(stage, caches, graphs, steps)
-    assert {(shape.rows, shape.tokens, shape.first_slot) for shape in graphs.shapes} == {
-        (2, 128, 0),
-        (2, 128, None),
-        (1, 128, None),
-        (1, 256, None),
+    assert {(shape.rows, shape.tokens) for shape in graphs.shapes} == {
+        (2, 128),
+        (1, 128),
+        (1, 256),
     }
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_rows_in_any_slots(tiny_model, kv_bits, data):
+def test_any_rows_in_any_blocks(tiny_model, kv_bits, data):
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
     lengths = data.draw(st.lists(st.integers(1, 140), min_size=SLOTS, max_size=SLOTS))
     caches = _prefilled(stage, lengths, kv_bits)
@@ -129,14 +135,14 @@ def test_any_rows_in_any_slots(tiny_model, kv_bits, data):
     _compare(stage, caches, graphs, steps)
 
 
-def test_a_missing_row_leaves_other_slots_alone(tiny_model):
+def test_a_missing_row_leaves_other_blocks_alone(tiny_model):
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
     caches = _prefilled(stage, [5, 6, 7, 8, 9, 10])
     graphs = _graphs(stage, caches[1], full_rows=4)
     _compare(stage, caches, graphs, [[(4, 9 + i), (1, 6 + i), (5, 10 + i)] for i in range(3)])
     assert [shape.rows for shape in graphs.shapes] == [4]
-    everything = MicroBatch.build(range(6), [5, 9, 7, 8, 12, 13], [1] * 6)
-    hidden = torch.zeros(6, 1, stage.config.hidden_size)
+    everything = _batch(range(6), [5, 9, 7, 8, 12, 13], [1] * 6)
+    hidden = torch.zeros(1, 6, stage.config.hidden_size)
     kept = [stage(hidden, everything, cache) for cache in caches]
     torch.testing.assert_close(*kept, atol=1e-5, rtol=1e-5)
 
@@ -181,7 +187,7 @@ def test_a_shape_of_few_rows_is_captured_when_it_comes_again(tiny_model):
     _compare(stage, caches, graphs, [[(1, 6)]])
     assert graphs.shapes == ()
     _compare(stage, caches, graphs, [[(1, 7)]])
-    assert graphs.shapes == (StepShape(rows=1, tokens=128, first_slot=None),)
+    assert graphs.shapes == (StepShape(rows=1, tokens=128),)
 
 
 def test_graphs_give_way_only_when_stale(tiny_model, monkeypatch):
@@ -189,59 +195,43 @@ def test_graphs_give_way_only_when_stale(tiny_model, monkeypatch):
     monkeypatch.setattr(decode_graphs, "STALE_STEPS", 10)
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
     graphs = _graphs(stage, _cache(stage), full_rows=1)
-    hidden = torch.zeros(1, 1, stage.config.hidden_size)
 
-    def step(slot):
-        graphs.forward(hidden, MicroBatch.build([slot], [3], [1]))
+    def step(rows):
+        hidden = torch.zeros(1, rows, stage.config.hidden_size)
+        graphs.forward(hidden, _batch(range(rows), [3] * rows, [1] * rows))
 
     def kept():
-        return sorted(shape.first_slot for shape in graphs.shapes)
+        return sorted(shape.rows for shape in graphs.shapes)
 
-    for slot in range(5):
-        step(slot)
-    assert kept() == [0, 1, 2, 3]
+    for rows in range(1, 6):
+        step(rows)
+    assert kept() == [1, 2, 3, 4]
     for _ in range(5):
-        step(0)
         step(1)
-    step(5)
-    assert kept() == [0, 1, 3, 5]  # slot 2 had waited longest
+        step(2)
+    step(6)
+    assert kept() == [1, 2, 4, 6]  # three rows had waited longest
 
 
-def test_many_micro_batches_share_graphs(tiny_model):
-    stage = load_stage(tiny_model("llama", seed=1), 0, 1)
-    cache = KVCache(
-        kv_shapes(stage.config, 0, 1),
-        0,
-        num_slots=MOST_BLOCKS + 1,
-        max_tokens=16,
-        dtype=torch.float32,
-    )
-    graphs = _graphs(stage, cache, full_rows=1)
-    hidden = torch.zeros(1, 1, stage.config.hidden_size)
-    for slot in range(MOST_BLOCKS + 1):
-        graphs.forward(hidden, MicroBatch.build([slot], [3], [1]))
-    assert graphs.shapes == (StepShape(rows=1, tokens=16, first_slot=None),)
-
-
-def test_a_slot_that_is_not_there_is_refused_before_anything_is_written(tiny_model):
+def test_rows_that_write_to_one_block_are_refused_before_anything_is_written(tiny_model):
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
     capture = Captures()
     graphs = _graphs(stage, _cache(stage), capture=capture)
-    hidden = torch.zeros(2, 1, stage.config.hidden_size)
-    for slots, start, error in (([0, 0], 3, StageError), ([0, 1], TOKENS, CapacityError)):
+    hidden = torch.zeros(1, 2, stage.config.hidden_size)
+    short = PackedBatch(block_tables=[(0,), (1,)], starts=[16, 16], counts=[1, 1])
+    for batch, error in ((_batch([0, 0], [3, 3], [1, 1]), StageError), (short, CapacityError)):
         with pytest.raises(error, match="KV cache"):
-            graphs.forward(hidden, MicroBatch.build(slots, [start] * 2, [1, 1]))
+            graphs.forward(hidden, batch)
     assert capture.made == 0
 
 
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 5000))
 def test_shapes_hold_their_steps_and_waste_little(rows, full_rows, length):
-    batch = MicroBatch.build(range(3, 3 + rows), [length - 1] * rows, [1] * rows)
-    shape = StepShape.of(batch, full_rows, max_tokens=5000)
+    batch = PackedBatch(block_tables=[()] * rows, starts=[length - 1] * rows, counts=[1] * rows)
+    shape = StepShape.of(batch, full_rows)
     assert rows <= shape.rows < max(2 * rows, rows + 8)
     assert shape.rows <= max(rows, full_rows)
-    assert length <= shape.tokens <= min(5000, max(length + 127, length * 9 / 8))
-    assert (shape.first_slot == 3) == (rows >= full_rows)
+    assert length <= shape.tokens <= max(length + 127, length * 9 / 8)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
@@ -300,24 +290,21 @@ def test_nothing_a_graph_refuses_is_in_a_step(tiny_model, family, kv_bits):
         cache = KVCache(
             kv_shapes(stage.config, 0, 3),
             0,
-            num_slots=SLOTS,
-            max_tokens=TOKENS,
+            num_blocks=SLOTS * blocks_of(TOKENS),
             dtype=torch.bfloat16,
             device="meta",
             kv_bits=kv_bits,
         )
-        hidden = torch.empty(2, 1, stage.config.hidden_size, dtype=torch.bfloat16, device="meta")
-        slots, positions = torch.zeros(2, 2, dtype=torch.int64, device="meta")
-        for block in (None, slice(0, 2)):
-            view = cache.view_of_tensors(slots, positions, 64, block)
-            assert isinstance(view.mapping, SlotMapping)
+        hidden = torch.empty(1, 2, stage.config.hidden_size, dtype=torch.bfloat16, device="meta")
+        places = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+        view = cache.view_of_tensors(places[:, :-1], places[:, -1])
 
-            def step(view=view):
-                arguments = stage.decode_arguments(hidden, positions[:, None], view, 64)
-                current = hidden
-                for index in range(3):
-                    current = stage.run_layer(index, current, arguments[index])
-                assert current.shape == hidden.shape
+        def step():
+            arguments = stage.decode_arguments(hidden, places[:, -1], view, 64)
+            current = hidden
+            for index in range(3):
+                current = stage.run_layer(index, current, arguments[index])
+            assert current.shape == hidden.shape
 
-            step()  # constants are brought over once
-            assert host_syncs(step) == []
+        step()  # constants are brought over once
+        assert host_syncs(step) == []

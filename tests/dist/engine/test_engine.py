@@ -169,6 +169,7 @@ def lone_engine(model_dir, policy):
         sampler=Sampler(),
         clock=StageClock(micro_batching=plan.micro_batching),
         num_slots=2,
+        max_tokens=plan.workload.max_context_tokens,
     )
 
 

@@ -29,7 +29,7 @@ from llmpq.spec.precision import Phase
 
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=4,
+    num_blocks=4,
     max_context=8,
     prefill_rows=2,
     prefill_tokens=4,
@@ -37,7 +37,7 @@ LIMITS = FrameLimits(
     hidden_size=3,
     dtype=torch.float32,
 )
-ROWS = (Row(slot=0, first=0, length=4), Row(slot=2, first=0, length=2))
+ROWS = (Row(blocks=(0,), first=0, length=4), Row(blocks=(2,), first=0, length=2))
 REQUESTS = [
     Request(id=number, prompt_token_ids=(number + 1,) * 3, max_new_tokens=6) for number in range(5)
 ]
@@ -48,12 +48,15 @@ def _runner(*, is_last: bool) -> StageRunner:
     return StageRunner(layers=None, cache=None, device=torch.device("cpu"), is_last=is_last)
 
 
-def test_a_last_stage_returns_the_last_valid_token_of_each_row():
-    hidden = torch.randn(2, 4, 3)
+def test_a_last_stage_returns_the_last_token_of_each_row():
+    hidden = torch.randn(1, 6, 3)
     out = _runner(is_last=True).run(hidden, ROWS)
-    assert torch.equal(out[:, 0], torch.stack([hidden[0, 3], hidden[1, 1]]))
+    assert torch.equal(out, hidden[:, [3, 5]])
     frame = micro_batch_frame(FrameKind.PREFILL, 5, ROWS, out)
-    assert frame.rows == (Row(slot=0, first=3, length=4), Row(slot=2, first=1, length=2))
+    assert frame.rows == (
+        Row(blocks=(0,), first=3, length=4),
+        Row(blocks=(2,), first=1, length=2),
+    )
     assert micro_batch_frame(FrameKind.PREFILL, 5, ROWS, hidden).rows == ROWS
 
 
@@ -68,12 +71,12 @@ def test_a_worker_is_ready_computes_and_reports():
     thread.start()
     master = ring[0]
     wait_until_ready(master)
-    hidden = torch.randn(2, 4, 3)
+    hidden = torch.randn(1, 6, 3)
     master.send(Frame(kind=FrameKind.PREFILL, micro_batch=7, rows=ROWS, hidden=hidden))
     answer = master.recv()
     assert (answer.micro_batch, answer.kind) == (7, FrameKind.PREFILL)
     assert answer.hidden is not None
-    assert answer.hidden.shape == (2, 1, 3)
+    assert answer.hidden.shape == (1, 2, 3)
     (stats,) = shut_down(master)
     thread.join(timeout=5)
     assert (stats.rank, stats.prefill_s, stats.decode_s, stats.busy_s) == (1, 1.0, None, 1.0)
@@ -82,7 +85,7 @@ def test_a_worker_is_ready_computes_and_reports():
 
 @pytest.mark.parametrize(
     ("phase", "device", "tokens"),
-    [(Phase.DECODE, "cpu", 3.0), (Phase.DECODE, "cuda", 4), (Phase.PREFILL, "cpu", 4)],
+    [(Phase.DECODE, "cpu", 3.0), (Phase.DECODE, "cuda", 4), (Phase.PREFILL, "cpu", 3.0)],
 )
 def test_work_is_told_by_the_tokens_that_a_forecast_charges(phase, device, tokens):
     assert tokens_read(phase, ROWS, torch.device(device)) == tokens
@@ -131,7 +134,7 @@ class Disturbed:
         (0, {"micro_batch": 99}, r"stage 2 .*found micro-batch 99"),
         (0, {"kind": FrameKind.PREFILL}, r"stage 2 .*PREFILL"),
         (2, {"hidden": torch.zeros(1, 1, 3)}, r"stage 2 \(rank 2\): .*Error"),
-        (1, {"rows": (Row(slot=99, first=0, length=1),)}, r"stage 1 \(rank 1\): .*slots"),
+        (1, {"rows": (Row(blocks=(99,), first=3, length=4),)}, r"stage 1 \(rank 1\): .*blocks"),
     ],
 )
 def test_a_stage_that_fails_ends_the_run_with_its_name(tiny_model, rank, changes, names):

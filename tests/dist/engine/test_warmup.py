@@ -19,14 +19,13 @@ CPU = torch.device("cpu")
 class Runner:
     """Keeps what it was asked to run."""
 
-    def __init__(self, layers: object = "layers", graphs: object = None) -> None:
+    def __init__(self, layers: object = "layers") -> None:
         self.layers = layers
-        self.graphs = graphs
         self.device = CPU
-        self.steps: list[tuple[tuple[int, ...], list[tuple[int, int, int]]]] = []
+        self.steps: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], int, int]]]] = []
 
     def run(self, hidden, rows):
-        self.steps.append((tuple(hidden.shape), [(r.slot, r.first, r.length) for r in rows]))
+        self.steps.append((tuple(hidden.shape), [(r.blocks, r.first, r.length) for r in rows]))
         return hidden
 
 
@@ -40,24 +39,14 @@ def test_both_phases_run_once_at_the_sizes_of_the_plan():
     runner = Runner()
     warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
     prefill, decode = runner.steps
-    assert prefill == ((2, 7, 16), [(0, 0, 7), (1, 0, 7)])
-    assert decode == ((3, 1, 16), [(0, 7, 8), (1, 7, 8), (2, 7, 8)])
-
-
-def test_where_steps_are_captured_every_full_micro_batch_is_warmed_up():
-    runner = Runner(graphs="graphs")
-    plan = plan_of(decode=2)
-    warm_up(plan, plan.stages[0], runner, 16, torch.float32)
-    assert [rows for _, rows in runner.steps[1:]] == [
-        [(0, 7, 8), (1, 7, 8)],
-        [(2, 7, 8), (3, 7, 8)],
-    ]
+    assert prefill == ((1, 14, 16), [((0,), 0, 7), ((1,), 0, 7)])
+    assert decode == ((1, 3, 16), [((0,), 7, 8), ((1,), 7, 8), ((2,), 7, 8)])
 
 
 def test_answers_of_one_token_have_no_decode_to_warm_up():
     runner = Runner()
     warm_up(plan_of(new_tokens=1), plan_of().stages[0], runner, 16, torch.float32)
-    assert [shape for shape, _ in runner.steps] == [(2, 7, 16)]
+    assert [shape for shape, _ in runner.steps] == [(1, 14, 16)]
 
 
 def test_a_stage_without_layers_has_nothing_to_warm_up():
@@ -70,7 +59,7 @@ def test_a_large_prefill_is_warmed_up_with_fewer_rows_and_whole_prompts(monkeypa
     monkeypatch.setattr(warmup, "MAX_TOKENS", 15)
     runner = Runner()
     warm_up(plan_of(prefill=4), plan_of().stages[0], runner, 16, torch.float32)
-    assert runner.steps[0][0] == (2, 7, 16)
+    assert runner.steps[0][0] == (1, 14, 16)
     runner = Runner()
     warm_up(plan_of(prefill=4, prompt_tokens=40), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.steps[0][0] == (1, 40, 16)
@@ -89,9 +78,9 @@ def test_the_master_embeds_and_projects_as_in_either_phase():
 
     warm_up_master(plan_of(), Master(), Runner())
     assert seen == [
-        ("embed", (2, 7), (2, 7)),
+        ("embed", (1, 14), (1, 14)),
         ("logits", (2, 16)),
-        ("embed", (3, 1), (3, 1)),
+        ("embed", (1, 3), (1, 3)),
         ("logits", (3, 16)),
     ]
 

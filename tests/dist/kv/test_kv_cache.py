@@ -1,4 +1,4 @@
-"""The KV store against a dictionary of tokens, its bytes, and slots with one owner."""
+"""The KV store against a dictionary of tokens, its bytes, and blocks with one writer."""
 
 from __future__ import annotations
 
@@ -7,136 +7,175 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.storage import quantize_tokens
 from llmpq.errors import CapacityError, SpecError, StageError
-from llmpq.models import KVShape, MicroBatch
+from llmpq.kernels.cpu.paged_attention import can_attend
+from llmpq.models import KVShape, PackedBatch
+from llmpq.models.attention import ScoreOptions
 
 SHAPES = (KVShape(heads=2, head_dim=3), KVShape(heads=1, head_dim=4))
+KERNEL_SHAPE = KVShape(heads=2, head_dim=16)
 
 
-def _cache(num_slots=4, max_tokens=12, dtype=torch.float32):
-    return KVCache(SHAPES, 5, num_slots=num_slots, max_tokens=max_tokens, dtype=dtype)
+def _cache(num_blocks=6, block_size=4, dtype=torch.float32, shapes=SHAPES, kv_bits=None):
+    return KVCache(
+        shapes, 5, num_blocks=num_blocks, block_size=block_size, dtype=dtype, kv_bits=kv_bits
+    )
 
 
-def _new(rows, width, layer=0, first=1.0):
+def _new(tokens, layer=0, first=1.0):
     shape = SHAPES[layer]
-    size = (rows, shape.heads, width, shape.head_dim)
+    size = (1, shape.heads, tokens, shape.head_dim)
     return torch.arange(first, first + torch.Size(size).numel()).reshape(size)
+
+
+def _batch(tables, starts, counts):
+    return PackedBatch(block_tables=tables, starts=starts, counts=counts)
 
 
 @given(
     shapes=st.lists(
         st.builds(KVShape, heads=st.integers(1, 4), head_dim=st.integers(1, 8)), max_size=4
     ),
-    num_slots=st.integers(1, 5),
-    max_tokens=st.integers(1, 9),
+    num_blocks=st.integers(1, 5),
+    block_size=st.integers(1, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_bytes_are_those_of_the_formula(shapes, num_slots, max_tokens, dtype):
-    cache = KVCache(shapes, 0, num_slots=num_slots, max_tokens=max_tokens, dtype=dtype)
-    values = sum(2 * num_slots * s.heads * max_tokens * s.head_dim for s in shapes)
+def test_bytes_are_those_of_the_formula(shapes, num_blocks, block_size, dtype):
+    cache = _cache(num_blocks, block_size, dtype, shapes)
+    values = sum(2 * num_blocks * s.heads * block_size * s.head_dim for s in shapes)
     assert cache.nbytes == values * dtype.itemsize
 
 
-@settings(max_examples=60)
+def test_slots_are_runs_of_blocks_of_their_own():
+    assert [slot_blocks(slot, 33, 17) for slot in range(3)] == [(0, 1), (3, 4), (6, 7)]
+    assert slot_blocks(1, 33, 33) == (3, 4, 5)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
-    st.lists(
-        st.tuples(st.permutations(range(4)), st.lists(st.integers(1, 3), min_size=1, max_size=4)),
-        max_size=4,
-    )
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=4), max_size=4),
+    st.permutations(range(40)),
+    st.sampled_from([None, 8]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([SHAPES[0], KERNEL_SHAPE]),
 )
-def test_rows_read_what_their_slots_were_given(steps):
+def test_rows_read_what_they_wrote(steps, free, kv_bits, dtype, shape):
+    """Any rows in any blocks, by the kernel where there is one and by torch elsewhere."""
+    size = 16 if shape is KERNEL_SHAPE else 4
+    cache = _cache(40, size, dtype, (shape,), kv_bits)
+    has_kernel = can_attend(dtype, torch.int8 if kv_bits else dtype, shape.head_dim, size)
+    assert cache.attends == has_kernel
+    tables = [[] for _ in range(4)]
+    expected = [torch.zeros(shape.heads, 0, shape.head_dim, dtype=dtype) for _ in range(4)]
+    free = list(free)
+    for number, rows in enumerate(steps):
+        chosen = dict(rows)
+        if not chosen:
+            continue
+        starts = [expected[i].shape[1] for i in chosen]
+        for i, start in zip(chosen, starts, strict=True):
+            while len(tables[i]) < blocks_of(start + chosen[i], size):
+                tables[i].append(free.pop())
+        batch = _batch([tuple(tables[i]) for i in chosen], starts, list(chosen.values()))
+        generator = torch.Generator().manual_seed(number)
+        new_size = (1, shape.heads, batch.tokens, shape.head_dim)
+        key = torch.randn(new_size, generator=generator).to(dtype)
+        view = cache.view(batch)
+        view.update(key, -key, 5)
+        if view.attends and batch.is_decode:  # stored when it attends
+            view.attend(torch.zeros_like(key), ScoreOptions(scaling=1.0), None, None)
+        for row, i in enumerate(chosen):
+            own = key[0, :, batch.offsets[row] : batch.offsets[row] + chosen[i]]
+            if kv_bits == 8:
+                codes, scales = quantize_tokens(own)
+                own = (codes.float() * scales.float().unsqueeze(-1)).to(dtype)
+            expected[i] = torch.cat([expected[i], own], dim=1)
+            keys, values = view.read(row)
+            assert keys.dtype == dtype
+            assert torch.equal(keys[0], expected[i])
+            assert torch.equal(values[0], -expected[i])
+        keys, values = [part.clone() for part in view.read_rows(range(len(chosen)))]
+        for row, i in enumerate(chosen):
+            length = expected[i].shape[1]
+            assert torch.equal(keys[row, :, :length], expected[i])
+            assert torch.equal(values[row, :, :length], -expected[i])
+
+
+def test_all_keys_and_values_come_one_row_after_the_other():
     cache = _cache()
-    lengths = [0] * 4
-    expected = {slot: torch.zeros(2, 0, 3) for slot in range(4)}
-    for number, (order, counts) in enumerate(steps):
-        slots = order[: len(counts)]
-        batch = MicroBatch.build(slots, [lengths[s] for s in slots], counts)
-        key = _new(len(slots), batch.width, first=1000.0 * number)
-        keys, values = cache.view(batch).update(key, -key, 5)
-        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-            lengths[slot] += count
-            expected[slot] = torch.cat([expected[slot], key[row, :, :count]], dim=1)
-            assert torch.equal(keys[row, :, : lengths[slot]], expected[slot])
-            assert torch.equal(values[row, :, : lengths[slot]], -expected[slot])
-        assert keys.shape[2] == batch.longest == max(lengths[s] for s in slots)
+    first = _batch([(3, 1), (0,)], [0, 0], [5, 2])
+    cache.view(first).update(_new(7), -_new(7), 5)
+    later = _batch([(0,), (3, 1)], [2, 5], [1, 2])
+    keys, values = cache.view(later, returns_all=True).update(_new(3, first=90), _new(3), 5)
+    assert keys.shape == values.shape == (1, 2, 3 + 7, 3)
+    old = _new(7)[0]
+    new = _new(3, first=90)[0]
+    assert torch.equal(keys[0], torch.cat([old[:, 5:], new[:, :1], old[:, :5], new[:, 1:]], 1))
 
 
-def test_padding_is_never_stored():
+def test_rows_may_fill_their_blocks_to_the_end():
     cache = _cache()
-    cache.view(MicroBatch.build([1, 2], [0, 0], [1, 3])).update(_new(2, 3), _new(2, 3), 5)
-    keys, _ = cache.view(MicroBatch.build([1], [3], [1])).update(_new(1, 1), _new(1, 1), 5)
-    assert not keys[0, :, 1:3].any()
-
-
-@pytest.mark.parametrize(("slots", "is_shared"), [([1, 2, 3], True), ([2, 1, 3], False)])
-def test_slots_side_by_side_are_read_without_a_copy(slots, is_shared):
-    view = _cache().view(MicroBatch.build(slots, [0] * 3, [2] * 3))
-    first, _ = view.update(_new(3, 2), _new(3, 2), 5)
-    again, _ = view.update(_new(3, 2), _new(3, 2), 5)
-    assert (first.data_ptr() == again.data_ptr()) == is_shared
-
-
-def test_rows_may_fill_their_slots_to_the_end():
-    cache = _cache()
-    # The short row's padding would lie beyond the slot: it must not be written at all.
-    batch = MicroBatch.build([0, 3], [11, 0], [1, 4])
-    keys, _ = cache.view(batch).update(_new(2, 4), _new(2, 4), 5)
-    assert torch.equal(keys[0, :, 11], _new(2, 4)[0, :, 0])
-
-
-def test_rows_may_end_together_and_begin_apart():
-    batch = MicroBatch.build([0, 1], [2, 4], [3, 1])
-    keys, _ = _cache().view(batch).update(_new(2, 3), _new(2, 3), 5)
-    assert torch.equal(keys[0, :, 2:], _new(2, 3)[0])
-    assert torch.equal(keys[1, :, 4], _new(2, 3)[1, :, 0])
-    assert not keys[1, :, :4].any()
+    batch = _batch([(0, 2), (3,)], [7, 0], [1, 4])
+    view = cache.view(batch)
+    view.update(_new(5), _new(5), 5)
+    assert torch.equal(view.read(0)[0][0, :, 7], _new(5)[0, :, 0])
+    assert torch.equal(view.read(1)[0][0], _new(5)[0, :, 1:])
 
 
 def test_layers_do_not_share_memory():
-    cache = _cache()
-    view = cache.view(MicroBatch.build([0], [0], [1]))
-    view.update(_new(1, 1), _new(1, 1), 5)
-    keys, _ = view.update(_new(1, 1, layer=1), _new(1, 1, layer=1), 6)
-    assert torch.equal(keys, _new(1, 1, layer=1))
+    view = _cache().view(_batch([(0,)], [0], [1]))
+    view.update(_new(1), _new(1), 5)
+    view.update(_new(1, layer=1), _new(1, layer=1), 6)
+    assert torch.equal(view.read(0)[0], _new(1, layer=1))
 
 
-def test_cleared_slot_forgets_and_its_neighbour_does_not():
-    cache = _cache()
-    batch = MicroBatch.build([0, 1], [0, 0], [2, 2])
-    cache.view(batch).update(torch.full((2, 2, 2, 3), torch.inf), _new(2, 2), 5)
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_cleared_blocks_forget_and_others_do_not(kv_bits):
+    cache = _cache(kv_bits=kv_bits)
+    batch = _batch([(0,), (1,)], [0, 0], [2, 2])
+    cache.view(batch).update(torch.full((1, 2, 4, 3), torch.inf), _new(4), 5)
     cache.clear([1])
-    next_step = MicroBatch.build([0, 1], [2, 2], [1, 1])
-    keys, _ = cache.view(next_step).update(_new(2, 1), _new(2, 1), 5)
-    assert keys[0, :, :2].isinf().all()
-    assert not keys[1, :, :2].any()
+    view = cache.view(_batch([(0,), (1,)], [2, 2], [1, 1]))
+    view.update(_new(2), _new(2), 5)
+    assert not view.read(0)[0][0, :, :2].isfinite().any()
+    assert not view.read(1)[0][0, :, :2].any()
 
 
-@pytest.mark.parametrize("slots", [[0, 0], [-1], [4]])
-def test_slots_that_cannot_be_are_refused(slots):
-    with pytest.raises(StageError, match="found slots"):
-        _cache().view(MicroBatch.build(slots, [0] * len(slots), [1] * len(slots)))
+@pytest.mark.parametrize("tables", [[(0,), (0,)], [(-1,)], [(6,)]])
+def test_blocks_that_cannot_be_are_refused(tables):
+    with pytest.raises(StageError, match=r"found blocks|written twice"):
+        _cache().view(_batch(tables, [0] * len(tables), [1] * len(tables)))
 
 
-def test_row_longer_than_a_slot_is_refused():
-    with pytest.raises(CapacityError, match="13 tokens, a slot holds 12"):
-        _cache().view(MicroBatch.build([0], [12], [1]))
+def test_rows_may_share_blocks_that_they_only_read():
+    _cache().check(_batch([(0, 1), (0, 2)], [4, 5], [2, 1]))
+    _cache().check(_batch([(0,), (0,)], [0, 2], [2, 1]))  # rows of one sequence
+    with pytest.raises(StageError, match="written"):
+        _cache().check(_batch([(0, 1), (0, 2)], [3, 3], [2, 2]))
+
+
+def test_row_longer_than_its_blocks_is_refused():
+    with pytest.raises(CapacityError, match="9 tokens, its blocks hold 8"):
+        _cache().view(_batch([(0, 1)], [8], [1]))
 
 
 @pytest.mark.parametrize("layer", [4, 7])
 def test_layer_of_another_stage_is_refused(layer):
-    view = _cache().view(MicroBatch.build([0], [0], [1]))
+    view = _cache().view(_batch([(0,)], [0], [1]))
     with pytest.raises(StageError, match=f"layer {layer}"):
-        view.update(_new(1, 1), _new(1, 1), layer)
+        view.update(_new(1), _new(1), layer)
 
 
-def test_keys_unlike_the_configuration_are_refused():
-    view = _cache().view(MicroBatch.build([0], [0], [1]))
+def test_keys_of_another_shape_are_refused():
+    view = _cache().view(_batch([(0,)], [0], [1]))
     with pytest.raises(SpecError, match="makes 1 heads of 4, its configuration says 2 of 3"):
-        view.update(_new(1, 1, layer=1), _new(1, 1, layer=1), 5)
+        view.update(_new(1, layer=1), _new(1, layer=1), 5)
 
 
-@pytest.mark.parametrize("size", [{"num_slots": 0}, {"max_tokens": 0}])
+@pytest.mark.parametrize("size", [{"num_blocks": 0}, {"block_size": 0}])
 def test_cache_of_nothing_is_refused(size):
     with pytest.raises(CapacityError):
         _cache(**size)

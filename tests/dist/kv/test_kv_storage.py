@@ -1,4 +1,4 @@
-"""Keys and values at 8 bits: the error's bound, ragged rows, slots used again, and every family."""
+"""Keys and values at 8 bits: the error's bound, ragged rows, reused blocks, and every family."""
 
 from __future__ import annotations
 
@@ -8,30 +8,21 @@ import pytest
 import torch
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import Pipeline, Sequences, load_reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.dist.io.prompts import Request
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import quantize_keys_values, quantize_tokens
 from llmpq.errors import SpecError
-from llmpq.models import KVShape, MicroBatch, kv_shapes
+from llmpq.models import KVShape, PackedBatch, kv_shapes
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
 
 SHAPE = KVShape(heads=2, head_dim=8)
-
-
-def _cache(num_slots=4, max_tokens=12, dtype=torch.float32, **options):
-    sizes = {"num_slots": num_slots, "max_tokens": max_tokens}
-    return KVCache((SHAPE,) * 2, 0, **sizes, dtype=dtype, kv_bits=8, **options)
-
-
-def _random(rows, width, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, SHAPE.heads, width, SHAPE.head_dim, generator=generator).to(dtype)
 
 
 def _kept(values):
@@ -72,58 +63,16 @@ def test_an_overflow_is_read_back_as_one(bad):
     assert found[1].isfinite().all()
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(st.permutations(range(4)), st.lists(st.integers(1, 3), min_size=1, max_size=4)),
-        max_size=4,
-    ),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
-def test_rows_read_what_their_slots_were_given(steps, dtype):
-    cache = _cache(dtype=dtype, read_tokens=1)
-    lengths = [0] * 4
-    expected = {slot: torch.zeros(2, 0, 8, dtype=dtype) for slot in range(4)}
-    for number, (order, counts) in enumerate(steps):
-        slots = order[: len(counts)]
-        batch = MicroBatch.build(slots, [lengths[s] for s in slots], counts)
-        key = _random(len(slots), batch.width, seed=number, dtype=dtype)
-        keys, values = cache.view(batch).update(key, -key, 1)
-        assert keys.dtype == dtype
-        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-            lengths[slot] += count
-            expected[slot] = torch.cat([expected[slot], _kept(key[row, :, :count]).to(dtype)], 1)
-            assert torch.equal(keys[row, :, : lengths[slot]], expected[slot])
-            assert torch.equal(values[row, :, : lengths[slot]], -expected[slot])
-
-
-def test_padding_is_never_stored():
-    cache = _cache()
-    cache.view(MicroBatch.build([1, 2], [0, 0], [1, 3])).update(_random(2, 3), _random(2, 3), 0)
-    keys, _ = cache.view(MicroBatch.build([1], [3], [1])).update(_random(1, 1), _random(1, 1), 0)
-    assert not keys[0, :, 1:3].any()
-
-
-def test_cleared_slot_forgets_and_its_neighbour_does_not():
-    cache = _cache()
-    batch = MicroBatch.build([0, 1], [0, 0], [2, 2])
-    cache.view(batch).update(torch.full((2, 2, 2, 8), torch.inf), _random(2, 2), 0)
-    cache.clear([1])
-    step = MicroBatch.build([0, 1], [2, 2], [1, 1])
-    keys, _ = cache.view(step).update(_random(2, 1), _random(2, 1), 0)
-    assert not keys[0, :, :2].isfinite().any()
-    assert not keys[1, :, :2].any()
-
-
-@pytest.mark.parametrize("slots", [[0, 1], [2, 0]])
-def test_what_was_announced_is_read_without_new_memory(slots):
-    cache = _cache(read_tokens=2 * 5)
-    before = cache.buffer_bytes
-    batch = MicroBatch.build(slots, [0, 0], [5, 5])
-    first, _ = cache.view(batch).update(_random(2, 5), _random(2, 5), 0)
-    again, _ = cache.view(batch).update(_random(2, 5), _random(2, 5), 1)
-    assert first.data_ptr() == again.data_ptr()
-    assert cache.buffer_bytes == before == 2 * 10 * SHAPE.heads * SHAPE.head_dim * 4
+def test_layers_read_into_one_buffer():
+    cache = KVCache((SHAPE,) * 2, 0, num_blocks=2, dtype=torch.float32, kv_bits=8)
+    batch = PackedBatch(block_tables=[(1,), (0,)], starts=[0, 0], counts=[5, 16])
+    view, new = cache.view(batch), torch.randn(1, SHAPE.heads, 21, SHAPE.head_dim)
+    read = []
+    for layer in range(2):
+        view.update(new, new, layer)
+        read.append(view.read_rows([0, 1])[0].data_ptr())
+    assert read[0] == read[1]
+    assert cache.buffer_bytes == 2 * 32 * SHAPE.heads * SHAPE.head_dim * 4
 
 
 @pytest.mark.parametrize("shape", [(3, 50), (5, 100), (2, 300), (1, 129), (200, 1)])
@@ -143,15 +92,16 @@ def test_bytes_are_those_the_planner_counts(tiny_model, family, dtype):
     spec = load_model_dir(model_dir)
     shapes = kv_shapes(load_reference(model_dir).config, 0, 3)
     for kv_bits in (8, 8 * dtype.itemsize):
-        cache = KVCache(shapes, 0, num_slots=5, max_tokens=7, dtype=dtype, kv_bits=kv_bits)
+        blocks = 5 * blocks_of(23)
+        cache = KVCache(shapes, 0, num_blocks=blocks, dtype=dtype, kv_bits=kv_bits)
         kinds = [spec.layer_kinds[i] for i in range(3)]
-        assert cache.nbytes == sum(layer_kv_bytes(spec, kind, 5, 7, kv_bits) for kind in kinds)
+        assert cache.nbytes == sum(layer_kv_bytes(spec, kind, 5, 23, kv_bits) for kind in kinds)
 
 
 @pytest.mark.parametrize("kv_bits", [4, 16])
 def test_other_widths_are_refused(kv_bits):
     with pytest.raises(SpecError, match="expected 8 or the 32"):
-        KVCache((SHAPE,), 0, num_slots=1, max_tokens=1, dtype=torch.float32, kv_bits=kv_bits)
+        KVCache((SHAPE,), 0, num_blocks=1, dtype=torch.float32, kv_bits=kv_bits)
 
 
 LONG, SHORT, MIDDLE, NEXT = [1, 2, 3, 4, 5, 11, 12, 13, 14], [7, 8], [9, 10, 11, 50, 51], [61]
@@ -166,22 +116,11 @@ CASES = {
 
 
 def _pipeline(model_dir, kv_bits=8):
-    pipeline = Pipeline(model_dir, [0, 2, 3])
-    for i, stage in enumerate(pipeline.stages):
-        shapes = kv_shapes(stage.config, stage.first_layer, stage.end_layer)
-        pipeline.caches[i] = KVCache(
-            shapes,
-            stage.first_layer,
-            num_slots=5,
-            max_tokens=64,
-            dtype=torch.float32,
-            kv_bits=kv_bits,
-        )
-    return pipeline
+    return Pipeline(model_dir, [0, 2, 3], kv_bits=kv_bits)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ragged_rows_and_slots_used_again_change_nothing(tiny_model, case):
+def test_ragged_rows_and_blocks_used_again_change_nothing(tiny_model, case):
     """A sequence's logits are those it has alone, in a fresh cache."""
     family, overrides = CASES[case]
     model_dir = tiny_model(family, seed=1, **overrides)

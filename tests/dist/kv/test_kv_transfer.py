@@ -1,4 +1,4 @@
-"""Keys and values between ranks: whole, in their slots, and waited for by their own rows only."""
+"""Keys and values between ranks: whole, in their blocks, and waited for by their own rows only."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from helpers.ranks import make_split_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmpq.dist.engine.stage import packed_batch_of
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import TokenIndex, token_bytes
+from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVReceiver, KVSender, KVSendLink
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (
@@ -24,12 +25,14 @@ from llmpq.dist.transport.frames import (
     FrameKind,
     FrameLimits,
     Row,
+    assemble,
     decode_header,
     encode_header,
+    encode_tables,
 )
 from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter
 from llmpq.errors import StageError
-from llmpq.models import KVShape, MicroBatch
+from llmpq.models import KVShape
 from llmpq.spec.plan import Handover, handovers_of
 
 torch.set_num_threads(1)
@@ -41,7 +44,7 @@ ROWS, PROMPT, SLOTS, CONTEXT = 2, 6, 5, 9
 def limits(kv_bits: int | None = None) -> FrameLimits:
     return FrameLimits(
         digest=b"12345678",
-        num_slots=SLOTS,
+        num_blocks=SLOTS,
         max_context=CONTEXT,
         prefill_rows=ROWS,
         prefill_tokens=PROMPT,
@@ -53,12 +56,11 @@ def limits(kv_bits: int | None = None) -> FrameLimits:
 
 
 def cache(first: int, end: int, *, is_transient: bool, kv_bits: int | None = None) -> KVCache:
-    slots, tokens = (2 * ROWS, PROMPT) if is_transient else (SLOTS, CONTEXT)
+    blocks = 2 * ROWS if is_transient else SLOTS
     return KVCache(
         SHAPES[first:end],
         first,
-        num_slots=slots,
-        max_tokens=tokens,
+        num_blocks=blocks,
         dtype=torch.float32,
         kv_bits=kv_bits,
     )
@@ -67,24 +69,18 @@ def cache(first: int, end: int, *, is_transient: bool, kv_bits: int | None = Non
 def fill(kept: KVCache, rows: list[Row], seed: int) -> None:
     """Let every layer make keys and values of the rows' prompts."""
     generator = torch.Generator().manual_seed(seed)
-    width = max(row.length for row in rows)
-    batch = MicroBatch(
-        slots=torch.tensor([row.slot for row in rows]),
-        positions=torch.arange(width).expand(len(rows), width),
-        lengths=torch.tensor([row.length for row in rows]),
-    )
+    batch = packed_batch_of(rows)
     view = kept.view(batch)
     for layer, shape in enumerate(SHAPES):
-        size = (len(rows), shape.heads, width, shape.head_dim)
+        size = (1, shape.heads, batch.tokens, shape.head_dim)
         view.update(
             torch.randn(size, generator=generator), torch.randn(size, generator=generator), layer
         )
 
 
 def held(kept: KVCache, layer: int, rows: list[Row]) -> torch.Tensor:
-    return kept.pack(
-        layer, TokenIndex.of([row.slot for row in rows], [row.length for row in rows], kept.device)
-    )
+    tables, lengths = [row.blocks for row in rows], [row.length for row in rows]
+    return kept.pack(layer, kept.index_of(tables, [0] * len(rows), lengths))
 
 
 class Pair:
@@ -105,7 +101,7 @@ class Pair:
 
     def start(self, timeout_s: float = 5.0) -> KVSender:
         self.sender = KVSender(
-            self.made, rows=ROWS, send_links=[self.send_link], timeout_s=timeout_s
+            self.made, buffer_blocks=ROWS, send_links=[self.send_link], timeout_s=timeout_s
         )
         return self.sender
 
@@ -124,10 +120,10 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def rows_of(slots: list[int], lengths: list[int], origin: int) -> list[Row]:
+def rows_of(blocks: list[int], lengths: list[int], origin: int) -> list[Row]:
     return [
-        Row(slot=slot, first=0, length=length, origin=origin)
-        for slot, length in zip(slots, lengths, strict=True)
+        Row(blocks=(block,), first=0, length=length, origin=origin)
+        for block, length in zip(blocks, lengths, strict=True)
     ]
 
 
@@ -137,14 +133,14 @@ def step(rows: list[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_every_layer_arrives_as_it_was_stored_in_the_slots_of_the_decoding_rank(kv_bits):
+def test_every_layer_arrives_as_it_was_stored_in_the_blocks_of_the_decoding_rank(kv_bits):
     pair = Pair(kv_bits=kv_bits)
     sender = pair.start()
     sent = []
     for origin, (slots, lengths) in enumerate([([3, 0], [6, 2]), ([4], [1]), ([1, 2], [3, 3])]):
         rows = rows_of(slots, lengths, origin)
         here = list(sender.acquire(rows))
-        assert [row.slot // ROWS for row in here] == [origin % 2] * len(rows)
+        assert [row.blocks[0] // ROWS for row in here] == [origin % 2] * len(rows)
         fill(pair.made, here, seed=origin)
         sent.append((rows, [held(pair.made, layer, here) for layer in range(3)]))
         sender.release(rows)
@@ -155,12 +151,12 @@ def test_every_layer_arrives_as_it_was_stored_in_the_slots_of_the_decoding_rank(
     pair.close()
 
 
-def test_a_step_waits_for_its_own_slots_and_for_no_others(pair):
+def test_a_step_waits_for_its_own_blocks_and_for_no_others(pair):
     first, second = rows_of([0], [2], origin=0), rows_of([1], [3], origin=1)
     sender = pair.start()
     sender.acquire(first)
     sender.release(first)
-    pair.receiver.acquire(step(first))  # returns although slot 1 is empty
+    pair.receiver.acquire(step(first))  # returns although block 1 is empty
     waited: list[bool] = []
     thread = threading.Thread(
         target=lambda: waited.append(bool(pair.receiver.acquire(step(second))))
@@ -168,14 +164,14 @@ def test_a_step_waits_for_its_own_slots_and_for_no_others(pair):
     thread.start()
     thread.join(timeout=0.05)
     assert thread.is_alive()
-    pair.receiver.acquire(step(first))  # the other slot decodes on meanwhile
+    pair.receiver.acquire(step(first))  # the other row decodes on meanwhile
     sender.acquire(second)
     sender.release(second)
     thread.join(timeout=5)
     assert waited == [True]
 
 
-def test_a_new_owner_of_a_slot_does_not_read_old_values(pair):
+def test_a_new_owner_of_a_block_does_not_read_old_values(pair):
     old, new = rows_of([2], [4], origin=0), rows_of([2], [4], origin=7)
     sender = pair.start()
     sender.acquire(old)
@@ -184,7 +180,7 @@ def test_a_new_owner_of_a_slot_does_not_read_old_values(pair):
     thread = threading.Thread(target=pair.receiver.acquire, args=[step(new)])
     thread.start()
     thread.join(timeout=0.05)
-    assert thread.is_alive(), "the same slot and length, but another owner"
+    assert thread.is_alive(), "the same block and length, but another owner"
     sender.acquire(new)
     sender.release(new)
     thread.join(timeout=5)
@@ -202,7 +198,7 @@ def test_a_prefill_stage_waits_for_the_link_and_names_a_peer_that_takes_nothing(
     writer = FrameWriter(ends[0], limits())
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     send_link = replace(pair.send_link, writer=writer)
-    sender = KVSender(pair.made, rows=ROWS, send_links=[send_link], timeout_s=0.3)
+    sender = KVSender(pair.made, buffer_blocks=ROWS, send_links=[send_link], timeout_s=0.3)
     rows = rows_of([0, 1], [6, 6], origin=0)
     for _ in range(2):  # the next call raises it again
         with pytest.raises(PeerLostError, match=r"stage 0: found no sign of life for 0.3 s") as it:
@@ -258,13 +254,19 @@ def kv_frame(layer: int = 1, tokens: int = 5, width: int | None = None) -> Frame
         (kv_frame(tokens=9), "row"),
         (replace(kv_frame(), micro_batch=8), "origin"),
         (replace(kv_frame(), rows=kv_frame().rows[:1]), "tokens"),
-        (replace(kv_frame(), rows=(kv_frame().rows[0],) * 2), "slots"),
         (replace(kv_frame(), rows=tuple(replace(row, first=1) for row in kv_frame().rows)), "row"),
     ],
 )
 def test_keys_and_values_that_do_not_fit_are_refused(frame, names):
     with pytest.raises(StageError, match=names):
         decode_header(encode_header(frame, limits(), 0), limits(), 0)
+
+
+def test_keys_and_values_of_two_rows_in_one_block_are_refused():
+    frame = replace(kv_frame(), rows=tuple(replace(row, blocks=(3,)) for row in kv_frame().rows))
+    header = decode_header(encode_header(frame, limits(), 0), limits(), 0)
+    with pytest.raises(StageError, match="blocks"):
+        assemble(header, encode_tables(frame), frame.payload, limits())
 
 
 def test_a_ring_takes_no_keys_and_values():

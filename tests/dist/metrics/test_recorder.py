@@ -15,7 +15,7 @@ from llmpq.spec.plan import MicroBatching
 
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=2,
+    num_blocks=2,
     max_context=8,
     prefill_rows=1,
     prefill_tokens=4,
@@ -34,7 +34,7 @@ class Events:
 
 
 def decode(number: int) -> Frame:
-    rows = (Row(slot=1, first=3, length=4),)
+    rows = (Row(blocks=(1,), first=3, length=4),)
     return Frame(kind=FrameKind.DECODE, micro_batch=number, rows=rows, hidden=torch.zeros(1, 1, 4))
 
 

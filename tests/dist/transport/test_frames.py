@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from llmpq.dist.transport.frames import (
     assemble,
     decode_header,
     encode_header,
+    encode_tables,
 )
 from llmpq.errors import StageError
 
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=6,
+    num_blocks=6,
     max_context=40,
     prefill_rows=3,
     prefill_tokens=20,
@@ -39,8 +41,8 @@ def _prefill(rows: int = 2, tokens: int = 4) -> Frame:
     return Frame(
         kind=FrameKind.PREFILL,
         micro_batch=9,
-        rows=tuple(Row(slot=slot, first=0, length=tokens - slot) for slot in range(rows)),
-        hidden=torch.randn(rows, tokens, 8, dtype=torch.bfloat16),
+        rows=tuple(Row(blocks=(slot,), first=0, length=tokens - slot) for slot in range(rows)),
+        hidden=torch.randn(1, sum(tokens - slot for slot in range(rows)), 8, dtype=torch.bfloat16),
     )
 
 
@@ -53,24 +55,26 @@ def _forge(data: bytes, offset: int, layout: str, value: object) -> bytes:
 
 @given(
     kind=st.sampled_from([FrameKind.PREFILL, FrameKind.DECODE]),
-    slots=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
-    tokens=st.integers(1, 20),
+    blocks=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
     micro_batch=st.integers(0, 2**64 - 1),
     sequence=st.integers(0, 2**64 - 1),
     data=st.data(),
 )
-def test_micro_batch_round_trip(kind, slots, tokens, micro_batch, sequence, data):
-    tokens = 1 if kind is FrameKind.DECODE else tokens
+def test_micro_batch_round_trip(kind, blocks, micro_batch, sequence, data):
+    most = 16 if kind is FrameKind.PREFILL else 1
     rows = []
-    for slot in slots:
-        first = data.draw(st.integers(0, LIMITS.max_context - tokens))
-        length = data.draw(st.integers(first + 1, first + tokens))
-        rows.append(Row(slot=slot, first=first, length=length))
-    hidden = torch.randn(len(rows), tokens, 8).to(torch.bfloat16)
+    for block in blocks:
+        count = data.draw(st.integers(1, most))
+        first = data.draw(st.integers(0, 16 - count))
+        rows.append(Row(blocks=(block,), first=first, length=first + count))
+    tokens = sum(row.length - row.first for row in rows)
+    hidden = torch.randn(1, tokens, 8).to(torch.bfloat16)
     sent = Frame(kind=kind, micro_batch=micro_batch, rows=tuple(rows), hidden=hidden)
     raw = encode_header(sent, LIMITS, sequence)
     assert len(raw) == LIMITS.header_bytes
-    got = assemble(decode_header(raw, LIMITS, sequence), sent.payload, LIMITS)
+    header = decode_header(raw, LIMITS, sequence)
+    assert header.tables_bytes == len(encode_tables(sent)) <= LIMITS.max_tables_bytes
+    got = assemble(header, encode_tables(sent), sent.payload, LIMITS)
     assert (got.kind, got.micro_batch, got.rows) == (kind, micro_batch, tuple(rows))
     assert got.hidden is not None
     assert torch.equal(got.hidden, hidden)
@@ -79,7 +83,9 @@ def test_micro_batch_round_trip(kind, slots, tokens, micro_batch, sequence, data
 @pytest.mark.parametrize("text", [b"", b'{"reason": "x"}'])
 def test_control_round_trip(text):
     sent = Frame(kind=FrameKind.STATS, text=text)
-    got = assemble(decode_header(encode_header(sent, LIMITS, 3), LIMITS, 3), sent.payload, LIMITS)
+    got = assemble(
+        decode_header(encode_header(sent, LIMITS, 3), LIMITS, 3), b"", sent.payload, LIMITS
+    )
     assert (got.kind, got.text, got.hidden) == (FrameKind.STATS, text, None)
 
 
@@ -103,12 +109,12 @@ def test_control_round_trip(text):
         (36, "<I", 0, "shape"),
         (40, "<I", 2**31, "hidden"),
         (48, "<Q", 2**40, "payload"),
-        (56, "<I", 6, "slots"),
-        (56, "<I", 1, "slots"),
-        (76, "<I", 0, "slots"),
-        (60, "<I", 37, "row"),
-        (64, "<I", 0, "row"),
-        (64, "<I", 5, "row"),
+        (36, "<I", 6, "payload"),
+        (56, "<I", 4, "row"),
+        (56, "<I", 1, "tokens of the rows"),
+        (60, "<I", 41, "row"),
+        (60, "<I", 0, "row"),
+        (60, "<I", 5, "tokens of the rows"),
     ],
 )
 def test_a_forged_field_is_named(offset, layout, value, names):
@@ -130,7 +136,49 @@ def test_a_payload_of_another_size_is_refused():
     assert payload is not None
     for wrong in (payload[:-1], None):
         with pytest.raises(StageError, match="payload size"):
-            assemble(header, wrong, LIMITS)
+            assemble(header, encode_tables(frame), wrong, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "names"),
+    [
+        (((0,), (6,)), "blocks: found 6"),
+        (((3,), (3,)), "blocks"),
+        (((0,), (1, 2)), "size of the block tables"),
+    ],
+)
+def test_block_tables_that_do_not_fit_are_refused(blocks, names):
+    frame = _prefill()
+    header = decode_header(encode_header(frame, LIMITS, 0), LIMITS, 0)
+    rows = tuple(replace(row, blocks=table) for row, table in zip(frame.rows, blocks, strict=True))
+    with pytest.raises(StageError, match=names):
+        assemble(header, encode_tables(replace(frame, rows=rows)), frame.payload, LIMITS)
+
+
+def test_damaged_block_tables_are_refused():
+    frame = _prefill()
+    header = decode_header(encode_header(frame, LIMITS, 0), LIMITS, 0)
+    for at in range(len(encode_tables(frame))):
+        tables = bytearray(encode_tables(frame))
+        tables[at] ^= 1
+        with pytest.raises(StageError, match="checksum of the block tables"):
+            assemble(header, bytes(tables), frame.payload, LIMITS)
+
+
+def test_rows_may_share_blocks_that_they_only_read():
+    limits = replace(LIMITS, mixed_rows=3, mixed_tokens=9)
+    rows = (
+        Row(blocks=(5, 0), first=16, length=21, origin=2),
+        Row(blocks=(5, 3), first=18, length=19),
+        Row(blocks=(1,), first=0, length=3),
+    )
+    hidden = torch.randn(1, 9, 8).to(torch.bfloat16)
+    sent = Frame(kind=FrameKind.MIXED, micro_batch=1, rows=rows, hidden=hidden)
+    header = decode_header(encode_header(sent, limits, 0), limits, 0)
+    got = assemble(header, encode_tables(sent), sent.payload, limits)
+    assert (got.kind, got.rows) == (FrameKind.MIXED, rows)
+    with pytest.raises(StageError, match="shape"):
+        decode_header(encode_header(sent, LIMITS, 0), LIMITS, 0)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +203,7 @@ def test_mutated_headers_raise_only_stage_errors(count, seed):
             continue
         accepted += 1
         rows, tokens, hidden = header.shape
-        assert header.payload_bytes == rows * tokens * hidden * 2 <= 3 * 20 * 8 * 2
-        assert all(row.slot < 6 and row.length <= 40 for row in header.frame.rows)
+        assert header.payload_bytes == tokens * hidden * 2 <= 3 * 20 * 8 * 2
+        assert rows == len(header.frame.rows) <= 3
+        assert all(row.length <= 40 for row in header.frame.rows)
     assert accepted > 0

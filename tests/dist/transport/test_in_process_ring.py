@@ -14,7 +14,7 @@ from llmpq.errors import StageError
 
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=2,
+    num_blocks=2,
     max_context=8,
     prefill_rows=1,
     prefill_tokens=4,
@@ -32,7 +32,7 @@ def _decode(number: int) -> Frame:
     return Frame(
         kind=FrameKind.DECODE,
         micro_batch=number,
-        rows=(Row(slot=1, first=3, length=4),),
+        rows=(Row(blocks=(1,), first=3, length=4),),
         hidden=torch.full((1, 1, 4), float(number)),
     )
 

@@ -23,7 +23,7 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=2,
+    num_blocks=2,
     max_context=8,
     prefill_rows=1,
     prefill_tokens=4,

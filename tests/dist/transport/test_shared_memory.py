@@ -14,7 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.dist.kv.blocks import slot_blocks
+from llmpq.dist.transport.frames import (
+    Frame,
+    FrameKind,
+    FrameLimits,
+    Row,
+    encode_header,
+    encode_tables,
+)
 from llmpq.dist.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
 from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter, LinkClosedError
 from llmpq.errors import StageError
@@ -24,7 +32,7 @@ from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES
 HIDDEN = 256
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=4,
+    num_blocks=4 * 38,
     max_context=600,
     prefill_rows=4,
     prefill_tokens=512,
@@ -76,8 +84,11 @@ def frame(number: int, tokens: int = 512, rows: int = 4) -> Frame:
     return Frame(
         kind=FrameKind.PREFILL,
         micro_batch=number,
-        rows=tuple(Row(slot=slot, first=0, length=tokens) for slot in range(rows)),
-        hidden=torch.randn(rows, tokens, HIDDEN, generator=generator),
+        rows=tuple(
+            Row(blocks=slot_blocks(slot, 600, tokens), first=0, length=tokens)
+            for slot in range(rows)
+        ),
+        hidden=torch.randn(1, rows * tokens, HIDDEN, generator=generator),
     )
 
 
@@ -178,7 +189,7 @@ def test_a_buffer_that_is_not_the_next_is_refused(link, buffer):
     link.take()
     link.writer.write(frame(1))
     link.take()  # both buffers were used once: the first comes next
-    link.into.sendall(encode_header(frame(2), LIMITS, 2, buffer))
+    link.into.sendall(encode_header(frame(2), LIMITS, 2, buffer) + encode_tables(frame(2)))
     with pytest.raises(StageError, match="buffer"):
         link.take()
 
@@ -201,7 +212,8 @@ def offered(descriptor: int) -> None:
     """Offer memory with the first header of a link."""
     into, out = socket.socketpair()
     reader = FrameReader(out, LIMITS, timeout_s=1.0, is_shared=True)
-    socket.send_fds(into, [encode_header(frame(0), LIMITS, 0, 1)], [descriptor])
+    header = encode_header(frame(0), LIMITS, 0, 1) + encode_tables(frame(0))
+    socket.send_fds(into, [header], [descriptor])
     try:
         reader.read(is_waiting=True)
     finally:

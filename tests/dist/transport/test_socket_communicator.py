@@ -15,8 +15,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.transport.errors import PeerLostError
-from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row, encode_header
+from llmpq.dist.transport.frames import (
+    Frame,
+    FrameKind,
+    FrameLimits,
+    Row,
+    encode_header,
+    encode_tables,
+)
 from llmpq.dist.transport.socket_communicator import (
     FrameReader,
     LinkClosedError,
@@ -26,7 +34,7 @@ from llmpq.errors import StageError
 
 LIMITS = FrameLimits(
     digest=b"12345678",
-    num_slots=4,
+    num_blocks=4 * 38,
     max_context=600,
     prefill_rows=4,
     prefill_tokens=512,
@@ -77,8 +85,11 @@ def prefill(number: int, rows: int = 4, tokens: int = 512) -> Frame:
     return Frame(
         kind=FrameKind.PREFILL,
         micro_batch=number,
-        rows=tuple(Row(slot=slot, first=0, length=tokens) for slot in range(rows)),
-        hidden=torch.randn(rows, tokens, 256, generator=generator),
+        rows=tuple(
+            Row(blocks=slot_blocks(slot, 600, tokens), first=0, length=tokens)
+            for slot in range(rows)
+        ),
+        hidden=torch.randn(1, rows * tokens, 256, generator=generator),
     )
 
 
@@ -86,15 +97,15 @@ def decode(number: int, rows: int = 2) -> Frame:
     return Frame(
         kind=FrameKind.DECODE,
         micro_batch=number,
-        rows=tuple(Row(slot=slot, first=3, length=4) for slot in range(rows)),
-        hidden=torch.full((rows, 1, 256), float(number)),
+        rows=tuple(Row(blocks=(slot,), first=3, length=4) for slot in range(rows)),
+        hidden=torch.full((1, rows, 256), float(number)),
     )
 
 
 def wire(frame: Frame, sequence: int, limits: FrameLimits = LIMITS) -> bytes:
     payload = frame.payload
     data = b"" if payload is None else payload.numpy().tobytes()
-    return encode_header(frame, limits, sequence) + data
+    return encode_header(frame, limits, sequence) + encode_tables(frame) + data
 
 
 def test_frames_larger_than_the_kernel_takes_arrive_whole_and_in_order(ends):

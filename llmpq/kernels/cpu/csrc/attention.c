@@ -1,31 +1,46 @@
-/* Attention of one new token a row, straight on the slots of a cache of keys and values.
+/* Attention of single tokens on the blocks of a cache of keys and values.
  *
- * Every row reads as many tokens as it has, wherever its slot is; nothing is gathered, repeated or
- * masked. The queries of a group share each key and value that is read. The new key and value are
- * put into the slot by the same call. Sums, the softmax (online: Milakov and Gimelshein 2018) and
- * its weights are float32 whatever is stored; 8-bit codes are scaled once a token, not once a number. */
+ * A sequence's token at position p lies in block table[p / tokens of a block]. Each query reads the
+ * blocks of its own sequence up to its position; nothing is gathered, repeated or masked. The queries
+ * of a group share each key and value that is read. New keys and values are put into their blocks by
+ * the same call, or by kernels_store before. Sums, the softmax (online: Milakov and Gimelshein 2018)
+ * and its weights are float32 whatever is stored; 8-bit codes are scaled once a token, not once a
+ * number. */
 #include "kernels.h"
 #ifdef __AVX512F__
 #include <math.h>
 
-enum { STEP = 64, QUERIES = 4, MOST_DIM = 256, TYPE_INT8 = 3 };
+enum { LANES = 16, STEP = 64, RUNS = STEP / LANES, QUERIES = 4, MOST_DIM = 256, TYPE_INT8 = 3 };
 
 typedef struct {
-    const void *query;                   /* [rows, heads, dim] by strides, of `type` */
-    void *out;                           /* [rows, heads, dim], of `type` */
-    const void *new_key, *new_value;     /* [rows, kv_heads, dim] by strides, of `type` */
-    void *keys, *values;                 /* [slots, kv_heads, tokens, dim] by strides, of `stored` */
-    void *key_scales, *value_scales;     /* bf16 [slots, kv_heads, tokens], for 8-bit codes alone */
-    const int64_t *slots, *lengths;      /* [rows]; a length counts the new token */
-    int64_t rows, kv_heads, group, dim;
-    int64_t query_row, query_head, key_row, key_head, value_row, value_head; /* in numbers */
-    int64_t slot_stride, head_stride;                                        /* in numbers */
-    int64_t window; /* tokens a query sees, 0 for all */
-    const float *bias; /* [heads, tokens] by a stride, added to the scaled scores; NULL for none */
-    int64_t bias_head; /* in numbers */
-    float scaling;
-    int32_t type, stored, threads;
+    const void *query;                   /* [tokens, heads, dim] by strides, of `type` */
+    void *out;                           /* [tokens, heads, dim], of `type` */
+    const void *new_key, *new_value;     /* [tokens, kv_heads, dim] by strides, of `type` */
+    void *keys, *values;                 /* [blocks, kv_heads, block, dim] by strides, of `stored` */
+    void *key_scales, *value_scales;     /* bf16 [blocks, kv_heads, block], for 8-bit codes alone */
+    const int32_t *tables;               /* the block tables of all sequences */
+    const int64_t *starts, *lengths;     /* of each token: its table in `tables`; its position + 1 */
+    const int64_t *chosen;               /* the tokens of this call; NULL for all */
+    int64_t count, kv_heads, group, dim, block_bits; /* a block has 2^block_bits tokens */
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* in numbers */
+    int64_t block_stride, head_stride;   /* in numbers */
+    int64_t window;                      /* tokens a query sees, 0 for all */
+    const float *bias;                   /* [heads, positions] by a stride, added to the scores */
+    int64_t bias_head;                   /* in numbers */
+    const float *sinks;                  /* [heads], one more score each, without a value */
+    float scaling, softcap;              /* scores are capped to +-softcap, 0 for no cap */
+    int32_t type, stored, threads, stores; /* stores: whether new keys and values are put down */
 } Attention;
+
+/* Where 16 tokens from position `at` (a multiple of 16) of a head begin. */
+INLINE int64_t place_of(const Attention *a, const int32_t *table, int64_t head, int64_t at) {
+    int64_t inside = at & (((int64_t)1 << a->block_bits) - 1);
+    return table[at >> a->block_bits] * a->block_stride + head * a->head_stride + inside * a->dim;
+}
+
+INLINE int64_t token_of(const Attention *a, int64_t item) {
+    return a->chosen ? a->chosen[item] : item;
+}
 
 INLINE v16f load_stored(const void *from, int64_t at, const int type) {
     if (type != TYPE_INT8) return load_typed(from, at, type);
@@ -86,6 +101,14 @@ static void keep(const Attention *a, const void *new, int64_t from, void *store,
         store_typed(store, to + k, load_typed(new, from + k, a->type), a->stored);
 }
 
+static void keep_token(const Attention *a, int64_t token, int64_t head) {
+    int64_t at = a->lengths[token] - 1, inside = at & (LANES - 1);
+    int64_t to = place_of(a, a->tables + a->starts[token], head, at - inside) + inside * a->dim;
+    keep(a, a->new_key, token * a->key_token + head * a->key_head, a->keys, to, a->key_scales);
+    keep(a, a->new_value, token * a->value_token + head * a->value_head, a->values, to,
+         a->value_scales);
+}
+
 /* ---- softmax --------------------------------------------------------------------------------- */
 
 /* e^x for x <= 0, within two units of the last place (Cephes); NaN stays NaN. */
@@ -101,6 +124,15 @@ INLINE v16f exponential(v16f x) {
     p = p * r + 5.0000001201e-1f;
     v16f y = p * (r * r) + r + 1.0f;
     return y * (v16f)((__builtin_convertvector(n, v16i) + 127) << 23);
+}
+
+/* cap * tanh(x / cap) */
+INLINE v16f capped(v16f x, float cap) {
+    v16f doubled = x * (-2 / cap);
+    v16i flips = doubled > 0;
+    v16f low = (v16f)((flips & (v16i)-doubled) | (~flips & (v16i)doubled));
+    v16f e = exponential(low), y = (1 - e) / (1 + e) * cap;
+    return (v16f)((flips & (v16i)-y) | (~flips & (v16i)y));
 }
 
 INLINE float lanes_most(v16f v) {
@@ -181,77 +213,105 @@ INLINE void score16(const Attention *a, const float (*query)[MOST_DIM], int64_t 
     }
     for (int q = 0; q < n; q++) {
         store_floats(score[q], fold(folded[q], 1));
-        for (int64_t t = left; t < 16; t++) score[q][t] = -INFINITY;
+        for (int64_t t = left; t < LANES; t++) score[q][t] = -INFINITY;
     }
 }
 
-INLINE void add_values(const Attention *a, int64_t at, int64_t count, const float (*share)[STEP],
-                       float (*total)[MOST_DIM], const int n, const int wide, int64_t k,
-                       const int type) {
+/* Adds the values of the tokens [skip, count) of a step, 16 at each place of `at`. */
+INLINE void add_values(const Attention *a, const int64_t *at, int64_t skip, int64_t count,
+                       const float (*share)[STEP], float (*total)[MOST_DIM], const int n,
+                       const int wide, int64_t k, const int type) {
     v16f sum[QUERIES][4];
     for (int q = 0; q < n; q++)
         for (int j = 0; j < wide; j++) sum[q][j] = load_floats(total[q] + k + 16 * j);
-    for (int64_t t = 0; t < count; t++)
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t place = at[first / LANES] + k, end = count - first < LANES ? count - first : LANES;
+        for (int64_t t = first ? 0 : skip; t < end; t++)
 #pragma GCC unroll 4
-        for (int j = 0; j < wide; j++) {
-            v16f value = load_stored(a->values, at + t * a->dim + k + 16 * j, type);
+            for (int j = 0; j < wide; j++) {
+                v16f value = load_stored(a->values, place + t * a->dim + 16 * j, type);
 #pragma GCC unroll 4
-            for (int q = 0; q < n; q++) sum[q][j] += value * share[q][t];
-        }
+                for (int q = 0; q < n; q++) sum[q][j] += value * share[q][first + t];
+            }
+    }
     for (int q = 0; q < n; q++)
         for (int j = 0; j < wide; j++) store_floats(total[q] + k + 16 * j, sum[q][j]);
 }
 
-INLINE void attend(const Attention *a, int64_t row, int64_t kv_head, int64_t first, const int n,
+INLINE void scale_scores(const void *scales, const Attention *a, const int64_t *at, int64_t count,
+                         float *score) {
+    for (int64_t i = 0; i < count; i++)
+        score[i] *= scale_of(scales, at[i / LANES] / a->dim + i % LANES);
+}
+
+/* The beginning of a block is fetched ahead; the processor itself follows from there. */
+INLINE void fetch(const Attention *a, int64_t at, const int type) {
+    const int64_t bytes = type == TYPE_INT8 ? 1 : type == TYPE_F32 ? 4 : 2;
+    for (int line = 0; line < 16; line++) {
+        __builtin_prefetch((const char *)a->keys + at * bytes + 64 * line);
+        __builtin_prefetch((const char *)a->values + at * bytes + 64 * line);
+    }
+}
+
+INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t first, const int n,
                    const int type) {
     float query[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float total[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float score[QUERIES][STEP] __attribute__((aligned(64)));
     float most[QUERIES], weight[QUERIES];
-    int64_t head = kv_head * a->group + first;
+    int64_t head = kv_head * a->group + first, at[RUNS];
     for (int q = 0; q < n; q++) {
-        int64_t from = row * a->query_row + (head + q) * a->query_head;
+        int64_t from = token * a->query_token + (head + q) * a->query_head;
         for (int64_t k = 0; k < a->dim; k += 16) {
             store_floats(query[q] + k, load_typed(a->query, from + k, a->type) * a->scaling);
             store_floats(total[q] + k, (v16f){0});
         }
-        most[q] = -INFINITY, weight[q] = 0;
+        most[q] = a->sinks ? a->sinks[head + q] : -INFINITY;
+        weight[q] = a->sinks ? 1 : 0;
     }
-    int64_t base = a->slots[row] * a->slot_stride + kv_head * a->head_stride;
-    int64_t end = a->lengths[row], start = a->window && end > a->window ? end - a->window : 0;
-    for (int64_t t = start; t < end; t += STEP) {
-        int64_t count = end - t < STEP ? end - t : STEP, at = base + t * a->dim;
-        for (int64_t u = 0; u < count; u += 16)
-            score16(a, query, at + u * a->dim, count - u, (float (*)[STEP])(score[0] + u), n, type);
+    const int32_t *table = a->tables + a->starts[token];
+    int64_t end = a->lengths[token], start = a->window && end > a->window ? end - a->window : 0;
+    for (int64_t t = start & ~(int64_t)(LANES - 1); t < end; t += STEP) {
+        int64_t count = end - t < STEP ? end - t : STEP, skip = t < start ? start - t : 0;
+        for (int64_t u = 0; u < count; u += LANES) at[u / LANES] = place_of(a, table, kv_head, t + u);
+        for (int64_t u = t + STEP; u < end && u < t + 2 * STEP; u += LANES)
+            fetch(a, place_of(a, table, kv_head, u), type);
+        for (int64_t u = 0; u < count; u += LANES) {
+            score16(a, query, at[u / LANES], count - u, (float (*)[STEP])(score[0] + u), n, type);
+        }
         for (int q = 0; q < n; q++) {
-            if (type == TYPE_INT8)
-                for (int i = 0; i < count; i++) score[q][i] *= scale_of(a->key_scales, at / a->dim + i);
+            if (type == TYPE_INT8) scale_scores(a->key_scales, a, at, count, score[q]);
+            if (a->softcap)
+                for (int64_t i = 0; i < count; i += LANES)
+                    store_floats(score[q] + i, capped(load_floats(score[q] + i), a->softcap));
             if (a->bias)
                 for (int i = 0; i < count; i++) score[q][i] += a->bias[(head + q) * a->bias_head + t + i];
+            for (int64_t i = 0; i < skip; i++) score[q][i] = -INFINITY;
+            if (a->softcap) /* a cap lifts what is not there to -cap */
+                for (int64_t i = count; i % LANES; i++) score[q][i] = -INFINITY;
             float shrink = weigh(score[q], count, &most[q], &weight[q]);
             if (shrink != 1)
                 for (int64_t k = 0; k < a->dim; k++) total[q][k] *= shrink;
-            if (type == TYPE_INT8)
-                for (int i = 0; i < count; i++) score[q][i] *= scale_of(a->value_scales, at / a->dim + i);
+            if (type == TYPE_INT8) scale_scores(a->value_scales, a, at, count, score[q]);
         }
         int64_t k = 0;
-        for (; k + 64 <= a->dim; k += 64) add_values(a, at, count, score, total, n, 4, k, type);
-        for (; k < a->dim; k += 16) add_values(a, at, count, score, total, n, 1, k, type);
+        for (; k + 64 <= a->dim; k += 64) add_values(a, at, skip, count, score, total, n, 4, k, type);
+        for (; k < a->dim; k += 16) add_values(a, at, skip, count, score, total, n, 1, k, type);
     }
     for (int q = 0; q < n; q++)
         for (int64_t k = 0; k < a->dim; k += 16) {
-            int64_t to = (row * a->kv_heads * a->group + head + q) * a->dim + k;
+            int64_t to = (token * a->kv_heads * a->group + head + q) * a->dim + k;
             store_typed(a->out, to, load_floats(total[q] + k) / weight[q], a->type);
         }
 }
 
 #define ATTEND(TYPE)                                                                             \
-    static void attend_##TYPE(const Attention *a, int64_t row, int64_t head) {                   \
+    static void attend_##TYPE(const Attention *a, int64_t token, int64_t head) {                 \
         int64_t q = 0;                                                                           \
-        for (; q + 4 <= a->group; q += 4) attend(a, row, head, q, 4, TYPE);                      \
-        if (a->group - q == 3) attend(a, row, head, q, 3, TYPE);                                 \
-        if (a->group - q == 2) attend(a, row, head, q, 2, TYPE);                                 \
-        if (a->group - q == 1) attend(a, row, head, q, 1, TYPE);                                 \
+        for (; q + 4 <= a->group; q += 4) attend(a, token, head, q, 4, TYPE);                      \
+        if (a->group - q == 3) attend(a, token, head, q, 3, TYPE);                                 \
+        if (a->group - q == 2) attend(a, token, head, q, 2, TYPE);                                 \
+        if (a->group - q == 1) attend(a, token, head, q, 1, TYPE);                                 \
     }
 ATTEND(TYPE_F32) ATTEND(TYPE_F16) ATTEND(TYPE_BF16) ATTEND(TYPE_INT8)
 
@@ -261,16 +321,58 @@ static const Attend attends[] = {attend_TYPE_F32, attend_TYPE_F16, attend_TYPE_B
 
 static void attend_part(void *data, int64_t item) {
     const Attention *a = data;
-    int64_t row = item / a->kv_heads, head = item % a->kv_heads;
-    int64_t newest = a->slots[row] * a->slot_stride + head * a->head_stride +
-                     (a->lengths[row] - 1) * a->dim;
-    keep(a, a->new_key, row * a->key_row + head * a->key_head, a->keys, newest, a->key_scales);
-    keep(a, a->new_value, row * a->value_row + head * a->value_head, a->values, newest,
-         a->value_scales);
-    attends[a->stored](a, row, head);
+    int64_t token = token_of(a, item / a->kv_heads), head = item % a->kv_heads;
+    if (a->stores) keep_token(a, token, head);
+    attends[a->stored](a, token, head);
 }
 
 void kernels_attend(const Attention *a) {
-    run_parts(attend_part, (void *)a, a->rows * a->kv_heads, a->threads);
+    run_parts(attend_part, (void *)a, a->count * a->kv_heads, a->threads);
+}
+
+/* ---- whole sequences ------------------------------------------------------------------------- */
+
+static void store_part(void *data, int64_t item) {
+    const Attention *a = data;
+    for (int64_t head = 0; head < a->kv_heads; head++) keep_token(a, token_of(a, item), head);
+}
+
+/* Puts the new keys and values of the tokens of a call into their blocks. */
+void kernels_store(const Attention *a) {
+    run_parts(store_part, (void *)a, a->count, a->threads);
+}
+
+INLINE void read_run(const Attention *a, const void *stored, const void *scales, int64_t from,
+                     void *out, int64_t to, int64_t count) {
+    if (a->stored != TYPE_INT8) {
+        int64_t bytes = a->stored == TYPE_F32 ? 4 : 2;
+        memcpy((char *)out + to * bytes, (const char *)stored + from * bytes, count * a->dim * bytes);
+        return;
+    }
+    for (int64_t t = 0; t < count; t++) {
+        float scale = scale_of(scales, from / a->dim + t);
+        for (int64_t k = 0; k < a->dim; k += 16) {
+            int64_t i = t * a->dim + k;
+            store_typed(out, to + i, load_stored(stored, from + i, TYPE_INT8) * scale, a->type);
+        }
+    }
+}
+
+/* Reads all keys and values of the sequence of token `chosen[0]`, up to that token: `query` is
+ * [kv_heads, length, dim] of `type` for the keys, `out` the same for the values. */
+static void read_part(void *data, int64_t item) {
+    const Attention *a = data;
+    int64_t token = token_of(a, 0), length = a->lengths[token];
+    int64_t runs = (length + LANES - 1) / LANES, head = item / runs, at = item % runs * LANES;
+    int64_t count = length - at < LANES ? length - at : LANES;
+    int64_t from = place_of(a, a->tables + a->starts[token], head, at);
+    int64_t to = (head * length + at) * a->dim;
+    read_run(a, a->keys, a->key_scales, from, (void *)a->query, to, count);
+    read_run(a, a->values, a->value_scales, from, a->out, to, count);
+}
+
+void kernels_read(const Attention *a) {
+    int64_t runs = (a->lengths[token_of(a, 0)] + LANES - 1) / LANES;
+    run_parts(read_part, (void *)a, runs * a->kv_heads, a->threads);
 }
 #endif

@@ -1,0 +1,205 @@
+"""Attention of single tokens on blocks against torch's own, row by row."""
+
+import math
+
+import pytest
+import torch
+
+from llmpq.kernels.cpu.paged_attention import PagedCall, PagedHeads, can_attend
+
+pytestmark = pytest.mark.skipif(
+    not can_attend(torch.float32, torch.float32, 32, 16), reason="no C compiler"
+)
+CLOSE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def _expected(query, keys, values, length, window, scaling):
+    """One row in float64: query [H, d], keys [h, T, d]."""
+    group = query.shape[0] // keys.shape[0]
+    first = max(0, length - window) if window else 0
+    keys = keys[:, first:length].double().repeat_interleave(group, 0)
+    values = values[:, first:length].double().repeat_interleave(group, 0)
+    scores = torch.einsum("hd,htd->ht", query.double(), keys) * scaling
+    return torch.einsum("ht,htd->hd", scores.softmax(-1), values)
+
+
+def _call(block_tables, lengths):
+    """A decode call of rows with so many tokens, the new one included."""
+    return PagedCall(block_tables, [length - 1 for length in lengths], [1] * len(lengths))
+
+
+def _dense(blocks, table):
+    """The tokens of a row, ``[h, T, d]``, from ``[blocks, h, B, d]``."""
+    return blocks[list(table)].transpose(0, 1).flatten(1, 2)
+
+
+def _tables(lengths, block_size, seed):
+    """Blocks of each row in random order."""
+    counts = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
+    return [tuple(part.tolist()) for part in order.split(counts)]
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(12, 4, 64), (4, 4, 16), (10, 2, 80), (7, 1, 128)]
+)
+@pytest.mark.parametrize("window", [None, 20])
+def test_each_row_attends_to_its_own_tokens(dtype, heads, kv_heads, dim, window, block_size):
+    torch.manual_seed(heads)
+    lengths = [1, 17, 200, 64]
+    tables = _tables(lengths, block_size, heads)
+    blocks = sum(map(len, tables))
+    keys, values = (torch.randn(blocks, kv_heads, block_size, dim).to(dtype) for _ in range(2))
+    before = keys.clone()
+    query = (torch.randn(1, 4, heads, dim) * 2).to(dtype).transpose(1, 2)
+    new = tuple(torch.randn(1, 4, kv_heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
+
+    made = _call(tables, lengths).attend(
+        query, new, PagedHeads(keys=keys, values=values), scaling=0.3, window=window, stores=True
+    )
+
+    assert made.shape == (1, 4, heads, dim)
+    assert made.dtype == dtype
+    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        key, value = _dense(keys, table), _dense(values, table)
+        assert torch.equal(key[:, length - 1], new[0][0, :, row])
+        assert torch.equal(value[:, length - 1], new[1][0, :, row])
+        place = table[(length - 1) // block_size], slice(None), (length - 1) % block_size
+        before[place] = new[0][0, :, row]
+        right = _expected(query[0, :, row], key, value, length, window, 0.3)
+        assert (made[0, row].double() - right).abs().max() <= CLOSE[dtype] * max(
+            1.0, right.abs().max().item()
+        )
+    assert torch.equal(keys, before)  # nothing but the new tokens was written
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+def test_tokens_of_a_chunk_attend_as_single_ones(stored):
+    torch.manual_seed(1)
+    starts, counts = [0, 30, 5], [3, 9, 1]
+    tables = _tables([3, 39, 6], 16, 1)
+    size = (sum(map(len, tables)), 2, 16, 32)
+    scales = [torch.rand(size[:3]).bfloat16() for _ in range(2)] if stored == torch.int8 else []
+    together, alone = (
+        PagedHeads(
+            keys=torch.full(size, 3).to(stored),
+            values=torch.full(size, 2).to(stored),
+            **dict(zip(("key_scales", "value_scales"), [s.clone() for s in scales], strict=False)),
+        )
+        for _ in range(2)
+    )
+    query, (key, value) = torch.randn(1, 4, 13, 32), torch.randn(2, 1, 2, 13, 32)
+
+    call = PagedCall(tables, starts, counts)
+    call.store((key, value), together)
+    made = call.attend(query, (key, value), together, scaling=0.2)
+
+    token = 0
+    for table, start, count in zip(tables, starts, counts, strict=True):
+        for position in range(start, start + count):
+            own = slice(token, token + 1)
+            one = PagedCall([table], [position], [1]).attend(
+                query[:, :, own], (key[:, :, own], value[:, :, own]), alone, scaling=0.2,
+                stores=True,
+            )  # fmt: skip
+            assert torch.equal(made[:, own], one)
+            token += 1
+    assert torch.equal(together.keys, alone.keys)
+    assert torch.equal(together.values, alone.values)
+
+    chosen = torch.tensor([12, 4])
+    out = torch.zeros_like(made)
+    call.attend(query, (key, value), together, scaling=0.2, chosen=chosen, out=out)
+    assert torch.equal(out[:, chosen], made[:, chosen])
+    assert int((out != 0).any(-1).any(-1).sum()) == 2
+
+    last, whole = call.read(11, together, torch.float32), _dense(together.keys, tables[1])[:, :39]
+    if stored == torch.int8:
+        whole = whole * _dense(together.key_scales, tables[1])[:, :39, None].float()
+    assert torch.equal(last[0][0], whole.float())
+
+
+def test_what_follows_in_a_block_is_never_read():
+    keys, values = (torch.full((3, 1, 16, 16), math.nan) for _ in range(2))
+    keys[1, :, :9], values[1, :, :9] = 1.0, 2.0
+    new = tuple(torch.ones(1, 1, 1, 16) for _ in range(2))
+
+    made = _call([(1, 0)], [9]).attend(
+        torch.ones(1, 1, 1, 16), new, PagedHeads(keys=keys, values=values), scaling=1.0, stores=True
+    )
+
+    assert torch.allclose(made, torch.full((1, 1, 1, 16), (8 * 2.0 + 1.0) / 9))
+
+
+def test_what_is_before_the_window_is_never_read():
+    keys, values = (torch.full((2, 1, 16, 16), math.nan) for _ in range(2))
+    keys[0, :, 9:], values[0, :, 9:], keys[1], values[1] = 1.0, 2.0, 1.0, 2.0
+    new = tuple(torch.ones(1, 1, 1, 16) for _ in range(2))
+
+    made = _call([(0, 1)], [24]).attend(
+        torch.ones(1, 1, 1, 16), new, PagedHeads(keys=keys, values=values), scaling=1.0, window=15,
+        stores=True,
+    )  # fmt: skip
+
+    assert torch.allclose(made, torch.full((1, 1, 1, 16), (14 * 2.0 + 1.0) / 15))
+
+
+def test_a_number_that_is_none_stays_one():
+    keys, values = (torch.zeros(6, 1, 16, 16) for _ in range(2))
+    keys[1, 0, 4, 3] = math.nan
+    new = tuple(torch.ones(1, 1, 2, 16) for _ in range(2))
+
+    made = _call([(0, 1, 2), (3, 4, 5)], [40, 40]).attend(
+        torch.ones(1, 1, 2, 16), new, PagedHeads(keys=keys, values=values), scaling=1.0, stores=True
+    )
+
+    assert made[0, 0].isnan().all()
+    assert made[0, 1].isfinite().all()
+
+
+def test_far_scores_neither_overflow_nor_vanish():
+    keys, values = torch.zeros(9, 1, 16, 16), torch.zeros(9, 1, 16, 16)
+    flat = keys.view(-1, 16)
+    flat[:130, 0] = torch.linspace(-500, 400, 130)
+    values.view(-1, 16)[128] = 7.0
+    new = (flat[128].clone().view(1, 1, 1, 16), values.view(-1, 16)[128].clone().view(1, 1, 1, 16))
+    query = torch.zeros(1, 1, 1, 16)
+    query[..., 0] = 1.0
+
+    made = _call([range(9)], [129]).attend(
+        query, new, PagedHeads(keys=keys, values=values), scaling=1.0, stores=True
+    )
+
+    dense = [_dense(part, range(9)) for part in (keys, values)]
+    right = _expected(query[0, :, 0], *dense, 129, None, 1.0)
+    assert torch.allclose(made[0, 0].double(), right, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_bias_of_the_keys_is_added_to_the_scores_of_its_head(window):
+    torch.manual_seed(3)
+    lengths = [77, 130]
+    tables = _tables(lengths, 16, 3)
+    keys, values = (torch.randn(sum(map(len, tables)), 2, 16, 16) for _ in range(2))
+    query = torch.randn(1, 6, 2, 16)
+    new = tuple(torch.randn(1, 2, 2, 16) for _ in range(2))
+    bias = torch.randn(6, 200)[:, :131] * 3
+    call, heads = _call(tables, lengths), PagedHeads(keys=keys, values=values)
+
+    made = call.attend(query, new, heads, scaling=0.3, window=window, bias=bias, stores=True)
+    plain = call.attend(query, new, heads, scaling=0.3, window=window)
+
+    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        # A further part of queries and keys whose product is the bias.
+        for head in range(6):
+            one = torch.cat((query[0, head, row] * 0.3, torch.ones(1)))[None]  # [1, d + 1]
+            own = _dense(keys, table)[head // 3, :length]
+            key = torch.cat((own, bias[head, :length, None]), 1)
+            value = _dense(values, table)[head // 3, :length]
+            right = _expected(one, key[None], value[None], length, window, 1.0)[0]
+            assert (made[0, row, head].double() - right).abs().max() <= 2e-6 * 4
+    assert not torch.allclose(made, plain, atol=0.1)
+    unbiased = _call(tables, lengths).attend(query, new, heads, scaling=0.3, window=window)
+    assert torch.equal(plain, unbiased)
