@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.errors import SpecError
-from llmpq.models import MicroBatch, load_config
+from llmpq.models import load_config
 from llmpq.quant import QuantLinear
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
 from llmpq.quant.loading.loader import load_master, load_stage
@@ -45,8 +45,8 @@ def logits(model_dir, token_ids):
     stage = load_stage(model_dir, 0, count, None, dtype=torch.float32, device="cpu")
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
     rows, width = token_ids.shape
-    batch = MicroBatch.build(range(rows), [0] * rows, [width] * rows)
-    return master.logits(stage(master.embed(token_ids, batch.positions), batch)[:, -1])
+    hidden = master.embed(token_ids, torch.arange(width).expand(rows, -1))
+    return master.logits(stage.run_whole(hidden)[:, -1])
 
 
 def dequantized_copy(model_dir, output):

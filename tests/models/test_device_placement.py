@@ -12,7 +12,7 @@ from llmpq.models import DecoderStage, Master, PackedBatch, build_layer, kv_shap
 
 ELSEWHERE = torch.device("meta")
 # Experts choose their tokens by value, and the meta device has none.
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("gpt_oss", "jetmoe", "mixtral", "qwen3_moe")
 FAMILIES = sorted(set(make_tiny_model_script().FAMILIES) - set(MIXTURES))
 LAYERS = 2
 STEPS = {

@@ -222,7 +222,7 @@ def forged(frame: Frame, offset: int, layout: str, value: object) -> bytes:
         (forged(decode(0), 48, "<Q", 2 * 256 * 4 + 4), "payload bytes"),
         (forged(decode(0), 48, "<Q", 2 * 256 * 4 - 4), "payload bytes"),
         (forged(decode(0), 6, "<B", 2), "dtype"),
-        (forged(prefill(0), 36, "<I", 513), "shape"),
+        (forged(prefill(0), 36, "<I", 2049), "shape"),
         (wire(decode(0), 1), "sequence number"),
         (wire(decode(0), 0)[:-4] + wire(decode(1), 1), "checksum|magic"),
         (wire(decode(0), 0) + b"\0" * 4 + wire(decode(1), 1), "checksum"),
