@@ -57,7 +57,7 @@ def test_each_row_attends_to_its_own_tokens(dtype, heads, kv_heads, dim, window,
     new = tuple(torch.randn(1, 4, kv_heads, dim).to(dtype).transpose(1, 2) for _ in range(2))
 
     made = _call(tables, lengths).attend(
-        query, new, PagedHeads(keys=keys, values=values), scaling=0.3, window=window, stores=True
+        query, PagedHeads(keys=keys, values=values), scaling=0.3, window=window, new=new
     )
 
     assert made.shape == (1, 4, heads, dim)
@@ -94,15 +94,14 @@ def test_tokens_of_a_chunk_attend_as_single_ones(stored):
 
     call = PagedCall(tables, starts, counts)
     call.store((key, value), together)
-    made = call.attend(query, (key, value), together, scaling=0.2)
+    made = call.attend(query, together, scaling=0.2)
 
     token = 0
     for table, start, count in zip(tables, starts, counts, strict=True):
         for position in range(start, start + count):
             own = slice(token, token + 1)
             one = PagedCall([table], [position], [1]).attend(
-                query[:, :, own], (key[:, :, own], value[:, :, own]), alone, scaling=0.2,
-                stores=True,
+                query[:, :, own], alone, scaling=0.2, new=(key[:, :, own], value[:, :, own]),
             )  # fmt: skip
             assert torch.equal(made[:, own], one)
             token += 1
@@ -111,7 +110,7 @@ def test_tokens_of_a_chunk_attend_as_single_ones(stored):
 
     chosen = torch.tensor([12, 4])
     out = torch.zeros_like(made)
-    call.attend(query, (key, value), together, scaling=0.2, chosen=chosen, out=out)
+    call.attend(query, together, scaling=0.2, chosen=chosen, out=out)
     assert torch.equal(out[:, chosen], made[:, chosen])
     assert int((out != 0).any(-1).any(-1).sum()) == 2
 
@@ -127,7 +126,7 @@ def test_what_follows_in_a_block_is_never_read():
     new = tuple(torch.ones(1, 1, 1, 16) for _ in range(2))
 
     made = _call([(1, 0)], [9]).attend(
-        torch.ones(1, 1, 1, 16), new, PagedHeads(keys=keys, values=values), scaling=1.0, stores=True
+        torch.ones(1, 1, 1, 16), PagedHeads(keys=keys, values=values), new=new, scaling=1.0
     )
 
     assert torch.allclose(made, torch.full((1, 1, 1, 16), (8 * 2.0 + 1.0) / 9))
@@ -139,8 +138,8 @@ def test_what_is_before_the_window_is_never_read():
     new = tuple(torch.ones(1, 1, 1, 16) for _ in range(2))
 
     made = _call([(0, 1)], [24]).attend(
-        torch.ones(1, 1, 1, 16), new, PagedHeads(keys=keys, values=values), scaling=1.0, window=15,
-        stores=True,
+        torch.ones(1, 1, 1, 16), PagedHeads(keys=keys, values=values),
+        new=new, scaling=1.0, window=15,
     )  # fmt: skip
 
     assert torch.allclose(made, torch.full((1, 1, 1, 16), (14 * 2.0 + 1.0) / 15))
@@ -152,7 +151,7 @@ def test_a_number_that_is_none_stays_one():
     new = tuple(torch.ones(1, 1, 2, 16) for _ in range(2))
 
     made = _call([(0, 1, 2), (3, 4, 5)], [40, 40]).attend(
-        torch.ones(1, 1, 2, 16), new, PagedHeads(keys=keys, values=values), scaling=1.0, stores=True
+        torch.ones(1, 1, 2, 16), PagedHeads(keys=keys, values=values), new=new, scaling=1.0
     )
 
     assert made[0, 0].isnan().all()
@@ -169,7 +168,7 @@ def test_far_scores_neither_overflow_nor_vanish():
     query[..., 0] = 1.0
 
     made = _call([range(9)], [129]).attend(
-        query, new, PagedHeads(keys=keys, values=values), scaling=1.0, stores=True
+        query, PagedHeads(keys=keys, values=values), scaling=1.0, new=new
     )
 
     dense = [_dense(part, range(9)) for part in (keys, values)]
@@ -188,8 +187,8 @@ def test_a_bias_of_the_keys_is_added_to_the_scores_of_its_head(window):
     bias = torch.randn(6, 200)[:, :131] * 3
     call, heads = _call(tables, lengths), PagedHeads(keys=keys, values=values)
 
-    made = call.attend(query, new, heads, scaling=0.3, window=window, bias=bias, stores=True)
-    plain = call.attend(query, new, heads, scaling=0.3, window=window)
+    made = call.attend(query, heads, scaling=0.3, window=window, bias=bias, new=new)
+    plain = call.attend(query, heads, scaling=0.3, window=window)
 
     for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
         # A further part of queries and keys whose product is the bias.
@@ -201,5 +200,5 @@ def test_a_bias_of_the_keys_is_added_to_the_scores_of_its_head(window):
             right = _expected(one, key[None], value[None], length, window, 1.0)[0]
             assert (made[0, row, head].double() - right).abs().max() <= 2e-6 * 4
     assert not torch.allclose(made, plain, atol=0.1)
-    unbiased = _call(tables, lengths).attend(query, new, heads, scaling=0.3, window=window)
+    unbiased = _call(tables, lengths).attend(query, heads, scaling=0.3, window=window)
     assert torch.equal(plain, unbiased)

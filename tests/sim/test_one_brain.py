@@ -191,7 +191,7 @@ class TimedEnds:
         kind = FrameKind.PREFILL if rows[0].first == 0 else FrameKind.DECODE
         shape = shape_of(kind, rows)
         self.clock.now_s += self.costs.embed_s(shape) + self.costs.stage_s(0, shape)
-        return hidden[:, -1:]
+        return hidden[:, : len(rows)]
 
     def acquire(self, rows):
         return rows
@@ -374,6 +374,7 @@ def run_engine(costs, trace, sizes, slots, policy, monitor):
         sampler=ends,
         clock=StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep),
         num_slots=slots,
+        max_tokens=max(item.prompt_tokens + item.new_tokens for item in trace),
         depth=costs.layout.depth,
         prefill_runner=None if costs.decoding is None else ends,
         monitor=monitor,

@@ -230,7 +230,8 @@ class KVCacheView:
         # Rows of one sequence need each other's keys and values.
         is_apart = not blocks_written_twice(_places(batch), cache.block_size)
         self._stores_late = self.attends and batch.is_decode and is_apart
-        self._layer: tuple[KVStorage, Tensor, Tensor] | None = None
+        self._layer: tuple[KVStorage, torch.dtype] | None = None
+        self._new: tuple[Tensor, Tensor] | None = None  # to be stored by ``attend``
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
@@ -240,10 +241,12 @@ class KVCacheView:
         Where every row is one token of another sequence, :meth:`attend` stores them.
         """
         layer = self._cache.storage_of(layer_idx, key, value)
-        self._layer = layer, key, value
+        self._layer = layer, key.dtype
         if self._tokens is not None:
             layer.write(self._tokens, key, value)
-        elif not self._stores_late:
+        elif self._stores_late:
+            self._new = key, value
+        else:
             assert self._call is not None
             self._call.store((key, value), layer.paged_heads)
         if not self._returns_all:
@@ -258,38 +261,38 @@ class KVCacheView:
         self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
     ) -> Tensor:
         """Attend with single tokens in place; see ``KVView``."""
-        layer, key, value = self._last_update()
+        layer, _ = self._last_update()
+        new, self._new = self._new, None  # not kept beyond the layer
         assert self._call is not None
         return self._call.attend(
             query,
-            (key, value),
             layer.paged_heads,
+            new=new,
             scaling=options.scaling,
             window=options.window,
             softcap=options.softcap,
             sinks=options.sinks,
             bias=options.bias,
             chosen=chosen,
-            stores=self._stores_late,
             out=out,
         )
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
         """Return ``[1, h, S, d]`` of a row; valid until the next read."""
-        layer, key, _ = self._last_update()
+        layer, dtype = self._last_update()
         batch = self._batch
         if self._call is not None:
             last = batch.offsets[row] + batch.counts[row] - 1
-            return self._call.read(last, layer.paged_heads, key.dtype)
+            return self._call.read(last, layer.paged_heads, dtype)
         length = batch.lengths[row]
         table = batch.block_tables[row][: blocks_of(length, self._cache.block_size)]
         tables = torch.tensor([list(table)], device=self._cache.device)
-        found, other = layer.read(tables, key.dtype)
+        found, other = layer.read(tables, dtype)
         return found[:, :, :length], other[:, :, :length]
 
     def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return ``[R, h, S, d]`` of several rows; valid until the next read."""
-        layer, key, _ = self._last_update()
+        layer, dtype = self._last_update()
         chosen = [
             self._batch.block_tables[row][
                 : blocks_of(self._batch.lengths[row], self._cache.block_size)
@@ -298,9 +301,9 @@ class KVCacheView:
         ]
         width = max(map(len, chosen))
         filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
-        return layer.read(torch.tensor(filled, device=self._cache.device), key.dtype)
+        return layer.read(torch.tensor(filled, device=self._cache.device), dtype)
 
-    def _last_update(self) -> tuple[KVStorage, Tensor, Tensor]:
+    def _last_update(self) -> tuple[KVStorage, torch.dtype]:
         assert self._layer is not None, "update comes first"
         return self._layer
 

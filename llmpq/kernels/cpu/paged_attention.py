@@ -84,7 +84,6 @@ class PagedCall:
     def attend(
         self,
         query: Tensor,
-        new: tuple[Tensor, Tensor],
         heads: PagedHeads,
         *,
         scaling: float,
@@ -93,14 +92,13 @@ class PagedCall:
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
         chosen: Tensor | None = None,
-        stores: bool = False,
+        new: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attend to all tokens of a query's sequence up to its own position.
 
         Args:
             query: ``[1, H, N, d]``.
-            new: the tokens' keys and values, ``[1, h, N, d]`` in the query's dtype.
             heads: of this layer.
             scaling: factor of the scores.
             window: tokens a query sees, itself included; ``None`` for all.
@@ -109,8 +107,8 @@ class PagedCall:
             bias: float32 ``[H, S]``, added to the scores of a sequence's first S tokens, at least
                 as many as the longest has; ``None`` for none.
             chosen: int64 indices of the tokens to attend with; ``None`` for all.
-            stores: whether to write the new keys and values of these tokens first. Their sequences
-                must differ.
+            new: keys and values of the tokens, ``[1, h, N, d]`` in the query's dtype, to be
+                written first; the sequences of the chosen tokens must then differ.
             out: ``[1, N, H, d]``, contiguous, written at the chosen tokens; by default a new one.
 
         Returns:
@@ -120,18 +118,19 @@ class PagedCall:
         _, count, tokens, dim = query.shape
         if out is None:
             out = torch.empty((1, tokens, count, dim), dtype=query.dtype)
-        kept = self._set_new(new, heads, chosen)
+        self._set_heads(heads, chosen)
+        kept = None if new is None else self._set_new(new)
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
         call = self._call
-        call.query, call.out = query.data_ptr(), out.data_ptr()
+        call.query, call.out, call.type = query.data_ptr(), out.data_ptr(), TYPES[query.dtype]
         call.group = count // call.kv_heads
         call.query_head, call.query_token = query.stride()[1:3]
         call.window, call.scaling, call.softcap = window or 0, scaling, softcap or 0.0
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.bias = None if bias is None else bias.data_ptr()
         call.bias_head = 0 if bias is None else bias.stride(0)
-        call.stores = stores
+        call.stores = new is not None
         loaded = library()
         assert loaded is not None
         loaded.kernels_attend(byref(call))
@@ -140,7 +139,8 @@ class PagedCall:
 
     def store(self, new: tuple[Tensor, Tensor], heads: PagedHeads) -> None:
         """Write the new keys and values ``[1, h, N, d]`` of all tokens into their blocks."""
-        kept = self._set_new(new, heads, None)
+        self._set_heads(heads, None)
+        kept = self._set_new(new)
         loaded = library()
         assert loaded is not None
         loaded.kernels_store(byref(self._call))
@@ -159,12 +159,9 @@ class PagedCall:
         loaded.kernels_read(byref(call))
         return key, value
 
-    def _set_new(
-        self, new: tuple[Tensor, Tensor], heads: PagedHeads, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _set_new(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Set the fields of new keys and values; return the tensors whose addresses are set."""
         key, value = _dense(new[0]), _dense(new[1])
-        self._set_heads(heads, chosen)
         call = self._call
         call.new_key, call.new_value = key.data_ptr(), value.data_ptr()
         call.key_head, call.key_token = key.stride()[1:3]
