@@ -301,17 +301,14 @@ def _attention(step: Step, layer: LayerSpec) -> Moment:
     if step.model.family in BIASED_ATTENTION:
         return _biased_attention(step, layer, picked)
     if step.model.family in SCORES_ATTENTION:
-        rows = step.batch if step.tokens == 1 else 1
+        rows = step.batch if step.tokens == 1 else 1  # prompts run one by one
         scores = rows * min(step.tokens, SCORE_BLOCK_TOKENS) * layer.num_heads * step.context
         wide = rows * step.context * query * 4
         own = [*[step.hidden] * 2, *[step.of(query)] * 3, *[step.of(key)] * 2]
-        return [
-            *own,
-            *(picked if step.tokens == 1 else []),
-            *repeated,
-            *[wide] * 2,
-            *[scores * 4] * 3,
-        ]
+        copies = (
+            [*picked, *repeated] if step.tokens == 1 else [size // step.batch for size in repeated]
+        )
+        return [*own, *copies, *[wide] * 2, *[scores * 4] * 3]
     if step.tokens > 1:
         return own
     if step.kv_bits == 8:

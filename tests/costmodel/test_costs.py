@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_memory_model():
     device = PAPER.devices[0]
     layer = OPT.layer_types[0]
     assert costs.layer_weight_bytes(device, 0, 16) == layer.parameters * 4
-    assert costs.layer_kv_bytes(0, 2, 10) == 2 * 10 * 2 * 768 * 4
+    assert costs.layer_kv_bytes(0, 2, 10) == 2 * 16 * 2 * 768 * 4  # one block each
     assert costs.master_bytes() == OPT.master_parameters * 4
     workload = Workload(batch=4, prompt_tokens=16, new_tokens=4)
     sizes = MicroBatching(prefill=1, decode=2)
