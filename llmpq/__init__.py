@@ -14,7 +14,17 @@
 from importlib import import_module as _import_module
 
 __version__ = "0.2.0"
-__all__ = ["Output", "OutputChunk", "Pipeline", "SamplingParams", "load_plan", "plan"]
+__all__ = [
+    "AsyncEngine",
+    "GenerationRequest",
+    "Output",
+    "OutputChunk",
+    "Pipeline",
+    "SamplingParams",
+    "TokenOutput",
+    "load_plan",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> object:

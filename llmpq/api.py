@@ -16,6 +16,8 @@ from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
+from llmpq.dist.async_engine import AsyncEngine
+from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
@@ -26,7 +28,17 @@ from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 
-__all__ = ["Output", "OutputChunk", "Pipeline", "SamplingParams", "load_plan", "plan"]
+__all__ = [
+    "AsyncEngine",
+    "GenerationRequest",
+    "Output",
+    "OutputChunk",
+    "Pipeline",
+    "SamplingParams",
+    "TokenOutput",
+    "load_plan",
+    "plan",
+]
 
 ClusterLike = Cluster | str | Path | Mapping[str, Any]
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]

@@ -12,12 +12,17 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmpq.batching import PipelineDepth
+from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.queue_order import queue_order
 from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
-from llmpq.dist.engine.policy import policy_of, schedule_of
+from llmpq.dist.engine.online import EngineChannel, OnlineEngine
+from llmpq.dist.engine.packed_steps import PipelineSteps
+from llmpq.dist.engine.policy import engine_limits, policy_of, schedule_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
+from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.job import Job, check_plan
 from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
@@ -51,6 +56,7 @@ from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
 
@@ -88,8 +94,11 @@ def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
     return config
 
 
-def frame_limits(plan: Plan, model_dir: Path) -> FrameLimits:
-    """Return the limits of a run's frames; equal on all ranks of equal plans and models."""
+def frame_limits(plan: Plan, model_dir: Path, engine: EngineLimits | None = None) -> FrameLimits:
+    """Return the limits of a run's frames; equal on all ranks of equal plans and models.
+
+    ``engine`` are the limits of packed steps, ``None`` where there are none.
+    """
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
     digest.update((model_dir / "config.json").read_bytes())
@@ -97,15 +106,26 @@ def frame_limits(plan: Plan, model_dir: Path) -> FrameLimits:
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     return FrameLimits(
         digest=digest.digest()[:8],
-        num_blocks=plan.workload.batch * blocks_of(plan.workload.max_context_tokens),
+        num_blocks=max(
+            plan.workload.batch * blocks_of(plan.workload.max_context_tokens),
+            0 if engine is None else engine.num_blocks,
+        ),
         max_context=plan.workload.max_context_tokens,
         prefill_rows=plan.micro_batching.prefill,
         prefill_tokens=plan.workload.prompt_tokens,
         decode_rows=plan.micro_batching.decode,
         hidden_size=config.hidden_size,
         dtype=dtype,
+        # A row has at least one token.
+        mixed_rows=0 if engine is None else engine.token_budget,
+        mixed_tokens=0 if engine is None else engine.token_budget,
         kv_token_bytes=tuple(token_bytes(shape, dtype, plan.kv_bits) for shape in shapes),
     )
+
+
+def engine_limits_of(job: Job, plan: Plan) -> EngineLimits | None:
+    """Return the limits of packed steps, ``None`` for a run without them."""
+    return engine_limits(plan, job.engine) if job.task == "online" else None
 
 
 def torch_device(plan: Plan, rank: int) -> torch.device:
@@ -157,10 +177,13 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         weight_cache=cached,
     )
     num_slots, max_tokens = plan.slots_of(stage)
+    engine = engine_limits_of(job, plan)
     cache = KVCache(
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),
         stage.first_layer,
-        num_blocks=num_slots * blocks_of(max_tokens),
+        num_blocks=max(
+            num_slots * blocks_of(max_tokens), 0 if engine is None else engine.num_blocks
+        ),
         dtype=DTYPES[plan.dtype],
         device=device,
         kv_bits=plan.kv_bits,
@@ -328,6 +351,37 @@ class MasterRank:
             adjusted=made.adjusted,
             not_served=total.not_served + len(requests) - made.requests,
         )
+
+    def serve_online(self, channel: EngineChannel) -> None:
+        """Serve the requests of a channel until its other end is closed.
+
+        Raises:
+            LlmpqError: what went wrong here or on any other rank.
+        """
+        plan, job = self._context.plan, self._context.job
+        config = checked_config(plan, job.model_dir)
+        limits = engine_limits(plan, job.engine)
+        alpha = {} if job.engine.alpha is None else {"alpha": job.engine.alpha}
+        positions = load_model_dir(job.model_dir).max_positions or plan.workload.max_context_tokens
+        OnlineEngine(
+            channel=channel,
+            runner=PipelineSteps(
+                master=self._master, runner=self._runner, communicator=self._communicator
+            ),
+            limits=limits,
+            order=queue_order(job.engine.scheduler, **alpha),
+            model=ModelLimits(
+                max_model_len=min(
+                    plan.workload.max_context_tokens,
+                    positions,
+                    limits.num_blocks * limits.block_size,
+                ),
+                vocab_size=config.get_text_config().vocab_size,
+                eos_token_ids=eos_token_ids(job.model_dir, config),
+                max_tokens=plan.workload.new_tokens,
+            ),
+            grammars=self._grammars,
+        ).run()
 
     def check_stages(self) -> None:
         """Raise the error of another rank that failed between two batches."""

@@ -46,7 +46,9 @@ from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.dist.launch.rank import (
     RankContext,
     checked_config,
+    engine_limits_of,
     frame_limits,
+    master_rank,
     run_master,
     run_stage,
 )
@@ -119,6 +121,8 @@ def run_rank(job: Job, rank: int, progress: RunProgress) -> Measurement | None:
         return _write_hidden(job, plan, progress)
     if job.task == "serve":
         return _serve(job, plan, progress)
+    if job.task == "online":
+        return _serve_online(job, plan, progress)
     with ResultWriter(job.output, resume=job.resume) as writer:
         tokenizer = load_tokenizer(job.model_dir)
         requests, refused = _requests(job, plan, tokenizer)
@@ -151,6 +155,15 @@ def _serve(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
 def _limits(job: Job, plan: Plan) -> RequestLimits:
     eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
     return request_limits(plan, load_model_dir(job.model_dir), eos, job.sampling)
+
+
+def _serve_online(job: Job, plan: Plan, progress: RunProgress) -> Measurement:
+    """Answer requests as they arrive on the socket of the process that started this one."""
+    with Endpoint(path=str(job.prompts)).connect(START_TIMEOUT_S) as sock:
+        sock.settimeout(None)
+        with master_rank(_context(job, plan, 0, progress)) as master:
+            master.serve_online(ControlChannel(sock))
+            return master.finish()
 
 
 def _examine(job: Job, plan: Plan, rank: int) -> None:
@@ -232,7 +245,7 @@ def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
         rank=rank,
         world_size=len(plan.stages),
         name=stage_name(plan, rank, socket.gethostname()),
-        limits=frame_limits(plan, job.model_dir),
+        limits=frame_limits(plan, job.model_dir, engine_limits_of(job, plan)),
         timeout_s=job.step_timeout_s,
     )
 

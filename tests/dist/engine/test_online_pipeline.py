@@ -1,0 +1,142 @@
+"""The online engine on real stages answers as transformers' generate, on any number of them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.in_process_ring import in_process_ring
+from helpers.ranks import make_plan, rank_contexts
+from helpers.scripted_channel import Script
+from helpers.tiny_models import generate_alone, load_reference
+
+from llmpq.dist.engine.policy import engine_limits
+from llmpq.dist.io.generation import GenerationRequest
+from llmpq.dist.io.job import EngineOptions
+from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.dist.launch.rank import frame_limits, master_rank, run_stage
+
+torch.set_num_threads(1)
+CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
+PREFIX = [(7 * number) % 90 + 3 for number in range(35)]
+PROMPTS = [PREFIX, [3, 4], [*PREFIX[:33], 5, 6], [50] * 18, [61], [*PREFIX[:20], 9]]
+FREE = SamplingParams(ignore_eos=True, max_tokens=8)
+_expected: dict[Path, list[list[int]]] = {}
+
+
+def expected_tokens(model_dir: Path) -> list[list[int]]:
+    if model_dir not in _expected:
+        model = load_reference(model_dir)
+        model.generation_config.eos_token_id = None
+        _expected[model_dir] = [
+            generate_alone(model, prompt, 8)[0][len(prompt) :] for prompt in PROMPTS
+        ]
+    return _expected[model_dir]
+
+
+def serve(model_dir: Path, num_stages: int, script: Script, kv_bits: int = 32, **options) -> None:
+    """Run the stages of a plan in threads, the master in this one."""
+    plan = make_plan(CUTS[num_stages], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
+    plan = replace(plan, kv_bits=kv_bits)
+    engine = EngineOptions(**options)
+    limits = frame_limits(plan, model_dir, engine_limits(plan, engine))
+    ring = in_process_ring(num_stages, limits) if num_stages > 1 else []
+    contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
+    threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
+    for thread in threads:
+        thread.start()
+    try:
+        with master_rank(contexts[0]) as master:
+            master.serve_online(script)
+            master.finish()
+    finally:
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def script_of(params: SamplingParams = FREE) -> Script:
+    script = Script()
+    for number, prompt in enumerate(PROMPTS):
+        item = GenerationRequest(id=str(number), prompt_token_ids=tuple(prompt), sampling=params)
+        script.add(1 + 3 * number, item)
+    return script
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gemma", "mistral", "qwen3"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_tokens_equal_generate(tiny_model, family, num_stages):
+    options = {"sliding_window": 6} if family == "mistral" else {}
+    model_dir = tiny_model(family, seed=1, **options)
+    script = script_of()
+    serve(model_dir, num_stages, script, token_budget=24)
+    assert not script.refused
+    for number, tokens in enumerate(expected_tokens(model_dir)):
+        assert script.tokens(str(number)) == tokens
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token_budget": 1},
+        {"token_budget": 5, "max_sequences": 2},
+        {"num_blocks": 3, "prefix_caching": False},
+        {"num_blocks": 4},
+        {"num_blocks": 60, "scheduler": "larry", "alpha": 0.5},
+        {"scheduler": "spf", "token_budget": 7},
+    ],
+)
+def test_limits_change_no_token(tiny_model, num_stages, options):
+    model_dir = tiny_model("llama", seed=1)
+    script = script_of()
+    serve(model_dir, num_stages, script, **options)
+    for number, tokens in enumerate(expected_tokens(model_dir)):
+        assert script.tokens(str(number)) == tokens
+
+
+def test_prefixes_are_found(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    script = Script()
+    for number, call in ((0, 1), (2, 200), (5, 400)):
+        item = GenerationRequest(
+            id=str(number), prompt_token_ids=tuple(PROMPTS[number]), sampling=FREE
+        )
+        script.add(call, item)
+    serve(model_dir, 1, script)
+    cached = [script.outputs[name][0].num_cached_tokens for name in ("0", "2", "5")]
+    assert cached == [0, 32, 16]
+    expected = expected_tokens(model_dir)
+    assert all(script.tokens(str(number)) == expected[number] for number in (0, 2, 5))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_prompt_logprobs_are_those_of_the_model(tiny_model, num_stages):
+    model_dir = tiny_model("llama", seed=1)
+    script = script_of(replace(FREE, prompt_logprobs=1, max_tokens=1))
+    serve(model_dir, num_stages, script, token_budget=24)
+    model = load_reference(model_dir)
+    for number, prompt in enumerate(PROMPTS):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0].float()
+        expected = torch.log_softmax(logits, -1)
+        found = script.outputs[str(number)][0].prompt_logprobs
+        assert found is not None
+        assert found[0] is None
+        assert len(found) == len(prompt)
+        for position, item in enumerate(found[1:]):
+            assert item.token_id == prompt[position + 1]
+            value = float(expected[position, item.token_id])
+            assert item.logprob == pytest.approx(value, abs=1e-4)
+
+
+def test_keys_and_values_of_8_bits_give_the_same_tokens_in_any_chunks(tiny_model):
+    model_dir = tiny_model("llama", seed=1)
+    whole, chunked = script_of(), script_of()
+    serve(model_dir, 1, whole, kv_bits=8, token_budget=500)
+    serve(model_dir, 2, chunked, kv_bits=8, token_budget=5, prefix_caching=False)
+    for number in range(len(PROMPTS)):
+        assert whole.tokens(str(number)) == chunked.tokens(str(number))
