@@ -21,6 +21,7 @@ __all__ = [
     "OutputChunk",
     "Pipeline",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenOutput",
     "load_plan",
     "plan",

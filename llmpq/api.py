@@ -18,6 +18,7 @@ from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
+from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
@@ -35,6 +36,7 @@ __all__ = [
     "OutputChunk",
     "Pipeline",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenOutput",
     "load_plan",
     "plan",

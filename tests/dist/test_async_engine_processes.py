@@ -14,8 +14,7 @@ from helpers.byte_tokenizer import text_of, write_byte_tokenizer
 from helpers.ranks import make_plan
 from helpers.tiny_models import generate_alone, load_reference
 
-from llmpq import AsyncEngine, GenerationRequest, SamplingParams
-from llmpq.dist.io.sampling_params import StructuredOutputsParams
+from llmpq import AsyncEngine, GenerationRequest, SamplingParams, StructuredOutputsParams
 
 pytestmark = pytest.mark.dist
 torch.set_num_threads(1)
