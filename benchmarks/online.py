@@ -12,7 +12,8 @@ are taken within a round. Each run is added to DIR/CASE.jsonl, so that more roun
 ``--output`` everything that is there is written as one JSON file.
 
 llama.cpp takes part where ``benchmarks/rivals.py --folder DIR/rivals`` built its server, or with
-``--llama_server``; its prompts are token ids, as ours. transformers' server takes text.
+``--llama_server``; its prompts are token ids, as ours. transformers' server takes text, and runs
+with and without continuous batching.
 """
 
 from __future__ import annotations
@@ -59,7 +60,13 @@ RATES = (1.0, 2.0, 4.0)
 AZURE = ROOT.parent / "shared" / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv"
 AZURE_SCALE = 4
 """Azure's lengths are divided by this: the model's context is 1,024 tokens."""
-SERVERS = ("llmpq", "llama.cpp", "transformers")
+BATCHED = "transformers-batched"
+SERVERS = ("llmpq", "llama.cpp", "transformers", BATCHED)
+BATCHED_OPTIONS = (
+    "--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "512",
+    "--cb-max-batch-tokens", "1024",
+)  # fmt: skip
+"""Room for 64 requests of 256 tokens; the default takes most of the memory."""
 ORDERS = ("fcfs", "larry", "no_preempt", "trail")
 WARM_UP = 2
 Reply = dict[str, Any]
@@ -143,7 +150,7 @@ def contenders(options: argparse.Namespace) -> list[tuple[str, int]]:
         for name in options.servers:
             if name == "llama.cpp" and not binary_of(options).exists():
                 print("llama.cpp: no server here; see --llama_server", file=sys.stderr)
-            elif name != "transformers" or bits == 16:
+            elif not name.startswith("transformers") or bits == 16:
                 found.append((name, bits))
     return found
 
@@ -165,7 +172,8 @@ def serving(options: argparse.Namespace, name: str, bits: int, slots: int) -> It
         with llama_server(binary_of(options), folder / "rivals", bits, log, slots) as found:
             yield sender(found.port, ids_body)
     else:
-        with transformers_serve(model, log, "--continuous-batching") as found:
+        words = BATCHED_OPTIONS if name == BATCHED else ()
+        with transformers_serve(model, log, *words) as found:
             yield sender(found.port, lambda query: text_body(query, str(model)))
 
 

@@ -225,10 +225,11 @@ def guidellm(setting: Setting) -> str:
         f"kind=concurrent,streams={CONCURRENCY}", "--tokenizer",
         f"kind=hf_auto,model={setting.model}", "--data",
         f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={NEW_TOKENS}",
-        "--max-requests", str(REQUESTS), "--output-dir", str(setting.folder / "out"),
+        "--constraint", f"kind=max_requests,count={REQUESTS}", "--output",
+        f"kind=json,path={setting.folder / 'report.json'}", "--disable-console",
     )  # fmt: skip
-    path = next((setting.folder / "out").rglob("*.json"))
-    totals = json.loads(path.read_text())["benchmarks"][0]["metrics"]["request_totals"]
+    report = json.loads((setting.folder / "report.json").read_text())
+    totals = report["benchmarks"][0]["metrics"]["request_totals"]
     assert totals["errored"] == 0, totals
     assert totals["successful"] >= REQUESTS, totals
     return f"{totals['successful']} requests"
