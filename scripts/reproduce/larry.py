@@ -24,9 +24,9 @@ from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import QueueOrder, queue_order
 from llmpq.errors import LlmpqError
 from llmpq.sim.engine import simulate_engine
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.trace import TraceRequest, load_trace, scale_rate
 from scripts.reproduce.larry_cases import (
-    BLOCK_SIZE,
     Server,
     a100_server,
     draw_requests,
@@ -46,7 +46,11 @@ CURVE_SEEDS = 2
 BOUND = 7.0
 """Capacity: p95 of the time to first token over its unloaded value."""
 LIMITS = EngineLimits(
-    token_budget=1024, max_sequences=256, num_blocks=1, block_size=BLOCK_SIZE, prefix_caching=False
+    token_budget=1024,
+    max_sequences=256,
+    num_blocks=1,
+    block_size=KV_BLOCK_SIZE,
+    prefix_caching=False,
 )
 ORDERS = {
     "LARRY": queue_order("larry", alpha=ALPHA),

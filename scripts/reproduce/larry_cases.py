@@ -21,11 +21,11 @@ from llmpq.spec import catalog
 from llmpq.spec.arrivals import draw_arrivals, with_arrivals
 from llmpq.spec.cluster import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.trace import TraceRequest, slice_trace
 
 KV_SHARE = 0.9
 """Part of the memory that weights, activations and blocks may take (vLLM's default)."""
-BLOCK_SIZE = 16
 FP8 = PrecisionCost(bits=8, compute=0.625, stream=0.9, overhead=1.0, dequantize=0.0)
 BF16_BYTES = 2
 
@@ -93,7 +93,7 @@ def _server(name: str, model_name: str, device: DeviceSpec, bits: int, members: 
     ends = master_bytes(model, "bfloat16")
     room = KV_SHARE * device.memory_bytes - device.runtime_bytes - weights - ends
     token_bytes = layers * layer_kv_bytes(model, 0, 1, 1, 16)
-    blocks = int(room / (token_bytes * BLOCK_SIZE))
+    blocks = int(room / (token_bytes * KV_BLOCK_SIZE))
     return Server(name=name, costs=WorkerCosts(seconds), num_blocks=blocks)
 
 

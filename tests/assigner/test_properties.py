@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from helpers.brute_force import brute_force
-from helpers.strategies import tiny_problems
+from helpers.builders import tiny_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Every assignment of a tiny problem: the oracle of the planner's tests."""
+"""Every assignment of a tiny problem, every point of a grid: the oracles of the planner's tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import combinations_with_replacement, product
 from llmpq.assigner.constraints.limits import obeys
 from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.schedules.monotone import Evaluate, GridOptimum, Point
 
 
 def all_assignments(problem: AssignmentProblem) -> Iterator[Assignment]:
@@ -32,3 +33,20 @@ def brute_force(problem: AssignmentProblem) -> tuple[Assignment, Evaluation] | N
         ):
             best = assignment, found
     return best
+
+
+def exhaustive(evaluate: Evaluate, shape: tuple[int, int], latency_bound_s: float) -> GridOptimum:
+    """Return the best of all points that meet the bound."""
+    best: Point | None = None
+    values = {point: evaluate(point) for point in product(range(shape[0]), range(shape[1]))}
+    for point, value in values.items():
+        if value.meets(latency_bound_s) and (
+            best is None or value.throughput > values[best].throughput
+        ):
+            best = point
+    return GridOptimum(
+        point=best,
+        value=None if best is None else values[best],
+        evaluated=len(values),
+        space=len(values),
+    )

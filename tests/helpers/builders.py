@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
@@ -112,6 +113,10 @@ def random_problem(
         "order": tuple(int(group) for group in rng.integers(0, groups, size=positions)),
     }
     return AssignmentProblem(**(values | overrides))
+
+
+tiny_problems = st.integers(min_value=0, max_value=10**6).map(random_problem)
+"""Problems that brute force settles in milliseconds; the seed shrinks, the problem replays."""
 
 
 def layer_spec(hidden: int = 1024, window: int | None = None, wide: int = 4) -> LayerSpec:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli import run_options
-from llmpq.cli.commands import dist_batch, dist_doctor
+from llmpq.cli import openai_batch, run_options
+from llmpq.cli.commands import dist_doctor
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.options import (
     add_drift_options,
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
     if options.format == "openai_batch":
-        return dist_batch.answer_batch(options, plan)
+        return openai_batch.answer_batch(options, plan)
     require("torch", "transformers")
     job = _job(options, plan)
     measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)

@@ -16,11 +16,10 @@ from llmpq.sim.engine_report import EngineReport, capacity
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.arrivals import ARRIVALS, draw_arrivals, with_arrivals
 from llmpq.spec.plan import Plan
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.trace import TraceRequest, fit_trace, scale_rate, slice_trace
 from llmpq.spec.workload import Workload
 from llmpq.units import MS, format_seconds
-
-BLOCK_SIZE = 16
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -187,12 +186,12 @@ def _slice(text: str) -> tuple[int, int | None]:
 
 def _limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
     work = plan.workload
-    of_slots = work.batch * -(-work.max_context_tokens // BLOCK_SIZE)
+    of_slots = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
     return EngineLimits(
         token_budget=options.token_budget,
         max_sequences=options.max_sequences,
         num_blocks=of_slots if options.num_blocks is None else options.num_blocks,
-        block_size=BLOCK_SIZE,
+        block_size=KV_BLOCK_SIZE,
         watermark=options.watermark,
         prefix_caching=not options.no_prefix_caching,
         steps_in_flight=len(plan.stages),

@@ -8,10 +8,9 @@ from itertools import combinations_with_replacement, pairwise
 import numpy as np
 import pytest
 from helpers.brute_force import all_assignments, brute_force
-from helpers.builders import cluster_of, model_spec, plan_request
+from helpers.builders import cluster_of, model_spec, plan_request, tiny_problems
 from helpers.certificate import certify
 from helpers.small_clusters import optimum_s, small_request, tiny_request
-from helpers.strategies import tiny_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
+from helpers.builders import cluster_of, model_spec, plan_request, sensitivity, tiny_problems
 from helpers.small_clusters import optimum_s, small_request, tiny_request
-from helpers.strategies import tiny_problems
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

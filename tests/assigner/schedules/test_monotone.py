@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from helpers.grid_search import exhaustive
+from helpers.brute_force import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 

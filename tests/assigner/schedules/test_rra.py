@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from helpers.brute_force import exhaustive
 from helpers.builders import uniform
-from helpers.grid_search import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 

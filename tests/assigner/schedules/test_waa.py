@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+from helpers.brute_force import exhaustive
 from helpers.builders import uniform
-from helpers.grid_search import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 

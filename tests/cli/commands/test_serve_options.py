@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from helpers.fake_engine import FakeEngine
 
-from llmpq.cli.commands import dist, dist_batch, serve
+from llmpq.cli import openai_batch
+from llmpq.cli.commands import dist, serve
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for
 from llmpq.server.lifecycle import ServerOptions
 from llmpq.spec.plan import read_plan
@@ -87,7 +88,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async def start_engine(options, plan, model_dir) -> FakeEngine:
         return FakeEngine()
 
-    monkeypatch.setattr(dist_batch, "start_engine", start_engine)
+    monkeypatch.setattr(openai_batch, "start_engine", start_engine)
 
 
 def batch(tmp_path: Path, lines: list[object], *words: str) -> int:
