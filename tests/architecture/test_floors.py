@@ -21,3 +21,12 @@ def test_test_files_have_names_of_their_own():
     """Without packages, pytest tells two test files of one name apart only by luck."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_folders_hold_at_most_fifteen_modules():
+    folders = {path.parent for path in (ROOT / "llmpq").rglob("*.py")}
+    counts = {
+        str(folder.relative_to(ROOT)): len([p for p in folder.glob("*.py") if p.stem != "__init__"])
+        for folder in folders
+    }
+    assert not {folder: count for folder, count in counts.items() if count > 15}
