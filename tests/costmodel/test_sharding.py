@@ -147,7 +147,7 @@ def test_the_table_of_a_shared_layer_does_not_match_a_single_device():
     mismatch = key.mismatch(origin | {"tensor_parallel": "2"})
     assert mismatch is not None
     assert "tensor_parallel '2', expected '1'" in mismatch
-    team = replace(key, device=replace(device, members=2))
+    team = replace(key, device=replace(device, tensor_parallel=2))
     assert team.mismatch(origin | {"tensor_parallel": "2"}) is None
     assert "tensor_parallel '1', expected '2'" in (team.mismatch(origin) or "")
 

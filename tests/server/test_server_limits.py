@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmpq.dist.io.generation import ServingStats
 from llmpq.errors import SpecError
+from llmpq.server import protocol
 from llmpq.server.admission import (
     Admission,
     AdmissionLimits,
@@ -382,7 +383,8 @@ def test_request_id_is_returned_and_made_when_missing():
         assert len(bad.headers["x-request-id"]) == 32
 
 
-def test_no_log_holds_text_of_a_request(caplog):
+def test_no_log_holds_text_of_a_request(caplog, monkeypatch):
+    monkeypatch.setattr(protocol, "_logged", set())  # other tests may have filled it
     with (
         caplog.at_level(logging.DEBUG),
         serving(make_service(FakeEngine())) as served,
