@@ -10,7 +10,8 @@ import pytest
 from helpers.docs_pages import PAGES, ROOT, name_of
 
 MAX_WORDS = 19_900
-"""18,000 for planning and offline runs, 1,200 for the server, 700 for the engine's scheduler."""
+"""18,000 for planning and offline runs, 1,200 for the server, 700 for the engine's scheduler; the
+changelog, which grows with every version, does not count."""
 FOLDERS = (
     "benchmarks",
     "docs",
@@ -102,5 +103,6 @@ def test_documentation_stays_short():
     words = {
         name_of(page): len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8")))
         for page in PAGES
+        if page.name != "CHANGELOG.md"
     }
     assert sum(words.values()) <= MAX_WORDS, words
