@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.costmodel.memory import layer_kv_bytes, layer_weight_bytes, master_bytes
+from llmpq.costmodel.memory import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.sim.engine_costs import StageLaw, StepShape, WorkerCosts
 from llmpq.spec import catalog
@@ -92,7 +92,7 @@ def _server(name: str, model_name: str, device: DeviceSpec, bits: int, members: 
     weights = layers * layer_weight_bytes(model, 0, bits, "bfloat16")
     ends = master_bytes(model, "bfloat16")
     room = KV_SHARE * device.memory_bytes - device.runtime_bytes - weights - ends
-    token_bytes = layers * layer_kv_bytes(model, 0, 1, 1, 16)
+    token_bytes = layers * token_kv_bytes(model, 0, 1, 16)
     blocks = int(room / (token_bytes * KV_BLOCK_SIZE))
     return Server(name=name, costs=WorkerCosts(seconds), num_blocks=blocks)
 

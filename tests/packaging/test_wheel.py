@@ -67,7 +67,7 @@ def test_sdist_holds_the_c_sources_and_data_files(built):
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "llmpq").rglob("*")
-        if path.suffix in {".py", ".c", ".h", ".json"}
+        if path.suffix in {".py", ".c", ".h", ".json"} and path.parent.name != "__pycache__"
     }
     assert package <= names
     assert {"README.md", "LICENSE", "pyproject.toml"} <= names
