@@ -60,7 +60,7 @@ class OutOfTimeError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What to plan, and how.
+    """A model, a cluster and a workload to plan for, and how to search.
 
     Attributes:
         model: the model.

@@ -24,7 +24,7 @@ from llmpq.errors import CapacityError, LlmpqError, SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of an engine.
+    """Sequences and tokens that an engine computes in one step.
 
     Attributes:
         token_budget: tokens of all sequences in one step.
@@ -69,7 +69,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A request to an engine.
+    """A prompt, as the scheduler of an engine sees it, and how long its answer may be.
 
     Attributes:
         request: number, unique among the unfinished requests.
@@ -126,7 +126,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class EngineStep:
-    """One step.
+    """Chunks of several sequences that an engine computes together.
 
     Attributes:
         number: counted from 0.

@@ -62,7 +62,7 @@ Waiting = TypeVar("Waiting", bound=WaitingView)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOrder:
-    """A named order.
+    """Order of an engine's waiting queue, and whether admission reserves a whole answer.
 
     Attributes:
         name: as given to :func:`queue_order`.

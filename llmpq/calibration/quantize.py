@@ -42,7 +42,7 @@ _MIN_TOKENS_PER_FEATURE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeJob:
-    """What to quantize, and how.
+    """A checkpoint to quantize, the method, and the bits of each layer.
 
     Attributes:
         model_dir: the checkpoint, not quantized.

@@ -27,7 +27,7 @@ MAX_TEXT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WindowBatch:
-    """A batch of windows of one length.
+    """Windows of one length that are scored together.
 
     Attributes:
         inputs: ``[R, T]`` int64.

@@ -104,7 +104,7 @@ def _looks_up(part: nn.Module) -> bool:
 
 
 class StepAttention:
-    """The attention of one step.
+    """Attention of all sequences of one packed step, with their blocks and masks.
 
     Args:
         batch: the rows.

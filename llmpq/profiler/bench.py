@@ -79,7 +79,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerJob:
-    """What to measure.
+    """A grid of shapes to time on the layers of a model, and the seconds to spend.
 
     Attributes:
         shapes: the grid.

@@ -28,7 +28,7 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """The chat template of a model.
+    """Turns the messages of a conversation into a prompt, with the template of a model.
 
     Args:
         source: the template; several templates by name; ``None`` when the model has none.

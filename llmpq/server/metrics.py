@@ -40,7 +40,7 @@ def token_buckets(largest: int) -> tuple[int, ...]:
 
 
 class ServerMetrics:
-    """The metrics of one server.
+    """Prometheus metrics of one server, under the names that vLLM uses.
 
     Args:
         model_name: the label.

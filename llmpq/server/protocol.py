@@ -141,7 +141,7 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
-    """Options of a stream.
+    """Whether a streamed answer ends with its numbers of tokens.
 
     Attributes:
         include_usage: whether the last chunk holds the numbers of tokens.
@@ -164,7 +164,7 @@ class StructuredOutputs(RequestBody):
 
 
 class JsonSchemaFormat(RequestBody):
-    """A named JSON schema."""
+    """A named JSON schema that the text of an answer must satisfy."""
 
     name: str = "schema"
     description: str | None = None
@@ -336,7 +336,7 @@ class TokenizeRequest(RequestBody):
 
 
 class DetokenizeRequest(RequestBody):
-    """The body of ``/detokenize``."""
+    """The body of ``/detokenize``: token ids to turn into text."""
 
     model: str | None = None
     tokens: list[TokenId]

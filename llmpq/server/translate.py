@@ -36,7 +36,7 @@ DEFAULT_SAMPLING: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model of a server.
+    """What requests are checked against: the model's name, its limits, its tokenizer.
 
     Attributes:
         names: by which requests name it; answers use the first.

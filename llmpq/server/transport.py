@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportLimits:
-    """Limits of connections.
+    """Largest body of a request, and seconds to wait for a client.
 
     Attributes:
         max_body_bytes: largest body.

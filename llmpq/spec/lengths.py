@@ -27,7 +27,7 @@ _ONE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LengthDistribution:
-    """Probabilities of lengths.
+    """Probabilities of the lengths of prompts or of answers, in tokens.
 
     Attributes:
         lengths: whole numbers of tokens from 1 on, rising.

@@ -105,7 +105,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only model.
+    """A decoder-only model: its layers with their operators, embedding, head.
 
     Attributes:
         name: public repository id or directory name.

@@ -29,7 +29,7 @@ PREFILL_BUFFERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAssignment:
-    """One stage of the pipeline.
+    """Consecutive layers on one device, and the precision of each.
 
     Attributes:
         rank: position in the pipeline; rank 0 also is the master.

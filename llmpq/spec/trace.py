@@ -31,7 +31,7 @@ HASH_BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """One request.
+    """Arrival and lengths of one request of a trace.
 
     Attributes:
         arrival_s: seconds after the start of the trace.

@@ -9,9 +9,14 @@ from functools import cache
 import pytest
 from helpers.docs_pages import PAGES, ROOT, name_of
 
-MAX_WORDS = 19_900
-"""18,000 for planning and offline runs, 1,200 for the server, 700 for the engine's scheduler; the
-changelog, which grows with every version, does not count."""
+MAX_WORDS = 18_000
+"""Of all pages that have no bound of their own, with the changelog."""
+MAX_WORDS_OF = {
+    "docs/evidence/larry.md": 250,
+    "docs/reference/api.md": 550,
+    "docs/tutorials/serve.md": 500,
+}
+"""Of the pages of capabilities that were added since: each page, and its own bound."""
 FOLDERS = (
     "benchmarks",
     "docs",
@@ -99,10 +104,15 @@ FOREIGN_OPTIONS = {"--links", "--max-restarts", "--small"}
 """Of scripts and of torchrun."""
 
 
+def words_of(page):
+    return len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8")))
+
+
 def test_documentation_stays_short():
-    words = {
-        name_of(page): len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8")))
-        for page in PAGES
-        if page.name != "CHANGELOG.md"
-    }
+    words = {name_of(page): words_of(page) for page in PAGES if name_of(page) not in MAX_WORDS_OF}
     assert sum(words.values()) <= MAX_WORDS, words
+
+
+@pytest.mark.parametrize("page", MAX_WORDS_OF)
+def test_pages_of_added_capabilities_stay_short(page):
+    assert words_of(ROOT / page) <= MAX_WORDS_OF[page]

@@ -27,7 +27,7 @@ MAX_CELLS = 4_000_000
 
 
 class State(NamedTuple):
-    """A node: all that determines the rest of a plan after one used device.
+    """A node of the lattice: all that determines the rest of a plan after one used device.
 
     ``progress`` is how far the groups are used, as the order space defines it; ``master`` the class
     of masters of the first device.
@@ -40,7 +40,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderLattice:
-    """The core's structure, with the arrays that it points into; group -1 is the start node's."""
+    """Device orders as paths in a graph, with the arrays of the C core; group -1 is the start."""
 
     graph: native.Lattice
     node_group: tuple[int, ...]

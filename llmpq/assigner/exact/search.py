@@ -81,7 +81,7 @@ class PairProof:
 
 @dataclass(slots=True, kw_only=True)
 class SearchStats:
-    """Work of a search.
+    """Numbers of pairs, nodes, columns and labels of an exact search.
 
     ``ascended`` and ``searched`` count pairs whose lattice bound was computed, and whose plans were
     enumerated; ``nodes`` those of the order lattice; ``columns`` and ``labels`` the most stage

@@ -47,7 +47,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of a plan.
+    """Why a plan is as it is: what limits it, what was left out, and how sure it is.
 
     Attributes:
         dropped: the reason why each device is left out, by its index.

@@ -48,7 +48,7 @@ class IlpOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IlpResult:
-    """The result of one program.
+    """The result of one integer program: an assignment if there is one, and a bound.
 
     The status is also ``infeasible`` when no plan is below the cutoff; ``bound_s`` is a lower bound
     among plans below it.

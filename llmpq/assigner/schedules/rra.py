@@ -32,7 +32,7 @@ _PREFILL_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTask:
-    """What a schedule is searched for.
+    """A plan's costs, its slots and the latency bound that a schedule is searched for.
 
     Attributes:
         num_slots: sequences that memory holds, and the largest decoding batch.

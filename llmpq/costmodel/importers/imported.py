@@ -44,7 +44,7 @@ _MS = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportRequest:
-    """What to import.
+    """Device, engine and layout to import from a database of measured operators.
 
     Attributes:
         device, device_type: the database's name of the device, and the catalogue's.

@@ -95,7 +95,7 @@ class Polyline:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Law:
-    """The fitted function; see the module.
+    """Seconds of a layer: a non-negative sum of piecewise-linear functions of its shape.
 
     ``jumps`` sums the jumps of the seconds up to each of the ``steps`` of the rows, from 0;
     ``of_work`` is a function of rows times tokens, ``of_length`` one of the tokens, times rows.

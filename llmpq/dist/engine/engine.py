@@ -121,7 +121,7 @@ class DispatchedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What a run made.
+    """Numbers of requests and tokens of a run, and its seconds.
 
     Attributes:
         requests: finished ones.

@@ -91,7 +91,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run.
+    """Everything a run needs: plan, model, prompts, where its output goes.
 
     Attributes:
         strategy: the strategy file.

@@ -85,7 +85,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """Limits and defaults of requests.
+    """Largest prompt and answer that plan and model allow, and defaults of a prompt file.
 
     Attributes:
         context_tokens: length of a KV slot.

@@ -97,7 +97,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a run made and took.
+    """Tokens of a run and the seconds of its phases, as measured.
 
     Attributes:
         requests: finished requests.

@@ -19,7 +19,7 @@ REPORT_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Work done so far.
+    """Work of a rank so far: layers loaded, tokens made, busy time.
 
     Attributes:
         rank: the sender.

@@ -52,7 +52,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame.
+    """Purpose of a message between ranks: work, results, control.
 
     A ``MIXED`` step has rows of both phases, where both share their stages.
     """

@@ -42,7 +42,7 @@ DTYPE_BITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor of a file.
+    """Name, dtype, shape and byte range of one tensor in a safetensors file.
 
     Attributes:
         dtype: the format's name, such as ``BF16``.
@@ -59,7 +59,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """A checked header.
+    """A checked header of a safetensors file: its tensors, and where their bytes start.
 
     Attributes:
         raw: the header's bytes as stored, for digests.

@@ -83,7 +83,7 @@ class FileStamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteRange:
-    """A range of bytes of a file.
+    """Offset and length of a part of a file that holds a tensor.
 
     Attributes:
         file: its name inside the model directory.

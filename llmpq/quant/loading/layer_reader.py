@@ -88,7 +88,7 @@ class ReadRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReadMatrix:
-    """A quantized matrix.
+    """A matrix that a worker has quantized, ready to be placed.
 
     Attributes:
         layer: that it belongs to.

@@ -33,7 +33,7 @@ _MAX_DAMPING = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqOptions:
-    """Options of GPTQ.
+    """Damping, order of columns and clipping of GPTQ.
 
     Attributes:
         damping: added to the diagonal, as a fraction of its mean.
