@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from helpers.tiny_models import load_reference
 
-from llmpq.dist.engine.packed_steps import StepRow
+from llmpq.dist.transport.frames import Row
 from llmpq.errors import StageError
 
 
@@ -34,7 +34,7 @@ class BlockSteps:
         self.dispatched = 0
         self.most_in_flight = 0
 
-    def dispatch(self, token_ids: np.ndarray, rows: Sequence[StepRow], outputs) -> None:
+    def dispatch(self, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
         self.dispatched += 1
         if self.fails_at == self.dispatched:
             raise StageError("stage 1: was ended by SIGKILL")

@@ -29,7 +29,7 @@ from llmpq.batching.engine_scheduler import (
     ScheduledChunk,
 )
 from llmpq.batching.queue_order import QueueOrder
-from llmpq.dist.engine.packed_steps import StepRow, StepRunner
+from llmpq.dist.engine.packed_steps import StepRunner
 from llmpq.dist.engine.sampler import (
     SampledToken,
     Sampler,
@@ -48,6 +48,7 @@ from llmpq.dist.io.engine_messages import (
 from llmpq.dist.io.generation import GenerationEnd, ServingStats, TokenOutput
 from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.dist.transport.frames import Row
 from llmpq.errors import CapacityError, SpecError
 from llmpq.logging import get_logger
 
@@ -281,7 +282,7 @@ class OnlineEngine:
         step = self.scheduler.schedule(self._now_s())
         if step is None:
             return False
-        rows: list[StepRow] = []
+        rows: list[Row] = []
         token_ids: list[int] = []
         outputs: list[int] = []
         scored: list[tuple[ScheduledChunk, int]] = []
@@ -299,22 +300,26 @@ class OnlineEngine:
         self._runner.dispatch(np.array(token_ids), rows, outputs)
         return True
 
-    def _rows(self, chunk: ScheduledChunk, answer: _Answer) -> list[tuple[StepRow, int | None]]:
+    def _rows(self, chunk: ScheduledChunk, answer: _Answer) -> list[tuple[Row, int | None]]:
         """Return the rows of a chunk, each with the position whose scores are wanted."""
         last = chunk.first + chunk.count - 1
         found = answer.prompt_logprobs
         needed = answer.num_prompt_tokens - 1
         if found is None or len(found) >= needed or chunk.first >= needed:
-            row = StepRow(chunk.blocks, chunk.first, last + 1)
+            row = self._row(chunk, chunk.first, last + 1)
             return [(row, last if chunk.makes_token else None)]
         # A stage returns the last token of a row: every position is a row of its own.
         return [
             (
-                StepRow(chunk.blocks, position, position + 1),
+                self._row(chunk, position, position + 1),
                 position if position < needed or chunk.makes_token else None,
             )
             for position in range(chunk.first, last + 1)
         ]
+
+    def _row(self, chunk: ScheduledChunk, first: int, length: int) -> Row:
+        blocks = chunk.blocks[: self._limits.blocks_for(length)]
+        return Row(blocks=blocks, first=first, length=length)
 
     def _complete(self) -> None:
         """Complete the oldest step: the next token of every sequence whose chunk makes one."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmpq.dist.engine.stage import StageRunner, packed_batch_of
-from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import StageError
@@ -26,18 +25,10 @@ from llmpq.models import Master
 Ids = NDArray[np.int64]
 
 
-class StepRow(NamedTuple):
-    """Tokens ``[first, length)`` of a sequence in a step; ``blocks`` hold those before, too."""
-
-    blocks: tuple[int, ...]
-    first: int
-    length: int
-
-
 class StepRunner(Protocol):
     """Computes packed steps, in the order in which they are dispatched."""
 
-    def dispatch(self, token_ids: Ids, rows: Sequence[StepRow], outputs: Sequence[int]) -> None:
+    def dispatch(self, token_ids: Ids, rows: Sequence[Row], outputs: Sequence[int]) -> None:
         """Start a step.
 
         Args:
@@ -102,13 +93,10 @@ class PipelineSteps:
         self._next_number = 0
         self._in_flight: deque[_Step] = deque()
 
-    def dispatch(self, token_ids: Ids, rows: Sequence[StepRow], outputs: Sequence[int]) -> None:
+    def dispatch(self, token_ids: Ids, rows: Sequence[Row], outputs: Sequence[int]) -> None:
         """Embed the tokens, run the first stage and send the step on."""
         number, self._next_number = self._next_number, self._next_number + 1
-        packed = tuple(
-            Row(blocks=row.blocks[: blocks_of(row.length)], first=row.first, length=row.length)
-            for row in rows
-        )
+        packed = tuple(rows)
         ids = torch.from_numpy(token_ids)[None].to(self._runner.device)  # [1, N]
         hidden = self._master.embed(ids, packed_batch_of(packed).positions)
         hidden = self._runner.run(hidden, packed)

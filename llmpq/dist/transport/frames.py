@@ -141,7 +141,7 @@ class FrameLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sequence of a micro-batch.
+    """One sequence of a micro-batch or of a step.
 
     Attributes:
         blocks: of its keys and values; the i-th holds its tokens from ``i * block_size`` on.

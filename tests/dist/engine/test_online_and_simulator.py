@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from llmpq.batching.engine_scheduler import EngineLimits, EngineScheduler, EngineStep
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.engine.online import OnlineEngine
-from llmpq.dist.engine.packed_steps import StepRow
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.dist.transport.frames import Row
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
@@ -73,7 +73,7 @@ class Pipeline:
 
     # The stages.
 
-    def dispatch(self, token_ids: np.ndarray, rows: Sequence[StepRow], outputs) -> None:
+    def dispatch(self, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
         counts = [row.length - row.first for row in rows]
         assert sum(counts) == len(token_ids)
         shape = StepShape(len(rows), len(token_ids), 0, 0, ())
