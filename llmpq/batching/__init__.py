@@ -21,7 +21,7 @@ from llmpq.batching.policies.rra import RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.batching.record import RequestRecord, percentile, summarise
-from llmpq.batching.scheduler import PipelineDepth, Scheduler, SlotAllocator, uniform_depth
+from llmpq.batching.scheduler import PipelineDepth, Scheduler, uniform_depth
 
 __all__ = [
     "Admission",
@@ -41,7 +41,6 @@ __all__ = [
     "RraPolicy",
     "Scheduler",
     "SchedulerView",
-    "SlotAllocator",
     "StaticPolicy",
     "WaaPolicy",
     "Wait",

@@ -30,51 +30,11 @@ from llmpq.spec.precision import Phase
 BOTH_PHASES = (Phase.PREFILL, Phase.DECODE)
 
 
-class SlotAllocator:
-    """Free and owned slots; every slot has at most one owner.
-
-    The lowest free slot is allocated first, which keeps live sequences at the front of the cache
-    without copies (compaction in ExeGPT, Sec. 3).
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        if num_slots < 1:
-            raise CapacityError(f"slot pool: found {num_slots} slots, expected at least 1")
-        self.num_slots = num_slots
-        self._free = list(range(num_slots))
-        self._owned: set[int] = set()
-
-    @property
-    def in_use(self) -> int:
-        """Slots that have an owner."""
-        return len(self._owned)
-
-    def acquire(self) -> int:
-        """Return a free slot, now owned.
-
-        Raises:
-            CapacityError: every slot has an owner.
-        """
-        if not self._free:
-            raise CapacityError(f"slot pool: all {self.num_slots} slots are in use")
-        slot = heapq.heappop(self._free)
-        self._owned.add(slot)
-        return slot
-
-    def release(self, slot: int) -> None:
-        """Free an owned slot.
-
-        Raises:
-            LlmpqError: it has no owner.
-        """
-        if slot not in self._owned:
-            raise LlmpqError(f"slot pool: slot {slot} is released but has no owner")
-        self._owned.remove(slot)
-        heapq.heappush(self._free, slot)
-
-
 class Scheduler:
     """The requests of a run: queue, slots and micro-batches in flight.
+
+    A slot has at most one owner. The lowest free slot is taken first, which keeps live sequences at
+    the front of the cache without copies (compaction in ExeGPT, Sec. 3).
 
     Args:
         policy: decides what to dispatch next.
@@ -84,6 +44,9 @@ class Scheduler:
 
     Attributes:
         next_number: number of the next micro-batch.
+
+    Raises:
+        CapacityError: there is no slot.
     """
 
     def __init__(
@@ -94,9 +57,11 @@ class Scheduler:
         monitor: LengthMonitor | None = None,
         first_number: int = 0,
     ) -> None:
+        if num_slots < 1:
+            raise CapacityError(f"scheduler: found {num_slots} slots, expected at least 1")
         self._policy = policy
         self._monitor = monitor
-        self._slots = SlotAllocator(num_slots)
+        self._free_slots = list(range(num_slots))  # a heap
         self._waiting: deque[WaitingRequest] = deque()
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
         self._in_flight: dict[int, InFlightBatch] = {}  # by number, in order
@@ -141,12 +106,17 @@ class Scheduler:
             return len(self._in_flight)
         return sum(batch.phase is phase for batch in self._in_flight.values())
 
+    def oldest_in_flight(self, phase: Phase | None = None) -> InFlightBatch | None:
+        """Return the micro-batch dispatched first of those in flight, in one phase or in both."""
+        batches = self._in_flight.values()
+        return next((batch for batch in batches if phase in (None, batch.phase)), None)
+
     def view(self, now_s: float, open_phases: tuple[Phase, ...] = BOTH_PHASES) -> SchedulerView:
         """Return what a policy may see."""
         return SchedulerView(
             waiting=self._waiting,
             ready=tuple(self._ready.values()),
-            free_slots=self._slots.num_slots - self._slots.in_use,
+            free_slots=len(self._free_slots),
             in_flight=tuple(self._in_flight.values()),
             open_phases=open_phases,
             is_closed=self._is_closed,
@@ -205,7 +175,7 @@ class Scheduler:
                 if self._monitor is not None:
                     self._monitor.finished(before.request, after.new_tokens)
             if after.is_finished and not self._policy.holds_finished:
-                self._slots.release(before.slot)
+                heapq.heappush(self._free_slots, before.slot)
             else:
                 self._ready[before.slot] = after
         if self._policy.holds_finished and self._unfinished == 0:
@@ -215,7 +185,7 @@ class Scheduler:
     def _release_batch(self) -> None:
         """Free the slots of a finished batch; members in flight are freed when they complete."""
         for slot in self._ready:
-            self._slots.release(slot)
+            heapq.heappush(self._free_slots, slot)
         self._ready.clear()
 
     def _admit(self, requests: Sequence[int]) -> list[ReadySequence]:
@@ -237,7 +207,7 @@ class Scheduler:
         return [
             ReadySequence(
                 request=request,
-                slot=self._slots.acquire(),
+                slot=heapq.heappop(self._free_slots),
                 context_tokens=found[request].prompt_tokens,
                 new_tokens=0,
             )

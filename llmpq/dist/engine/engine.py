@@ -105,21 +105,6 @@ class RunningRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchedStep:
-    """A micro-batch in flight, with the master's own time on it.
-
-    Attributes:
-        hidden: its hidden states where the master is the phase's only stage, else ``None``.
-    """
-
-    batch: InFlightBatch
-    rows: tuple[Row, ...]
-    spent_s: float
-    embed_s: float
-    hidden: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Numbers of requests and tokens of a run, and its seconds.
 
@@ -191,10 +176,10 @@ class MasterEngine:
         self._monitor = monitor
         self._holds_finished = policy.holds_finished
         self._depth = depth or uniform_depth(1 if communicator is None else len(communicator.names))
-        # Steps in flight by phase, in order; phases that share their stages share one queue.
-        shared: deque[DispatchedStep] = deque()
-        prefills = deque[DispatchedStep]() if self._depth.is_split else shared
-        self._in_flight = {Phase.PREFILL: prefills, Phase.DECODE: shared}
+        # Of each micro-batch in flight: seconds to dispatch it, and of these to embed its tokens.
+        self._dispatch_s: dict[int, tuple[float, float]] = {}  # by number
+        # The micro-batch that the master alone computed, until its tokens are sampled.
+        self._local: tuple[InFlightBatch, Tensor] | None = None
         self._requests: Sequence[Request] = ()
         self._arrived = 0
         self._running: dict[int, RunningRequest] = {}  # by number
@@ -315,16 +300,11 @@ class MasterEngine:
             assert self._communicator is not None  # without one, every step is back at once
             self._communicator.await_frame(wait_s)
 
-    def _local_queue(self) -> deque[DispatchedStep] | None:
-        """Return the steps of a phase that the master alone computes, if there are any."""
-        queues = (self._in_flight[phase] for phase in Phase if self._depth.is_local(phase))
-        return next((queue for queue in queues if queue), None)
-
     def _must_complete(self, open_phases: tuple[Phase, ...]) -> bool:
         """Whether to complete a micro-batch before asking the policy."""
         if self._scheduler.is_idle:
             return False
-        if not open_phases or self._local_queue():
+        if not open_phases or self._local is not None:
             return True
         return self._communicator is not None and self._communicator.has_frame()
 
@@ -390,37 +370,32 @@ class MasterEngine:
         hidden = runner.run(hidden, own_rows)  # [1, N, H]
         synchronize(self._device)
         runner.release(rows)
-        is_local = self._depth.is_local(phase)
-        step = DispatchedStep(
-            batch=batch,
-            rows=tuple(rows),
-            spent_s=self._clock.now() - start,
-            embed_s=embed_s,
-            hidden=hidden if is_local else None,
+        self._dispatch_s[batch.number] = self._clock.now() - start, embed_s
+        if self._depth.is_local(phase):
+            self._local = batch, hidden
+            return
+        assert self._communicator is not None
+        kind = FRAME_KINDS[phase]
+        self._communicator.send(
+            Frame(kind=kind, micro_batch=batch.number, rows=tuple(rows), hidden=hidden)
         )
-        if not is_local:
-            assert self._communicator is not None
-            kind = FRAME_KINDS[phase]
-            self._communicator.send(
-                Frame(kind=kind, micro_batch=batch.number, rows=step.rows, hidden=hidden)
-            )
-        self._in_flight[phase].append(step)
 
     def _complete_next(self, on_tokens: OnTokens | None) -> None:
         """Complete the oldest micro-batch that is back: one new token for each sequence."""
-        step, hidden = self._next_completed()
-        batch = step.batch
+        batch, hidden = self._next_completed()
         start = self._clock.now()
         logits = self._master.logits(hidden[0].to(self._device))  # [R, V]
         members = [self._running[number] for number in batch.requests]
         tokens = self._sampler.sample(logits, [member.sampling for member in members])
         spent_s = self._clock.now() - start
+        dispatch_s, embed_s = self._dispatch_s.pop(batch.number)
+        lengths = [item.context_tokens for item in batch.sequences]
         self._clock.record(
             batch.phase,
-            len(step.rows),
-            step.spent_s + spent_s,
-            tokens_read(batch.phase, step.rows, self._device),
-            step.embed_s + spent_s,
+            len(lengths),
+            dispatch_s + spent_s,
+            tokens_read(batch.phase, lengths, self._device),
+            embed_s + spent_s,
         )
         now_s = self._now_s()
         if batch.phase is Phase.PREFILL:
@@ -445,27 +420,29 @@ class MasterEngine:
         if on_tokens is not None:
             on_tokens(made)
 
-    def _next_completed(self) -> tuple[DispatchedStep, Tensor]:
-        """Return the next step that is back and its hidden states, waiting for it."""
-        local = self._local_queue()
-        if local:
-            step = local.popleft()
-            assert step.hidden is not None
-            return step, step.hidden
+    def _next_completed(self) -> tuple[InFlightBatch, Tensor]:
+        """Return the next micro-batch that is back and its hidden states, waiting for it."""
+        if self._local is not None:
+            local, self._local = self._local, None
+            return local
         assert self._communicator is not None
         frame = self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
             raise error_from_frame(frame)
-        # A frame of no phase, or of one with nothing in flight, is compared with any oldest step.
-        phases = [PHASES.get(frame.kind, Phase.DECODE), *Phase]
-        queue = next(self._in_flight[phase] for phase in phases if self._in_flight[phase])
-        hidden = self._checked(frame, queue[0])
-        return queue.popleft(), hidden
+        # Each phase comes back in order; both do where they share their stages.
+        phase = PHASES.get(frame.kind) if self._depth.is_split else None
+        batch = self._scheduler.oldest_in_flight(phase) or self._scheduler.oldest_in_flight()
+        assert batch is not None
+        return batch, self._checked(frame, batch)
 
-    def _checked(self, frame: Frame, step: DispatchedStep) -> Tensor:
-        """Return the hidden states of a frame that belongs to the step."""
-        batch, kind = step.batch, FRAME_KINDS[step.batch.phase]
-        expected = (kind, batch.number, [(row.blocks, row.length) for row in step.rows])
+    def _checked(self, frame: Frame, batch: InFlightBatch) -> Tensor:
+        """Return the hidden states of a frame that belongs to the micro-batch."""
+        kind = FRAME_KINDS[batch.phase]
+        rows = [
+            (slot_blocks(item.slot, self._max_tokens, item.context_tokens), item.context_tokens)
+            for item in batch.sequences
+        ]
+        expected = (kind, batch.number, rows)
         found = [(row.blocks, row.length) for row in frame.rows]
         if (frame.kind, frame.micro_batch, found) != expected or frame.hidden is None:
             assert self._communicator is not None

@@ -147,7 +147,7 @@ class StageWorker:
         answer = micro_batch_frame(frame.kind, frame.micro_batch, frame.rows, hidden)
         spent_s = self._clock.now() - start
         phase = phase_of(frame.kind, frame.rows)
-        tokens = tokens_read(phase, frame.rows, self._runner.device)
+        tokens = tokens_read(phase, [row.length for row in frame.rows], self._runner.device)
         self._clock.record(phase, len(frame.rows), spent_s, tokens)
         return answer
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from llmpq.dist.metrics.measurement import HeldBytes, StageStats, WorkSample
-from llmpq.dist.transport.frames import Row
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.units import KIB
@@ -102,13 +101,12 @@ class StageClock:
         return statistics.median(step.seconds for step in chosen) if chosen else None
 
 
-def tokens_read(phase: Phase, rows: Sequence[Row], device: torch.device) -> float:
-    """Return the tokens of a row that a forecast charges a micro-batch for.
+def tokens_read(phase: Phase, lengths: Sequence[int], device: torch.device) -> float:
+    """Return the tokens of a row that a forecast charges a micro-batch of these lengths for.
 
     Prompts cost their own tokens and a CPU reads each row's own context, so the mean counts; in
     decode elsewhere every row is read to the end of the longest.
     """
-    lengths = [row.length for row in rows]
     if phase is Phase.DECODE and device.type != "cpu":
         return max(lengths)
     return sum(lengths) / len(lengths)
