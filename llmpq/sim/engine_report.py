@@ -87,6 +87,20 @@ class EngineReport:
         }
 
 
+def merged(reports: Sequence[EngineReport]) -> EngineReport:
+    """Return the results of several engines as one; stages follow each other."""
+    requests = (record for report in reports for record in report.requests)
+    return EngineReport(
+        requests=tuple(sorted(requests, key=lambda record: (record.arrival_s, record.request))),
+        steps=sum(report.steps for report in reports),
+        step_tokens=sum(report.step_tokens for report in reports),
+        busy_s=tuple(seconds for report in reports for seconds in report.busy_s),
+        preemptions=sum(report.preemptions for report in reports),
+        prefix_cache_queries=sum(report.prefix_cache_queries for report in reports),
+        prefix_cache_hits=sum(report.prefix_cache_hits for report in reports),
+    )
+
+
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Return mean, p50, p95 and p99; empty without values."""
     if not values:

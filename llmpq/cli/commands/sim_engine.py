@@ -10,9 +10,10 @@ from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.cli.common import print_json, progress_bar
 from llmpq.errors import SpecError
-from llmpq.sim.engine import simulate_engine
+from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
-from llmpq.sim.engine_report import EngineReport, capacity
+from llmpq.sim.engine_report import capacity
+from llmpq.sim.fleet import POLL_S, FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.arrivals import ARRIVALS, draw_arrivals, with_arrivals
 from llmpq.spec.plan import Plan
@@ -104,6 +105,26 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="find the rate at which the 95th percentile of TTFT reaches this",
     )
     group.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="simulate N engines behind a load balancer (default 1)",
+    )
+    group.add_argument(
+        "--balancer",
+        choices=BALANCERS,
+        default="round_robin",
+        help="which replica takes a request (default round_robin)",
+    )
+    group.add_argument(
+        "--poll",
+        type=float,
+        default=POLL_S,
+        metavar="S",
+        help=f"seconds between two readings of the replicas' statistics (default {POLL_S:g})",
+    )
+    group.add_argument(
         "--plot", metavar="FILE", help="draw TTFT and TGT over the rate, and their distributions"
     )
 
@@ -125,6 +146,11 @@ def run_engine(
     options: argparse.Namespace, plan: Plan, costs: PlanCosts, requests: Sequence[TraceRequest]
 ) -> int:
     """Simulate, print and draw; return the exit status."""
+    if options.replicas < 1 or not options.poll > 0:
+        raise SpecError(
+            f"--replicas, --poll: found {options.replicas} and {options.poll:g}, expected at least "
+            "1 and more than 0"
+        )
     limits = _limits(options, plan)
     order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
     requests = _with_arrivals(options, requests)
@@ -134,15 +160,15 @@ def run_engine(
         Workload(batch=1, prompt_tokens=max(1, room - 1), new_tokens=1),
         options.too_long,
     )
-    engine_costs = PlanEngineCosts(costs)
+    replica = FleetReplica(costs=PlanEngineCosts(costs), limits=limits, order=order)
 
-    def play(scale: float) -> EngineReport:
+    def play(scale: float) -> FleetReport:
         with progress_bar(f"rate x {scale:.3g}") as show:
-            return simulate_engine(
-                engine_costs,
-                limits,
-                order,
+            return simulate_fleet(
+                [replica] * options.replicas,
+                load_balancer(options.balancer, seed=options.seed),
                 scale_rate(fitting, scale),
+                poll_s=options.poll,
                 max_tokens=options.max_tokens,
                 progress=show,
             )
@@ -151,6 +177,8 @@ def run_engine(
     rate = _rate(fitting)
     record: dict[str, Any] = {
         "scheduler": order.name,
+        "replicas": options.replicas,
+        "balancer": options.balancer,
         "token_budget": limits.token_budget,
         "num_blocks": limits.num_blocks,
         "skipped": skipped,
@@ -158,7 +186,8 @@ def run_engine(
             {
                 "rate_scale": scale,
                 "requests_per_s": None if rate is None else scale * rate,
-                **report.to_json(),
+                **report.total.to_json(),
+                "requests_of_replicas": [len(one.requests) for one in report.replicas],
             }
             for scale, report in reports.items()
         ],
@@ -168,7 +197,9 @@ def run_engine(
     if options.plot:
         from llmpq.cli.engine_plots import draw_engine
 
-        draw_engine(reports, order.name, options.plot)
+        draw_engine(
+            {scale: report.total for scale, report in reports.items()}, order.name, options.plot
+        )
     if options.json:
         print_json(record)
     else:
@@ -219,13 +250,13 @@ def _rate(requests: Sequence[TraceRequest]) -> float | None:
 
 
 def _capacity(
-    play: Callable[[float], EngineReport], options: argparse.Namespace, rate: float | None
+    play: Callable[[float], FleetReport], options: argparse.Namespace, rate: float | None
 ) -> dict[str, float | None]:
     if rate is None:
         raise SpecError("--ttft_bound: found requests that all arrive at once, expected a rate")
 
     def ttft_p95_s(scale: float) -> float:
-        figures: dict[str, float] = play(scale).to_json()["time_to_first_token_s"]
+        figures: dict[str, float] = play(scale).total.to_json()["time_to_first_token_s"]
         return figures["p95"]
 
     scale = capacity(ttft_p95_s, options.ttft_bound, start=options.rate_scale[0])
@@ -241,6 +272,8 @@ def _text(record: dict[str, Any]) -> str:
         f"scheduler      {record['scheduler']}, {record['token_budget']} tokens a step, "
         f"{record['num_blocks']} KV blocks"
     ]
+    if record["replicas"] > 1:
+        lines.append(f"replicas       {record['replicas']}, balanced by {record['balancer']}")
     for row in record["rates"]:
         rate = row["requests_per_s"]
         at = "all at once" if rate is None else f"{rate:.3g} requests/s"
