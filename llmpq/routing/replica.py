@@ -94,7 +94,7 @@ class ReplicaView(NamedTuple):
 
 
 class Replica:
-    """Tracks one replica.
+    """Tracks the statistics of a replica and the requests sent to it since.
 
     Args:
         capacity: of the replica.

@@ -27,7 +27,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetReplica:
-    """A replica of a simulated fleet.
+    """Step costs, limits and queue order of one replica of a simulated fleet.
 
     Attributes:
         costs: seconds of a step.
