@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from llmpq.batching.length import PREDICTOR_NAMES, Prediction
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
+from llmpq.spec.catalog import check_devices, load_devices, with_device_types
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
 
@@ -92,6 +94,29 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
 def prediction_of(options: argparse.Namespace) -> Prediction:
     """Return the predictor of answer lengths."""
     return Prediction(predictor=options.predictor, error=options.predictor_error)
+
+
+def add_devices_option(group: argparse._ActionsContainer) -> None:
+    """Add ``--devices``."""
+    group.add_argument(
+        "--devices",
+        metavar="FILE.json",
+        help="file of device types that the catalogue lacks or whose figures it replaces, such as "
+        "llmpq-profile device writes",
+    )
+
+
+def with_described(cluster: Cluster, options: argparse.Namespace, where: str) -> Cluster:
+    """Return a cluster that carries the types of ``--devices`` it uses.
+
+    Raises:
+        SpecError: the file is wrong, or a device of the cluster, which ``where`` names, has no
+            figures.
+    """
+    if options.devices is not None:
+        cluster = with_device_types(cluster, load_devices(options.devices))
+    check_devices(cluster, where)
+    return cluster
 
 
 def add_kernel_option(group: argparse._ActionsContainer) -> None:

@@ -17,6 +17,7 @@ from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
+from llmpq.cli.options import add_devices_option, with_described
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
@@ -73,6 +74,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--device_numbers", nargs="+", type=int, metavar="COUNT", help="devices of each type"
     )
+    add_devices_option(cluster)
     cluster.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     latency = cluster.add_mutually_exclusive_group()
     latency.add_argument(
@@ -247,10 +249,10 @@ def _model(options: argparse.Namespace) -> tuple[ModelSpec, str | None]:
 def _cluster(options: argparse.Namespace) -> Cluster:
     names, numbers = options.device_names, options.device_numbers
     if options.cluster is not None and names is None and numbers is None:
-        return load_cluster(options.cluster)
+        return with_described(load_cluster(options.cluster), options, options.cluster)
     if options.cluster is not None or names is None or numbers is None:
         raise SpecError("expected either --cluster, or both --device_names and --device_numbers")
-    return cluster_of_lists(names, numbers)
+    return with_described(cluster_of_lists(names, numbers), options, "--device_names")
 
 
 def _workload(options: argparse.Namespace) -> Workload:

@@ -9,7 +9,8 @@ import numpy as np
 
 from llmpq.costmodel.tables.nnls import fit_relative
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Cluster, Device, DeviceSpec, LinkSpec
+from llmpq.spec.cluster import Cluster, Device, LinkSpec
+from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.tables import CommSample, LinkEnds
 
 MAX_BYTES_PER_S = 1e15

@@ -21,7 +21,8 @@ from llmpq.costmodel.tables.profiles import (
 )
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster, Device, DeviceSpec, PrecisionCost
+from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
@@ -205,12 +206,13 @@ def build_costs(
     for device in cluster.devices:
         if device.local_index:
             continue
-        spec = _figures(device, dtype)
+        spec = _figures(catalog.device(device.type, cluster), device, dtype)
         analytic = RooflineLatencyModel(
-            model=model, device=spec, dtype=dtype, kv_bits=kv_bits, threads=device.threads or 1
-        )
+            model=model, device=spec, dtype=dtype, kv_bits=kv_bits,
+            threads=device.threads or spec.cores or 1,
+        )  # fmt: skip
         key = ProfileKey(model=model, dtype=dtype, device=device)
-        profile = None if latency == "roofline" else _profile(key, tables)
+        profile = None if latency == "roofline" else _profile(key, tables, cluster)
         if profile is None and device.members > 1:
             raise SpecError(
                 f"device {device.label}: found no table of {device.members} devices that share a "
@@ -242,27 +244,31 @@ def build_costs(
     )
 
 
-def _profile(key: ProfileKey, tables: dict[str, LatencyTable]) -> Profile | None:
-    """Return the table of a device: the cluster's, the folder's, else the public database's."""
+def _profile(key: ProfileKey, tables: dict[str, LatencyTable], cluster: Cluster) -> Profile | None:
+    """Return the table of a device: the cluster's, the folder's, else the public database's.
+
+    The database speaks for types of the catalogue, not for those that the cluster describes.
+    """
     found = find_profile(key, tables)
-    if found is not None:
-        return found
     type_name = key.device.type
+    if found is not None or type_name in {one.type for one in cluster.device_types or ()}:
+        return found
     table = public_table(key.model, type_name, key.dtype, members=key.device.members)
     if table is None:
         return None
     return Profile(table=table, file=public_source(type_name), layer=0)
 
 
-def _figures(device: Device, dtype: Dtype) -> DeviceSpec:
-    """Return the catalogue's figures; those of a CPU depend on its instructions and the dtype."""
-    spec = catalog.device(device.type)
+def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
+    """Return the figures of a device; those of a CPU depend on its instructions and the dtype."""
     if spec.kind != "cpu":
         return spec
-    spec = replace(spec, precision_costs=_CPU_COSTS.get(dtype, spec.precision_costs))
+    if spec.precision_costs == catalog.device("cpu").precision_costs:
+        spec = replace(spec, precision_costs=_CPU_COSTS.get(dtype, spec.precision_costs))
     rates = dict(spec.flops)
     for name, share in _ISA_HALF_RATES.get(device.cpu_isa or "", {}).items():
-        rates[name] = min(rates[name], share * rates["float32"])
+        if name in rates and "float32" in rates:
+            rates[name] = min(rates[name], share * rates["float32"])
     part = device.cpu_share or 1.0
     return replace(
         spec,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.spec.cluster import DeviceKind
+from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch, stored_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llmpq.costmodel.base import Estimate
 from llmpq.costmodel.memory import kv_scale_bytes
-from llmpq.spec.cluster import DeviceSpec
+from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, Precision, linear_bytes
 
@@ -37,7 +37,10 @@ times at 64 and 512 rows, but 1.0 in bfloat16 at 512; at one row 1.0 in float32,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineLatencyModel:
-    """Analytic latency of one model on one type of device; figures of a CPU are per thread."""
+    """Analytic latency of one model on one type of device.
+
+    Figures of a CPU are of one thread, or of all its ``cores``.
+    """
 
     model: ModelSpec
     device: DeviceSpec
@@ -98,13 +101,19 @@ class RooflineLatencyModel:
     @property
     def _arithmetic(self) -> float:
         peak = self.device.peak_flops(self.dtype) * self.device.compute_efficiency
-        return peak * (self.threads**THREADS_ARITHMETIC if self.device.kind == "cpu" else 1.0)
+        return peak * (self._threads**THREADS_ARITHMETIC if self.device.kind == "cpu" else 1.0)
 
     @property
     def _stream(self) -> float:
         peak = self.device.memory_bytes_per_s * self.device.memory_efficiency
-        threads = min(self.threads, BANDWIDTH_THREADS)
+        threads = min(self._threads, BANDWIDTH_THREADS)
         return peak * (threads**THREADS_STREAM if self.device.kind == "cpu" else 1.0)
+
+    @property
+    def _threads(self) -> float:
+        """Threads for each that the figures are for: one, or one a core of a whole processor."""
+        cores = self.device.cores
+        return self.threads if cores is None else min(self.threads, cores) / cores
 
 
 def _overlapped(first_s: float, second_s: float) -> float:

@@ -8,18 +8,23 @@ lists the nearest ones.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import DeviceSpec
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.codec import from_json
+from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
+
+REFERENCE = {"cpu": "cpu", "cuda": "RTX3090", "mps": "M1", "xpu": "Arc-A770"}
+"""By kind, the type whose figures a described device has where it states none."""
 
 _PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
 
@@ -65,21 +70,105 @@ def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:
         raise SpecError(f"{error} (a directory of that name does not exist either)") from None
 
 
-def device(type_name: str) -> DeviceSpec:
-    """Return the figures of a type of device.
+def device(type_name: str, cluster: Cluster | None = None) -> DeviceSpec:
+    """Return the figures of a type of device: the cluster's own, else the catalogue's.
 
     Raises:
         SpecError: no such type; the message offers the nearest names.
     """
+    for place, entry in enumerate(own := _own_types(cluster)):
+        if entry.type == type_name:
+            return _completed(entry, own[:place])
     found = _devices().get(type_name)
     if found is None:
-        raise _unknown("device type", type_name, device_types())
+        raise _unknown("device type", type_name, (*(entry.type for entry in own), *_devices()))
     return found
 
 
 def device_types() -> tuple[str, ...]:
     """Return the names of all device types, in the order of the file."""
     return tuple(_devices())
+
+
+def device_sources(type_name: str) -> dict[str, str]:
+    """Return the origin of every figure of a catalogue type, by field."""
+    entries = {entry.type: entry for entry in _entries()}
+    entry = entries[type_name]
+    found = dict(entry.source or ())
+    like = entry.like or REFERENCE[device(type_name).kind]
+    if like != type_name:
+        inherited = device_sources(like)
+        for name in FIGURES:
+            if name not in found and name in inherited and name != "compute_capability":
+                found[name] = f"assumed equal to {like}; not measured"
+    return found
+
+
+def load_devices(path: str | Path) -> tuple[DeviceEntry, ...]:
+    """Read a file of device types.
+
+    Raises:
+        SpecError: names the file, the type and the field.
+    """
+    entries = from_json(DeviceFile, Fields(read_json(path), str(path))).devices
+    for place, entry in enumerate(entries):
+        try:
+            _completed(entry, entries[:place])
+        except SpecError as error:
+            raise SpecError(f"{path}: {error}") from None
+    return entries
+
+
+def with_device_types(cluster: Cluster, entries: Sequence[DeviceEntry]) -> Cluster:
+    """Return a cluster that carries the entries its devices need, in place of its own of that name.
+
+    An entry that another one is like comes before it.
+    """
+    replaced = {entry.type for entry in entries}
+    known = [entry for entry in _own_types(cluster) if entry.type not in replaced] + [*entries]
+    needed = {device.type for device in cluster.devices}
+    for entry in reversed(known):
+        if entry.type in needed and entry.like is not None:
+            needed.add(entry.like)
+    kept = tuple(entry for entry in known if entry.type in needed)
+    return replace(cluster, device_types=kept or None)
+
+
+def check_devices(cluster: Cluster, where: str) -> None:
+    """Check that every device of a cluster has figures.
+
+    Raises:
+        SpecError: names ``where`` (the file), the field and the type.
+    """
+    types = {f"device_types[{at}]": entry.type for at, entry in enumerate(_own_types(cluster))}
+    for place, node in enumerate(cluster.nodes):
+        for number, group in enumerate(node.devices):
+            types[f"nodes[{place}].devices[{number}].type"] = group.type
+    for field, name in types.items():
+        try:
+            device(name, cluster)
+        except SpecError as error:
+            raise SpecError(f"{where}: field '{field}': {error}") from None
+
+
+def _own_types(cluster: Cluster | None) -> tuple[DeviceEntry, ...]:
+    return () if cluster is None else cluster.device_types or ()
+
+
+def _completed(entry: DeviceEntry, earlier: Sequence[DeviceEntry]) -> DeviceSpec:
+    """Return the figures of an entry of a file, which may be like an ``earlier`` one."""
+    like = entry.like
+    if like is None:
+        assert entry.kind is not None  # checked by the entry
+        return completed(entry, _devices()[REFERENCE[entry.kind]])
+    for place, other in enumerate(earlier):
+        if other.type == like:
+            return completed(entry, _completed(other, earlier[:place]))
+    found = _devices().get(like)
+    if found is None:
+        names = (*(other.type for other in earlier), *_devices())
+        raise _unknown(f"device type '{entry.type}': field 'like'", like, names)
+    return completed(entry, found)
 
 
 @cache
@@ -90,12 +179,23 @@ def _models() -> dict[str, Any]:
 
 
 @cache
+def _entries() -> tuple[DeviceEntry, ...]:
+    children = _data("devices.json").children("devices", minimum=1)
+    return tuple(from_json(DeviceEntry, child) for child in children)
+
+
+@cache
 def _devices() -> dict[str, DeviceSpec]:
-    found = {}
-    for entry in _data("devices.json").children("devices", minimum=1):
-        entry.take("source")
-        spec = from_json(DeviceSpec, entry)
-        found[spec.type] = spec
+    """Return the catalogue's types; an entry is like an earlier one."""
+    found: dict[str, DeviceSpec] = {}
+    for entry in _entries():
+        if entry.like is not None:
+            found[entry.type] = completed(entry, found[entry.like])
+            continue
+        stated = {name: getattr(entry, name) for name in FIGURES}
+        given = {name: value for name, value in stated.items() if value is not None}
+        assert entry.kind is not None
+        found[entry.type] = DeviceSpec(type=entry.type, kind=entry.kind, **given)
     return found
 
 

@@ -1,7 +1,7 @@
 """Clusters: devices, their hosts, and the links between them.
 
-The figures of a device type (peak rates, efficiencies) are a ``DeviceSpec`` of the catalogue; a
-cluster file has the devices of every host and what differs from the catalogue.
+A cluster file has the devices of every host and what differs from the catalogue. The figures of a
+device type (peak rates, efficiencies) are the catalogue's, or those of the file's ``device_types``.
 """
 
 from __future__ import annotations
@@ -9,104 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
+from llmpq.spec.devices.figures import DeviceEntry, DeviceSpec, check_unique
 from llmpq.spec.fields import SCHEMA, Fields, read_json
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
 
-DeviceKind = Literal["cpu", "cuda"]
 CPU_ISAS = ("sse4", "avx2", "avx512")
 """Vector extensions a CPU worker can be limited to, oldest first."""
 
 MIN_CPU_SHARE = 0.01
 MAX_DEVICES = 1024
 MAX_MEMBERS = 64
-Factor = Annotated[float, Rule(minimum=0.01)]
-Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionCost:
-    """How a bitwidth changes a device's roofline: factors relative to 16 bits.
-
-    Attributes:
-        compute: on arithmetic time (dequantization, slower or faster matrix units).
-        stream: on achieved memory bandwidth while reading weights.
-        overhead: on the launch and dispatch time of a layer (more, smaller kernels).
-        dequantize: times the layer's unquantized weights cross memory once more in prefill, where
-            kernels widen a whole matrix before they multiply.
-        thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
-        few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
-        stream_beyond: on achieved memory bandwidth in decode with more rows than those.
-    """
-
-    bits: int
-    compute: Factor
-    stream: Factor
-    overhead: Factor = 1.0
-    dequantize: float = 0.0
-    thin: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
-    few_rows: Annotated[int | None, Rule(minimum=1)] = None
-    stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
-
-    def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise SpecError(f"precision cost: found {self.bits} bits, expected one of {BITS}")
-
-    def stream_of(self, phase: Phase, rows: float) -> float:
-        """Return the factor on memory bandwidth while a step of so many rows reads weights."""
-        if phase is Phase.DECODE and self.few_rows is not None and rows > self.few_rows:
-            return min(self.stream, self.stream_beyond)
-        return self.stream
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """Figures of a device type; the catalogue file has the source of each.
-
-    Attributes:
-        kind: runtime that drives it.
-        runtime_bytes: memory of the process and its context before any tensor is allocated.
-        flops: peak dense operations per second by dtype name.
-        memory_bytes_per_s: peak memory bandwidth.
-        compute_efficiency: share of peak arithmetic that large matrix products reach.
-        memory_efficiency: share of peak bandwidth that weight streaming reaches.
-        layer_overhead_s: launch and dispatch time of one decoder layer at 16 bits.
-        link_bytes_per_s, link_latency_s: of a link to another device of the same node.
-        precision_costs: how 3, 4 and 8 bits differ from 16.
-        saturation_tokens: tokens of a prefill at which arithmetic reaches half of its efficiency.
-    """
-
-    type: str
-    kind: DeviceKind
-    memory_bytes: Annotated[int, Rule(minimum=1)]
-    runtime_bytes: int
-    flops: Annotated[tuple[tuple[str, float], ...], Rule(minimum=1, choices=tuple(DTYPE_BYTES))]
-    memory_bytes_per_s: Annotated[float, Rule(minimum=1)]
-    compute_efficiency: Share
-    memory_efficiency: Share
-    layer_overhead_s: float
-    link_bytes_per_s: Annotated[float, Rule(minimum=1)]
-    link_latency_s: float
-    precision_costs: tuple[PrecisionCost, ...]
-    saturation_tokens: float = 0.0
-
-    def peak_flops(self, dtype: str) -> float:
-        """Return the peak of ``dtype``, or of the nearest supported format (float16, float32)."""
-        rates = dict(self.flops)
-        for name in (dtype, "float16", "float32"):
-            if name in rates:
-                return rates[name]
-        raise SpecError(f"device {self.type}: no arithmetic rate for {dtype}")
-
-    def precision_cost(self, bits: int) -> PrecisionCost:
-        """Return the factors of ``bits``; 16 bits and unlisted widths cost 1."""
-        for cost in self.precision_costs:
-            if cost.bits == bits:
-                return cost
-        return PrecisionCost(bits=bits, compute=1.0, stream=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +29,7 @@ class DeviceGroup:
     """Equal devices of one node, as a cluster file lists them.
 
     Attributes:
-        type: catalogue name of the device.
+        type: name of the device in the cluster's ``device_types`` or the catalogue.
         memory_bytes: memory, instead of the catalogue's.
         profile: path of a measured latency table, relative to the cluster file.
         threads: CPU threads of a worker on it.
@@ -195,15 +110,20 @@ class Device(DeviceGroup):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """All nodes and links. Devices are numbered in file order."""
+    """All nodes and links. Devices are numbered in file order.
+
+    ``device_types`` describes types that the catalogue lacks, or replaces its figures.
+    """
 
     SCHEMA: ClassVar[int] = SCHEMA
 
     name: str
     nodes: tuple[Node, ...]
     links: Annotated[tuple[LinkSpec, ...], Rule(optional=True)] = ()
+    device_types: tuple[DeviceEntry, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_unique("device_types", self.device_types or ())
         names = [node.name for node in self.nodes]
         if not names:
             raise SpecError(f"cluster {self.name}: found no nodes, expected at least one")

@@ -8,13 +8,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
 DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
-MARKER = re.compile(r"^<!-- catalogue: (models|devices) -->$", re.M)
+MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields) -->$", re.M)
 
 
 def expand(markdown: str) -> str:
     """Replace the markers of a page."""
-    return MARKER.sub(lambda found: {"models": models, "devices": devices}[found[1]](), markdown)
+    makers = {"models": models, "devices": devices, "device fields": device_fields}
+    return MARKER.sub(lambda found: makers[found[1]](), markdown)
 
 
 def models() -> str:
@@ -36,6 +38,16 @@ def devices() -> str:
             f"{rate / 1e12:.3g} TFLOP/s | {device['memory_bytes_per_s'] / 1e9:.0f} GB/s |"
         )
     return "\n".join(lines)
+
+
+def device_fields() -> str:
+    """Return a table of the fields of a device type, from its JSON Schema."""
+    schema = json.loads((SCHEMAS / "cluster.v1.schema.json").read_text(encoding="utf-8"))
+    fields = schema["properties"]["device_types"]["items"]["properties"]
+    lines = ["| field | meaning |", "| --- | --- |"]
+    return "\n".join(
+        [*lines, *(f"| `{name}` | {one['description']} |" for name, one in fields.items())]
+    )
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.spec import catalog
-from llmpq.spec.cluster import DeviceSpec
+from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.huggingface.families import model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Phase

@@ -15,7 +15,7 @@ from statistics import median
 import pyarrow.parquet
 
 from llmpq.spec import catalog
-from llmpq.spec.cluster import DeviceSpec
+from llmpq.spec.devices.figures import DeviceSpec
 from scripts.reproduce.output import Record, emit, table
 
 HALF = "bfloat16"

@@ -19,7 +19,7 @@ from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.sim.engine_costs import StageLaw, StepShape, WorkerCosts
 from llmpq.spec import catalog
 from llmpq.spec.arrivals import draw_arrivals, with_arrivals
-from llmpq.spec.cluster import DeviceSpec, PrecisionCost
+from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.trace import TraceRequest, slice_trace

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.spec.catalog import device_types
+from llmpq.spec.catalog import device_types, load_devices
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import read_plan
 from llmpq.spec.sensitivity import read_sensitivity
@@ -15,6 +15,7 @@ from llmpq.spec.workload import load_workload
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
 READERS = {
     "Cluster": load_cluster,
+    "Device types": load_devices,
     "Workload": load_workload,
     "Latency table": read_latency_table,
     "Link table": read_comm_table,

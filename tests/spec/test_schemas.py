@@ -37,6 +37,27 @@ CLUSTER = {
         {"name": "b", "devices": [{"type": "L4", "count": 1, "memory_bytes": 5, "profile": "p"}]},
     ],
     "links": [{"between": ["a", "b"], "bytes_per_s": 1e9, "latency_s": 0.0}],
+    "device_types": [
+        {
+            "type": "own",
+            "kind": "cuda",
+            "memory_bytes": 8,
+            "memory_bytes_per_s": 100.0,
+            "memory_bus_bits": 100,
+            "memory_pin_bits_per_s": 8.0,
+            "flops": {"float32": 1e9},
+            "runtime_bytes": 1,
+            "compute_efficiency": 0.5,
+            "precision_costs": [
+                {"bits": 8, "compute": 1.0, "stream": 1.0, "overhead": 1.0, "dequantize": 0.0}
+            ],
+            "bits": [16, 8],
+            "compute_capability": [8, 6],
+            "source": {"flops": "paper"},
+        },
+        {"type": "other", "like": "own", "link_latency_s": 0.0, "saturation_tokens": 1.0},
+        {"type": "third", "like": "cpu", "cores": 8, "link_bytes_per_s": 5.0},
+    ],
 }
 SENSITIVITY = {
     "schema": 1,

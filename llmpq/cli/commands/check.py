@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
 from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.options import add_devices_option, with_described
 from llmpq.cli.render import explanation_record, explanation_text, plan_record, plan_table
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError
@@ -28,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--omega_file", metavar="FILE.json", help="sensitivity table that the plan was made with"
     )
+    add_devices_option(parser)
     parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     parser.add_argument("--plot", metavar="FILE.png", help="draw layers, memory and timeline")
     return parser
@@ -35,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strategy)
+    plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
     found = verify_plan(
         plan,
         options.strategy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from llmpq.cli.commands.sim_engine import (
     run_engine,
 )
 from llmpq.cli.common import make_parser, print_json, run_command
-from llmpq.cli.options import add_policy_options, prediction_of, schedule_of
+from llmpq.cli.options import (
+    add_devices_option,
+    add_policy_options,
+    prediction_of,
+    schedule_of,
+    with_described,
+)
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate
@@ -49,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategy", required=True, metavar="FILE", help="strategy file of llmpq-algo"
     )
+    add_devices_option(parser)
     parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     what = parser.add_argument_group("requests (default: the strategy's own workload)")
     what.add_argument("--workload", metavar="FILE.json", help="equal requests that arrive at once")
@@ -97,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strategy)
+    plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
     if options.engine:
         costs = _costs(plan, options.profile)
         return run_engine(options, plan, costs, _requests(options, plan))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from llmpq.costmodel.comm import AlphaBetaCommModel, fit_links
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Cluster, Device, DeviceSpec
+from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Dtype, Phase
 from llmpq.spec.tables import (

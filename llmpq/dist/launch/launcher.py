@@ -209,7 +209,7 @@ def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
     workers = [
         other
         for other in ranks
-        if device_spec(plan.device_of(plan.stages[other]).type).kind == "cpu"
+        if device_spec(plan.device_of(plan.stages[other]).type, plan.cluster).kind == "cpu"
     ]
     threads = {other: _threads(plan, other, ranks) for other in workers}
     available = sorted(os.sched_getaffinity(0))

@@ -138,10 +138,10 @@ def torch_device(plan: Plan, rank: int) -> torch.device:
     """
     own = plan.stages[rank].device
     devices = plan.cluster.devices
-    if device_spec(devices[own].type).kind == "cpu":
+    if device_spec(devices[own].type, plan.cluster).kind == "cpu":
         return torch.device("cpu")
     index = sum(
-        other.node == devices[own].node and device_spec(other.type).kind == "cuda"
+        other.node == devices[own].node and device_spec(other.type, plan.cluster).kind == "cuda"
         for other in devices[:own]
     )
     if index >= torch.cuda.device_count():

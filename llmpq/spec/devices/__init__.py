@@ -1,0 +1,1 @@
+"""Device types: their figures, what they compute, and the files that describe them."""

@@ -1,0 +1,238 @@
+"""The figures of a device type: complete, and as a file states them.
+
+A file of devices states what is known; the rest is taken from another type (``like``), or from the
+reference type of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, ClassVar, Literal
+
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec.codec import Rule
+from llmpq.spec.fields import SCHEMA
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
+
+DeviceKind = Literal["cpu", "cuda", "mps", "xpu"]
+"""torch's name of the runtime that drives a device; ``cuda`` also is ROCm's."""
+
+Factor = Annotated[float, Rule(minimum=0.01)]
+Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionCost:
+    """How a bitwidth changes a device's roofline: factors relative to 16 bits.
+
+    Attributes:
+        compute: on arithmetic time (dequantization, slower or faster matrix units).
+        stream: on achieved memory bandwidth while reading weights.
+        overhead: on the launch and dispatch time of a layer (more, smaller kernels).
+        dequantize: times the layer's unquantized weights cross memory once more in prefill, where
+            kernels widen a whole matrix before they multiply.
+        thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
+        few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
+        stream_beyond: on achieved memory bandwidth in decode with more rows than those.
+    """
+
+    bits: int
+    compute: Factor
+    stream: Factor
+    overhead: Factor = 1.0
+    dequantize: float = 0.0
+    thin: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+    few_rows: Annotated[int | None, Rule(minimum=1)] = None
+    stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise SpecError(f"precision cost: found {self.bits} bits, expected one of {BITS}")
+
+    def stream_of(self, phase: Phase, rows: float) -> float:
+        """Return the factor on memory bandwidth while a step of so many rows reads weights."""
+        if phase is Phase.DECODE and self.few_rows is not None and rows > self.few_rows:
+            return min(self.stream, self.stream_beyond)
+        return self.stream
+
+
+Rate = Annotated[float, Rule(minimum=1)]
+Rates = Annotated[tuple[tuple[str, float], ...], Rule(minimum=1, choices=tuple(DTYPE_BYTES))]
+MAX_CORES = 4096
+BUS_TOLERANCE = 0.01
+"""Relative difference of a stated bandwidth from bus width times rate: vendors round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Complete figures of a device type.
+
+    Attributes:
+        kind: runtime that drives it.
+        runtime_bytes: memory of the process and its context before any tensor is allocated.
+        flops: peak dense operations per second by number format. A format that is not here is not
+            computed: see ``formats``.
+        memory_bytes_per_s: peak memory bandwidth.
+        compute_efficiency: share of peak arithmetic that large matrix products reach.
+        memory_efficiency: share of peak bandwidth that weight streaming reaches.
+        layer_overhead_s: launch and dispatch time of one decoder layer at 16 bits.
+        link_bytes_per_s, link_latency_s: of a link to another device of the same node.
+        precision_costs: how 3, 4 and 8 bits differ from 16.
+        saturation_tokens: tokens of a prefill at which arithmetic reaches half of its efficiency.
+        bits: bitwidths of weights that it multiplies by.
+        compute_capability: of an NVIDIA GPU, ``None`` for others and where it is not known.
+        cores: of a CPU whose figures are for all of its cores; ``None``: for one thread.
+    """
+
+    type: str
+    kind: DeviceKind
+    memory_bytes: int
+    runtime_bytes: int
+    flops: tuple[tuple[str, float], ...]
+    memory_bytes_per_s: float
+    compute_efficiency: float
+    memory_efficiency: float
+    layer_overhead_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+    precision_costs: tuple[PrecisionCost, ...]
+    saturation_tokens: float = 0.0
+    bits: tuple[int, ...] = BITS
+    compute_capability: tuple[int, int] | None = None
+    cores: int | None = None
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Number formats that it computes, by descending rate."""
+        return tuple(sorted(dict(self.flops), key=lambda name: -dict(self.flops)[name]))
+
+    def peak_flops(self, dtype: str) -> float:
+        """Return the peak of ``dtype``, or of the nearest format that it computes."""
+        rates = dict(self.flops)
+        for name in (dtype, "float16", "float32"):
+            if name in rates:
+                return rates[name]
+        return next(iter(rates.values()))
+
+    def precision_cost(self, bits: int) -> PrecisionCost:
+        """Return the factors of ``bits``; 16 bits and unlisted widths cost 1."""
+        for cost in self.precision_costs:
+            if cost.bits == bits:
+                return cost
+        return PrecisionCost(bits=bits, compute=1.0, stream=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """A device type as a file states it: figures of ``DeviceSpec``, each of which may be absent.
+
+    Attributes:
+        like: type whose figures it has where it states none itself; ``None``: the reference type of
+            its kind, and ``kind``, ``memory_bytes``, ``memory_bytes_per_s``, ``flops`` are stated.
+        memory_bus_bits, memory_pin_bits_per_s: width of the memory bus and rate of one line, whose
+            product is the bandwidth.
+        source: by field, the origin of its figure.
+    """
+
+    type: str
+    kind: DeviceKind | None = None
+    like: str | None = None
+    memory_bytes: Annotated[int | None, Rule(minimum=1)] = None
+    runtime_bytes: int | None = None
+    flops: Rates | None = None
+    memory_bytes_per_s: Rate | None = None
+    memory_bus_bits: Annotated[int | None, Rule(minimum=1)] = None
+    memory_pin_bits_per_s: Rate | None = None
+    compute_efficiency: Share | None = None
+    memory_efficiency: Share | None = None
+    layer_overhead_s: float | None = None
+    link_bytes_per_s: Rate | None = None
+    link_latency_s: float | None = None
+    precision_costs: tuple[PrecisionCost, ...] | None = None
+    saturation_tokens: float | None = None
+    bits: Annotated[tuple[int, ...] | None, Rule(minimum=1)] = None
+    compute_capability: tuple[int, int] | None = None
+    cores: Annotated[int | None, Rule(minimum=1, maximum=MAX_CORES)] = None
+    source: tuple[tuple[str, str], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.like is None:
+            for name in ("kind", "memory_bytes", "memory_bytes_per_s", "flops"):
+                if getattr(self, name) is None:
+                    raise self.error(name, "nothing", "it, or a type that this one is 'like'")
+        self._check_choices()
+        self._check_bus()
+        for name, _ in self.source or ():
+            if name not in SOURCED:
+                raise self.error("source", name, f"one of {', '.join(SOURCED)}")
+
+    def error(self, field: str, found: object, expected: str) -> SpecError:
+        """Build the error of a field."""
+        return bad_field(f"device type '{self.type}'", field, found, expected)
+
+    def _check_choices(self) -> None:
+        if self.bits is not None and not set(self.bits) <= set(BITS):
+            raise self.error("bits", list(self.bits), f"some of {list(BITS)}")
+        costs = [cost.bits for cost in self.precision_costs or ()]
+        if len(set(costs)) < len(costs):
+            raise self.error("precision_costs", costs, "each bitwidth once")
+        if self.kind not in (None, "cpu") and self.cores is not None:
+            raise self.error("cores", self.cores, "nothing, or kind 'cpu'")
+
+    def _check_bus(self) -> None:
+        bus, rate, stated = (
+            self.memory_bus_bits, self.memory_pin_bits_per_s, self.memory_bytes_per_s,
+        )  # fmt: skip
+        if bus is None or rate is None or stated is None:
+            return
+        product = bus * rate / 8
+        if abs(product - stated) > BUS_TOLERANCE * stated:
+            raise self.error(
+                "memory_bytes_per_s", stated, f"{product:g}, its bus width times its rate"
+            )
+
+
+SOURCED = tuple(
+    field.name for field in fields(DeviceEntry) if field.name not in ("type", "like", "source")
+)
+"""Fields that a source can be given for."""
+FIGURES = tuple(field.name for field in fields(DeviceSpec) if field.name not in ("type", "kind"))
+
+
+def completed(entry: DeviceEntry, base: DeviceSpec) -> DeviceSpec:
+    """Return the figures of an entry, and those of ``base`` where it states none.
+
+    A compute capability is never passed on, and cores only by an explicit ``like``.
+
+    Raises:
+        SpecError: the entry is like a type of another kind.
+    """
+    if entry.kind not in (None, base.kind):
+        raise entry.error("kind", entry.kind, f"'{base.kind}', as {base.type} has")
+    own = {name: getattr(entry, name) for name in FIGURES}
+    found = {name: getattr(base, name) if value is None else value for name, value in own.items()}
+    found["compute_capability"] = entry.compute_capability
+    if entry.like is None:
+        found["cores"] = entry.cores
+    return DeviceSpec(type=entry.type, kind=base.kind, **found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFile:
+    """The content of a file of device types, as ``--devices`` takes it."""
+
+    SCHEMA: ClassVar[int] = SCHEMA
+
+    devices: Annotated[tuple[DeviceEntry, ...], Rule(minimum=1)]
+
+    def __post_init__(self) -> None:
+        check_unique("devices", self.devices)
+
+
+def check_unique(field: str, entries: Sequence[DeviceEntry]) -> None:
+    """Raise ``SpecError`` if two entries describe one type."""
+    names = [entry.type for entry in entries]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise SpecError(f"field '{field}': found type '{twice[0]}' twice, expected it once")
