@@ -12,10 +12,12 @@ from llmpq.spec.sensitivity import read_sensitivity
 from llmpq.spec.tables import read_comm_table, read_latency_table
 from llmpq.spec.workload import load_workload
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "formats.md"
+PAGES = [
+    Path(__file__).parents[2] / "docs" / "reference" / name for name in ("formats.md", "devices.md")
+]
 READERS = {
     "Cluster": load_cluster,
-    "Device types": load_devices,
+    "Describe your own": load_devices,
     "Workload": load_workload,
     "Latency table": read_latency_table,
     "Link table": read_comm_table,
@@ -25,8 +27,9 @@ READERS = {
 
 
 def examples() -> dict[str, str]:
-    text = PAGE.read_text(encoding="utf-8")
-    found = re.findall(r"^## ([^\n]+)\n(?:(?!^## ).*?)```\w+\n(.*?)```", text, re.S | re.M)
+    pattern = r"^## ([^\n]+)\n(?:(?!^## ).*?)```\w+\n(.*?)```"
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    found = [one for text in texts for one in re.findall(pattern, text, re.S | re.M)]
     return dict(found)
 
 
