@@ -90,7 +90,7 @@ def verify_plan(
 
 def _model(plan: Plan, where: str) -> ModelSpec | None:
     source = plan.model.source
-    if source is not None and not Path(source).is_dir():
+    if source is not None and not Path(source).exists():
         return None
     model, _ = catalog.resolve_model(plan.model.name if source is None else source)
     if model.num_layers != plan.model.num_layers:

@@ -49,10 +49,10 @@ PRODUCT_BYTES = 500_000
 """oneDNN's code and work space for one weight shape and number of rows (``PRODUCT_ROWS``)."""
 EXPERT_SHARE = 2.0
 """Rows of the busiest expert, as a multiple of an even share."""
-SCORES_ATTENTION = ("gemma2",)
+SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
 """Families whose attention writes out its scores (they are capped): on a CPU for a block of queries
 of one row, on a GPU for all."""
-BIASED_ATTENTION = ("bloom",)
+BIASED_ATTENTION = ("bloom", "mpt")
 """Families whose attention adds a bias of the keys: on a CPU for a block of queries, on a GPU for
 all."""
 STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
@@ -84,10 +84,12 @@ def layer_weight_bytes(
 def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
     """Return the bytes of one layer's preallocated blocks for ``slots`` sequences.
 
-    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token.
+    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token. The state
+    of a layer that keeps one counts in float32.
     """
     blocks = -(-max_tokens // KV_BLOCK_SIZE)
-    return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits)
+    state = slots * model.layer_types[kind].state_values * DTYPE_BYTES["float32"]
+    return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits) + state
 
 
 def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> int:

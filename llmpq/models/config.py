@@ -37,16 +37,25 @@ def load_config(model_dir: Path | str) -> PreTrainedConfig:
 
 def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
     """Return the configuration of :func:`load_config` and the skeleton of its model."""
-    path = Path(model_dir) / "config.json"
+    return prepare_config(read_config(Path(model_dir) / "config.json"))
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Read a ``config.json`` with the classes of transformers.
+
+    Raises:
+        SpecError: the file is missing or not JSON, ``model_type`` is unknown, or transformers
+            rejects a field.
+    """
     fields = _read_json_object(path)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise bad_field(str(path), "model_type", model_type, "a family that transformers knows")
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(fields)
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # transformers validates with many exception types
         raise SpecError(f"{path}: transformers rejects this configuration: {error}") from error
-    return prepare_config(config)
+    return config
 
 
 def _read_json_object(path: Path) -> dict[str, object]:

@@ -20,6 +20,7 @@ from llmpq.spec.cluster import Cluster
 from llmpq.spec.codec import from_json
 from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
 from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.huggingface.described import read_model_file
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
 
@@ -56,14 +57,16 @@ def paper_model_name(family: str, size: str) -> str:
 
 
 def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:
-    """Return a model given by directory or catalogue name, and the directory if it is one.
+    """Return a model given by directory, model file or catalogue name, and the path if it is one.
 
     Raises:
-        SpecError: neither a directory with ``config.json`` nor a catalogue name.
+        SpecError: neither a directory with ``config.json`` nor a model file nor a catalogue name.
     """
-    folder = Path(name_or_dir)
-    if folder.is_dir():
-        return load_model_dir(folder), folder
+    path = Path(name_or_dir)
+    if path.is_dir():
+        return load_model_dir(path), path
+    if path.suffix == ".json" and path.is_file():
+        return read_model_file(path), path
     try:
         return model(str(name_or_dir)), None
     except SpecError as error:

@@ -8,8 +8,10 @@ reads a ``config.json``; ``spec.catalog`` has named models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from llmpq.errors import SpecError
+from llmpq.spec.codec import Rule
 from llmpq.spec.precision import (
     Dtype,
     Precision,
@@ -32,12 +34,12 @@ class LinearSpec:
     """
 
     name: str
-    out_features: int
-    in_features: int
-    bias: bool = False
-    count: int = 1
-    active: int = 1
-    quantizable: bool = True
+    out_features: Annotated[int, Rule(minimum=1)]
+    in_features: Annotated[int, Rule(minimum=1)]
+    bias: Annotated[bool, Rule(optional=True)] = False
+    count: Annotated[int, Rule(optional=True, minimum=1)] = 1
+    active: Annotated[int, Rule(optional=True, minimum=1)] = 1
+    quantizable: Annotated[bool, Rule(optional=True)] = True
 
     @property
     def weight_parameters(self) -> int:
@@ -61,9 +63,14 @@ class LayerSpec:
 
     Attributes:
         norm_parameters: parameters of its norms (and any other small tensors), never quantized.
-        num_heads, num_kv_heads: query heads ``q`` and key-value heads ``k``.
-        head_dim: features of a head ``d``.
+        num_heads, num_kv_heads: query heads ``q`` and key-value heads ``k``; no key-value heads in
+            a layer without attention.
+        head_dim: features of a head ``d``, as its keys are cached.
         sliding_window: tokens a query looks back on, ``None`` for all.
+        value_dim: features of a cached value if they are not ``head_dim``. Latent attention caches
+            one head: the latent vector as key, the rotated part of the keys as value.
+        state_values: numbers that a sequence keeps in this layer whatever its length (state-space
+            layers, linear attention).
     """
 
     linears: tuple[LinearSpec, ...]
@@ -71,7 +78,15 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    sliding_window: int | None = None
+    sliding_window: Annotated[int | None, Rule(minimum=1)] = None
+    value_dim: Annotated[int | None, Rule(minimum=1)] = None
+    state_values: Annotated[int, Rule(optional=True)] = 0
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that one token leaves in this layer's cache (``2 k d`` in most)."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        return self.num_kv_heads * (self.head_dim + value_dim)
 
     @property
     def parameters(self) -> int:
@@ -99,8 +114,8 @@ class LayerSpec:
         return total
 
     def kv_bytes_per_token(self, kv_value_bytes: float) -> float:
-        """Bytes of keys and values that one token leaves in this layer (``2 k d`` values)."""
-        return 2 * self.num_kv_heads * self.head_dim * kv_value_bytes
+        """Bytes of keys and values that one token leaves in this layer."""
+        return self.kv_values_per_token * kv_value_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +140,17 @@ class ModelSpec:
 
     name: str
     family: str
-    hidden_size: int
-    vocab_size: int
-    head_in_features: int
-    max_positions: int | None
+    hidden_size: Annotated[int, Rule(minimum=1)]
+    vocab_size: Annotated[int, Rule(minimum=1)]
+    head_in_features: Annotated[int, Rule(minimum=1)]
+    max_positions: Annotated[int | None, Rule(minimum=1)] = None
     layer_types: tuple[LayerSpec, ...]
     layer_kinds: tuple[int, ...]
     embedding_parameters: int
     final_parameters: int
     head_parameters: int
     dtype: Dtype
-    stored: tuple[Precision, ...] = ()
+    stored: Annotated[tuple[Precision, ...], Rule(optional=True)] = ()
 
     def __post_init__(self) -> None:
         if self.stored and len(self.stored) != len(self.layer_kinds):

@@ -1,4 +1,4 @@
-"""The catalogue's models and devices as Markdown."""
+"""The catalogue's models and devices, and the families that are planned, as Markdown."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from llmpq.spec.huggingface.families import model_types
+
 SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
 DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
-MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields) -->$", re.M)
+MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields|families) -->$", re.M)
 
 
 def expand(markdown: str) -> str:
     """Replace the markers of a page."""
-    makers = {"models": models, "devices": devices, "device fields": device_fields}
+    makers = {
+        "models": models,
+        "devices": devices,
+        "device fields": device_fields,
+        "families": families,
+    }
     return MARKER.sub(lambda found: makers[found[1]](), markdown)
+
+
+def families() -> str:
+    """Return the names of all families that can be planned."""
+    return ", ".join(f"`{name}`" for name in model_types())
 
 
 def models() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from llmpq.cli.commands import profile_layer, profile_link, profile_memory, profile_tables
 from llmpq.cli.common import make_parser, run_command
 
-_VERBS = "layer|link|memory|fit|import|recalibrate"
+_VERBS = "layer|link|memory|fit|import|recalibrate|describe"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     profile_tables.add_fit(verbs)
     profile_tables.add_import(verbs)
     profile_tables.add_recalibrate(verbs)
+    profile_tables.add_describe(verbs)
     for verb in verbs.choices.values():
         verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     return parser

@@ -1,4 +1,4 @@
-"""llmpq-profile fit, import, recalibrate: check, make and correct tables without measuring."""
+"""llmpq-profile fit, import, recalibrate, describe: make and check files without measuring."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import print_json, print_points
+from llmpq.cli.common import print_json, print_points, require
 from llmpq.cli.render import table_summary
 from llmpq.costmodel.comm import fit_links
 from llmpq.costmodel.importers.imported import (
@@ -22,6 +22,7 @@ from llmpq.costmodel.tables.recalibrate import recalibrated_table
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import digest_of, read_json
+from llmpq.spec.huggingface.described import MODEL_FILE, write_model_file
 from llmpq.spec.precision import BITS
 from llmpq.spec.tables import read_latency_table, write_comm_table, write_latency_table
 from llmpq.units import format_bytes, format_seconds
@@ -173,3 +174,41 @@ def _runs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
             "for all or one each"
         )
     return list(zip(reports, plans, strict=True))
+
+
+def add_describe(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``describe`` to the commands."""
+    describe = commands.add_parser(
+        "describe", help="write the sizes of a model whose family is not in the planner's table"
+    )
+    describe.add_argument("--model", required=True, type=Path, help="directory with config.json")
+    describe.add_argument(
+        "--output", type=Path, help=f"model file (default: {MODEL_FILE} in the directory)"
+    )
+    describe.set_defaults(run=_describe)
+
+
+def _describe(options: argparse.Namespace) -> int:
+    """Build the model on torch's meta device and write its model file."""
+    require("torch", "transformers")
+    from llmpq.profiler.describe import describe_dir
+
+    model = describe_dir(options.model)
+    path = options.output or options.model / MODEL_FILE
+    write_model_file(path, model)
+    kv_bytes = sum(layer.kv_bytes_per_token(2) for layer in model.layers)
+    found = {
+        "model_type": model.family,
+        "layers": model.num_layers,
+        "parameters": model.parameters,
+        "kv_values_per_token": sum(layer.kv_values_per_token for layer in model.layers),
+        "output": str(path),
+    }
+    if options.json:
+        print_json(found)
+        return 0
+    print(
+        f"{path}: {model.family}, {model.num_layers} layers, {model.parameters:,} parameters, "
+        f"{format_bytes(kv_bytes)} of 16-bit keys and values a token"
+    )
+    return 0

@@ -150,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
 def _costs(plan: Plan, profile: str | None) -> PlanCosts:
     source = plan.model.source
     model, _ = catalog.resolve_model(
-        source if source is not None and Path(source).is_dir() else plan.model.name
+        source if source is not None and Path(source).exists() else plan.model.name
     )
     costs = build_costs(
         model,

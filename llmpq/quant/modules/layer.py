@@ -6,6 +6,7 @@ Operators are found by the type of module, not by the model family.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -85,9 +86,7 @@ def _unstack_experts_(layer: nn.Module) -> None:
 
     transformers gathers the rows of all experts at once, which takes several times the memory.
     """
-    stacks = [
-        (name, module) for name, module in layer.named_modules() if _has_plain_experts(module)
-    ]
+    stacks = [(name, module) for name, module in layer.named_modules() if has_plain_experts(module)]
     for name, module in stacks:
         weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
         if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights.values()):
@@ -115,7 +114,7 @@ def quantizable_names(layer: nn.Module) -> Iterator[str]:
     """
     for name, module in layer.named_modules():
         is_linear = isinstance(module, nn.Linear)
-        if is_linear and name.rpartition(".")[2] not in _ROUTER_NAMES:
+        if is_linear and not is_router(name):
             yield name
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
             _check_experts(name, module)
@@ -131,7 +130,13 @@ def _check_experts(name: str, experts: nn.Module) -> None:
         )
 
 
-def _has_plain_experts(module: nn.Module) -> bool:
+def is_router(name: str) -> bool:
+    """Return whether a module is a router or part of one, by its name; it stays as it is."""
+    return not _ROUTER_NAMES.isdisjoint(name.split("."))
+
+
+def has_plain_experts(module: nn.Module) -> bool:
+    """Return whether a module is a stack of experts that can be quantized."""
     held, odd = _expert_layout(module)
     return held == _EXPERT_WEIGHTS and not odd
 
@@ -140,6 +145,8 @@ def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
     """Return the names of stacked experts' parameters, and the flags that are not plain."""
     held = {key for key, _ in experts.named_parameters(recurse=False)}
     odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
+    if "top_k_index" not in inspect.signature(experts.forward).parameters:  # Llama 4 runs them all
+        odd.append("forward")
     # The decorator gives every class a gate function; a class's own does more than activate.
     gate = getattr(type(experts), "_apply_gate", None)
     if gate is not None and not gate.__module__.startswith("transformers.integrations"):

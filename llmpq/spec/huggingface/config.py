@@ -1,27 +1,62 @@
 """Typed access to the fields of a transformers ``config.json``.
 
-Unknown fields are ignored, some fields have several names, and null means absent. Fields that are
-read are checked as strictly as in ``llmpq.spec.fields``.
+Unknown fields are ignored, some fields have several names, and null means absent. A field that the
+file leaves out has transformers' default of the family (``llmpq/data/config_defaults.json``), where
+there is one. Fields that are read are checked as strictly as in ``llmpq.spec.fields``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any, cast
 
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 
 MAX_SIZE = 2**31
 MAX_LAYERS = 10_000
 
-HIDDEN = ("hidden_size", "n_embed")
-LAYERS = ("num_hidden_layers", "n_layer")
-HEADS = ("num_attention_heads", "n_head")
+# Families differ in the names of these fields.
+HIDDEN = ("hidden_size", "n_embed", "n_embd", "d_model")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+DEFAULTS_FILE = "config_defaults.json"
+
+
+@cache
+def family_defaults() -> Mapping[str, Mapping[str, Any]]:
+    """Return the defaults of transformers' configuration classes by ``model_type``."""
+    with resources.as_file(resources.files("llmpq") / "data" / DEFAULTS_FILE) as path:
+        return cast(Mapping[str, Mapping[str, Any]], read_json(path)["families"])
 
 
 class Config(Fields):
-    """The fields of a ``config.json``: any number of reads, and null means absent."""
+    """The fields of a ``config.json``: any number of reads, and null means absent.
+
+    Args:
+        value: the parsed file.
+        where: name of the file, for messages.
+        path: dotted path of this object inside the file.
+        defaults: values of fields that the file leaves out; a field that is null has none.
+    """
+
+    def __init__(
+        self,
+        value: object,
+        where: str,
+        path: str = "",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(value, where, path)
+        self._stated = frozenset(self.names())
+        missing = {} if defaults is None else defaults
+        self._left = {**missing, **self._left}
 
     def take(self, field: str) -> Any:
         """Return the raw value of a required field."""
@@ -29,12 +64,27 @@ class Config(Fields):
             raise self.error(field, "nothing", "this field to be present")
         return self._left[field]
 
+    def is_stated(self, field: str) -> bool:
+        """Return whether the file itself has the field, null or not."""
+        return field in self._stated
+
     def size(self, *names: str, default: int | None = None, minimum: int = 1) -> int:
-        """Return the first of ``names`` that is set, as a whole number in range."""
-        name = next((name for name in names if self.has(name)), None)
+        """Return the first of ``names`` that is set, as a whole number in range.
+
+        Fields of the file come before defaults.
+        """
+        found = [name for name in names if self.has(name)]
+        name = next((name for name in found if name in self._stated), found[0] if found else None)
         if name is None and default is not None:
             return default
         return self.integer(name or names[0], minimum, MAX_SIZE)
+
+    def integer(self, field: str, minimum: int = 0, maximum: int = MAX_SIZE) -> int:
+        """Return a whole number in ``[minimum, maximum]``, or the one that a list repeats."""
+        value = self.take(field)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            self._left[field] = value[0]
+        return super().integer(field, minimum, maximum)
 
     def optional_size(self, name: str) -> int | None:
         """Return a positive whole number, ``None`` when absent or null."""
@@ -44,6 +94,11 @@ class Config(Fields):
         """Return true or false."""
         return self.flag(name) if self.has(name) else default
 
+    def inner(self, field: str) -> Config:
+        """Return a nested object; empty when absent."""
+        value = self.take(field) if self.has(field) else {}
+        return Config(value, self.where, self.name_of(field))
+
     def layers(self) -> int:
         """Return the number of decoder layers."""
         count = self.size(*LAYERS)
@@ -51,9 +106,9 @@ class Config(Fields):
             raise self.error(LAYERS[0], count, f"at most {MAX_LAYERS} layers")
         return count
 
-    def head_dim(self, default: int | None) -> int:
-        """Return the size of a head: as stated, ``default``, or an equal share of the width."""
-        return self.optional_size("head_dim") or default or self.head_share()
+    def head_dim(self) -> int:
+        """Return the size of a head: as stated, or an equal share of the width."""
+        return self.optional_size("head_dim") or self.head_share()
 
     def head_share(self) -> int:
         """Return an equal share of the width for each query head."""
@@ -62,13 +117,13 @@ class Config(Fields):
             raise self.error(HEADS[0], heads, f"a divisor of hidden_size = {width}")
         return width // heads
 
-    def kv_heads(self, default: int | None) -> int:
-        """Return the key-value heads; ``default`` holds only where the file has no such field."""
+    def kv_heads(self, *names: str) -> int:
+        """Return the key-value heads, as many as query heads when absent."""
         heads = self.size(*HEADS)
-        missing = heads if default is None or "num_key_value_heads" in self.names() else default
-        found = self.size("num_key_value_heads", default=missing)
+        names = names or ("num_key_value_heads",)
+        found = self.size(*names, default=heads)
         if heads % found:
-            raise self.error("num_key_value_heads", found, f"a divisor of {heads} query heads")
+            raise self.error(names[0], found, f"a divisor of {heads} query heads")
         return found
 
     def words(self, field: str, length: int, choices: Sequence[str]) -> tuple[str, ...] | None:

@@ -1,0 +1,59 @@
+#!/usr/bin/env python3
+"""Write the defaults of transformers' configuration classes for the families that can be planned.
+
+    scripts/config_defaults.py > llmpq/data/config_defaults.json
+
+A ``config.json`` may leave out a field; the planner, which has no transformers, then reads the
+default from this file. Sizes that define a model are left out: a file must state them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from llmpq.spec.huggingface.families import model_types
+
+REQUIRED = frozenset(
+    {
+        *("hidden_size", "n_embed", "n_embd", "d_model", "vocab_size"),
+        *("num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "n_heads"),
+        *("intermediate_size", "dtype", "torch_dtype", "layer_types"),
+    }
+)
+IRRELEVANT = ("dropout", "token_id", "_pdrop", "aux_loss", "eps", "rope", "initializer", "mtp")
+
+
+def defaults_of(model_type: str) -> dict[str, Any]:
+    """Return the default of every field that may determine a size."""
+    fields = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    base = {field.name for field in dataclasses.fields(PreTrainedConfig)} - {"tie_word_embeddings"}
+    return {
+        name: value
+        for name, value in sorted(fields.items())
+        if type(value) in (int, bool)
+        and name not in REQUIRED | base
+        and not any(part in name for part in IRRELEVANT)
+    }
+
+
+def main() -> int:
+    """Print the file."""
+    known = [name for name in model_types() if name in CONFIG_MAPPING]
+    content = {
+        "schema": 1,
+        "transformers": transformers.__version__,
+        "families": {name: defaults_of(name) for name in known},
+    }
+    json.dump(content, sys.stdout, indent=1)
+    print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

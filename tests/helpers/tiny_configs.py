@@ -1,0 +1,82 @@
+"""A tiny configuration of any model type of transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 48,
+    "ffn_hidden_size": 64,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "max_position_embeddings": 128,
+    "sliding_window": 6,
+    "attention_chunk_size": 6,
+    "initializer_range": 0.17,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "embedding_multiplier": 0.7,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.7,
+    "logit_scale": 0.7,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+"""Fields that a configuration class gets if it has them."""
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": ...}
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
+    "deepseek_v3": _LATENT,
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "falcon": {"head_dim": ...},
+    "glm4_moe_lite": _LATENT,
+    "gptj": {"rotary_dim": 4},
+    "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": 0},
+    "hunyuan_v1_moe": {"head_dim": 8, "pad_token_id": 0, "moe_topk": 2, "eod_token_id": 3},
+    "minicpm3": {**_LATENT, "logits_scaling": ...},
+    "ministral": {"head_dim": 8},
+    "youtu": _LATENT,
+}
+"""Fields of single families; ``...`` leaves one out."""
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """Return a configuration of three layers; skip the test if transformers lacks the type."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not know {model_type}")
+    config_class = CONFIG_MAPPING[model_type]
+    usual = config_class()
+    fields: dict[str, Any] = dict.fromkeys(n for n in _SPECIAL_TOKENS if hasattr(usual, n))
+    for name, value in SIZES.items():
+        is_null = name == "num_key_value_heads" and hasattr(usual, name)
+        if is_null or getattr(usual, name, None) is not None:
+            fields[name] = value
+    fields |= {**OWN.get(model_type, {}), **overrides}
+    return config_class(**{name: value for name, value in fields.items() if value is not ...})
+
+
+def stored_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a ``config.json`` with all fields of ``config`` holds."""
+    return dict(json.loads(config.to_json_string(use_diff=False)))

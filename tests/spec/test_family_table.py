@@ -1,0 +1,93 @@
+"""The table of families against the models that transformers builds on the meta device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers.tiny_configs import stored_fields, tiny_config
+from transformers import CONFIG_MAPPING
+
+from llmpq.profiler.describe import describe
+from llmpq.spec import catalog
+from llmpq.spec.huggingface.config import family_defaults
+from llmpq.spec.huggingface.families import model_from_config, model_types
+from scripts import config_defaults
+
+torch.set_num_threads(1)
+
+CASES = {
+    "bitnet biased": ("bitnet", {"attention_bias": True}),
+    "cohere norms": ("cohere", {"use_qk_norm": True}),
+    "deepseek_v2 lite": ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True}),
+    "ernie4_5 biased": ("ernie4_5", {"use_bias": True}),
+    "ernie4_5_moe range": ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
+    "falcon heads": ("falcon", {"multi_query": False, "bias": True}),
+    "falcon serial": ("falcon", {"parallel_attn": False}),
+    "glm4_moe norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    "gpt2 inner": ("gpt2", {"n_inner": 40, "tie_word_embeddings": False}),
+    "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "llama4 interleaved": ("llama4_text", {"interleave_moe_layer_step": 2}),
+    "mistral wide": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mixed windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 6}),
+    "phimoe head": ("phimoe", {"lm_head_bias": True, "attention_bias": True}),
+    "qwen2_moe dense": ("qwen2_moe", {"mlp_only_layers": [1], "qkv_bias": False}),
+    "qwen2_moe windows": ("qwen2_moe", {"use_sliding_window": True}),
+    "seed_oss out": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "stablelm norms": ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+    "starcoder2 plain": ("starcoder2", {"use_bias": False, "sliding_window": 6}),
+}
+
+
+def _comparable(model):
+    """Order operators by name; a model does not say which norm ends the embedding."""
+    kinds = tuple(
+        dataclasses.replace(layer, linears=tuple(sorted(layer.linears, key=lambda op: op.name)))
+        for layer in model.layer_types
+    )
+    ends = model.embedding_parameters + model.final_parameters
+    return dataclasses.replace(
+        model, layer_types=kinds, embedding_parameters=ends, final_parameters=0
+    )
+
+
+def _assert_equal_to_transformers(config):
+    found = model_from_config(stored_fields(config), "tiny", "config.json")
+    assert _comparable(found) == _comparable(describe(config, "tiny", found.dtype))
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_a_family_has_the_operators_and_the_cache_of_transformers(model_type):
+    _assert_equal_to_transformers(tiny_config(model_type))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fields_mean_what_they_mean_to_transformers(case):
+    model_type, overrides = CASES[case]
+    _assert_equal_to_transformers(tiny_config(model_type, **overrides))
+
+
+def test_grouped_heads_of_falcon_are_cached_once():
+    # transformers repeats them for every query head before it caches them.
+    config = tiny_config("falcon", new_decoder_architecture=True, num_kv_heads=2)
+    found = model_from_config(stored_fields(config), "tiny", "config.json")
+    expected = describe(config, "tiny", found.dtype)
+    assert [layer.num_kv_heads for layer in found.layer_types] == [2]
+    repeated = [dataclasses.replace(layer, num_kv_heads=4) for layer in found.layer_types]
+    found = dataclasses.replace(found, layer_types=tuple(repeated))
+    assert _comparable(found) == _comparable(expected)
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_defaults_are_those_of_transformers(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know the family")
+    path = Path(catalog.__file__).parents[1] / "data" / "config_defaults.json"
+    if json.loads(path.read_text())["transformers"] != transformers.__version__:
+        pytest.skip("written by another version of transformers")
+    assert config_defaults.defaults_of(model_type) == family_defaults()[model_type]
