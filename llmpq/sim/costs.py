@@ -21,14 +21,17 @@ class BatchShape:
     Attributes:
         phase: prefill or decode.
         rows: number of sequences.
-        longest: tokens of the longest prompt (prefill, padded) or context (decode).
+        longest: tokens of the longest prompt or context.
         total: prompt or context tokens of all sequences.
+        spread: mean of the squared prompt lengths over the square of their mean, as attention
+            grows with squares; 1 for equal lengths and in decode.
     """
 
     phase: Phase
     rows: int
     longest: int
     total: int
+    spread: float = 1.0
 
     @property
     def mean(self) -> float:
@@ -139,4 +142,7 @@ class StepCosts(Protocol):
 
 def batch_shape(phase: Phase, tokens: Sequence[int]) -> BatchShape:
     """Return the shape of a micro-batch with these prompt or context lengths."""
-    return BatchShape(phase=phase, rows=len(tokens), longest=max(tokens), total=sum(tokens))
+    rows, total, spread = len(tokens), sum(tokens), 1.0
+    if phase is Phase.PREFILL:
+        spread = rows * sum(count * count for count in tokens) / total**2
+    return BatchShape(phase=phase, rows=rows, longest=max(tokens), total=total, spread=spread)

@@ -22,21 +22,17 @@ takes ``D(r, c)`` and one whole prompt ``P(1, s)``; the chunks of a prompt add u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from llmpq.batching.engine_scheduler import ScheduledChunk
 from llmpq.errors import SpecError
 from llmpq.sim.costs import BatchShape, Hop
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.plan_costs import PhaseSeconds, PlanCosts, prompt_s
 from llmpq.spec.precision import Phase
 
 CONTEXT_STEP = 64
 """Decode times are evaluated at multiples of this context and interpolated."""
-PARTS = 4
-"""Prompts of the second shape that separates attention from the rest."""
-
-PhaseSeconds = Callable[[int, float], float]
-"""Returns the seconds of a micro-batch from its sequences and their tokens."""
 
 
 class StepShape(NamedTuple):
@@ -121,11 +117,7 @@ class StageLaw:
     def _prompt(self, tokens: int) -> tuple[float, float]:
         """Return the seconds of one prompt, without attention and of attention."""
         if tokens not in self._prompts:
-            whole_s = self._prefill_s(1, float(tokens))
-            parts_s = self._prefill_s(PARTS, tokens / PARTS)
-            attention_s = (whole_s - parts_s) * PARTS / (PARTS - 1)
-            attention_s = min(max(0.0, attention_s), whole_s)
-            self._prompts[tokens] = whole_s - attention_s, attention_s
+            self._prompts[tokens] = prompt_s(self._prefill_s, float(tokens))
         return self._prompts[tokens]
 
     def _decode(self, rows: int, context: float) -> float:
@@ -164,12 +156,8 @@ class PlanEngineCosts:
         self._costs = costs
         self._laws = [
             StageLaw(
-                lambda rows, tokens, rank=rank: costs.micro_batch_s(  # type: ignore[misc]
-                    rank, Phase.PREFILL, rows, tokens
-                ),
-                lambda rows, tokens, rank=rank: costs.micro_batch_s(  # type: ignore[misc]
-                    rank, Phase.DECODE, rows, tokens
-                ),
+                partial(costs.micro_batch_s, rank, Phase.PREFILL),
+                partial(costs.micro_batch_s, rank, Phase.DECODE),
             )
             for rank in range(costs.layout.num_ranks)
         ]

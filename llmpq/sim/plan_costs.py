@@ -4,13 +4,18 @@
   time (``end_s``), the rest of the send is delay. Otherwise half of a send within a host is work of
   each end, and a send between hosts is delay.
 - In decode, CPU attention reads only the tokens of each row, so a micro-batch costs as much as its
-  mean context. On other devices it costs as much as its longest context. Prompts are padded.
+  mean context. On other devices it costs as much as its longest context.
+- Prompts are packed without padding. ``v`` prompts with mean length ``m`` take ``P(v, m)`` as equal
+  ones, where ``A(m)`` of each is attention. Attention grows with the squares of the lengths ``s``::
+
+      P(v, m) + A(m) (sum s^2 / m^2 - v)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim.costs import BatchShape, Hop, PipelineLayout
@@ -18,8 +23,28 @@ from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, handovers_of
 from llmpq.spec.precision import Phase
 
+PhaseSeconds = Callable[[int, float], float]
+"""Returns the seconds of a micro-batch from its sequences and their tokens."""
 CONTEXT_STEP = 16
 """Decode times are evaluated at multiples of this context length and interpolated."""
+PARTS = 4
+"""Prompts of the second shape that separates attention from the rest."""
+
+
+def prompt_s(prefill_s: PhaseSeconds, tokens: float) -> tuple[float, float]:
+    """Return the seconds of one prompt: without its attention, and ``A(s)`` of its attention.
+
+    Attention of ``v`` prompts of ``s`` tokens grows with ``v s^2`` and everything else with
+    ``v s``, so two shapes of equally many tokens separate them: ``4/3 (P(1, s) - P(4, s/4))``.
+
+    Args:
+        prefill_s: seconds of a prefill micro-batch.
+        tokens: length of the prompt.
+    """
+    whole_s = prefill_s(1, tokens)
+    attention_s = (whole_s - prefill_s(PARTS, tokens / PARTS)) * PARTS / (PARTS - 1)
+    attention_s = min(max(0.0, attention_s), whole_s)
+    return whole_s - attention_s, attention_s
 
 
 class PlanCosts:
@@ -29,6 +54,8 @@ class PlanCosts:
         plan: the plan.
         costs: cost models of its cluster.
         devices: device of every stage; by default those of the plan.
+        pads_prompts: price an engine that computes every prompt of a micro-batch as long as the
+            longest one, such as ExeGPT's.
 
     Raises:
         ProfileMissError: a table lacks a phase and bitwidth.
@@ -39,10 +66,13 @@ class PlanCosts:
         plan: Plan,
         costs: ClusterCosts,
         devices: Sequence[Device] | None = None,
+        *,
+        pads_prompts: bool = False,
     ) -> None:
         own = [plan.device_of(stage) for stage in plan.stages] if devices is None else devices
         self._costs = costs
         self._devices = own
+        self._pads_prompts = pads_prompts
         kinds = costs.model.layer_kinds
         self._layers = [
             Counter(zip(kinds[stage.first_layer : stage.end_layer], stage.bits, strict=True))
@@ -61,8 +91,9 @@ class PlanCosts:
         self._stages = plan.stages
         self._handovers = handovers_of(plan)
         self._stage: dict[tuple[int, Phase, int, int], float] = {}
+        self._attention: dict[tuple[int, int], float] = {}
         self._project: dict[tuple[Phase, int, float], float] = {}
-        self._hops: dict[tuple[int, Phase, int, int], Hop] = {}
+        self._hops: dict[tuple[int, Phase, int], Hop] = {}
 
     @property
     def layout(self) -> PipelineLayout:
@@ -73,24 +104,40 @@ class PlanCosts:
         """Return the seconds of the layers of a stage and of its overhead."""
         if not self.has_layers(rank, shape.phase):
             return 0.0
-        uses_mean = shape.phase is Phase.DECODE and self._reads_row_lengths[rank]
-        tokens = shape.mean if uses_mean else shape.longest
+        if shape.phase is Phase.PREFILL:
+            return self._prefill_s(rank, shape)
+        tokens = shape.mean if self._reads_row_lengths[rank] else shape.longest
         return self.layers_s(rank, shape.phase, shape.rows, tokens)
+
+    def _prefill_s(self, rank: int, shape: BatchShape) -> float:
+        """Return the seconds of prompts of any lengths; see the module."""
+        seconds = self.layers_s(rank, Phase.PREFILL, shape.rows, self._tokens_a_prompt(shape))
+        if self._pads_prompts or shape.spread == 1.0:
+            return seconds
+        near = max(1, round(shape.mean))
+        key = rank, near
+        if key not in self._attention:
+            prefill_s = partial(self.micro_batch_s, rank, Phase.PREFILL)
+            _, self._attention[key] = prompt_s(prefill_s, near)
+        more = (shape.spread - 1.0) * shape.rows * (shape.mean / near) ** 2
+        return seconds + more * self._attention[key]
+
+    def _tokens_a_prompt(self, shape: BatchShape) -> float:
+        return shape.longest if self._pads_prompts else shape.mean
 
     def has_layers(self, rank: int, phase: Phase) -> bool:
         """Whether a rank computes layers; a master may only embed and project."""
         return bool(self._layers[rank]) and self._stages[rank].computes(phase)
 
     def layers_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
-        """Return the seconds of a stage; ``tokens`` may be fractional in decode."""
-        if phase is Phase.PREFILL:
-            return self._at(rank, phase, rows, round(tokens))
-        below = int(tokens) // CONTEXT_STEP * CONTEXT_STEP
-        share = (tokens - below) / CONTEXT_STEP
+        """Return the seconds of a stage; ``tokens`` may be a mean."""
+        step = 1 if phase is Phase.PREFILL else CONTEXT_STEP
+        below = int(tokens) // step * step
+        share = (tokens - below) / step
         low_s = self._at(rank, phase, rows, max(1, below))
         if not share:
             return low_s
-        high_s = self._at(rank, phase, rows, below + CONTEXT_STEP)
+        high_s = self._at(rank, phase, rows, below + step)
         return low_s + share * (high_s - low_s)
 
     def micro_batch_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
@@ -115,15 +162,17 @@ class PlanCosts:
 
     def project_s(self, shape: BatchShape) -> float:
         """Return the seconds of embedding, final norm, head, sampling and scheduler."""
-        tokens = shape.longest if shape.phase is Phase.PREFILL else 1
+        tokens = self._tokens_a_prompt(shape) if shape.phase is Phase.PREFILL else 1.0
         return self.master_s(shape.phase, shape.rows, tokens)
 
     def hop(self, rank: int, shape: BatchShape) -> Hop:
         """Return the cost of sending the output of a stage."""
         is_last = rank == self._layout.path(shape.phase)[-1]
         # The last stage sends only the last position.
-        tokens = 1 if is_last or shape.phase is Phase.DECODE else shape.longest
-        key = rank, shape.phase, shape.rows, tokens
+        tokens = shape.rows
+        if not is_last and shape.phase is Phase.PREFILL:
+            tokens = round(shape.rows * self._tokens_a_prompt(shape))
+        key = rank, shape.phase, tokens
         if key not in self._hops:
             self._hops[key] = self._hop(*key)
         return self._hops[key]
@@ -148,13 +197,13 @@ class PlanCosts:
             self._stage[key] = self.micro_batch_s(rank, phase, rows, tokens)
         return self._stage[key]
 
-    def _hop(self, rank: int, phase: Phase, rows: int, tokens: int) -> Hop:
+    def _hop(self, rank: int, phase: Phase, tokens: int) -> Hop:
         path = self._layout.path(phase)
         if len(path) == 1:
             return Hop(0.0, 0.0)
         source = self._devices[rank]
         target = self._devices[path[(path.index(rank) + 1) % len(path)]]
-        seconds = self._costs.send_s(source, target, phase, rows, tokens)
+        seconds = self._costs.send_s(source, target, phase, tokens, 1)
         kinds = {self._costs.specs[end.group].kind for end in (source, target)}
         if kinds != {"cpu"}:
             return Hop(0.0, seconds)

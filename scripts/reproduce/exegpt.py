@@ -146,7 +146,7 @@ def monotone(task: str) -> list[Record]:
 
 def _task(served: Served, plan: Plan) -> ScheduleTask:
     return ScheduleTask(
-        costs=PlanCosts(plan, served.costs),
+        costs=PlanCosts(plan, served.costs, pads_prompts=True),
         num_slots=FEW_SLOTS,
         prompt_tokens=served.prompts,
         new_tokens=served.answers,

@@ -1,7 +1,8 @@
 """OPT-13B on four devices in a row: static batches, RRA and WAA planned and played on a task.
 
 Two copies of the layers leave WAA less memory for keys and values: it is searched at several
-numbers of slots, and what its expected throughput is highest at is what is played.
+numbers of slots, and what its expected throughput is highest at is what is played. Prompts are
+padded to the longest of their micro-batch, as FasterTransformer and ExeGPT do; llmpq packs them.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Served:
             num_stages=len(plan.path(Phase.DECODE)),
         )
         return simulate(
-            PlanCosts(plan, self.costs),
+            PlanCosts(plan, self.costs, pads_prompts=True),
             make_policy(plan.schedule, shape),
             self.trace if trace is None else trace,
             num_slots=plan.workload.batch,
@@ -123,6 +124,7 @@ class Served:
             new_tokens=self.answers,
             latency_bound_s=bound_s,
             balances=variant.balances,
+            pads_prompts=True,
         )
         for share in EIGHTHS if variant.policy == "waa" else EIGHTHS[:1]:
             plan = with_slots(self.plan, self.slots * share // 8)

@@ -1,12 +1,18 @@
 """The simulator's questions, answered from a plan."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
+from llmpq.batching.engine_scheduler import ScheduledChunk
 from llmpq.sim import BatchShape
+from llmpq.sim.costs import batch_shape
+from llmpq.sim.engine_costs import StageLaw, step_shape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -57,10 +63,44 @@ def test_gpu_decode_costs_the_longest_context():
     assert costs.stage_s(0, RAGGED) > costs.stage_s(0, EVEN)
 
 
-def test_prefill_costs_padded_prompts(on_cpu):
+def test_ragged_prompts_cost_their_tokens_and_the_squares_of_their_lengths(on_cpu):
     costs = PlanCosts(*on_cpu)
-    ragged = replace(RAGGED, phase=Phase.PREFILL)
-    assert costs.stage_s(0, ragged) == costs.stage_s(0, replace(ragged, total=4 * 160))
+    even = batch_shape(Phase.PREFILL, [64] * 4)
+    ragged = batch_shape(Phase.PREFILL, [16, 16, 64, 160])
+    padded = batch_shape(Phase.PREFILL, [160] * 4)
+    assert (even.spread, ragged.total) == (1.0, even.total)
+    assert costs.stage_s(0, even) == costs.layers_s(0, Phase.PREFILL, 4, 64)
+    assert costs.stage_s(0, even) < costs.stage_s(0, ragged) < costs.stage_s(0, padded)
+    packed = StageLaw(
+        partial(costs.micro_batch_s, 0, Phase.PREFILL),
+        partial(costs.micro_batch_s, 0, Phase.DECODE),
+    )
+    chunks = [ScheduledChunk(0, 0, count, (), True) for count in (16, 16, 64, 160)]
+    assert costs.stage_s(0, ragged) == pytest.approx(packed(step_shape(chunks)), rel=1e-6)
+
+
+def test_an_engine_that_pads_prompts_pays_for_the_longest(on_cpu):
+    costs = PlanCosts(*on_cpu, pads_prompts=True)
+    ragged = batch_shape(Phase.PREFILL, [16, 16, 64, 160])
+    padded = batch_shape(Phase.PREFILL, [160] * 4)
+    assert (
+        costs.stage_s(0, ragged)
+        == costs.stage_s(0, padded)
+        == costs.layers_s(0, Phase.PREFILL, 4, 160)
+    )
+    assert costs.project_s(ragged) == costs.project_s(padded)
+    packed = PlanCosts(*on_cpu)
+    assert packed.project_s(ragged) < costs.project_s(ragged)
+    assert costs.stage_s(0, EVEN) == packed.stage_s(0, EVEN)
+
+
+@given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=6))
+def test_two_micro_batches_never_cost_less_than_both_in_one(on_cpu, lengths):
+    """Packing only saves what a micro-batch costs without tokens."""
+    costs = PlanCosts(*on_cpu)
+    together = costs.stage_s(0, batch_shape(Phase.PREFILL, lengths))
+    alone = [costs.stage_s(0, batch_shape(Phase.PREFILL, [count])) for count in lengths]
+    assert max(alone) * (1 - 1e-6) <= together <= sum(alone) * (1 + 1e-6)
 
 
 @dataclass(frozen=True)

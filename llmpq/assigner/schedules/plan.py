@@ -57,6 +57,7 @@ class ScheduleRequest:
         balances: of WAA: layers by time (WAA-C), by memory (WAA-M), or the better of the two.
         confidence: probability of keeping the bound, given the uncertainty that tables state; 0.5
             for no margin.
+        pads_prompts: price an engine that pads prompts, as ``PlanCosts``.
     """
 
     prompt_tokens: LengthDistribution
@@ -66,6 +67,7 @@ class ScheduleRequest:
     seed: int = 0
     balances: tuple[Balance, ...] = BALANCES
     confidence: float = 0.5
+    pads_prompts: bool = False
 
 
 Searched = Literal["rra", "waa"]
@@ -222,7 +224,8 @@ def simulated(
     assert plan.schedule is not None
     trace = draw_trace(count, request.prompt_tokens, request.new_tokens, seed=request.seed)
     policy = policy_of(plan, plan.schedule)
-    return simulate(PlanCosts(plan, costs), policy, trace, num_slots=plan.workload.batch)
+    prices = PlanCosts(plan, costs, pads_prompts=request.pads_prompts)
+    return simulate(prices, policy, trace, num_slots=plan.workload.batch)
 
 
 def _p99_s(report: SimReport, plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> float:
@@ -281,7 +284,7 @@ def _task(
     plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float
 ) -> ScheduleTask:
     return ScheduleTask(
-        costs=PlanCosts(plan, costs),
+        costs=PlanCosts(plan, costs, pads_prompts=request.pads_prompts),
         num_slots=plan.workload.batch,
         prompt_tokens=request.prompt_tokens,
         new_tokens=request.new_tokens,

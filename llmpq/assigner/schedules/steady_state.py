@@ -91,10 +91,7 @@ class SteadyBatch:
 
 @lru_cache(maxsize=4096)
 def expected_longest(lengths: LengthDistribution, count: int) -> float:
-    """Return the mean of the longest of ``count`` independent lengths.
-
-    Prefill computes that many tokens a row, because prompts are padded to the longest.
-    """
+    """Return the mean of the longest of ``count`` independent lengths, to which an engine pads."""
     if count < 1:
         raise SpecError(f"schedule: found {count} requests, expected at least one")
     below, before, mean = 0.0, 0.0, 0.0
@@ -107,12 +104,17 @@ def expected_longest(lengths: LengthDistribution, count: int) -> float:
 
 
 def prefill_shape(prompt_tokens: LengthDistribution, rows: int) -> BatchShape:
-    """Return the expected micro-batch of ``rows`` prompts."""
+    """Return the expected micro-batch of ``rows`` prompts.
+
+    Its total is that of the mean, so that the seconds of its tokens are expected ones; its spread
+    ``E[s^2] / E[s]^2`` makes the seconds of attention expected ones, too.
+    """
     return BatchShape(
         phase=Phase.PREFILL,
         rows=rows,
         longest=round(expected_longest(prompt_tokens, rows)),
-        total=round(rows * prompt_tokens.mean),
+        total=max(rows, round(rows * prompt_tokens.mean)),
+        spread=1.0 + (prompt_tokens.std / prompt_tokens.mean) ** 2,
     )
 
 

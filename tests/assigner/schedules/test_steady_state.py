@@ -10,9 +10,11 @@ from helpers.builders import uniform
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.assigner.schedules.steady_state import SteadyBatch, expected_longest
+from llmpq.assigner.schedules.steady_state import SteadyBatch, expected_longest, prefill_shape
 from llmpq.errors import SpecError
+from llmpq.sim.costs import batch_shape
 from llmpq.spec.lengths import LengthDistribution, constant, empirical, truncated_normal
+from llmpq.spec.precision import Phase
 from scripts.reproduce.exegpt_formulas import paper_encode_batch, paper_ending
 
 TASKS = {  # ExeGPT, Table 3: output mean, std, longest
@@ -96,3 +98,13 @@ def test_the_expected_longest_of_several_lengths():
     assert expected_longest(uniform(1, 100), 6) == pytest.approx(draws.mean(), rel=0.005)
     with pytest.raises(SpecError):
         expected_longest(constant(1), 0)
+
+
+def test_prefill_has_the_expected_tokens_and_squares_of_prompts():
+    rng = np.random.default_rng(0)
+    drawn = [batch_shape(Phase.PREFILL, rng.integers(1, 100, size=8).tolist()) for _ in range(9999)]
+    shape = prefill_shape(uniform(1, 99), 8)
+    assert shape.total == pytest.approx(np.mean([one.total for one in drawn]), rel=0.01)
+    squares = [one.spread * one.total**2 for one in drawn]
+    assert shape.spread * shape.total**2 == pytest.approx(np.mean(squares), rel=0.01)
+    assert prefill_shape(constant(7), 5) == batch_shape(Phase.PREFILL, [7] * 5)
