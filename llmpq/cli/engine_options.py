@@ -14,10 +14,14 @@ from llmpq.cli.run_options import (
     store_directory,
     store_limit_bytes,
 )
+from llmpq.costmodel.memory import context_bytes
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
 from llmpq.errors import SpecError
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
+from llmpq.units import format_bytes
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="tokens of a step (default: chosen by the engine)",
+    )
+    engine.add_argument(
+        "--max_model_len",
+        type=int,
+        metavar="N",
+        help="tokens of the longest request, prompt and answer together, up to what the model, the "
+        "KV blocks and the plan's free memory hold (default: the plan's --s + --n)",
     )
     engine.add_argument(
         "--no_prefix_caching",
@@ -69,12 +80,16 @@ async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path)
     scheduler, alpha = given.get("scheduler", "fcfs"), given.get("alpha")
     if alpha is not None and scheduler != "larry":
         raise SpecError(f"--alpha: found with --scheduler {scheduler}, expected --scheduler larry")
+    max_model_len = given.get("max_model_len")
+    if max_model_len is not None:
+        check_context_memory(plan, load_model_dir(model_dir), max_model_len)
     return await AsyncEngine.start(
         plan,
         model_dir,
         scheduler=scheduler,
         alpha=alpha,
         token_budget=given.get("token_budget"),
+        max_model_len=max_model_len,
         prefix_caching=not given.get("no_prefix_caching", False),
         step_timeout_s=options.step_timeout,
         max_restarts=options.max_restarts,
@@ -82,3 +97,22 @@ async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path)
         store_limit_bytes=store_limit_bytes(options.store_limit),
         kernel=options.kernel,
     )
+
+
+def check_context_memory(plan: Plan, model: ModelSpec, max_model_len: int) -> None:
+    """Check that every stage has memory to attend to sequences longer than the plan's.
+
+    Raises:
+        SpecError: the plan leaves too little memory free on a device.
+    """
+    planned = plan.workload.max_context_tokens
+    token_bytes = context_bytes(model, plan.dtype, 1)
+    for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
+        free = estimate.capacity_bytes - estimate.memory.total
+        longest = planned + max(0, free) // token_bytes
+        if stage.num_layers and max_model_len > max(planned, longest):
+            raise SpecError(
+                f"--max_model_len: found {max_model_len}, expected at most {longest}: the plan "
+                f"leaves {format_bytes(free)} free on rank {stage.rank}, and a step takes "
+                f"{format_bytes(token_bytes)} for each token beyond the plan's {planned}"
+            )

@@ -200,6 +200,29 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
 
 
+def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int) -> int:
+    """Return the temporary bytes with which a chunk of a prompt attends to ``tokens`` before it.
+
+    Keys and values are gathered from the blocks of one sequence at a time, layer by layer; in
+    multiples of ``tokens``, with ``e`` bytes a value and ``T`` queries of a block::
+
+        2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups, else 0
+        8 q d + 12 T q                   in float32 and scores, where scores are written out
+        T q e                            bias of a block, where there is one
+    """
+    most, value_bytes = 0, DTYPE_BYTES[dtype]
+    for layer in model.layer_types:
+        heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        own = 2 * (kv_heads + (heads if kv_heads < heads else 0)) * dim * value_bytes
+        own += SCORE_BLOCK_TOKENS + 8
+        if model.family in SCORES_ATTENTION:
+            own += 8 * heads * dim + 12 * SCORE_BLOCK_TOKENS * heads
+        if model.family in BIASED_ATTENTION:
+            own += SCORE_BLOCK_TOKENS * heads * value_bytes
+        most = max(most, own)
+    return tokens * most
+
+
 def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
     """Return the most bytes that a step takes for tensors and their holes.
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.dist.engine.policy import max_model_len as longest_sequence
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
 from llmpq.dist.io.job import (
@@ -152,6 +153,7 @@ class AsyncEngine:
         token_budget: int | None = None,
         max_sequences: int | None = None,
         num_blocks: int | None = None,
+        max_model_len: int | None = None,
         prefix_caching: bool = True,
         step_timeout_s: float = 10.0,
         max_restarts: int = DEFAULT_RESTARTS,
@@ -171,6 +173,9 @@ class AsyncEngine:
                 memory.
             max_sequences: most sequences that run at a time; by default 256.
             num_blocks: KV blocks of 16 tokens; by default as many as the plan has memory for.
+            max_model_len: most tokens of prompt and answer together; by default those of the plan's
+                longest sequence. Longer ones take more temporary memory than the plan states
+                (``llmpq.costmodel.memory.context_bytes``).
             prefix_caching: whether prompts reuse blocks of equal content.
             step_timeout_s: how long a rank may give no sign of life.
             max_restarts: starts in a row without a new token, after which the engine has failed.
@@ -180,17 +185,28 @@ class AsyncEngine:
             progress: receives loading events.
 
         Raises:
-            LlmpqError: ``SpecError`` for a plan that is not for this model or has stages of its own
-                for each phase, ``CapacityError`` when memory ran out, ``StageError`` when a rank
-                died, hung or failed.
+            LlmpqError: ``SpecError`` for a plan that is not for this model, has stages of its own
+                for each phase or does not hold ``max_model_len``, ``CapacityError`` when memory ran
+                out, ``StageError`` when a rank died, hung or failed.
         """
         model_dir = Path(model_dir).resolve()
-        check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
+        model = load_model_dir(model_dir)
+        check_plan(plan, model_dir, model.num_layers)
         if plan.is_split:
             raise SpecError(
                 "plan: found stages of their own for prefill and decode, expected stages that do "
                 "both: a step of the engine mixes prefill and decode"
             )
+        options = EngineOptions(
+            scheduler=scheduler,
+            alpha=alpha,
+            token_budget=token_budget,
+            max_sequences=max_sequences,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+        )
+        longest_sequence(plan, options, model.max_positions)
         resources = contextlib.ExitStack()
         folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-")))
         job = Job(
@@ -205,14 +221,7 @@ class AsyncEngine:
             store=store,
             store_limit_bytes=store_limit_bytes,
             kernel=kernel,
-            engine=EngineOptions(
-                scheduler=scheduler,
-                alpha=alpha,
-                token_budget=token_budget,
-                max_sequences=max_sequences,
-                num_blocks=num_blocks,
-                prefix_caching=prefix_caching,
-            ),
+            engine=options,
         )
         engine = cls(job, plan, folder, max_restarts)
         engine._resources = resources

@@ -14,6 +14,7 @@ from llmpq.costmodel.memory import (
     MASTER_BYTES,
     PRODUCT_BYTES,
     Step,
+    context_bytes,
     live_bytes,
     loading_bytes,
     temporary_bytes,
@@ -102,6 +103,7 @@ def lived_bytes(folder, step, *, bits, dtype, kv_bits):
     tables = [slot_blocks(slot, 300, 300) for slot in reversed(range(rows))]
     batch = PackedBatch(block_tables=tables, starts=starts, counts=counts)
     hidden = torch.randn(1, batch.tokens, 128).to(dtype)
+    cache.view(batch)  # the first one looks for the processor's kernels
     with LiveTensors(known) as live:
         stage(hidden, batch, cache)
     return live.peak + hidden.nbytes
@@ -166,6 +168,18 @@ def test_counted_tensors_cover_every_dtype_and_bitwidth(tmp_path, family, dtype,
     decoding = lived_bytes(tmp_path, DECODE, bits=bits, dtype=dtype, kv_bits=None)
     assert max(lived, decoding) <= predicted
     assert predicted < 6 * max(lived, decoding)
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("family", LIVE)
+def test_a_longer_context_of_a_chunk_takes_what_is_counted(tmp_path, family, kv_bits):
+    (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))
+    sizes = [(1, 40, [before], [40]) for before in (256, 160)]
+    long, short = (
+        lived_bytes(tmp_path, size, bits=16, dtype=torch.float32, kv_bits=kv_bits) for size in sizes
+    )
+    counted = context_bytes(load_model_dir(tmp_path), "float32", 96)
+    assert 0.5 * counted <= long - short <= counted
 
 
 def test_a_long_context_takes_no_memory_where_blocks_are_read_in_place():

@@ -88,3 +88,35 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
         prefix_caching=options.prefix_caching,
         steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
     )
+
+
+def max_model_len(plan: Plan, options: EngineOptions, positions: int | None) -> int:
+    """Return the most tokens of prompt and answer of a request to an engine.
+
+    By default it is the plan's longest sequence, or less where model or blocks hold less.
+
+    Args:
+        plan: the strategy.
+        options: of the engine.
+        positions: longest sequence of the model, ``None`` when unlimited.
+
+    Raises:
+        SpecError: the model or the KV blocks do not hold the length that was asked for.
+    """
+    limits = engine_limits(plan, options)
+    held, asked = limits.num_blocks * limits.block_size, options.max_model_len
+    if asked is None:
+        return min(plan.workload.max_context_tokens, held, positions or held)
+    if asked < 2:
+        raise SpecError(f"max_model_len: found {asked}, expected at least 2")
+    if positions is not None and asked > positions:
+        raise SpecError(
+            f"max_model_len: found {asked}, expected at most the model's {positions} positions"
+        )
+    if asked > held:
+        raise SpecError(
+            f"max_model_len: found {asked}, expected at most {held}, the tokens of "
+            f"{limits.num_blocks} KV blocks; plan for more or longer sequences (--global_bz, --s, "
+            "--n) for more blocks"
+        )
+    return asked

@@ -78,6 +78,7 @@ class EngineOptions:
         token_budget: most tokens of a step.
         max_sequences: most sequences that run at a time.
         num_blocks: KV blocks.
+        max_model_len: most tokens of prompt and answer of a request.
         prefix_caching: whether prompts reuse blocks of equal content.
     """
 
@@ -86,6 +87,7 @@ class EngineOptions:
     token_budget: Annotated[int, Rule(minimum=1)] | None = None
     max_sequences: Annotated[int, Rule(minimum=1)] | None = None
     num_blocks: Annotated[int, Rule(minimum=1)] | None = None
+    max_model_len: Annotated[int, Rule(minimum=2)] | None = None
     prefix_caching: bool = True
 
 

@@ -18,7 +18,7 @@ from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
 from llmpq.dist.engine.packed_steps import PipelineSteps
-from llmpq.dist.engine.policy import engine_limits, policy_of, schedule_of
+from llmpq.dist.engine.policy import engine_limits, max_model_len, policy_of, schedule_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
@@ -94,10 +94,13 @@ def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
     return config
 
 
-def frame_limits(plan: Plan, model_dir: Path, engine: EngineLimits | None = None) -> FrameLimits:
+def frame_limits(
+    plan: Plan, model_dir: Path, engine: EngineLimits | None = None, max_context: int | None = None
+) -> FrameLimits:
     """Return the limits of a run's frames; equal on all ranks of equal plans and models.
 
-    ``engine`` are the limits of packed steps, ``None`` where there are none.
+    ``engine`` are the limits of packed steps, ``None`` where there are none; ``max_context`` is the
+    longest sequence, the plan's by default.
     """
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
@@ -110,7 +113,7 @@ def frame_limits(plan: Plan, model_dir: Path, engine: EngineLimits | None = None
             plan.workload.batch * blocks_of(plan.workload.max_context_tokens),
             0 if engine is None else engine.num_blocks,
         ),
-        max_context=plan.workload.max_context_tokens,
+        max_context=max_context or plan.workload.max_context_tokens,
         prefill_rows=plan.micro_batching.prefill,
         prefill_tokens=plan.workload.prompt_tokens,
         decode_rows=plan.micro_batching.decode,
@@ -126,6 +129,13 @@ def frame_limits(plan: Plan, model_dir: Path, engine: EngineLimits | None = None
 def engine_limits_of(job: Job, plan: Plan) -> EngineLimits | None:
     """Return the limits of packed steps, ``None`` for a run without them."""
     return engine_limits(plan, job.engine) if job.task == "online" else None
+
+
+def max_context_of(job: Job, plan: Plan) -> int:
+    """Return the tokens of the longest sequence of a run."""
+    if job.task != "online":
+        return plan.workload.max_context_tokens
+    return max_model_len(plan, job.engine, load_model_dir(job.model_dir).max_positions)
 
 
 def torch_device(plan: Plan, rank: int) -> torch.device:
@@ -362,7 +372,6 @@ class MasterRank:
         config = checked_config(plan, job.model_dir)
         limits = engine_limits(plan, job.engine)
         alpha = {} if job.engine.alpha is None else {"alpha": job.engine.alpha}
-        positions = load_model_dir(job.model_dir).max_positions or plan.workload.max_context_tokens
         OnlineEngine(
             channel=channel,
             runner=PipelineSteps(
@@ -371,11 +380,7 @@ class MasterRank:
             limits=limits,
             order=queue_order(job.engine.scheduler, **alpha),
             model=ModelLimits(
-                max_model_len=min(
-                    plan.workload.max_context_tokens,
-                    positions,
-                    limits.num_blocks * limits.block_size,
-                ),
+                max_model_len=max_context_of(job, plan),
                 vocab_size=config.get_text_config().vocab_size,
                 eos_token_ids=eos_token_ids(job.model_dir, config),
                 max_tokens=plan.workload.new_tokens,

@@ -49,6 +49,7 @@ from llmpq.dist.launch.rank import (
     engine_limits_of,
     frame_limits,
     master_rank,
+    max_context_of,
     run_master,
     run_stage,
 )
@@ -245,7 +246,9 @@ def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
         rank=rank,
         world_size=len(plan.stages),
         name=stage_name(plan, rank, socket.gethostname()),
-        limits=frame_limits(plan, job.model_dir, engine_limits_of(job, plan)),
+        limits=frame_limits(
+            plan, job.model_dir, engine_limits_of(job, plan), max_context_of(job, plan)
+        ),
         timeout_s=job.step_timeout_s,
     )
 

@@ -12,8 +12,12 @@ from helpers.fake_engine import FakeEngine
 
 from llmpq.cli import openai_batch
 from llmpq.cli.commands import dist, serve
+from llmpq.cli.engine_options import check_context_memory
+from llmpq.costmodel.memory import context_bytes
+from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for
 from llmpq.server.lifecycle import ServerOptions
+from llmpq.spec import catalog
 from llmpq.spec.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +52,17 @@ def test_defaults_listen_on_this_host_without_limits(served, capsys):
     output = capsys.readouterr()
     assert output.out == "ready http://127.0.0.1:8000\n"
     assert output.err == "ready http://127.0.0.1:8000\n"
+
+
+def test_a_request_longer_than_the_plan_needs_free_memory():
+    plan, model = read_plan(PLAN), catalog.model("facebook/opt-13b")
+    planned = plan.workload.max_context_tokens
+    free = [one.capacity_bytes - one.memory.total for one in plan.estimate.stages]
+    room = planned + min(free) // context_bytes(model, plan.dtype, 1)
+    for fits in (1, planned, room):
+        check_context_memory(plan, model, fits)
+    with pytest.raises(SpecError, match=f"--max_model_len: found {room + 1}, .* at most {room}: "):
+        check_context_memory(plan, model, room + 1)
 
 
 def test_ttft_bound_sets_the_queued_tokens(served, capsys):

@@ -12,12 +12,15 @@ from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, rank_contexts
 from helpers.scripted_channel import Script
 from helpers.tiny_models import generate_alone, load_reference
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llmpq.dist.engine.policy import engine_limits
+from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import frame_limits, master_rank, run_stage
+from llmpq.errors import SpecError
 
 torch.set_num_threads(1)
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
@@ -42,7 +45,8 @@ def serve(model_dir: Path, num_stages: int, script: Script, kv_bits: int = 32, *
     plan = make_plan(CUTS[num_stages], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
     plan = replace(plan, kv_bits=kv_bits)
     engine = EngineOptions(**options)
-    limits = frame_limits(plan, model_dir, engine_limits(plan, engine))
+    longest = max_model_len(plan, engine, None)
+    limits = frame_limits(plan, model_dir, engine_limits(plan, engine), longest)
     ring = in_process_ring(num_stages, limits) if num_stages > 1 else []
     contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
     threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
@@ -96,6 +100,33 @@ def test_limits_change_no_token(tiny_model, num_stages, options):
     serve(model_dir, num_stages, script, **options)
     for number, tokens in enumerate(expected_tokens(model_dir)):
         assert script.tokens(str(number)) == tokens
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_request_may_be_longer_than_those_of_the_plan(tiny_model, num_stages):
+    model_dir = tiny_model("llama", seed=1, max_position_embeddings=256)
+    prompt = [(11 * number) % 90 + 3 for number in range(150)]
+    script = Script()
+    item = GenerationRequest(id="0", prompt_token_ids=tuple(prompt), sampling=FREE)
+    script.add(1, item)
+    serve(model_dir, num_stages, script, max_model_len=158)
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    assert script.tokens("0") == generate_alone(model, prompt, 8)[0][150:]
+
+
+@given(asked=st.integers(2, 400) | st.none(), positions=st.integers(2, 400) | st.none())
+def test_the_longest_request_fits_model_and_blocks(asked, positions):
+    plan = make_plan((0, 3), batch=4, prompt_tokens=48, new_tokens=16)  # 4 x 4 blocks of 16 tokens
+    options = EngineOptions(max_model_len=asked)
+    if asked is None:
+        assert max_model_len(plan, options, positions) == min(64, positions or 64)
+    elif asked > min(256, positions or 256):
+        found = "positions" if positions is not None and asked > positions else "16 KV blocks"
+        with pytest.raises(SpecError, match=f"max_model_len: found {asked}, expected .*{found}"):
+            max_model_len(plan, options, positions)
+    else:
+        assert max_model_len(plan, options, positions) == asked
 
 
 def test_prefixes_are_found(tiny_model):
