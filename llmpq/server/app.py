@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,7 +93,7 @@ def build_app(
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
-    return Gate(app, limits or TransportLimits(), tuple(api_keys))
+    return Gate(app, limits or TransportLimits(), service.check_open, tuple(api_keys))
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -162,8 +161,8 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
             special = bool(body.add_special_tokens)
             tokens = await encode_chat(body, model, add_special_tokens=special)
         else:
-            tokens = await tokenizer.encode_async(
-                body.prompt,
+            (tokens,) = await tokenizer.encode_async(
+                [body.prompt],
                 max_tokens=max(model.max_model_len, 1 << 20),
                 add_special_tokens=body.add_special_tokens is not False,
             )
@@ -184,7 +183,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         tokenizer = model.need_tokenizer("it cannot detokenize")
         if any(token >= model.vocab_size for token in body.tokens):
             raise bad_request(f"expected tokens below {model.vocab_size}.", "tokens")
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await tokenizer.decode_async(body.tokens)
         return json_response({"prompt": text})
 
 

@@ -54,14 +54,15 @@ class Service:
         for run in self.runs:
             run.fail(ApiError(503, "The server is shutting down."))
 
-    def check_engine(self) -> None:
-        """Check that the engine can ever answer.
+    def check_open(self) -> None:
+        """Check what needs no look at a request.
 
         Raises:
-            ApiError: it has ended for good.
+            ApiError: the engine has ended for good, or the server drains or is full.
         """
         if self.engine.error is not None:
             raise ApiError(503, "The engine has ended.")
+        self.admission.check_open()
 
     async def prepare(
         self, body: CompletionRequest | ChatCompletionRequest, request_id: str
@@ -72,8 +73,7 @@ class Service:
             ApiError: it cannot be served, now or ever.
         """
         self.model.check_name(body.model)
-        self.check_engine()
-        self.admission.check_open()
+        self.check_open()
         if isinstance(body, ChatCompletionRequest):
             work = await work_of_chat(body, self.model)
             await _check_form(work)

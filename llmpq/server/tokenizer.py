@@ -20,7 +20,7 @@ from llmpq.server.errors import bad_request
 
 EXPORT_TIMEOUT_S = 120.0
 INLINE_CHARACTERS = 2048
-"""Texts up to this length are encoded at once: a thread would take longer to wake up."""
+"""Texts up to this length together are encoded at once: a thread would take longer to wake up."""
 
 
 class ServerTokenizer:
@@ -45,27 +45,40 @@ class ServerTokenizer:
         return ids
 
     async def encode_async(
-        self, text: str, *, max_tokens: int, add_special_tokens: bool = True
-    ) -> list[int]:
-        """Encode in a thread if the text is long; other requests go on meanwhile.
+        self, texts: Sequence[str], *, max_tokens: int, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Encode texts, in a thread if they are long; other requests go on meanwhile.
 
         Raises:
-            ApiError: the text certainly has more than ``max_tokens`` tokens.
+            ApiError: a text certainly has more than ``max_tokens`` tokens.
         """
-        if len(text) > max_tokens * self._longest_token:
+        longest = max(map(len, texts), default=0)
+        if longest > max_tokens * self._longest_token:
             raise bad_request(
-                f"The text has {len(text)} characters and certainly more than the model's "
+                f"The text has {longest} characters and certainly more than the model's "
                 f"{max_tokens} tokens.",
                 "prompt",
             )
-        if len(text) <= INLINE_CHARACTERS:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
+        if sum(map(len, texts)) <= INLINE_CHARACTERS:
+            return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        # Unlike encode, encode_batch lets other threads run.
+        found = await asyncio.to_thread(
+            self._tokenizer.encode_batch, list(texts), add_special_tokens=add_special_tokens
+        )
+        return [each.ids for each in found]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        """Return the text of any number of tokens, special ones included; others go on."""
+        # Unlike decode, decode_batch lets other threads run.
+        found: list[str] = await asyncio.to_thread(
+            self._tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=False
+        )
+        return found[0]
 
     def decoder(self, *, skip_special_tokens: bool) -> Decode:
         """Return the decode function of one answer."""

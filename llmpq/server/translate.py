@@ -168,23 +168,29 @@ async def work_of_completion(body: CompletionRequest, model: ServedModel) -> Wor
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not echo:
         raise bad_request("max_tokens must be at least 1 unless echo is true.", "max_tokens")
+    sampling = await _sampling(body, model, max(1, max_tokens))
     prompts = []
-    for prompt in body.prompt:
-        if isinstance(prompt, str):
-            tokenizer = model.need_tokenizer("send prompts as lists of tokens")
-            special = body.add_special_tokens is not False
-            token_ids = await tokenizer.encode_async(
-                prompt, max_tokens=model.max_model_len, add_special_tokens=special
-            )
-        else:
-            token_ids = list(prompt)
-        token_ids = _truncate(token_ids, body, model)
+    for prompt, encoded in zip(body.prompt, await _encode(body, model), strict=True):
+        token_ids = _truncate(encoded, body, model)
         echoed = None
         if echo:
             echoed = prompt if isinstance(prompt, str) else _decode(token_ids, model)
-        prompts.append(_encoded(token_ids, max(1, max_tokens), body, model, echoed))
+        prompts.append(_encoded(token_ids, sampling, model, echoed))
     generates = max_tokens > 0
     return _work(body, model, prompts, echoes_tokens=echo, generates=generates)
+
+
+async def _encode(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
+    """Return the tokens of the prompts."""
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    if not texts:
+        return [list(prompt) for prompt in body.prompt if not isinstance(prompt, str)]
+    tokenizer = model.need_tokenizer("send prompts as lists of tokens")
+    return await tokenizer.encode_async(
+        texts,
+        max_tokens=model.max_model_len,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
 
 
 async def work_of_chat(body: ChatCompletionRequest, model: ServedModel) -> Work:
@@ -206,7 +212,8 @@ async def work_of_chat(body: ChatCompletionRequest, model: ServedModel) -> Work:
         max_tokens = max(1, model.max_model_len - len(token_ids))
     last = body.messages[-1]
     echo = content_text(last.get("content")) if body.echo and last["role"] == "assistant" else None
-    return _work(body, model, [_encoded(token_ids, max_tokens, body, model, echo)])
+    sampling = await _sampling(body, model, max_tokens)
+    return _work(body, model, [_encoded(token_ids, sampling, model, echo)])
 
 
 async def encode_chat(
@@ -232,9 +239,10 @@ async def encode_chat(
         continue_final_message=continues,
         variables={name: value for name, value in variables.items() if name != "messages"},
     )
-    return await tokenizer.encode_async(
-        text, max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
+    (token_ids,) = await tokenizer.encode_async(
+        [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
     )
+    return token_ids
 
 
 def content_text(content: object) -> str:
@@ -302,13 +310,10 @@ def _truncate(token_ids: list[int], body: GenerationBody, model: ServedModel) ->
 
 
 def _encoded(
-    token_ids: Sequence[int],
-    max_tokens: int,
-    body: CompletionRequest | ChatCompletionRequest,
-    model: ServedModel,
-    echo: str | None,
+    token_ids: Sequence[int], sampling: SamplingParams, model: ServedModel, echo: str | None
 ) -> EncodedPrompt:
-    """Check one prompt and its sampling."""
+    """Check one prompt."""
+    max_tokens = sampling.max_tokens or 0
     if not token_ids:
         raise bad_request("The prompt is empty: expected at least one token.", "prompt")
     largest = max(token_ids)
@@ -324,7 +329,6 @@ def _encoded(
             "tokens. Please reduce the length of the prompt or the number of output tokens.",
             "max_tokens",
         )
-    sampling = _sampling(body, model, max_tokens)
     return EncodedPrompt(token_ids=tuple(token_ids), sampling=sampling, echo=echo)
 
 
@@ -354,9 +358,10 @@ def _work(
     )
 
 
-def _sampling(
+async def _sampling(
     body: CompletionRequest | ChatCompletionRequest, model: ServedModel, max_tokens: int
 ) -> SamplingParams:
+    """Check the sampling, which all prompts of a request share."""
     if body.use_beam_search:
         raise bad_request("use_beam_search is not supported.", "use_beam_search")
     chosen = {name: getattr(body, name) for name in DEFAULT_SAMPLING}
@@ -366,6 +371,7 @@ def _sampling(
     }
     values["top_k"] = int(values["top_k"])
     logprobs, prompt_logprobs = _logprobs(body)
+    bad_words = await _bad_words(body.bad_words or (), model)
     try:
         sampling = SamplingParams(
             **values,
@@ -374,7 +380,7 @@ def _sampling(
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_logit_bias(body.logit_bias),
-            bad_words_ids=_bad_words(body.bad_words or (), model),
+            bad_words_ids=bad_words,
             allowed_token_ids=_optional_tuple(body.allowed_token_ids),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
@@ -411,17 +417,17 @@ def _logit_bias(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ..
     return tuple(found.items())
 
 
-def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+async def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word at the start of a text and after a space."""
     if not words:
         return ()
     tokenizer = model.need_tokenizer("bad_words needs one")
     found = []
-    for word in words:
-        plain, spaced = (
-            tokenizer.encode(text, add_special_tokens=False)
-            for text in (word.lstrip(), " " + word.lstrip())
-        )
+    texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+    encoded = await tokenizer.encode_async(
+        texts, max_tokens=model.max_model_len, add_special_tokens=False
+    )
+    for plain, spaced in zip(encoded[::2], encoded[1::2], strict=True):
         if not plain:
             raise bad_request("bad_words: expected words that are not empty.", "bad_words")
         found.append(tuple(plain))

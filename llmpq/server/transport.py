@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,9 +23,13 @@ from llmpq.server.errors import ApiError, as_api_error, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version"})
 """Paths that need no key: they hold numbers only."""
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Paths that a full server refuses."""
 DEFAULT_BODY_BYTES = 8 << 20
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 200
+BODY_TIMES = 2
+"""A connection is aborted after so many times the time for a body, whose end is answered first."""
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
 
 T = TypeVar("T")
@@ -50,17 +54,26 @@ class TransportLimits:
 class Gate:
     """The outermost application: checks key, body and media type, and names the request.
 
+    A full server refuses a request here, before its body is read: a refusal takes a fraction of
+    the time that reading the request would.
+
     Args:
         app: answers requests that pass.
         limits: of connections.
+        check_open: raises ``ApiError`` while no answer can be made.
         api_keys: accepted keys; without any, no key is asked for.
     """
 
     def __init__(
-        self, app: ASGIApp, limits: TransportLimits, api_keys: tuple[str, ...] = ()
+        self,
+        app: ASGIApp,
+        limits: TransportLimits,
+        check_open: Callable[[], None],
+        api_keys: tuple[str, ...] = (),
     ) -> None:
         self._app = app
         self._limits = limits
+        self._check_open = check_open
         self._api_keys = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,6 +111,8 @@ class Gate:
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, "Content-Type: expected application/json.")
+        if scope["path"] in GENERATION_PATHS:
+            self._check_open()
 
     def _check_key(self, given: str) -> None:
         scheme, _, key = given.partition(" ")
@@ -231,7 +246,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a request."""
         super().connection_made(transport)
-        self._expect_headers()
+        self._expect(self.limits.read_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop both clocks."""
@@ -241,7 +256,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Expect the headers of a request."""
         self._header_bytes = 0
-        self._expect_headers()
+        self._expect(self.limits.read_timeout_s)
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -255,10 +270,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin the request."""
+        """Begin the request, and expect its body, which nothing may read after a refusal."""
+        self._expect(BODY_TIMES * self.limits.read_timeout_s)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Stop waiting: the whole request is there."""
         if self._read_clock is not None:
             self._read_clock.cancel()
-        super().on_headers_complete()
+        super().on_message_complete()
 
     def pause_writing(self) -> None:
         """Abort the connection unless the reader goes on in time."""
@@ -276,10 +296,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) >= MAX_HEADERS:
             raise ValueError("the headers are too large")
 
-    def _expect_headers(self) -> None:
+    def _expect(self, seconds: float) -> None:
+        """Abort the connection unless the next part of a request is there in time."""
         if self._read_clock is not None:
             self._read_clock.cancel()
-        self._read_clock = self.loop.call_later(self.limits.read_timeout_s, self.transport.abort)
+        self._read_clock = self.loop.call_later(seconds, self.transport.abort)
 
     def _stop_clocks(self) -> None:
         for clock in (self._read_clock, self._write_clock):

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers.fake_engine import FakeEngine
-from helpers.served import Served, make_service, serving
+from helpers.served import Served, demo_tokenizer, make_service, serving
 from prometheus_client.parser import text_string_to_metric_families
 
 from llmpq.dist.io.generation import ServingStats
@@ -91,6 +91,80 @@ def test_full_queue_is_refused_at_once_and_says_when_to_come_back():
         answer = client.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 200
         assert served.service.admission.rejections["max_num_queued_reqs"] == 40
+
+
+def test_full_server_refuses_before_the_body_arrives():
+    engine = FakeEngine(step_s=0.02, max_model_len=100_000)
+    service = make_service(engine, limits=AdmissionLimits(max_num_queued_reqs=1))
+    with serving(service) as served, connect(served) as holder, connect(served) as sock:
+        holder.sendall(completion(served.port, max_tokens=90_000, stream=True))
+        wait_until(lambda: len(engine.active) == 1)
+        body = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        ).encode()
+        sock.sendall(head)
+        assert read_answer(sock).startswith(b"HTTP/1.1 503 ")
+        holder.close()
+        wait_until(lambda: not engine.active)
+        # The late body is skipped, and the connection goes on.
+        sock.sendall(body + head + body)
+        assert read_answer(sock).startswith(b"HTTP/1.1 200 ")
+
+
+def test_refused_body_that_never_arrives_ends_the_connection():
+    engine = FakeEngine()
+    limits = TransportLimits(read_timeout_s=0.1)
+    with serving(make_service(engine), limits) as served, connect(served) as sock:
+        served.service.admission.is_draining = True
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert read_answer(sock).startswith(b"HTTP/1.1 503 ")
+        assert closes(sock)
+
+
+def read_answer(sock: socket.socket) -> bytes:
+    """Return the bytes of one answer with a JSON body."""
+    data = b""
+    while not data.endswith(b"}"):
+        part = sock.recv(1 << 16)
+        assert part, data
+        data += part
+    return data
+
+
+@pytest.mark.parametrize("texts", [["one text"], ["a", "", "b c"], ["The server listens. " * 500]])
+def test_texts_are_encoded_alike_here_and_in_a_thread(texts):
+    tokenizer = demo_tokenizer()
+    for special in (True, False):
+        found = asyncio.run(
+            tokenizer.encode_async(texts, max_tokens=10_000, add_special_tokens=special)
+        )
+        assert found == [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    tokens = [token for text in texts for token in tokenizer.encode(text)]
+    text = asyncio.run(tokenizer.decode_async(tokens))
+    assert text == tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_event_loop_goes_on_while_a_long_text_is_encoded():
+    text = "The server listens on the port. " * 5_000
+
+    async def steps() -> int:
+        encoding = asyncio.create_task(demo_tokenizer().encode_async([text], max_tokens=1 << 20))
+        count = 0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            count += 1
+        return count
+
+    assert asyncio.run(steps()) >= 5  # at most 2 if the encoder held the interpreter's lock
+
+
+@pytest.mark.parametrize("tokens", [[True], [5, False], [1.0], ["x", 1], [-1], [2**31], [5, None]])
+def test_prompts_of_other_values_than_tokens_are_refused(tokens):
+    for value in (tokens, [[5], tokens]):
+        with pytest.raises(ValueError, match="expected"):
+            protocol.parse_prompts(value)
 
 
 def test_queued_tokens_count_until_the_first_token():
