@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
 from llmpq.batching.queue_order import QUEUE_ORDERS
+from llmpq.cli.common import check_least
 from llmpq.cli.options import add_step_timeout_option
 from llmpq.cli.run_options import (
     DEFAULT_MAX_RESTARTS,
@@ -17,6 +19,7 @@ from llmpq.cli.run_options import (
 from llmpq.costmodel.memory import context_bytes
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.io.job import MIN_STEP_TIMEOUT_S
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
@@ -68,6 +71,28 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_store_options(engine)
 
 
+def check_engine_options(options: argparse.Namespace) -> None:
+    """Check what can be checked before anything is loaded.
+
+    Raises:
+        SpecError: an option cannot be used.
+    """
+    check_least(options, 1, "token_budget")
+    check_least(options, 0, "max_restarts")
+    alpha = options.alpha
+    if alpha is not None and options.scheduler != "larry":
+        raise SpecError(
+            f"--alpha: found with --scheduler {options.scheduler}, expected --scheduler larry"
+        )
+    if alpha is not None and not 0 <= alpha < math.inf:
+        raise SpecError(f"--alpha: found {alpha:g}, expected a number of at least 0")
+    if not MIN_STEP_TIMEOUT_S <= options.step_timeout < math.inf:
+        raise SpecError(
+            f"--step_timeout: found {options.step_timeout:g}, expected at least "
+            f"{MIN_STEP_TIMEOUT_S:g}"
+        )
+
+
 async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> EngineClient:
     """Start the ranks of a plan and return their engine once it is loaded.
 
@@ -77,17 +102,14 @@ async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path)
         LlmpqError: an option cannot be used, or a rank did not start.
     """
     given = vars(options)
-    scheduler, alpha = given.get("scheduler", "fcfs"), given.get("alpha")
-    if alpha is not None and scheduler != "larry":
-        raise SpecError(f"--alpha: found with --scheduler {scheduler}, expected --scheduler larry")
     max_model_len = given.get("max_model_len")
     if max_model_len is not None:
         check_context_memory(plan, load_model_dir(model_dir), max_model_len)
     return await AsyncEngine.start(
         plan,
         model_dir,
-        scheduler=scheduler,
-        alpha=alpha,
+        scheduler=given.get("scheduler", "fcfs"),
+        alpha=given.get("alpha"),
         token_budget=given.get("token_budget"),
         max_model_len=max_model_len,
         prefix_caching=not given.get("no_prefix_caching", False),

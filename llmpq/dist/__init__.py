@@ -165,5 +165,6 @@ def model_dir_of(plan: Plan, given: str | Path | None) -> Path:
         )
     path = Path(given if given is not None else str(plan.model.source)).resolve()
     if not path.is_dir():
-        raise SpecError(f"{path}: no such directory, expected a model with its weights")
+        where = "the plan's model" if given is None else "--model"
+        raise SpecError(f"{where}: {path}: no such directory, expected a model with its weights")
     return path

@@ -157,14 +157,14 @@ def queued_tokens_for(plan: Plan, ttft_bound_s: float) -> int:
     """
     times = _prefill_times(plan)
     pass_s = sum(times) - max(times)
-    tokens = int((ttft_bound_s - pass_s) * prefill_tokens_per_s(plan))
-    if not math.isfinite(ttft_bound_s) or tokens < plan.workload.prompt_tokens:
+    tokens = (ttft_bound_s - pass_s) * prefill_tokens_per_s(plan)
+    if not plan.workload.prompt_tokens <= tokens < math.inf:
         least_s = pass_s + plan.workload.prompt_tokens / prefill_tokens_per_s(plan)
         raise SpecError(
             f"--ttft_bound: found {ttft_bound_s:g} s, expected at least the {least_s:.3g} s that "
             f"the plan forecasts for one prompt of {plan.workload.prompt_tokens} tokens"
         )
-    return tokens
+    return int(tokens)
 
 
 def _prefill_times(plan: Plan) -> list[float]:

@@ -83,6 +83,7 @@ def run_server(
             when answers were cut short.
     """
     keys = read_api_keys(options)
+    check_tls(options)
     with listen(options.host, options.port) as sock:
         config = uvicorn.Config(lambda: None, lifespan="off", log_config=None)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -158,8 +159,33 @@ def read_api_keys(options: ServerOptions) -> tuple[str, ...]:
             f"--host: found {options.host}, which other hosts can reach, and no key; expected "
             "--api_key_file FILE"
         )
-    lines = read_token(options.api_key_file).decode("utf-8", "replace").splitlines()
+    try:
+        lines = read_token(options.api_key_file).decode().splitlines()
+    except SpecError as error:
+        raise SpecError(f"--api_key_file: {error}") from None
+    except UnicodeDecodeError:
+        raise SpecError(
+            f"--api_key_file: {options.api_key_file}: found bytes that are not UTF-8, expected keys"
+        ) from None
     return tuple(line.strip() for line in lines if line.strip())
+
+
+def check_tls(options: ServerOptions) -> None:
+    """Check certificate and key.
+
+    Raises:
+        SpecError: they cannot be used.
+    """
+    if options.ssl_certfile is None:
+        if options.ssl_keyfile is not None:
+            raise SpecError("--ssl_keyfile: found without a certificate, expected --ssl_certfile")
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        text = error.strerror or str(error)
+        raise SpecError(f"--ssl_certfile: {options.ssl_certfile}: cannot be used: {text}") from None
 
 
 class _Life:
@@ -258,12 +284,7 @@ class _Life:
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
         )
-        try:
-            config.load()
-        except (OSError, ssl.SSLError) as error:
-            raise SpecError(
-                f"--ssl_certfile: {options.ssl_certfile}: cannot be used: {error}"
-            ) from None
+        self._listen()
         server = _Server(config)
         serving = asyncio.create_task(server.serve([self._sock]))
         try:
@@ -279,6 +300,16 @@ class _Life:
             raise _as_stage_error(service.engine.error)
         if not is_drained:
             raise StoppedError("answers were cut short after --drain_timeout or a second signal")
+
+    def _listen(self) -> None:
+        """Accept connections; uvloop would say nothing if that failed."""
+        try:
+            self._sock.listen(BACKLOG)
+        except OSError as error:
+            raise SpecError(
+                f"--port: {self._address()} was taken while the model was loaded, expected a free "
+                f"port: {error.strerror}"
+            ) from None
 
     def _address(self) -> str:
         host, port = self._sock.getsockname()[:2]

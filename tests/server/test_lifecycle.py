@@ -10,14 +10,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
+from helpers.fake_engine import FakeEngine
 from helpers.served import DEMO
 
 from llmpq.errors import SpecError
-from llmpq.server.lifecycle import ServerOptions, listen, read_api_keys
+from llmpq.server.lifecycle import (
+    ServerOptions,
+    check_tls,
+    listen,
+    read_api_keys,
+    run_server,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -173,6 +181,41 @@ def test_used_port_and_foreign_address_are_refused(tmp_path):
         pass
 
 
+def test_port_that_is_taken_while_the_model_loads_is_an_error():
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    engine = None
+
+    async def start() -> FakeEngine:
+        nonlocal engine
+        sock.listen()
+        engine = FakeEngine()
+        return engine
+
+    options = ServerOptions(host="127.0.0.1", port=port, model_dir=DEMO, names=("demo",))
+    ready: list[str] = []
+    with (
+        listen("127.0.0.1", port) as sock,
+        pytest.raises(SpecError, match=f":{port} was taken while the model was loaded"),
+    ):
+        run_server(options, start, lambda _: None, ready.append)
+    assert not ready
+    assert engine is not None
+    assert engine.is_closed
+
+
+def test_tls_files_are_checked_before_the_model_is_loaded(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("no certificate")
+    for files, message in (
+        ({"ssl_keyfile": text}, "--ssl_keyfile: found without a certificate"),
+        ({"ssl_certfile": text}, "--ssl_certfile: .*text: cannot be used"),
+        ({"ssl_certfile": tmp_path / "none"}, "--ssl_certfile: .*none: cannot be used: No such"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            check_tls(replace(options_for("127.0.0.1"), **files))
+
+
 def options_for(host: str, key_file: Path | None = None) -> ServerOptions:
     return ServerOptions(host=host, port=0, model_dir=DEMO, names=("demo",), api_key_file=key_file)
 
@@ -189,3 +232,8 @@ def test_other_hosts_need_a_key(tmp_path):
         read_api_keys(options_for("0.0.0.0", keys))
     keys.chmod(0o600)
     assert read_api_keys(options_for("0.0.0.0", keys)) == ("first-key-of-16-bytes", "second-key")
+    keys.write_bytes(b"\xff" * 20)
+    with pytest.raises(SpecError, match=r"--api_key_file: .*not UTF-8"):
+        read_api_keys(options_for("127.0.0.1", keys))
+    with pytest.raises(SpecError, match=r"--api_key_file: .*none: cannot be read: No such file"):
+        read_api_keys(options_for("127.0.0.1", tmp_path / "none"))

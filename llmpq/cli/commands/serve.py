@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.engine_options import add_engine_options, start_engine
+from llmpq.cli.engine_options import add_engine_options, check_engine_options, start_engine
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
 from llmpq.errors import SpecError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llmpq.server.admission import AdmissionLimits
 
 DEFAULT_PORT = 8000
+MAX_PORT = 65535
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 
 
@@ -115,6 +116,8 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_engine_options(options)
+    _check_names(options)
     plan = read_plan(options.strat_file_name)
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *SERVER_PACKAGES)
@@ -155,6 +158,14 @@ def _run(options: argparse.Namespace) -> int:
         say_ready,
     )
     return 0
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    """Check the address and the names that the server gets."""
+    if not 0 <= options.port <= MAX_PORT:
+        raise SpecError(f"--port: found {options.port}, expected 0 to {MAX_PORT}")
+    if not all(options.served_model_name or ("the plan's",)):
+        raise SpecError("--served_model_name: found an empty name, expected at least one character")
 
 
 def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
