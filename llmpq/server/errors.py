@@ -22,6 +22,9 @@ _TYPES = {
 }
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 class ApiError(LlmpqError):
     """A request that is answered with an error.
 
@@ -89,8 +92,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def dump_json(value: object) -> bytes:
     """Return JSON in UTF-8; lone surrogates are escaped, as JSON allows."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
 def json_response(

@@ -19,6 +19,7 @@ from llmpq.server.chat_template import ChatTemplate
 from llmpq.server.errors import bad_request
 
 EXPORT_TIMEOUT_S = 120.0
+CACHED_TOKENS = 1 << 16
 INLINE_CHARACTERS = 2048
 """Texts up to this length together are encoded at once: a thread would take longer to wake up."""
 
@@ -37,7 +38,8 @@ class ServerTokenizer:
         self.chat_template = ChatTemplate(exported["chat_template"], exported["special_tokens"])
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max((len(token) for token in vocab), default=1)
-        self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+        self.token_text = lru_cache(maxsize=CACHED_TOKENS)(self._token_text)
+        self._plain_token_text = lru_cache(maxsize=CACHED_TOKENS)(self._text_without_special)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text."""
@@ -81,8 +83,18 @@ class ServerTokenizer:
         return found[0]
 
     def decoder(self, *, skip_special_tokens: bool) -> Decode:
-        """Return the decode function of one answer."""
-        return lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """Return the decode function of one answer.
+
+        An incremental decoder decodes every token alone once: those texts are kept.
+        """
+        of_one = self._plain_token_text if skip_special_tokens else self.token_text
+
+        def decode(token_ids: Sequence[int]) -> str:
+            if len(token_ids) == 1:
+                return of_one(token_ids[0])
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return decode
 
     def token_name(self, token_id: int) -> str:
         """Return a token as the vocabulary writes it."""
@@ -90,6 +102,9 @@ class ServerTokenizer:
 
     def _token_text(self, token_id: int) -> str:
         return self.decode([token_id], skip_special_tokens=False)
+
+    def _text_without_special(self, token_id: int) -> str:
+        return self.decode([token_id])
 
 
 def load_server_tokenizer(model_dir: Path) -> ServerTokenizer | None:

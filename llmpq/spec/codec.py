@@ -24,6 +24,7 @@ from llmpq.spec.fields import Fields
 T = TypeVar("T")
 
 MAX_INTEGER = 2**62
+_SCALARS = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def to_json(value: Any) -> dict[str, Any]:
     for member in _members(type(value)):  # type: ignore[arg-type]
         item = getattr(value, member.name)
         if item is not None or member.rule.null:
-            found[member.key] = _plain(item, member.kind)
+            found[member.key] = item if type(item) in _SCALARS else _plain(item, member.kind)
     return found
 
 
