@@ -76,6 +76,7 @@ def main() -> int:
     """Prepare, measure or write."""
     options = _parser().parse_args()
     options.folder = options.folder.absolute()
+    options.profile = options.profile and options.profile.absolute()  # commands run elsewhere
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.prepare:
         prepare(options)
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token_budget", type=int, default=256, help="orders: tokens of a step")
     parser.add_argument("--trace", type=Path, default=AZURE, help="Azure's layout or ours")
     parser.add_argument("--trace_first", type=int, default=0, help="first request of the trace")
-    parser.add_argument("--profile", type=Path, help="latency tables of this machine, for orders")
+    parser.add_argument("--profile", type=Path, help="folder of this machine's latency tables")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--llama_server", type=Path, help="llama.cpp's binary")
     parser.add_argument("--output", type=Path, help="JSON of all runs in the folder")
@@ -131,9 +132,9 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def plan_of(options: argparse.Namespace, bits: int) -> Path:
-    """Return the strategy of a bitwidth: one stage with all cores."""
+    """Return the strategy of a bitwidth: one stage with all cores, priced by the profile."""
     folder = options.folder
-    output = folder / f"plan-{bits}.json"
+    output = folder / f"plan-{bits}{'-profiled' if options.profile else ''}.json"
     return make_plan(
         folder / "model", output, bits=bits, batch=64, prompt_tokens=512, new_tokens=256,
         profile=options.profile,
