@@ -41,11 +41,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="--scheduler larry: weight of a second of waiting; 0 is shortest prompt first",
     )
-    engine.add_argument(
+    budget = engine.add_mutually_exclusive_group()
+    budget.add_argument(
         "--token_budget",
         type=int,
         metavar="N",
-        help="tokens of a step (default: chosen by the engine)",
+        help="tokens of a step (default: 1024, or fewer where the plan has less memory)",
+    )
+    budget.add_argument(
+        "--itl_bound",
+        type=float,
+        metavar="SECONDS",
+        help="bound on the time between tokens, from which --token_budget is computed by the "
+        "plan's own cost model",
     )
     engine.add_argument(
         "--max_model_len",

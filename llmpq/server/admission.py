@@ -167,6 +167,38 @@ def queued_tokens_for(plan: Plan, ttft_bound_s: float) -> int:
     return int(tokens)
 
 
+def token_budget_for(plan: Plan, itl_bound_s: float) -> int:
+    """Return the largest token budget of a step that keeps the time between tokens in a bound.
+
+    The plan forecasts a step of its decode micro-batch at each stage; every further token takes its
+    share of a prefill micro-batch. A sequence is in one step at a time, and a step waits for the
+    slowest stage at every stage, so a token takes as many times that stage as there are stages.
+    The budget is at most the step that the plan has memory for.
+
+    Args:
+        plan: with forecast times.
+        itl_bound_s: longest time between the tokens of an answer, in seconds.
+
+    Raises:
+        SpecError: the decode micro-batch alone takes longer than the bound.
+    """
+    sizes, stages = plan.micro_batching, plan.estimate.stages
+    prefill_tokens = sizes.prefill * plan.workload.prompt_tokens
+    decode_times = [max(stage.decode_s, stage.send_decode_s) for stage in stages]
+    step_s = itl_bound_s / len(stages)
+    if not max(decode_times) <= step_s < math.inf:
+        raise SpecError(
+            f"--itl_bound: found {itl_bound_s:g} s, expected at least the "
+            f"{len(stages) * max(decode_times):.3g} s that the plan forecasts for a token of "
+            f"{sizes.decode} sequences"
+        )
+    spare = min(
+        (step_s - decode_s) * prefill_tokens / prefill_s
+        for decode_s, prefill_s in zip(decode_times, _prefill_times(plan), strict=True)
+    )
+    return min(sizes.decode + int(spare), max(prefill_tokens, sizes.decode))
+
+
 def _prefill_times(plan: Plan) -> list[float]:
     """Return the seconds of a prefill micro-batch at each stage."""
     return [max(stage.prefill_s, stage.send_prefill_s) for stage in plan.estimate.stages]

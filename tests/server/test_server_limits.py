@@ -24,6 +24,7 @@ from llmpq.server.admission import (
     AdmissionLimits,
     prefill_tokens_per_s,
     queued_tokens_for,
+    token_budget_for,
 )
 from llmpq.server.errors import ApiError
 from llmpq.server.transport import TransportLimits
@@ -200,8 +201,8 @@ def test_answers_count_with_n():
     assert (admission.num_choices, admission.queued_tokens) == (0, 0)
 
 
-def plan():
-    path = sorted((ROOT / "strategies").glob("opt-13b__*.json"))[0]
+def plan(model: str = "opt-13b"):
+    path = sorted((ROOT / "strategies").glob(f"{model}__*__llmpq.json"))[0]
     return read_plan(path)
 
 
@@ -221,6 +222,34 @@ def test_bound_of_the_first_token_becomes_a_number_of_tokens():
 def test_bound_that_one_prompt_breaks_is_refused():
     with pytest.raises(SpecError, match="--ttft_bound: found 1e-06 s, expected at least"):
         queued_tokens_for(plan(), 1e-6)
+
+
+@pytest.mark.parametrize("times", [1.001, 1.5, 3, 1e6])
+@pytest.mark.parametrize("model", ["opt-13b", "bloom"])
+def test_bound_between_tokens_becomes_a_token_budget(model, times):
+    found = plan(model)
+    stages, sizes = found.estimate.stages, found.micro_batching
+    prompt = sizes.prefill * found.workload.prompt_tokens
+
+    def token_s(budget: int) -> float:
+        """The forecast: the slowest stage once for every stage."""
+        more = (budget - sizes.decode) / prompt
+        return len(stages) * max(
+            max(s.decode_s, s.send_decode_s) + more * max(s.prefill_s, s.send_prefill_s)
+            for s in stages
+        )
+
+    bound_s = times * token_s(sizes.decode)
+    budget = token_budget_for(found, bound_s)
+    assert sizes.decode <= budget <= max(prompt, sizes.decode)
+    assert token_s(budget) <= bound_s * (1 + 1e-9)
+    assert budget == max(prompt, sizes.decode) or token_s(budget + 1) > bound_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("bound_s", [0.0, 1e-6, float("nan"), float("inf")])
+def test_bound_between_tokens_that_decoding_breaks_is_refused(bound_s):
+    with pytest.raises(SpecError, match=r"--itl_bound: found .* expected at least"):
+        token_budget_for(plan(), bound_s)
 
 
 def test_huge_body_is_refused_before_it_is_read():

@@ -121,11 +121,14 @@ def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strat_file_name)
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *SERVER_PACKAGES)
+    from llmpq.server.admission import token_budget_for
     from llmpq.server.lifecycle import ServerOptions, run_server
     from llmpq.server.tokenizer import load_server_tokenizer
     from llmpq.server.transport import TransportLimits
 
     admission = _admission(options, plan)
+    if options.itl_bound is not None:
+        options.token_budget = token_budget_for(plan, options.itl_bound)
     names = tuple(options.served_model_name or (plan.model.name,))
     server = ServerOptions(
         host=options.host,
@@ -145,8 +148,9 @@ def _run(options: argparse.Namespace) -> int:
     def say_ready(url: str) -> None:
         print(f"ready {url}", file=sys.stderr, flush=True)
         if options.json:
-            limit = admission.max_num_queued_tokens
-            print_json({"url": url, "models": list(names), "max_num_queued_tokens": limit})
+            found: dict[str, Any] = {"url": url, "models": list(names)}
+            found["max_num_queued_tokens"] = admission.max_num_queued_tokens
+            print_json({**found, "token_budget": options.token_budget})
         else:
             print(f"ready {url}")
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from llmpq.cli.commands import dist, serve
 from llmpq.cli.engine_options import check_context_memory
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
-from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for
+from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for
 from llmpq.server.lifecycle import ServerOptions
 from llmpq.spec import catalog
 from llmpq.spec.plan import read_plan
@@ -75,6 +75,15 @@ def test_ttft_bound_sets_the_queued_tokens(served, capsys):
     assert printed["max_num_queued_tokens"] == admission.max_num_queued_tokens
 
 
+def test_itl_bound_sets_the_token_budget(served, capsys):
+    assert run("--itl_bound", "1000", "--json") == 0
+    plan = read_plan(PLAN)
+    budget = token_budget_for(plan, 1000)
+    assert json.loads(capsys.readouterr().out)["token_budget"] == budget
+    sizes = plan.micro_batching
+    assert budget == max(sizes.prefill * plan.workload.prompt_tokens, sizes.decode)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -87,6 +96,8 @@ def test_ttft_bound_sets_the_queued_tokens(served, capsys):
         ("--alpha", "-1", "--scheduler", "larry"),
         ("--alpha", "nan", "--scheduler", "larry"),
         ("--token_budget", "0"),
+        ("--itl_bound", "0.000001"),
+        ("--itl_bound", "1", "--token_budget", "5"),
         ("--max_restarts", "-1"),
         ("--step_timeout", "0"),
         ("--ttft_bound", "nan"),
