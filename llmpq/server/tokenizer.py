@@ -63,7 +63,7 @@ class ServerTokenizer:
             )
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        # Unlike encode, encode_batch lets other threads run.
+        # encode_batch lets other threads run, which encode does not.
         found = await asyncio.to_thread(
             self._tokenizer.encode_batch, list(texts), add_special_tokens=add_special_tokens
         )
@@ -76,7 +76,7 @@ class ServerTokenizer:
 
     async def decode_async(self, token_ids: Sequence[int]) -> str:
         """Return the text of any number of tokens, special ones included; others go on."""
-        # Unlike decode, decode_batch lets other threads run.
+        # decode_batch lets other threads run, which decode does not.
         found: list[str] = await asyncio.to_thread(
             self._tokenizer.decode_batch, [list(token_ids)], skip_special_tokens=False
         )
