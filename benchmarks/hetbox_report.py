@@ -224,12 +224,16 @@ def mean_of(ratios: Sequence[float]) -> str:
     return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
+OURS, OTHERS, RANGE = "#1f6f8b", "#b8c4cc", "#c0392b"
+
+
 def draw(picture: Path, found: dict[str, list[Row]]) -> None:
     """Draw measured against predicted latency of every plan, a panel a cluster."""
     import matplotlib as mpl  # noqa: PLC0415  only for the picture
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
 
     lines = -(-len(found) // 2)
     figure, panels = plt.subplots(
@@ -244,8 +248,8 @@ def draw(picture: Path, found: dict[str, list[Row]]) -> None:
         high = [max(row.seconds.values()) - row.median_s for row in own]
         panel.barh(
             places, [row.median_s for row in own], xerr=[low, high],
-            error_kw={"elinewidth": 1, "ecolor": "#c0392b"},
-            color=["#1f6f8b" if row.is_ours else "#b8c4cc" for row in own],
+            error_kw={"elinewidth": 1, "ecolor": RANGE},
+            color=[OURS if row.is_ours else OTHERS for row in own],
         )  # fmt: skip
         panel.scatter([row.predicted_s for row in own], places, color="black", marker="|", s=120,
                       label="predicted", zorder=3)  # fmt: skip
@@ -256,10 +260,15 @@ def draw(picture: Path, found: dict[str, list[Row]]) -> None:
                 words, (right, place), (6, 0), textcoords="offset points", va="center", fontsize=7
             )
         panel.set_yticks(places, [label_of(row) for row in own], fontsize=7)
-        panel.set_title(name, fontsize=10)
+        panel.set_title(name.replace("bit s", "bit/s"), fontsize=10)
         panel.margins(x=0.18)
         panel.set_xlabel("seconds", fontsize=8)
-    panels.flat[0].legend(fontsize=8)
+    colours = {"planned by llmpq": OURS, "other planners": OTHERS, "range of runs": RANGE}
+    marks, names = panels.flat[0].get_legend_handles_labels()
+    patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(
+        [*patches, *marks], [*colours, *names], fontsize=8, ncols=4, loc="outside lower center"
+    )
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
 

@@ -9,7 +9,7 @@ from scripts.reproduce.cases import IMAGES, LONG, SHORT, Case, has_method, keep
 from scripts.reproduce.output import Record, degradation, number, run, table, times
 from scripts.reproduce.pictures import draw_bars
 
-METHODS = {"adabits": "adabits", "llmpq": "LLM-PQ"}
+METHODS = {"adabits": "adaptive bits only (adabits)", "llmpq": "LLM-PQ"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

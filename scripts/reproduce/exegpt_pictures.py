@@ -86,7 +86,9 @@ def _shift(axes: Axes, policy: str, rows: Sequence[Record]) -> None:
     late = axes.twinx()
     late.plot(places, [row["p99"] for row in rows], "o-", color=QUALITY, ms=4)
     late.axhline(1.0, color=GRID, lw=0.8)
-    late.set_ylabel("99 % in service, kept", fontsize=9, color=QUALITY)
+    late.set_ylabel(
+        "p99 of seconds in service,\nkept, times the planned", fontsize=8, color=QUALITY
+    )
     axes.spines["top"].set_visible(False)
     late.spines["top"].set_visible(False)
     # Headroom for the legend, so that it lies on no bar and no line.

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FormatStrFormatter, NullFormatter
+from matplotlib.ticker import FormatStrFormatter, LogLocator
 
 from scripts.reproduce.output import Record
 from scripts.reproduce.pictures import GRID, INK
@@ -35,9 +35,11 @@ def draw(record: Record, path: Path) -> None:
             axes = grid[row][column]
             for name, color in COLOURS.items():
                 heights = [_ttft(runs, place) for runs in entry["curves"][name]]
-                axes.plot(record["curve"], heights, "o-", color=color, ms=3, label=name)
+                # Dashed: on SW-Code it lies on FCFS.
+                style = "o--" if name == "No-Preempt" else "o-"
+                axes.plot(record["curve"], heights, style, color=color, ms=3, label=name)
             axes.set_yscale("log")
-            _name(axes, f"TTFT {place}, s", "rate, FCFS under pressure = 1")
+            _name(axes, f"TTFT {place}, s", "arrival rate (1: the rate of the tables)")
         grid[0][column].set_title(f"{entry['server']}\n{entry['law']}", fontsize=9, color=INK)
         _draw_alphas(grid[2][column], entry)
     grid[0][0].legend(fontsize=8, frameon=False)
@@ -64,5 +66,7 @@ def _name(axes: Axes, title: str, label: str) -> None:
     axes.set_xlabel(label, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+    axes.tick_params(which="minor", labelsize=7)
     axes.grid(color=GRID, lw=0.6)

@@ -48,7 +48,7 @@ def draw_sweeps(
                     axes.axvline(point["theta_s"], color=GRID, lw=7, zorder=0)
                 where = (point["theta_s"], 0.04)
                 speed.annotate(
-                    marks[point["multiple"]],
+                    f"paper's {marks[point['multiple']]}",
                     where,
                     xycoords=("data", "axes fraction"),
                     ha="center",
