@@ -24,6 +24,8 @@ from llmpq.logging import configure_logging
 INTERRUPTED = 130
 QUIET_S = 2.0
 """Work shorter than this shows no progress."""
+FIRST_SHARE = 0.02
+"""Share of the work after which a bar shows the remaining time; earlier steps are preparation."""
 LONGEST_START_S = 60.0
 """A process older than this when a command begins was not started for that command alone."""
 
@@ -126,17 +128,24 @@ def progress_bar(name: str, *, delay_s: float = QUIET_S) -> Iterator[Callable[..
         delay=delay_s,
         file=sys.stderr,
         leave=False,
-        bar_format="{l_bar}{bar}| {elapsed}, {remaining} left{postfix}",
+        bar_format=bar_format(0.0),
         # A log file gets a line now and then, a terminal a live bar.
         mininterval=0.1 if sys.stderr.isatty() else 10.0,
     ) as bar:
 
         def show(done: float, total: float = 1.0, text: str = "") -> None:
             bar.total = total
+            bar.bar_format = bar_format(done / (total or 1.0))
             bar.set_postfix_str(text, refresh=False)
             bar.update(done - bar.n)
 
         yield show
+
+
+def bar_format(share: float) -> str:
+    """Return the format of a progress bar (tqdm's) after a share of the work."""
+    left = ", {remaining} left" if share >= FIRST_SHARE else ""
+    return f"{{l_bar}}{{bar}}| {{elapsed}}{left}{{postfix}}"
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -121,6 +121,8 @@ class _Rounds:
     def run(self) -> Times:
         for trial in chain.from_iterable(self.groups):
             self.bench.run(trial)  # first calls allocate, compile and choose kernels
+            if self.progress is not None:
+                self.progress(0.0)
         for first in self.bench.first_run_s.values():
             first.clear()
         shuffle = random.Random(self.bench.job.seed + sum(map(len, self.times.values())))

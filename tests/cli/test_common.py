@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from llmpq.cli.common import make_parser, require, run_command
+from llmpq.cli.common import bar_format, make_parser, require, run_command
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError, StageError
 
 
@@ -47,3 +47,8 @@ def test_require_names_the_first_package_that_is_missing():
     with pytest.raises(ModuleNotFoundError) as caught:
         require("json", "no_such_package")
     assert caught.value.name == "no_such_package"
+
+
+def test_progress_shows_the_remaining_time_once_work_has_begun():
+    assert "{remaining}" not in bar_format(0.0)
+    assert "{elapsed}, {remaining} left" in bar_format(0.5)

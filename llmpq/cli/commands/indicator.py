@@ -183,6 +183,7 @@ def _report(
     print(f"layer{head}")
     for layer, values in enumerate(zip(*columns.values(), strict=True)):
         print(f"{layer:>5}" + "".join(f"{value:>12.3g}" for value in values))
+    print("unit           the loss of all layers at 4 bits together; 16 bits lose 0")
     print(f"calibration    {provenance.get('calibration', 'none')}")
     print(f"time           {elapsed_s:.1f} s")
     if bits is not None:
