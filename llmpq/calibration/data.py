@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields
+from llmpq.spec.gguf.tokenizer import tokenizer_arguments
 
 DEFAULT_SEQUENCES = 128
 DEFAULT_SEQUENCE_TOKENS = 512
@@ -186,8 +187,9 @@ def _read(path: Path) -> str:
 
 
 def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    arguments = tokenizer_arguments(model_dir) or {"pretrained_model_name_or_path": model_dir}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
     except Exception as error:  # tokenizers fail with types of their own
         raise SpecError(f"{model_dir}: found no tokenizer that can be read: {error}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)

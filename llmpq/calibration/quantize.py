@@ -33,7 +33,8 @@ from llmpq.quant.modules.layer import quantizable_names
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
-from llmpq.spec.huggingface.gptq import FIELD, ZERO_OFFSETS
+from llmpq.spec.huggingface.gptq import ZERO_OFFSETS
+from llmpq.spec.huggingface.quantization import FIELD
 from llmpq.spec.precision import Precision
 
 # With fewer tokens per input feature, the Hessian is mostly noise.

@@ -164,7 +164,7 @@ def model_dir_of(plan: Plan, given: str | Path | None) -> Path:
             f"plan: model {plan.model.name} names no directory of weights, expected --model DIR"
         )
     path = Path(given if given is not None else str(plan.model.source)).resolve()
-    if not path.is_dir():
+    if not path.exists():
         where = "the plan's model" if given is None else "--model"
         raise SpecError(f"{where}: {path}: no such directory, expected a model with its weights")
     return path

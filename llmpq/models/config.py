@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -16,6 +17,7 @@ from llmpq.logging import get_logger
 from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
 from llmpq.models.families import TESTED, UNSUPPORTED
+from llmpq.spec.gguf.config import gguf_config
 
 _logger = get_logger(__name__)
 
@@ -37,17 +39,17 @@ def load_config(model_dir: Path | str) -> PreTrainedConfig:
 
 def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
     """Return the configuration of :func:`load_config` and the skeleton of its model."""
-    return prepare_config(read_config(Path(model_dir) / "config.json"))
+    return prepare_config(read_config(Path(model_dir) / "config.json", gguf_config(model_dir)))
 
 
-def read_config(path: Path) -> PreTrainedConfig:
-    """Read a ``config.json`` with the classes of transformers.
+def read_config(path: Path, fields: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """Read a ``config.json`` with the classes of transformers; ``fields`` if they are known.
 
     Raises:
         SpecError: the file is missing or not JSON, ``model_type`` is unknown, or transformers
             rejects a field.
     """
-    fields = _read_json_object(path)
+    fields = fields or _read_json_object(path)
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise bad_field(str(path), "model_type", model_type, "a family that transformers knows")

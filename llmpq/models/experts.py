@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmpq.errors import SpecError
+from llmpq.models.files.decoded import DecodedSource, parts_of
 from llmpq.models.files.sources import TensorSource
 from llmpq.models.files.tensor_files import TensorFiles
 
@@ -60,6 +61,9 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
                 f"{tensors.where(source.name)}: found shape {list(source.shape)} of "
                 f"{source.dtype}, expected {[rows, shape[2]]} of {sources[0].dtype}"
             )
+    if tensors.decodes:
+        encoded = tuple(one for source in sources for one in parts_of(source))
+        return DecodedSource.of(encoded, tuple(shape))
     ranges = tuple(part for source in sources for part in source.ranges)
     return TensorSource(
         name=sources[0].name, dtype=sources[0].dtype, shape=tuple(shape), ranges=ranges

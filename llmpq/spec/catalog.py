@@ -63,7 +63,7 @@ def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:
         SpecError: neither a directory with ``config.json`` nor a model file nor a catalogue name.
     """
     path = Path(name_or_dir)
-    if path.is_dir():
+    if path.is_dir() or path.suffix == ".gguf":
         return load_model_dir(path), path
     if path.suffix == ".json" and path.is_file():
         return read_model_file(path), path

@@ -15,6 +15,7 @@ MAX_WORDS_OF = {
     "docs/evidence/larry.md": 250,
     "docs/how/fleets.md": 350,
     "docs/reference/api.md": 550,
+    "docs/reference/checkpoints.md": 300,
     "docs/reference/devices.md": 500,
     "docs/tutorials/serve.md": 500,
 }

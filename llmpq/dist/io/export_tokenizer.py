@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from llmpq.dist.io.model_files import TOKENIZER_FILES
 from llmpq.errors import SpecError
+from llmpq.spec.gguf.tokenizer import tokenizer_arguments
 
 
 def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
@@ -24,10 +24,11 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
     Raises:
         SpecError: the tokenizer cannot be read, or has no form that the tokenizers library reads.
     """
-    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+    arguments = tokenizer_arguments(model_dir)
+    if arguments is None:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
     except Exception as error:  # tokenizers raise many types
         raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from llmpq.dist.io.prompts import Tokenizer
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+from llmpq.spec.gguf.tokenizer import tokenizer_arguments
 
 
 class _TransformersTokenizer:
@@ -31,11 +30,12 @@ class _TransformersTokenizer:
 
 def load_tokenizer(model_dir: Path) -> Tokenizer | None:
     """Return the directory's tokenizer, ``None`` if there is none."""
-    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+    arguments = tokenizer_arguments(model_dir)
+    if arguments is None:
         return None
     try:
         return _TransformersTokenizer(
-            AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+            AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
         )
     except Exception as error:  # tokenizers raise many types
         raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error

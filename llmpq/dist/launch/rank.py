@@ -56,6 +56,7 @@ from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
@@ -104,7 +105,7 @@ def frame_limits(
     """
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
-    digest.update((model_dir / "config.json").read_bytes())
+    digest.update(config_bytes(model_dir))
     dtype = DTYPES[plan.dtype]
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     return FrameLimits(

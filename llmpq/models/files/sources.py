@@ -26,6 +26,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,

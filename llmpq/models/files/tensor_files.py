@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.models.files.decoded import DecodedSource, decode_blocks
 from llmpq.models.files.headers import Header, read_header, unique_keys
 from llmpq.models.files.sources import (
     TORCH_DTYPES,
@@ -33,6 +36,10 @@ from llmpq.models.files.sources import (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 32 * 1024 * 1024
+FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of weights that are not codes."""
+
+_OF_CODES = ".scales"
 _SAMPLE_BYTES = 4096
 _MAX_SAMPLES = 16
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
@@ -70,6 +77,27 @@ class TensorFiles:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of most of the stored weights, by bytes, without scales of codes.
+
+        Raises:
+            SpecError: no tensor holds floating-point numbers.
+        """
+        stored: Counter[torch.dtype] = Counter()
+        for header in self.headers.values():
+            for name, entry in header.entries.items():
+                if TORCH_DTYPES[entry.dtype] in FLOATING and not name.endswith(_OF_CODES):
+                    stored[TORCH_DTYPES[entry.dtype]] += entry.end - entry.begin
+        if not stored:
+            raise SpecError(f"{self.directory}: found no floating-point weights")
+        return stored.most_common(1)[0][0]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether matrices are decoded to float32 when they are read."""
+        return False
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Dimensions of a tensor, from the header alone."""
         return self.headers[self._file_of[name]].entries[name].shape
@@ -103,10 +131,14 @@ class TensorFiles:
         Raises:
             SpecError: a file cannot be read, or has changed since it was checked.
         """
+        if isinstance(source, DecodedSource):
+            return next(decode_blocks(source, self.load, allocate))
         return read_source(self.directory, source, self._stamps, allocate)
 
     def load_blocks(self, source: TensorSource, allocate: Allocate, rows: int) -> Iterator[Tensor]:
         """Yield a matrix in blocks of rows, as :func:`read_blocks`; errors as :meth:`load`."""
+        if isinstance(source, DecodedSource):
+            return decode_blocks(source, self.load, allocate, rows)
         return read_blocks(self.directory, source, self._stamps, allocate, rows)
 
     def fingerprint(self, sources: Iterable[TensorSource]) -> str | None:

@@ -8,7 +8,6 @@ reading.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -19,24 +18,40 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.models.config import load_skeleton
 from llmpq.models.experts import find_stored, fused_source, is_expert_part
-from llmpq.models.files.sources import TORCH_DTYPES, TensorSource
-from llmpq.models.files.tensor_files import TensorFiles
+from llmpq.models.files.gguf_files import GgufFiles
+from llmpq.models.files.quantized_files import QuantizedFiles
+from llmpq.models.files.sources import TensorSource
+from llmpq.models.files.tensor_files import FLOATING, TensorFiles
 from llmpq.models.master import Master
+from llmpq.spec.gguf.config import config_bytes
+from llmpq.spec.gguf.header import find_gguf
+from llmpq.spec.huggingface.gptq import find_config
+from llmpq.spec.huggingface.quantization import codes_config
 
 _logger = get_logger(__name__)
 
 # Constants that older versions of transformers stored with the weights.
 _CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
 
-_OF_CODES = ".scales"
-_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+def open_tensors(model: Path) -> TensorFiles:
+    """Open the weights of a model: safetensors, plain or quantized, or a GGUF file.
+
+    Raises:
+        SpecError: as the reader of the format.
+    """
+    gguf = find_gguf(model)
+    if gguf is not None:
+        return GgufFiles(gguf)
+    codes = codes_config(find_config(model), str(model / "config.json"))
+    return TensorFiles(model) if codes is None else QuantizedFiles(model, codes)
 
 
 class Checkpoint:
     """The weights of a model directory, layer by layer, under transformers' own module names.
 
     Args:
-        model_dir: directory with ``config.json`` and safetensors weights.
+        model_dir: directory with ``config.json`` and safetensors weights, or a GGUF file.
 
     Attributes:
         config: of the whole model.
@@ -48,33 +63,23 @@ class Checkpoint:
     """
 
     def __init__(self, model_dir: Path | str) -> None:
-        self.directory = Path(model_dir)
-        self.config, self.skeleton = load_skeleton(self.directory)
-        self.tensors = TensorFiles(self.directory)
+        self._model = Path(model_dir)
+        self.config, self.skeleton = load_skeleton(model_dir)
+        self.tensors = open_tensors(self._model)
+        self.directory = self.tensors.directory
         self._root = self._find_root()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of most of the stored weights, by bytes, without scales of codes.
-
-        Raises:
-            SpecError: no tensor holds floating-point numbers.
-        """
-        stored: Counter[torch.dtype] = Counter()
-        for header in self.tensors.headers.values():
-            for name, entry in header.entries.items():
-                if TORCH_DTYPES[entry.dtype] in _FLOATING and not name.endswith(_OF_CODES):
-                    stored[TORCH_DTYPES[entry.dtype]] += entry.end - entry.begin
-        if not stored:
-            raise SpecError(f"{self.directory}: found no floating-point weights")
-        return stored.most_common(1)[0][0]
+        """Dtype of most of the stored weights; errors as ``TensorFiles.dtype``."""
+        return self.tensors.dtype
 
     def digest(self) -> str:
         """SHA-256 over ``config.json`` and every file's name, size and header, in hexadecimal.
 
         Identifies layout and configuration, not the values of the weights.
         """
-        state = hashlib.sha256((self.directory / "config.json").read_bytes())
+        state = hashlib.sha256(config_bytes(self._model))
         for name, header in sorted(self.tensors.headers.items()):
             size = (self.directory / name).stat().st_size
             state.update(f"\0{name}\0{size}\0".encode())
@@ -185,7 +190,7 @@ class Checkpoint:
                 f"{self.tensors.where(source.name)}: found shape {list(source.shape)}, "
                 f"expected {list(wanted.shape)}"
             )
-        allowed = _FLOATING if wanted.is_floating_point() else (wanted.dtype,)
+        allowed = FLOATING if wanted.is_floating_point() else (wanted.dtype,)
         if source.dtype not in allowed:
             raise SpecError(
                 f"{self.tensors.where(source.name)}: found dtype {source.dtype}, expected "

@@ -23,6 +23,7 @@ from llmpq.models.experts import part_spellings, stored_spellings
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
 from llmpq.quant.loading.assembly import Matrix, matrices_of
 from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config
+from llmpq.spec.huggingface.quantization import codes_config
 from llmpq.spec.precision import Precision
 
 _LAYERS_KEPT = 4
@@ -32,17 +33,11 @@ def is_gptq(model_dir: Path | str) -> bool:
     """Return whether the ``config.json`` of a model directory names GPTQ codes.
 
     Raises:
-        SpecError: it has no readable ``config.json``, or was quantized by another method.
+        SpecError: it has no readable ``config.json``, or was quantized in an unknown format.
     """
     found = find_config(model_dir)
-    if found is None:
-        return False
-    method = found.get("quant_method")
-    if method != "gptq":
-        raise SpecError(
-            f"{model_dir}: found a checkpoint quantized by {method!r}, expected a plain one or GPTQ"
-        )
-    return True
+    where = str(Path(model_dir) / "config.json")
+    return found is not None and codes_config(found, where) is None
 
 
 class GptqCheckpoint:

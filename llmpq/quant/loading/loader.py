@@ -81,7 +81,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     _check_range(checkpoint, first_layer, end_layer, widths)
     if gptq is not None and bits is not None:
         gptq.check_bits(first_layer, bits)
-    num_slots = SLOTS if checkpoint.dtype.itemsize <= 2 else 1
+    is_wide = checkpoint.dtype.itemsize > 2 or checkpoint.tensors.decodes
+    num_slots = 1 if is_wide else SLOTS
     prefetcher: Prefetcher[Item] = Prefetcher(num_slots, is_pinned=device.type == "cuda")
     reader = LayerReader(
         checkpoint=checkpoint,

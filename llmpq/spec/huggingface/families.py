@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.spec.fields import read_json
+from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.config import HIDDEN, Config, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
 from llmpq.spec.huggingface.gptq import stored_precisions
@@ -31,7 +32,7 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     """
     folder = Path(path)
     file = folder / "config.json"
-    config, name = read_json(file), folder.resolve().name
+    config, name = gguf_config(folder) or read_json(file), folder.resolve().name
     described = folder / MODEL_FILE
     is_known = isinstance(config, dict) and config.get("model_type") in VARIANTS
     if not is_known and described.is_file():

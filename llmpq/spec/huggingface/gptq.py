@@ -16,9 +16,10 @@ from typing import Any
 
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import read_json
+from llmpq.spec.gguf.config import gguf_config
+from llmpq.spec.huggingface.quantization import FIELD, codes_config
 from llmpq.spec.precision import Precision, heaviest, unquantized
 
-FIELD = "quantization_config"
 # Older checkpoints have it in a separate file.
 OLD_FILE = "quantize_config.json"
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
@@ -90,7 +91,7 @@ def find_config(model_dir: Path | str) -> dict[str, Any] | None:
         SpecError: ``config.json`` is missing or not an object.
     """
     directory = Path(model_dir)
-    config = read_json(directory / "config.json")
+    config = gguf_config(directory) or read_json(directory / "config.json")
     if not isinstance(config, dict):
         raise bad_field(str(directory / "config.json"), "(top level)", config, "an object")
     found = config.get(FIELD)
@@ -131,22 +132,17 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
 
 
 def stored_precisions(model_dir: Path | str, num_layers: int) -> tuple[Precision, ...]:
-    """Return the stored precision of every layer; empty for a model that is not quantized.
+    """Return the stored precision of every layer of a GPTQ checkpoint; empty for any other.
 
     If operators of a layer differ in groups or symmetry, the one with the most bytes counts.
 
     Raises:
-        SpecError: not quantized by GPTQ, or operators of a layer differ in bits.
+        SpecError: quantized in an unknown format, or operators of a layer differ in bits.
     """
     fields = find_config(model_dir)
-    if fields is None:
-        return ()
     directory = Path(model_dir)
-    if fields.get("quant_method") != "gptq":
-        raise SpecError(
-            f"{directory}: found a checkpoint quantized by {fields.get('quant_method')!r}, "
-            "expected a plain one or GPTQ"
-        )
+    if fields is None or codes_config(fields, str(directory / "config.json")) is not None:
+        return ()
     config = parse_config(fields, str(directory / "config.json"))
     found: dict[int, set[Precision]] = {}
     for name in _tensor_names(directory):

@@ -1,0 +1,1 @@
+"""GGUF files: header, metadata and the configuration that follows from them."""

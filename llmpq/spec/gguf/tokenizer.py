@@ -1,0 +1,24 @@
+"""Where the tokenizer of a model is: in files of its directory, or inside a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmpq.spec.gguf.header import find_gguf, read_header
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def tokenizer_arguments(model_dir: Path) -> dict[str, Path | str] | None:
+    """Return how ``AutoTokenizer`` finds the tokenizer of a model; ``None`` if it has none.
+
+    Files of a tokenizer beside a GGUF file are preferred to the tokenizer inside it.
+    """
+    gguf = find_gguf(model_dir)
+    folder = model_dir if gguf is None else gguf.parent
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return {"pretrained_model_name_or_path": folder}
+    if gguf is None or _TOKENS not in read_header(gguf).lengths:
+        return None
+    return {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}

@@ -1,0 +1,247 @@
+"""GGUF files written by the gguf package load as the models that they were made from."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+if importlib.util.find_spec("gguf") is None:
+    pytest.skip("needs the gguf package", allow_module_level=True)
+
+import gguf
+import numpy as np
+from helpers.gguf_writer import write_gguf
+from helpers.tiny_models import load_reference
+
+from llmpq.dist.io.model_files import load_tokenizer
+from llmpq.errors import SpecError
+from llmpq.models import Checkpoint
+from llmpq.models.files import decoded
+from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.spec.huggingface.families import load_model_dir
+
+torch.set_num_threads(1)
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "mixtral": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
+}
+SHAPE = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
+TOKENS = torch.arange(3, 43).view(2, 20)
+
+
+@pytest.fixture
+def model_of(tiny_model):
+    def make(family):
+        shape = SHAPE | {"layers": 6 if family == "gemma3" else 2}
+        return tiny_model(family, seed=3, shape=shape, **FAMILIES[family])
+
+    return make
+
+
+def run(model, bits=None, layers=2):
+    """Logits of the pipeline in float32 from one stage."""
+    stage = load_stage(model, 0, layers, bits, dtype=torch.float32, device="cpu")
+    master = load_master(model, dtype=torch.float32, device="cpu")
+    rows, width = TOKENS.shape
+    hidden = master.embed(TOKENS, torch.arange(width).expand(rows, -1))
+    hidden = stage.run_whole(hidden)
+    return master.logits(hidden.flatten(0, 1)).view(rows, width, -1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_file_is_the_model_it_was_made_from(family, model_of, tmp_path):
+    model_dir = model_of(family)
+    file = write_gguf(model_dir, tmp_path / "model.gguf")
+    plain, found = Checkpoint(model_dir), Checkpoint(file)
+    shift = 1.2e-7 if family.startswith("gemma") else 0  # stored norms are rounded after + 1
+    count = plain.config.num_hidden_layers
+    states = [(plain.layer_state_dict(i), found.layer_state_dict(i)) for i in range(count)]
+    for expected, state in [*states, (plain.master_state_dict(), found.master_state_dict())]:
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.allclose(state[key], value, rtol=0, atol=shift), key
+    reference = load_reference(model_dir)
+    rebuilt = type(reference)(found.config).eval()
+    rebuilt.load_state_dict(reference.state_dict())
+    with torch.inference_mode():
+        expected = reference(TOKENS).logits
+        assert torch.equal(rebuilt(TOKENS).logits, expected)
+    assert torch.allclose(run(file, layers=count), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planner_reads_the_same_sizes(family, model_of, tmp_path):
+    model_dir = model_of(family)
+    file = write_gguf(model_dir, tmp_path / "model.gguf")
+    expected, found = load_model_dir(model_dir), load_model_dir(file)
+    assert found.name == "model.gguf"
+    assert found.layer_types == expected.layer_types
+    assert found.parameters == expected.parameters
+    assert (found.dtype, found.family) == (expected.dtype, expected.family)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0"])
+def test_weights_and_logits_are_those_of_transformers_own_reader(kind, model_of, tmp_path):
+    file = write_gguf(model_of("llama"), tmp_path / "model.gguf", kind)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32
+    )
+    checkpoint = Checkpoint(file)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(checkpoint.tensors.load(checkpoint.tensors.source(name)), value), name
+    with torch.inference_mode():
+        assert torch.allclose(run(file), reference(TOKENS).logits, atol=1e-5)
+    assert checkpoint.dtype == (torch.float16 if kind == "F16" else torch.bfloat16)
+
+
+# Places of the float16 scales in the blocks; other bytes can have any value.
+K_QUANTS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+@pytest.mark.parametrize("kind", [*K_QUANTS, "IQ4_XS"])
+def test_k_quants_are_those_of_the_gguf_package(kind, tmp_path, tiny_model):
+    shape = {"layers": 1, "hidden": 256, "intermediate": 256, "heads": 4, "kv_heads": 2}
+    file = write_gguf(tiny_model("llama", shape=shape), tmp_path / "plain.gguf", "F16")
+    type_ = gguf.GGMLQuantizationType[kind]
+    stored = random_blocks(kind, rows=256)
+    _rewritten(file, tmp_path / "k.gguf", {"blk.0.ffn_down.weight": (stored, type_)})
+    expected = gguf.dequantize(stored, type_)
+    checkpoint = Checkpoint(tmp_path / "k.gguf")
+    found = checkpoint.layer_state_dict(0)["mlp.down_proj.weight"]
+    assert np.array_equal(found.numpy(), expected)
+
+
+def random_blocks(kind, rows):
+    _, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = np.random.default_rng(0).integers(0, 256, (rows, nbytes), dtype=np.uint8)
+    for place in K_QUANTS.get(kind, (0,)):
+        blocks[:, place : place + 2] = np.full(rows, 0.01, np.float16).view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+def _rewritten(source, target, tensors):
+    """Copy a file with some tensors replaced."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, entry in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(name, entry.contents(), entry.types[0])
+    for tensor in reader.tensors:
+        data, type_ = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
+        writer.add_tensor(tensor.name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_plan_bits_quantize_what_was_decoded(bits, model_of, tmp_path):
+    model_dir = model_of("mixtral")
+    file = write_gguf(model_dir, tmp_path / "model.gguf", "F32")
+    assert torch.equal(run(file, [bits] * 2), run(model_dir, [bits] * 2))
+
+
+def test_blocks_of_rows_give_the_same_weights(model_of, tmp_path, monkeypatch):
+    file = write_gguf(model_of("llama"), tmp_path / "model.gguf", "Q8_0")
+    whole = Checkpoint(file).layer_state_dict(1)
+    monkeypatch.setattr(decoded, "BLOCK_WEIGHTS", 7 * 64)
+    checkpoint = Checkpoint(file)
+    for name, source in checkpoint.layer_sources(1).items():
+        assert torch.equal(checkpoint.tensors.load(source), whole[name])
+        if len(source.shape) == 2:
+            blocks = list(checkpoint.tensors.load_blocks(source, _memory, 16))
+            assert torch.equal(torch.cat(blocks), whole[name])
+
+
+def _memory(shape, dtype):
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def test_llama_3_frequencies_follow_the_factors_of_the_file(tiny_model, tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500000.0,
+    }
+    model_dir = tiny_model("llama", shape=SHAPE, rope_parameters=scaling)
+    reference = load_reference(model_dir)
+    plain = 1 / 500000.0 ** (torch.arange(0, 16, 2) / 16)
+    factors = (plain / reference.model.rotary_emb.inv_freq).float().numpy()
+    extra = [lambda writer: writer.add_tensor("rope_freqs.weight", factors)]
+    file = write_gguf(model_dir, tmp_path / "model.gguf", extra=extra)
+    with torch.inference_mode():
+        assert torch.allclose(run(file), reference(TOKENS).logits, atol=1e-5)
+
+
+def test_split_files_are_one_model(model_of, tmp_path):
+    model_dir = model_of("qwen2")
+    whole = write_gguf(model_dir, tmp_path / "whole.gguf")
+    reader = gguf.GGUFReader(whole)
+    names = [tensor.name for tensor in reader.tensors]
+    for part, chosen in enumerate((names[:9], names[9:]), start=1):
+        file = tmp_path / "parts" / f"qwen-{part:05d}-of-00002.gguf"
+        file.parent.mkdir(exist_ok=True)
+        writer = gguf.GGUFWriter(file, "qwen2")
+        for name, entry in reader.fields.items() if part == 1 else ():
+            if not name.startswith(("GGUF.", "general.architecture")):
+                writer.add_key_value(name, entry.contents(), entry.types[0])
+        for tensor in reader.tensors:
+            if tensor.name in chosen:
+                writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    expected, found = Checkpoint(whole), Checkpoint(tmp_path / "parts")
+    for name, value in expected.layer_state_dict(1).items():
+        assert torch.equal(found.layer_state_dict(1)[name], value)
+    (tmp_path / "parts" / "qwen-00002-of-00002.gguf").unlink()
+    with pytest.raises(SpecError, match=r"qwen-00002-of-00002.gguf: cannot be read"):
+        Checkpoint(tmp_path / "parts")
+
+
+def test_tokenizer_of_the_file_or_beside_it(tiny_model, tmp_path):
+    demo = Path(__file__).parents[2] / "models" / "demo"
+    stored = json.loads((demo / "tokenizer.json").read_text())["model"]
+    vocabulary = sorted(stored["vocab"], key=stored["vocab"].get)
+    merges = [one if isinstance(one, str) else " ".join(one) for one in stored["merges"]]
+    extra = [
+        lambda writer: writer.add_tokenizer_model("gpt2"),
+        lambda writer: writer.add_tokenizer_pre("qwen2"),
+        lambda writer: writer.add_token_list(vocabulary),
+        lambda writer: writer.add_token_types([1] * len(vocabulary)),
+        lambda writer: writer.add_token_merges(merges),
+        lambda writer: writer.add_eos_token_id(0),
+    ]
+    file = write_gguf(tiny_model("qwen2", shape=SHAPE), tmp_path / "model.gguf", extra=extra)
+    text = "The quick brown fox"
+    expected = load_tokenizer(demo)
+    tokenizer = load_tokenizer(file)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (demo / name).is_file():
+            shutil.copy(demo / name, tmp_path)
+    assert load_tokenizer(file).encode(text) == expected.encode(text)
+
+
+def test_tensor_without_a_place_is_an_error(model_of, tmp_path):
+    extra = [lambda writer: writer.add_tensor("blk.0.ssm_a.weight", np.zeros(4, np.float32))]
+    file = write_gguf(model_of("llama"), tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(SpecError, match=r"'blk.0.ssm_a.weight': has no place in a llama model"):
+        Checkpoint(file)
