@@ -141,7 +141,7 @@ def _steps_until_long_prompt_runs(name, most, queue=20, **given_):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0, 50.0])
-def test_nobody_starves_under_larry_while_the_queue_is_bounded(alpha):
+def test_larry_serves_a_long_prompt_within_a_bounded_time_when_the_queue_is_bounded(alpha):
     # It has overtaken every newcomer after |queue| * (100 - 10) / unit / alpha seconds; those that
     # came before are served within the queue's length.
     bound_s = 20 * 90 / 10.0 / alpha + 20
@@ -150,6 +150,6 @@ def test_nobody_starves_under_larry_while_the_queue_is_bounded(alpha):
     assert found <= bound_s
 
 
-def test_long_prompt_starves_under_shortest_prompt_first():
+def test_shortest_prompt_first_never_serves_a_long_prompt():
     assert _steps_until_long_prompt_runs("spf", 2000) is None
     assert _steps_until_long_prompt_runs("larry", 2000, alpha=0.0) is None

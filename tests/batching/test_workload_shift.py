@@ -124,7 +124,7 @@ def test_policy_is_adjusted_until_phases_are_restored():
     assert compare_lengths(replace(schedule, decode_iterations=16), [65] * 50).change == 0
 
 
-def test_policies_that_rest_on_no_lengths_are_not_feed():
+def test_policies_that_depend_on_no_lengths_have_no_monitor():
     schedule = Schedule(policy="static", decode_batch=4)
     shape = PipelineShape(
         micro_batching=MicroBatching(prefill=2, decode=2), num_slots=4, num_stages=1
