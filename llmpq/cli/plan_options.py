@@ -227,7 +227,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
                     f"--{name}: found with {source}, whose layers are quantized already, expected "
                     "to leave them their bits, or the model it was made from"
                 )
-        return with_stored_bits(request)
+        return with_stored_bits(request, "--bits")
     if options.average_bits is None:
         return request
     for name in ("fix_bits", "quality_budget", "theta", "pareto"):

@@ -1,10 +1,13 @@
 import os
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from llmpq.costmodel.importers.imported import ImportRequest, import_table
 from llmpq.costmodel.tables.fidelity import fidelity, split_shapes, summarise
+from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import ProfileMissError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase
@@ -55,7 +58,16 @@ def test_one_shape_cannot_be_parted():
         split_shapes(LatencyTable(samples=(sample(Phase.DECODE, 16, 1, 1),)))
 
 
-def test_errors_are_summarised():
+def test_errors_are_relative_and_absolute():
+    model = RegressionLatencyModel(TABLE)
+    held = LatencyTable(
+        samples=tuple(
+            replace(one, seconds=model.seconds(one.phase, one.bits, one.batch, one.tokens) / factor)
+            for one, factor in zip(TABLE.samples, cycle((1.1, 0.9)), strict=False)
+        )
+    )
+    for report in fidelity(TABLE, held).values():
+        assert (report.mean, report.median, report.p95) == (pytest.approx(0.1),) * 3
     report = summarise([0.0, 0.1, 0.2, 0.9])
     assert (report.mean, report.median, report.points) == (
         pytest.approx(0.3), pytest.approx(0.15), 4,

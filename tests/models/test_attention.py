@@ -124,7 +124,7 @@ def test_attention_over_blocks_equals_attention_on_dense_tensors(
         keys, values = view.read(row)
         right = _expected(query[0, :, own], keys[0], values[0], options)
         torch.testing.assert_close(
-            made[0, own].transpose(0, 1).double(), right, atol=2e-5, rtol=1e-4
+            made[0, own].transpose(0, 1).double(), right, atol=2e-5, rtol=1e-5
         )
 
 

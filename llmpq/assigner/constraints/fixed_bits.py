@@ -19,8 +19,12 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.model import ModelSpec
 
 
-def with_stored_bits(request: PlanRequest) -> PlanRequest:
+def with_stored_bits(request: PlanRequest, option: str = "bits") -> PlanRequest:
     """Return the request with the stored bits of layers that are quantized already.
+
+    Args:
+        request: of a model.
+        option: what errors call the bits of the request.
 
     Raises:
         SpecError: the request does not allow these bits.
@@ -31,7 +35,7 @@ def with_stored_bits(request: PlanRequest) -> PlanRequest:
     bits = tuple(sorted(set(widths), reverse=True))
     if not set(bits) <= set(request.bits):
         raise SpecError(
-            f"bits: found {list(request.bits)}, expected {list(bits)} among them: layers of "
+            f"{option}: found {list(request.bits)}, expected {list(bits)} among them: layers of "
             f"{request.model_source} are stored at these bits and can be served at no others"
         )
     request = replace(request, bits=bits)

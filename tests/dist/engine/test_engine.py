@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import load_runner
 from llmpq.dist.metrics.stats import StageClock
+from llmpq.errors import StageError
+from llmpq.models import Master
 from llmpq.quant.loading.loader import load_master
 from llmpq.quant.modules.layer import quantize_layer_
 
@@ -182,6 +185,17 @@ def test_the_engine_takes_any_policy(tiny_model):
     assert {number: list(tokens) for number, tokens in answers.items()} == expected
     assert next(iter(answers)) in (len(requests) - 1, len(requests) - 2)
     assert made.requests == len(requests)
+
+
+def test_scores_that_are_no_numbers_end_the_run_for_good(tiny_model, monkeypatch):
+    model_dir = tiny_model("llama", seed=1)
+    requests, _ = requests_with_stops(model_dir)
+    monkeypatch.setattr(
+        Master, "logits", lambda _, hidden: hidden.new_full((len(hidden), 9), math.nan)
+    )
+    with pytest.raises(StageError, match="NaN") as caught:
+        lone_engine(model_dir, LastFirst()).run(requests, lambda *_: None)
+    assert caught.value.is_permanent  # another start would read the same weights
 
 
 class StopsAfterAnAnswer(LastFirst):

@@ -121,7 +121,7 @@ def test_memory_is_that_of_the_stored_groups(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--bits", "8", "16"], "bits: found [8, 16], expected [4] among them"),
+        (["--bits", "8", "16"], "--bits: found [8, 16], expected [4] among them"),
         (["--fix_bits", "0:1=8"], "--fix_bits: found with"),
         (["--average_bits", "5"], "--average_bits: found with"),
     ],

@@ -12,11 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.transport.frames import (
     MAX_TEXT_BYTES,
     Frame,
     FrameKind,
     FrameLimits,
+    Header,
     Row,
     assemble,
     decode_header,
@@ -46,6 +48,10 @@ def _prefill(rows: int = 2, tokens: int = 4) -> Frame:
     )
 
 
+def _header(frame: Frame) -> Header:
+    return decode_header(encode_header(frame, LIMITS, 0), LIMITS, 0)
+
+
 def _forge(data: bytes, offset: int, layout: str, value: object) -> bytes:
     """Change one field and make the checksum right again."""
     body = bytearray(data[:-4])
@@ -55,26 +61,29 @@ def _forge(data: bytes, offset: int, layout: str, value: object) -> bytes:
 
 @given(
     kind=st.sampled_from([FrameKind.PREFILL, FrameKind.DECODE]),
-    blocks=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
+    blocks=st.permutations(range(9)),
+    count=st.integers(1, 3),
     micro_batch=st.integers(0, 2**64 - 1),
     sequence=st.integers(0, 2**64 - 1),
     data=st.data(),
 )
-def test_micro_batch_round_trip(kind, blocks, micro_batch, sequence, data):
-    most = 16 if kind is FrameKind.PREFILL else 1
+def test_micro_batch_round_trip(kind, blocks, count, micro_batch, sequence, data):
+    limits = replace(LIMITS, num_blocks=9)
+    is_prefill = kind is FrameKind.PREFILL
     rows = []
-    for block in blocks:
-        count = data.draw(st.integers(1, most))
-        first = data.draw(st.integers(0, 16 - count))
-        rows.append(Row(blocks=(block,), first=first, length=first + count))
+    for _ in range(count):
+        length = data.draw(st.integers(1, 20 if is_prefill else 40))
+        first = data.draw(st.integers(0, length - 1)) if is_prefill else length - 1
+        held, blocks = blocks[: blocks_of(length)], blocks[blocks_of(length) :]
+        rows.append(Row(blocks=tuple(held), first=first, length=length))
     tokens = sum(row.length - row.first for row in rows)
     hidden = torch.randn(1, tokens, 8).to(torch.bfloat16)
     sent = Frame(kind=kind, micro_batch=micro_batch, rows=tuple(rows), hidden=hidden)
-    raw = encode_header(sent, LIMITS, sequence)
-    assert len(raw) == LIMITS.header_bytes
-    header = decode_header(raw, LIMITS, sequence)
-    assert header.tables_bytes == len(encode_tables(sent)) <= LIMITS.max_tables_bytes
-    got = assemble(header, encode_tables(sent), sent.payload, LIMITS)
+    raw = encode_header(sent, limits, sequence)
+    assert len(raw) == limits.header_bytes
+    header = decode_header(raw, limits, sequence)
+    assert header.tables_bytes == len(encode_tables(sent)) <= limits.max_tables_bytes
+    got = assemble(header, encode_tables(sent), sent.payload, limits)
     assert (got.kind, got.micro_batch, got.rows) == (kind, micro_batch, tuple(rows))
     assert got.hidden is not None
     assert torch.equal(got.hidden, hidden)
@@ -131,7 +140,7 @@ def test_a_long_text_is_refused_before_it_is_received():
 
 def test_a_payload_of_another_size_is_refused():
     frame = _prefill()
-    header = decode_header(encode_header(frame, LIMITS, 0), LIMITS, 0)
+    header = _header(frame)
     payload = frame.payload
     assert payload is not None
     for wrong in (payload[:-1], None):
@@ -149,7 +158,7 @@ def test_a_payload_of_another_size_is_refused():
 )
 def test_block_tables_that_do_not_fit_are_refused(blocks, names):
     frame = _prefill()
-    header = decode_header(encode_header(frame, LIMITS, 0), LIMITS, 0)
+    header = _header(frame)
     rows = tuple(replace(row, blocks=table) for row, table in zip(frame.rows, blocks, strict=True))
     with pytest.raises(StageError, match=names):
         assemble(header, encode_tables(replace(frame, rows=rows)), frame.payload, LIMITS)
@@ -157,12 +166,34 @@ def test_block_tables_that_do_not_fit_are_refused(blocks, names):
 
 def test_damaged_block_tables_are_refused():
     frame = _prefill()
-    header = decode_header(encode_header(frame, LIMITS, 0), LIMITS, 0)
+    header = _header(frame)
     for at in range(len(encode_tables(frame))):
         tables = bytearray(encode_tables(frame))
         tables[at] ^= 1
         with pytest.raises(StageError, match="checksum of the block tables"):
             assemble(header, bytes(tables), frame.payload, LIMITS)
+
+
+def test_mutated_block_tables_raise_only_stage_errors():
+    """Damaged tables whose checksum is right: blocks of an accepted frame exist, once."""
+    rng = random.Random(0)
+    frame = _prefill(3)
+    header = _header(frame)
+    accepted = 0
+    for _ in range(2000):
+        tables = bytearray(encode_tables(frame)[:-4])
+        for _ in range(rng.randint(1, 3)):
+            tables[rng.randrange(len(tables))] ^= 1 << rng.randrange(8)
+        tables += struct.pack("<I", zlib.crc32(tables))
+        try:
+            got = assemble(header, bytes(tables), frame.payload, LIMITS)
+        except StageError:
+            continue
+        accepted += 1
+        blocks = [block for row in got.rows for block in row.blocks]
+        assert max(blocks) < 6
+        assert len(set(blocks)) == len(blocks) == 3
+    assert accepted > 0
 
 
 def test_rows_may_share_blocks_that_they_only_read():
