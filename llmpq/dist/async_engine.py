@@ -10,9 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import tempfile
-import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,19 +26,15 @@ from llmpq.dist.io.job import (
     check_plan,
 )
 from llmpq.dist.io.structured_outputs import grammar_of
-from llmpq.dist.launch.launcher import launch
-from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
-from llmpq.dist.metrics.progress import RunProgress, SilentProgress
-from llmpq.dist.transport.endpoint import Endpoint
+from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, write_plan
+from llmpq.spec.plan import Plan
 
 __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]
 
-CLOSE_TIMEOUT_S = 5.0
-"""How long idle ranks may take to end by themselves."""
 MAX_LINE_BYTES = 1 << 28
 DEFAULT_RESTARTS = 3
 _log = get_logger(__name__)
@@ -117,21 +110,16 @@ class AsyncEngine:
         num_restarts: how often the ranks were started again.
     """
 
-    def __init__(self, job: Job, plan: Plan, folder: Path, max_restarts: int) -> None:
+    def __init__(self, ranks: RankThread, max_restarts: int) -> None:
         self.stats = ServingStats()
         self.error: BaseException | None = None
         self.max_model_len = 0
         self.vocab_size = 0
         self.num_restarts = 0
-        self._job = job
-        self._plan = plan
-        self._folder = folder
+        self._ranks = ranks
         self._max_restarts = max_restarts
-        self._resources = contextlib.ExitStack()
         self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
-        self._thread: threading.Thread | None = None
-        self._progress: RunProgress = SilentProgress()
         self._writer: asyncio.StreamWriter | None = None  # of a loaded engine
         self._connection = asyncio.Lock()
         self._answers: dict[str, _Answer] = {}
@@ -139,7 +127,6 @@ class AsyncEngine:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
-        self._is_stopping = False
         self._has_new_tokens = False
 
     @classmethod
@@ -207,27 +194,20 @@ class AsyncEngine:
             prefix_caching=prefix_caching,
         )
         longest_sequence(plan, options, model.max_positions)
-        resources = contextlib.ExitStack()
-        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-")))
-        job = Job(
-            strategy=folder / "strategy.json",
-            model_dir=model_dir,
-            prompts=folder / "control",
-            output=folder / "control",
-            task="online",
-            rendezvous=Rendezvous(file=folder / "rendezvous"),
-            launcher_pid=os.getpid(),
-            step_timeout_s=step_timeout_s,
-            store=store,
-            store_limit_bytes=store_limit_bytes,
-            kernel=kernel,
-            engine=options,
-        )
-        engine = cls(job, plan, folder, max_restarts)
-        engine._resources = resources
-        engine._progress = progress or SilentProgress()
+        ranks = RankThread(plan, model_dir, progress)
+        engine = cls(ranks, max_restarts)
         try:
-            await engine._start()
+            await engine._start(
+                replace(
+                    ranks.job,
+                    task="online",
+                    step_timeout_s=step_timeout_s,
+                    store=store,
+                    store_limit_bytes=store_limit_bytes,
+                    kernel=kernel,
+                    engine=options,
+                )
+            )
         except BaseException:
             await engine.close()
             raise
@@ -298,22 +278,16 @@ class AsyncEngine:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S if is_idle else 0.0)
-            self._is_stopping = True
-            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._ranks.stop, CLOSE_TIMEOUT_S if is_idle else 0.0)
         if self._server is not None:
             self._server.close()
-        self._resources.close()
+        self._ranks.close()
 
-    async def _start(self) -> None:
-        write_plan(self._job.strategy, self._plan)
-        listener = self._resources.enter_context(Endpoint(path=str(self._job.prompts)).listening())
+    async def _start(self, job: Job) -> None:
         self._server = await asyncio.start_unix_server(
-            self._serve, sock=listener, limit=MAX_LINE_BYTES
+            self._serve, sock=self._ranks.listen(), limit=MAX_LINE_BYTES
         )
-        self._thread = threading.Thread(target=self._supervise, daemon=True, name="llmpq ranks")
-        self._thread.start()
+        self._ranks.start(lambda: self._run_ranks(job), self._ranks_ended)
         await self._is_started.wait()
         if self.error is not None:
             raise self.error
@@ -381,28 +355,22 @@ class AsyncEngine:
                 self._add(answer)
             self._is_started.set()
 
-    def _supervise(self) -> None:
-        """Start the ranks until the engine is closed or they fail for good; runs in a thread."""
-        error: BaseException = StageError("the engine is closed; start another one")
-        try:
-            with clean_up_if_killed(self._folder):
-                self._run_ranks()
-        except BaseException as found:
-            if not isinstance(found, StoppedError):
-                error = found
+    def _ranks_ended(self, error: BaseException | None) -> None:
+        if error is None or isinstance(error, StoppedError):
+            error = StageError("the engine is closed; start another one")
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._end, error)
 
-    def _run_ranks(self) -> None:
-        ranks = range(len(self._plan.stages))
+    def _run_ranks(self, job: Job) -> None:
+        """Start the ranks until the engine is closed or they fail for good; runs in a thread."""
         fruitless = 0
         while True:
             self._has_new_tokens = False
-            folder = self._folder / f"start-{self.num_restarts}"
+            folder = self._ranks.folder / f"start-{self.num_restarts}"
             folder.mkdir(mode=0o700)
-            job = replace(self._job, rendezvous=Rendezvous(file=folder / "rendezvous"))
+            rendezvous = Rendezvous(file=folder / "rendezvous")
             try:
-                launch(job, self._plan, ranks, folder, self._progress, self._check_stopping)
+                self._ranks.launch(replace(job, rendezvous=rendezvous), folder)
                 return
             except StageError as error:
                 fruitless = 0 if self._has_new_tokens else fruitless + 1
@@ -411,10 +379,6 @@ class AsyncEngine:
                     raise
                 _log.warning("%s; starting all ranks anew", error)
             self.num_restarts += 1
-
-    def _check_stopping(self) -> None:
-        if self._is_stopping:
-            raise StoppedError("the engine was closed")
 
     def _end(self, error: BaseException) -> None:
         self.error = error

@@ -8,32 +8,24 @@ folder. Needs no torch.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import tempfile
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
-from llmpq.dist.io.job import Job, Rendezvous, check_plan
+from llmpq.dist.io.job import check_plan
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
-from llmpq.dist.launch.launcher import launch
-from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
-from llmpq.dist.metrics.progress import RunProgress, SilentProgress
-from llmpq.dist.transport.endpoint import Endpoint
+from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, write_plan
-
-CLOSE_TIMEOUT_S = 5.0
-"""How long idle ranks may take to end by themselves."""
+from llmpq.spec.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +60,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
     ) -> None:
         check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
         schedule_of(plan, None)
-        self._ranks = _RankThread(progress or SilentProgress())
+        self._ranks = _SessionRanks(RankThread(plan, model_dir, progress))
         self._finalizer = weakref.finalize(self, self._ranks.stop)
         self._batch = 0
         self._is_running = False
-        folder = self._ranks.folder
-        job = Job(
-            strategy=folder / "strategy.json",
-            model_dir=model_dir,
-            prompts=folder / "control",
-            output=folder / "control",
-            task="serve",
-            rendezvous=Rendezvous(file=folder / "rendezvous"),
-            launcher_pid=os.getpid(),
-            step_timeout_s=step_timeout_s,
-            store=store,
-            kernel=kernel,
-        )
         try:
-            write_plan(job.strategy, plan)
-            self._ranks.start(job, plan)
+            self._ranks.start(step_timeout_s=step_timeout_s, store=store, kernel=kernel)
             self._receive()  # ready
         except BaseException:
             self._ranks.stop()
@@ -182,28 +160,26 @@ class Session(contextlib.AbstractContextManager["Session"]):
         raise self._ranks.take_error() from None
 
 
-class _RankThread:
-    """The thread that starts and supervises the ranks of a session, and their control channel."""
+class _SessionRanks:
+    """The ranks of a session, and their control channel."""
 
-    def __init__(self, progress: RunProgress) -> None:
-        self._progress = progress
-        self._resources = contextlib.ExitStack()
-        name = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
-        self.folder = Path(name)
-        self._thread: threading.Thread | None = None
+    def __init__(self, thread: RankThread) -> None:
+        self._thread = thread
         self._listener: socket.socket | None = None
         self._channel: ControlChannel | None = None
-        self._is_stopping = False
         self._error: BaseException | None = None
 
-    def start(self, job: Job, plan: Plan) -> None:
-        """Start the ranks; the master connects to the socket ``job.prompts`` while it starts."""
-        endpoint = Endpoint(path=str(job.prompts))
-        self._listener = self._resources.enter_context(endpoint.listening())
-        self._thread = threading.Thread(
-            target=self._supervise, args=(job, plan), daemon=True, name="llmpq ranks"
+    def start(self, *, step_timeout_s: float, store: Path | None, kernel: str | None) -> None:
+        """Start the ranks; the master connects while it starts."""
+        job = replace(
+            self._thread.job,
+            task="serve",
+            step_timeout_s=step_timeout_s,
+            store=store,
+            kernel=kernel,
         )
-        self._thread.start()
+        self._listener = self._thread.listen()
+        self._thread.start(lambda: self._thread.launch(job, self._thread.folder), self._end)
 
     def channel(self) -> ControlChannel:
         """Return the control channel, waiting for the master; ``EOFError`` if the ranks ended."""
@@ -218,8 +194,7 @@ class _RankThread:
 
     def take_error(self) -> BaseException:
         """Return why the ranks ended; all of them have when this returns."""
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
         self.stop()
         error = self._error
         if error is None or isinstance(error, StoppedError):
@@ -231,28 +206,15 @@ class _RankThread:
         """End the ranks: idle ones by themselves, those that still run after ``timeout_s``."""
         if self._channel is not None:
             self._channel.hang_up()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            self._is_stopping = True
-            self._thread.join()
+        self._thread.stop(timeout_s)
         if self._channel is not None:
             self._channel.close()
-        self._resources.close()
+        self._thread.close()
 
-    def _check(self) -> None:
-        if self._is_stopping:
-            raise StoppedError("the session was closed")
-
-    def _supervise(self, job: Job, plan: Plan) -> None:
-        try:
-            with clean_up_if_killed(self.folder):
-                ranks = range(len(plan.stages))
-                launch(job, plan, ranks, self.folder, self._progress, self._check)
-        except BaseException as error:
-            self._error = error
-        finally:
-            # Wake a thread that waits for the master.
-            assert self._listener is not None
-            self._listener.shutdown(socket.SHUT_RDWR)
-            if self._channel is not None:
-                self._channel.hang_up()
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        # Wake a thread that waits for the master.
+        assert self._listener is not None
+        self._listener.shutdown(socket.SHUT_RDWR)
+        if self._channel is not None:
+            self._channel.hang_up()

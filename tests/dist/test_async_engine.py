@@ -17,13 +17,13 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist import async_engine
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.engine.online import OnlineEngine
 from llmpq.dist.io.control_channel import ControlChannel
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.dist.launch import rank_thread
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.errors import SpecError, StageError, StoppedError
 
@@ -89,7 +89,7 @@ class Checked:
 @pytest.fixture
 def ranks(tiny_model, monkeypatch) -> Ranks:
     found = Ranks(tiny_model("llama", seed=1))
-    monkeypatch.setattr(async_engine, "launch", found.launch)
+    monkeypatch.setattr(rank_thread, "launch", found.launch)
     return found
 
 
@@ -291,13 +291,19 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(ranks, tiny_model):
     asyncio.run(main())
 
 
+@asynccontextmanager
+async def with_a_slow_answer(ranks: Ranks, tiny_model):
+    async with running(ranks, tiny_model) as engine:
+        ranks.slow_s = 0.05
+        params = replace(FREE, max_tokens=38)
+        task = asyncio.create_task(collect(engine, request("a", [3, 4], params)))
+        await asyncio.sleep(0.1)
+        yield engine, task
+
+
 def test_a_drain_that_takes_too_long_aborts(ranks, tiny_model):
     async def main() -> None:
-        async with running(ranks, tiny_model) as engine:
-            ranks.slow_s = 0.05
-            params = replace(FREE, max_tokens=38)
-            task = asyncio.create_task(collect(engine, request("a", [3, 4], params)))
-            await asyncio.sleep(0.1)
+        async with with_a_slow_answer(ranks, tiny_model) as (engine, task):
             await engine.drain(0.1)
             assert (await task)[-1].finish_reason == "abort"
 
@@ -306,11 +312,7 @@ def test_a_drain_that_takes_too_long_aborts(ranks, tiny_model):
 
 def test_closing_ends_what_waits(ranks, tiny_model):
     async def main() -> None:
-        async with running(ranks, tiny_model) as engine:
-            ranks.slow_s = 0.02
-            params = replace(FREE, max_tokens=38)
-            task = asyncio.create_task(collect(engine, request("a", [3, 4], params)))
-            await asyncio.sleep(0.05)
+        async with with_a_slow_answer(ranks, tiny_model) as (engine, task):
             await engine.close()
             with pytest.raises(StageError, match="closed"):
                 await task
