@@ -15,10 +15,12 @@ from typing import Any, cast
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import DEFAULT_GAP
-from llmpq.dist import Prompt, Result, SamplingParams, Session, model_dir_of
-from llmpq.dist.async_engine import AsyncEngine
-from llmpq.dist.io.generation import GenerationRequest, TokenOutput
-from llmpq.dist.io.sampling_params import StructuredOutputsParams
+from llmpq.dist import Prompt, Result, Session, model_dir_of
+from llmpq.dist import SamplingParams as SamplingParams
+from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
+from llmpq.dist.io.generation import GenerationRequest as GenerationRequest
+from llmpq.dist.io.generation import TokenOutput as TokenOutput
+from llmpq.dist.io.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
@@ -28,19 +30,6 @@ from llmpq.spec.fields import Fields
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
-
-__all__ = [
-    "AsyncEngine",
-    "GenerationRequest",
-    "Output",
-    "OutputChunk",
-    "Pipeline",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TokenOutput",
-    "load_plan",
-    "plan",
-]
 
 ClusterLike = Cluster | str | Path | Mapping[str, Any]
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]

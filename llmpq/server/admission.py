@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import TracebackType
 
 from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError
@@ -120,12 +119,7 @@ class Ticket:
         """Return itself; the request is counted since construction."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop counting what has not ended by itself."""
         self._admission.num_choices -= self._num_choices
         self._admission.queued_tokens -= self._queued_tokens

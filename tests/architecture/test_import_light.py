@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import llmpq
 
 PLAN_SIDE = (
     "llmpq.spec",
@@ -33,8 +36,13 @@ def test_plan_side_imports_without_torch(module):
 
 
 def test_names_of_the_package_load_without_torch():
-    statement = "from llmpq import Pipeline, SamplingParams, load_plan, plan"
+    statement = f"from llmpq import {', '.join(llmpq.__all__)}"
     assert not {"torch", "transformers"} & modules_after(statement)
+
+
+def test_type_checkers_see_every_name_of_the_package():
+    stub = Path(llmpq.__file__).with_suffix(".pyi").read_text()
+    assert [line.split()[-1] for line in stub.splitlines() if " as " in line] == llmpq.__all__
 
 
 def test_importing_llmpq_loads_the_standard_library_only():

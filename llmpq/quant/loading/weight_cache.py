@@ -25,7 +25,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -306,16 +305,11 @@ class BackgroundWriter:
     def __enter__(self) -> BackgroundWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown()
         if self._entry is not None:
             self._entry.abort()
-        if error is None:
+        if kind is None:
             for done in self._written:
                 done.result()
 

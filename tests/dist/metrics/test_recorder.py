@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.frames import SMALL, small_decode
 from helpers.in_process_ring import in_process_ring
 
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.stats import StageClock
-from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import StageError
 from llmpq.spec.plan import MicroBatching
-
-LIMITS = FrameLimits(
-    digest=b"12345678",
-    num_blocks=2,
-    max_context=8,
-    prefill_rows=1,
-    prefill_tokens=4,
-    decode_rows=2,
-    hidden_size=4,
-    dtype=torch.float32,
-)
 
 
 class Events:
@@ -31,11 +21,6 @@ class Events:
 
     def report(self, event: Event) -> None:
         self.seen.append(event)
-
-
-def decode(number: int) -> Frame:
-    rows = (Row(blocks=(1,), first=3, length=4),)
-    return Frame(kind=FrameKind.DECODE, micro_batch=number, rows=rows, hidden=torch.zeros(1, 1, 4))
 
 
 class Layers:
@@ -47,7 +32,7 @@ class Layers:
 
 def ranks(*, is_on: bool, offset_s: float = 0.0):
     made = []
-    for rank, inner in enumerate(in_process_ring(2, LIMITS)):
+    for rank, inner in enumerate(in_process_ring(2, SMALL)):
         clock = StageClock(micro_batching=MicroBatching(prefill=1, decode=1))
         recorder = Recorder(rank, is_on=is_on, clock_offset_s=rank * offset_s)
         events = Events()
@@ -65,8 +50,8 @@ def run(made) -> None:
     other.trace_calls(layers[1], "forward", "compute", torch.device("cpu"))
     for number in (5, 6):
         assert layers[0].forward(1) == 2
-        master.send(decode(number))
-        stage.send(stage.recv() if layers[1].forward(1) else decode(0))
+        master.send(small_decode(number))
+        stage.send(stage.recv() if layers[1].forward(1) else small_decode(0))
         assert master.recv().micro_batch == number
     stage.send(Frame(kind=FrameKind.STATS, text=b"{}"))
     assert master.recv().kind is FrameKind.STATS

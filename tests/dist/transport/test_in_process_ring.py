@@ -6,52 +6,33 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.frames import SMALL, small_decode
 from helpers.in_process_ring import InProcessCommunicator, in_process_ring
 
 from llmpq.dist.transport.errors import PeerLostError
-from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
+from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import StageError
-
-LIMITS = FrameLimits(
-    digest=b"12345678",
-    num_blocks=2,
-    max_context=8,
-    prefill_rows=1,
-    prefill_tokens=4,
-    decode_rows=2,
-    hidden_size=4,
-    dtype=torch.float32,
-)
 
 
 def _ring(timeout_s: float = 0.05) -> list[InProcessCommunicator]:
-    return in_process_ring(2, LIMITS, timeout_s)
-
-
-def _decode(number: int) -> Frame:
-    return Frame(
-        kind=FrameKind.DECODE,
-        micro_batch=number,
-        rows=(Row(blocks=(1,), first=3, length=4),),
-        hidden=torch.full((1, 1, 4), float(number)),
-    )
+    return in_process_ring(2, SMALL, timeout_s)
 
 
 def test_frames_arrive_in_order():
     first, second = _ring()
     assert not second.has_frame()
     for number in range(3):
-        first.send(_decode(number))
+        first.send(small_decode(number))
     assert second.has_frame()
     got = [second.recv() for _ in range(3)]
     assert [frame.micro_batch for frame in got] == [0, 1, 2]
-    assert all(torch.equal(f.hidden, _decode(n).hidden) for n, f in enumerate(got))
+    assert all(torch.equal(f.hidden, small_decode(n).hidden) for n, f in enumerate(got))
 
 
 def test_a_wait_ends_with_a_frame_or_with_its_time():
     first, second = _ring()
     assert not second.await_frame(0.01)
-    first.send(_decode(1))
+    first.send(small_decode(1))
     assert second.await_frame(60.0)
     assert second.await_frame(60.0)
     assert second.has_frame()
@@ -81,8 +62,8 @@ def test_a_closed_peer_is_named():
 
 def test_a_frame_of_another_plan_is_refused():
     first, _ = _ring()
-    _, second = in_process_ring(2, dataclasses.replace(LIMITS, digest=b"another."))
+    _, second = in_process_ring(2, dataclasses.replace(SMALL, digest=b"another."))
     first._writer = second._reader
-    first.send(_decode(0))
+    first.send(small_decode(0))
     with pytest.raises(StageError, match="plan digest"):
         second.recv()

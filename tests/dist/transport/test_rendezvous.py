@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from helpers.frames import SMALL
 
 from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.transport.channels import RankChannels
@@ -21,19 +21,8 @@ from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
 from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.errors import LlmpqError, SpecError, StageError
 
-LIMITS = FrameLimits(
-    digest=b"12345678",
-    num_blocks=2,
-    max_context=8,
-    prefill_rows=1,
-    prefill_tokens=4,
-    decode_rows=2,
-    hidden_size=4,
-    dtype=torch.float32,
-)
 
-
-def identity(rank: int, world_size: int, limits: FrameLimits = LIMITS) -> RankIdentity:
+def identity(rank: int, world_size: int, limits: FrameLimits = SMALL) -> RankIdentity:
     name = f"stage {rank} (rank {rank})"
     return RankIdentity(rank=rank, world_size=world_size, name=name, limits=limits, timeout_s=5.0)
 
@@ -177,7 +166,7 @@ def test_a_short_or_readable_token_is_refused(tmp_path, text, mode, names):
 
 
 def test_ranks_of_another_plan_are_named(tmp_path):
-    other = dataclasses.replace(LIMITS, digest=b"another.")
+    other = dataclasses.replace(SMALL, digest=b"another.")
     rendezvous = Rendezvous(file=tmp_path / "rendezvous")
     made, failed = connect_all([(identity(0, 2), rendezvous), (identity(1, 2, other), rendezvous)])
     assert not made

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.frames import LARGE, large_prefill
 
-from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.transport.frames import (
     Frame,
     FrameKind,
-    FrameLimits,
-    Row,
     encode_header,
     encode_tables,
 )
@@ -29,17 +27,7 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import SHARED_BUFFERS as BUFFERS
 from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES
 
-HIDDEN = 256
-LIMITS = FrameLimits(
-    digest=b"12345678",
-    num_blocks=4 * 38,
-    max_context=600,
-    prefill_rows=4,
-    prefill_tokens=512,
-    decode_rows=4,
-    hidden_size=HIDDEN,
-    dtype=torch.float32,
-)
+HIDDEN = LARGE.hidden_size
 LEAST_TOKENS = LEAST_BYTES // (4 * HIDDEN)
 
 
@@ -48,8 +36,8 @@ class Link:
 
     def __init__(self, family: int = socket.AF_UNIX) -> None:
         self.into, self.out = socket.socketpair() if family == socket.AF_UNIX else tcp_pair()
-        self.writer = FrameWriter(self.into, LIMITS, is_shared=True)
-        self.reader = FrameReader(self.out, LIMITS, timeout_s=1.0, is_shared=True)
+        self.writer = FrameWriter(self.into, LARGE, is_shared=True)
+        self.reader = FrameReader(self.out, LARGE, timeout_s=1.0, is_shared=True)
 
     def take(self) -> Frame:
         while (frame := self.reader.read(is_waiting=True)) is None:
@@ -79,19 +67,6 @@ def link() -> Iterator[Link]:
     made.writer.close(0.0)
 
 
-def frame(number: int, tokens: int = 512, rows: int = 4) -> Frame:
-    generator = torch.Generator().manual_seed(number)
-    return Frame(
-        kind=FrameKind.PREFILL,
-        micro_batch=number,
-        rows=tuple(
-            Row(blocks=slot_blocks(slot, 600, tokens), first=0, length=tokens)
-            for slot in range(rows)
-        ),
-        hidden=torch.randn(1, rows * tokens, HIDDEN, generator=generator),
-    )
-
-
 def bytes_in_stream(sock: socket.socket) -> int:
     """Return what lies in a socket, unread."""
     return len(sock.recv(1 << 24, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -108,7 +83,7 @@ def test_frames_arrive_whole_in_any_order_of_writing_and_reading(any_link, seed)
     waiting: list[Frame] = []
     for number in range(40):
         tokens = rng.choice([1, LEAST_TOKENS - 1, LEAST_TOKENS, 512])
-        waiting.append(frame(number, tokens, rows=1))
+        waiting.append(large_prefill(number, tokens, rows=1))
         any_link.writer.write(waiting[-1])
         while waiting and rng.random() < 0.5:
             assert same(any_link.take(), waiting.pop(0))
@@ -117,15 +92,15 @@ def test_frames_arrive_whole_in_any_order_of_writing_and_reading(any_link, seed)
 
 
 def test_a_large_payload_leaves_only_its_header_in_the_stream(link):
-    link.writer.write(frame(0))
-    assert bytes_in_stream(link.out) == LIMITS.header_bytes
+    link.writer.write(large_prefill(0))
+    assert bytes_in_stream(link.out) == LARGE.header_bytes
     link.take()
-    link.writer.write(frame(1, LEAST_TOKENS - 1, rows=1))
-    assert bytes_in_stream(link.out) > LIMITS.header_bytes + LEAST_BYTES // 2
+    link.writer.write(large_prefill(1, LEAST_TOKENS - 1, rows=1))
+    assert bytes_in_stream(link.out) > LARGE.header_bytes + LEAST_BYTES // 2
 
 
 def test_without_a_free_buffer_a_payload_follows_in_the_stream(link):
-    sent = [frame(number) for number in range(BUFFERS + 1)]
+    sent = [large_prefill(number) for number in range(BUFFERS + 1)]
     for one in sent:
         link.writer.write(one)
     taken = [link.take() for _ in range(BUFFERS)]
@@ -135,17 +110,17 @@ def test_without_a_free_buffer_a_payload_follows_in_the_stream(link):
 
 
 def test_a_payload_stays_until_the_next_read(link):
-    link.writer.write(frame(0))
+    link.writer.write(large_prefill(0))
     first = link.take()
     for number in (1, 2):
-        link.writer.write(frame(number))
-    assert same(first, frame(0))
+        link.writer.write(large_prefill(number))
+    assert same(first, large_prefill(0))
 
 
 def test_frames_sent_before_the_end_are_read_after_it(link):
-    link.writer.write(frame(0))
+    link.writer.write(large_prefill(0))
     link.into.shutdown(socket.SHUT_WR)
-    assert same(link.take(), frame(0))
+    assert same(link.take(), large_prefill(0))
     with pytest.raises(LinkClosedError):
         link.reader.read(is_waiting=True)
 
@@ -156,13 +131,13 @@ def test_no_descriptor_stays_open():
     for _ in range(20):
         one = Link()
         for number in range(3):
-            one.writer.write(frame(number))
+            one.writer.write(large_prefill(number))
         one.take()
         one.reader.close()
         one.writer.close(0.0)
         unread = Link()
         unread.into.setblocking(True)
-        unread.writer.write(frame(0))
+        unread.writer.write(large_prefill(0))
         unread.writer.close(0.0)
         unread.reader.close()
     del one, unread
@@ -173,10 +148,10 @@ def test_no_descriptor_stays_open():
 def test_a_reader_without_shared_memory_refuses_it():
     into, out = socket.socketpair()
     writer, reader = (
-        FrameWriter(into, LIMITS, is_shared=True),
-        FrameReader(out, LIMITS, timeout_s=1.0),
+        FrameWriter(into, LARGE, is_shared=True),
+        FrameReader(out, LARGE, timeout_s=1.0),
     )
-    writer.write(frame(0))
+    writer.write(large_prefill(0))
     with pytest.raises(StageError, match="buffer"):
         reader.read(is_waiting=True)
     reader.close()
@@ -185,25 +160,27 @@ def test_a_reader_without_shared_memory_refuses_it():
 
 @pytest.mark.parametrize("buffer", [2, 3, 255])
 def test_a_buffer_that_is_not_the_next_is_refused(link, buffer):
-    link.writer.write(frame(0))
+    link.writer.write(large_prefill(0))
     link.take()
-    link.writer.write(frame(1))
+    link.writer.write(large_prefill(1))
     link.take()  # both buffers were used once: the first comes next
-    link.into.sendall(encode_header(frame(2), LIMITS, 2, buffer) + encode_tables(frame(2)))
+    link.into.sendall(
+        encode_header(large_prefill(2), LARGE, 2, buffer) + encode_tables(large_prefill(2))
+    )
     with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
 def test_a_buffer_before_memory_was_offered_is_refused(link):
-    link.into.sendall(encode_header(frame(0), LIMITS, 0, 1))
+    link.into.sendall(encode_header(large_prefill(0), LARGE, 0, 1))
     with pytest.raises(StageError, match="buffer"):
         link.take()
 
 
 def test_a_text_in_shared_memory_is_refused(link):
-    link.writer.write(frame(0))
+    link.writer.write(large_prefill(0))
     link.take()
-    link.into.sendall(encode_header(Frame(kind=FrameKind.STATS, text=b"x"), LIMITS, 1, 2))
+    link.into.sendall(encode_header(Frame(kind=FrameKind.STATS, text=b"x"), LARGE, 1, 2))
     with pytest.raises(StageError, match="buffer"):
         link.take()
 
@@ -211,8 +188,8 @@ def test_a_text_in_shared_memory_is_refused(link):
 def offered(descriptor: int) -> None:
     """Offer memory with the first header of a link."""
     into, out = socket.socketpair()
-    reader = FrameReader(out, LIMITS, timeout_s=1.0, is_shared=True)
-    header = encode_header(frame(0), LIMITS, 0, 1) + encode_tables(frame(0))
+    reader = FrameReader(out, LARGE, timeout_s=1.0, is_shared=True)
+    header = encode_header(large_prefill(0), LARGE, 0, 1) + encode_tables(large_prefill(0))
     socket.send_fds(into, [header], [descriptor])
     try:
         reader.read(is_waiting=True)
@@ -222,10 +199,10 @@ def offered(descriptor: int) -> None:
 
 
 def test_memory_that_could_shrink_or_has_another_size_is_refused():
-    writer = SharedMemoryWriter(LIMITS.max_payload_bytes)
+    writer = SharedMemoryWriter(LARGE.max_payload_bytes)
     size = os.fstat(writer.descriptor).st_size
     offered(writer.descriptor)
-    smaller = SharedMemoryWriter(LIMITS.max_payload_bytes // 2)
+    smaller = SharedMemoryWriter(LARGE.max_payload_bytes // 2)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, size)
     with Path("/dev/null").open("rb") as null:
@@ -249,7 +226,7 @@ def test_the_memory_cannot_shrink():
 
 
 def test_pages_are_touched_as_far_as_payloads_reach():
-    limits = dataclasses.replace(LIMITS, prefill_tokens=1 << 16)
+    limits = dataclasses.replace(LARGE, prefill_tokens=1 << 16)
     writer = SharedMemoryWriter(limits.max_payload_bytes)
     writer.write(torch.ones(LEAST_BYTES, dtype=torch.uint8))
     assert os.fstat(writer.descriptor).st_size > 500 << 20

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.frames import LARGE, large_prefill
 
-from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (
     Frame,
@@ -32,16 +32,6 @@ from llmpq.dist.transport.socket_communicator import (
 )
 from llmpq.errors import StageError
 
-LIMITS = FrameLimits(
-    digest=b"12345678",
-    num_blocks=4 * 38,
-    max_context=600,
-    prefill_rows=4,
-    prefill_tokens=512,
-    decode_rows=4,
-    hidden_size=256,
-    dtype=torch.float32,
-)
 NAMES = ["stage 0 (rank 0)", "stage 1 (rank 1)"]
 
 
@@ -58,7 +48,7 @@ class Ends:
         one = SocketCommunicator(
             rank=rank,
             names=NAMES,
-            limits=LIMITS,
+            limits=LARGE,
             outgoing=pairs[0][0],
             incoming=pairs[1][1],
             timeout_s=timeout_s,
@@ -80,19 +70,6 @@ def ends() -> Iterator[Ends]:
     made.close()
 
 
-def prefill(number: int, rows: int = 4, tokens: int = 512) -> Frame:
-    generator = torch.Generator().manual_seed(number)
-    return Frame(
-        kind=FrameKind.PREFILL,
-        micro_batch=number,
-        rows=tuple(
-            Row(blocks=slot_blocks(slot, 600, tokens), first=0, length=tokens)
-            for slot in range(rows)
-        ),
-        hidden=torch.randn(1, rows * tokens, 256, generator=generator),
-    )
-
-
 def decode(number: int, rows: int = 2) -> Frame:
     return Frame(
         kind=FrameKind.DECODE,
@@ -102,7 +79,7 @@ def decode(number: int, rows: int = 2) -> Frame:
     )
 
 
-def wire(frame: Frame, sequence: int, limits: FrameLimits = LIMITS) -> bytes:
+def wire(frame: Frame, sequence: int, limits: FrameLimits = LARGE) -> bytes:
     payload = frame.payload
     data = b"" if payload is None else payload.numpy().tobytes()
     return encode_header(frame, limits, sequence) + encode_tables(frame) + data
@@ -110,7 +87,13 @@ def wire(frame: Frame, sequence: int, limits: FrameLimits = LIMITS) -> bytes:
 
 def test_frames_larger_than_the_kernel_takes_arrive_whole_and_in_order(ends):
     first, second = ends.rank(0), ends.rank(1)
-    sent = [prefill(0), decode(1), prefill(2), prefill(3, rows=1, tokens=3), decode(4)]
+    sent = [
+        large_prefill(0),
+        decode(1),
+        large_prefill(2),
+        large_prefill(3, rows=1, tokens=3),
+        decode(4),
+    ]
     start = time.monotonic()
     for frame in sent:
         first.send(frame)
@@ -171,10 +154,10 @@ def test_a_peer_that_ends_within_a_frame_is_named(ends, cut):
 
 def test_what_was_sent_before_the_end_still_arrives(ends):
     first, second = ends.rank(0), ends.rank(1)
-    first.send(prefill(7))
+    first.send(large_prefill(7))
     closing = threading.Thread(target=first.close)
     closing.start()
-    assert torch.equal(second.recv().hidden, prefill(7).hidden)
+    assert torch.equal(second.recv().hidden, large_prefill(7).hidden)
     closing.join()
     with pytest.raises(PeerLostError):
         second.recv()
@@ -190,7 +173,7 @@ def test_sending_to_an_ended_peer_is_an_error_that_names_it(ends):
 
 def test_closing_does_not_wait_for_a_peer_that_reads_nothing(ends):
     first = ends.rank(0)
-    first.send(prefill(0))
+    first.send(large_prefill(0))
     start = time.monotonic()
     first.close()
     assert time.monotonic() - start < 2
@@ -209,7 +192,7 @@ def test_close_leaves_no_descriptor_and_no_thread(ends):
 def forged(frame: Frame, offset: int, layout: str, value: object) -> bytes:
     """A frame with one field of its header changed and the checksum made right."""
     raw = bytearray(wire(frame, 0))
-    end = LIMITS.header_bytes - 4
+    end = LARGE.header_bytes - 4
     struct.pack_into(layout, raw, offset, value)
     struct.pack_into("<I", raw, end, zlib.crc32(raw[:end]))
     return bytes(raw)
@@ -222,13 +205,13 @@ def forged(frame: Frame, offset: int, layout: str, value: object) -> bytes:
         (forged(decode(0), 48, "<Q", 2 * 256 * 4 + 4), "payload bytes"),
         (forged(decode(0), 48, "<Q", 2 * 256 * 4 - 4), "payload bytes"),
         (forged(decode(0), 6, "<B", 2), "dtype"),
-        (forged(prefill(0), 36, "<I", 2049), "shape"),
+        (forged(large_prefill(0), 36, "<I", 2049), "shape"),
         (wire(decode(0), 1), "sequence number"),
         (wire(decode(0), 0)[:-4] + wire(decode(1), 1), "checksum|magic"),
         (wire(decode(0), 0) + b"\0" * 4 + wire(decode(1), 1), "checksum"),
         (wire(decode(0), 0) + wire(decode(0), 0), "sequence number"),
         (wire(decode(0), 0) + wire(decode(2), 2), "sequence number"),
-        (wire(decode(0), 0, dataclasses.replace(LIMITS, digest=b"other...")), "plan digest"),
+        (wire(decode(0), 0, dataclasses.replace(LARGE, digest=b"other...")), "plan digest"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20, "checksum"),
         (os.urandom(4096), "checksum"),
         (b"\xff" * 4096, "checksum"),
@@ -245,12 +228,16 @@ def test_a_frame_that_is_not_the_next_one_of_this_run_is_refused(ends, data, nam
 def test_damaged_streams_raise_typed_errors_or_give_the_frames_sent(count):
     """Three frames with bits flipped, bytes lost, doubled or swapped, over a live socket."""
     rng = random.Random(count)
-    sent = [decode(0), Frame(kind=FrameKind.STATS, text=b"[1, 2]"), prefill(2, rows=1, tokens=2)]
+    sent = [
+        decode(0),
+        Frame(kind=FrameKind.STATS, text=b"[1, 2]"),
+        large_prefill(2, rows=1, tokens=2),
+    ]
     parts = [wire(frame, number) for number, frame in enumerate(sent)]
     for _ in range(count):
         data = _damaged(rng, parts)
         into, out = socket.socketpair()
-        reader = FrameReader(out, LIMITS, timeout_s=1.0)
+        reader = FrameReader(out, LARGE, timeout_s=1.0)
         into.sendall(data)
         into.close()
         try:
@@ -269,7 +256,7 @@ def test_damaged_streams_raise_typed_errors_or_give_the_frames_sent(count):
 
 
 def _damaged(rng: random.Random, parts: list[bytes]) -> bytes:
-    header = LIMITS.header_bytes
+    header = LARGE.header_bytes
     kind = rng.randrange(5)
     if kind == 0:  # bits of a header
         raw = [bytearray(part) for part in parts]
