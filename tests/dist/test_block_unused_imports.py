@@ -1,17 +1,14 @@
 """A worker does not load what it never uses."""
 
-import importlib.util
 import subprocess
 import sys
 
-import pytest
 import torch
 
 UNUSED = ("scipy.",) if torch.cuda.is_available() else ("scipy.", "triton.")
 LOADED = f"import sys; print(*[name for name in sys.modules if name.startswith({UNUSED})])"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="SciPy is not installed")
 def test_a_worker_loads_no_scipy_and_without_a_gpu_no_triton():
     loaded = subprocess.run(
         [sys.executable, "-c", f"import llmpq.dist.launch.worker; {LOADED}"],
