@@ -21,12 +21,14 @@ class AdmissionLimits:
     Attributes:
         max_num_queued_reqs: most answers that wait or run; ``None`` for any number.
         max_num_queued_tokens: most prompt tokens that have not been computed; likewise.
-        prefill_tokens_per_s: forecast of the plan, for ``Retry-After``.
+        prefill_tokens_per_s: forecast of the plan, for ``Retry-After`` and routers.
+        decode_step_s: forecast of the seconds of a decode round, for routers.
     """
 
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     prefill_tokens_per_s: float | None = None
+    decode_step_s: float | None = None
 
 
 class Admission:
@@ -37,10 +39,11 @@ class Admission:
         num_choices: answers that wait or run.
         queued_tokens: prompt tokens that have not been computed.
         rejections: refused requests by reason.
+        limits: as given.
     """
 
     def __init__(self, limits: AdmissionLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self.is_draining = False
         self.num_choices = 0
         self.queued_tokens = 0
@@ -54,7 +57,7 @@ class Admission:
         """
         if self.is_draining:
             raise ApiError(503, "The server is shutting down.", retry_after_s=1)
-        limits = self._limits
+        limits = self.limits
         if _reaches(self.num_choices, limits.max_num_queued_reqs):
             self._refuse("max_num_queued_reqs")
         if _reaches(self.queued_tokens, limits.max_num_queued_tokens):
@@ -71,7 +74,7 @@ class Admission:
             ApiError: it does not fit below the limits now. One that is alone always fits.
         """
         self.check_open()
-        limits = self._limits
+        limits = self.limits
         if self.num_choices and _exceeds(
             self.num_choices + num_choices, limits.max_num_queued_reqs
         ):
@@ -84,7 +87,7 @@ class Admission:
 
     def _refuse(self, reason: str) -> None:
         self.rejections[reason] += 1
-        rate = self._limits.prefill_tokens_per_s
+        rate = self.limits.prefill_tokens_per_s
         wait_s = 1.0 if rate is None else self.queued_tokens / rate
         raise ApiError(
             503,
@@ -134,6 +137,17 @@ def prefill_tokens_per_s(plan: Plan) -> float:
     """
     slowest_s = max(_prefill_times(plan))
     return plan.micro_batching.prefill * plan.workload.prompt_tokens / slowest_s
+
+
+def decode_round_s(plan: Plan) -> float:
+    """Return in how many seconds each running sequence makes a token, by the plan's forecast.
+
+    The micro-batches of a round follow each other through the stages; the slowest stage, or the way
+    of one micro-batch, takes longest.
+    """
+    times = [max(stage.decode_s, stage.send_decode_s) for stage in plan.estimate.stages]
+    rounds = math.ceil(plan.workload.batch / plan.micro_batching.decode)
+    return max(sum(times), rounds * max(times))
 
 
 def queued_tokens_for(plan: Plan, ttft_bound_s: float) -> int:

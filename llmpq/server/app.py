@@ -193,8 +193,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.post("/ping", include_in_schema=False)
     async def health() -> Response:
         """Answer 200 while new requests are served, 503 otherwise."""
-        is_ready = service.engine.is_alive and not service.admission.is_draining
-        return Response(status_code=200 if is_ready else 503)
+        return Response(status_code=200 if service.is_ready else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -208,8 +207,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/load")
     async def load() -> Response:
-        """Return how many answers wait or run."""
-        return json_response({"server_load": service.admission.num_choices})
+        """Return how many answers wait or run, and what a router reads of the engine."""
+        return json_response(service.load())
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -39,6 +40,14 @@ def token_buckets(largest: int) -> tuple[int, ...]:
     return tuple(step for step in steps if step <= largest) or (1,)
 
 
+class Totals(NamedTuple):
+    """Tokens and answers of a server since its start."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    answers: int = 0
+
+
 class ServerMetrics:
     """Prometheus metrics of one server, under the names that vLLM uses.
 
@@ -51,6 +60,7 @@ class ServerMetrics:
     def __init__(self, model_name: str, engine: EngineClient, admission: Admission) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = (model_name, "0")
+        self.totals = Totals()
         self._registry.register(_EngineCollector(self._labels, engine, admission))
         lengths = token_buckets(engine.max_model_len)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed")
@@ -174,6 +184,8 @@ class AnswerObserver:
         else:
             self._ticket.computed(self._prompt_tokens)
         self._ticket.finish_one()
+        prompt, new, answers = metrics.totals
+        metrics.totals = Totals(prompt + self._prompt_tokens, new + self._num_tokens, answers + 1)
         metrics.success[reason if reason in FINISH_REASONS else "error"].inc()
 
 

@@ -49,6 +49,30 @@ class Service:
     metrics: ServerMetrics
     runs: set[ChoiceRun] = field(default_factory=set)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are served."""
+        return self.engine.is_alive and not self.admission.is_draining
+
+    def load(self) -> Json:
+        """Return the load under vLLM's name, and what ``llmpq-route`` reads."""
+        stats, limits, totals = self.engine.stats, self.admission.limits, self.metrics.totals
+        kv_tokens, budget = stats.num_blocks * stats.block_size, stats.token_budget
+        rate = limits.prefill_tokens_per_s
+        return {
+            "server_load": self.admission.num_choices,
+            "is_ready": self.is_ready and budget > 0,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "queued_tokens": self.admission.queued_tokens,
+            "free_kv_tokens": round(kv_tokens * (1.0 - stats.kv_cache_usage)),
+            "kv_tokens": kv_tokens,
+            "token_budget": budget,
+            "prefill_step_s": budget / rate if rate else 1.0,
+            "decode_step_s": limits.decode_step_s or 1.0,
+            **totals._asdict(),
+        }
+
     def abort_all(self) -> None:
         """End all requests with an error, because the server ends."""
         for run in self.runs:

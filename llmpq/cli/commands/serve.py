@@ -174,7 +174,12 @@ def _check_names(options: argparse.Namespace) -> None:
 
 def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
     """Return the limits of the options; a bound in seconds becomes a number of tokens."""
-    from llmpq.server.admission import AdmissionLimits, prefill_tokens_per_s, queued_tokens_for
+    from llmpq.server.admission import (
+        AdmissionLimits,
+        decode_round_s,
+        prefill_tokens_per_s,
+        queued_tokens_for,
+    )
 
     tokens = options.max_num_queued_tokens
     if options.ttft_bound is not None:
@@ -183,6 +188,7 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
         max_num_queued_reqs=_at_least("--max_num_queued_reqs", options.max_num_queued_reqs, 1),
         max_num_queued_tokens=_at_least("--max_num_queued_tokens", tokens, 1),
         prefill_tokens_per_s=prefill_tokens_per_s(plan),
+        decode_step_s=decode_round_s(plan),
     )
 
 

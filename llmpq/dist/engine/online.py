@@ -407,6 +407,7 @@ class OnlineEngine:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             num_blocks=limits.num_blocks,
+            token_budget=limits.token_budget,
             block_size=limits.block_size,
         )
 

@@ -72,6 +72,7 @@ class ServingStats:
         prefix_cache_hits: prompt tokens found there.
         num_blocks: KV blocks in all.
         block_size: tokens of a block.
+        token_budget: tokens of all sequences in one step.
     """
 
     running: int = 0
@@ -83,6 +84,7 @@ class ServingStats:
     prefix_cache_hits: int = 0
     num_blocks: int = 0
     block_size: int = 0
+    token_budget: int = 0
 
 
 class EngineClient(Protocol):

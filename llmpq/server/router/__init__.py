@@ -1,0 +1,1 @@
+"""The router: one OpenAI API in front of several replicas, whose answers pass through unparsed."""

@@ -1,0 +1,245 @@
+"""One replica as the router sees it: its address, its statistics, and whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from llmpq.errors import SpecError
+from llmpq.logging import get_logger
+from llmpq.routing import Replica, ReplicaCapacity, ReplicaStats, ReplicaView, RoutedRequest
+from llmpq.server.metrics import Totals
+
+POLL_TIMEOUT_S = 2.0
+LOST_AFTER_S = 5.0
+"""Seconds without an answer to a poll after which the requests of a replica are given up."""
+FAILURES = 2
+"""Polls in a row without an answer after which a replica gets no new requests."""
+MAX_STATS_BYTES = 1 << 20
+KV_TOKENS = 1 << 16
+TOKEN_BUDGET = 2048
+"""What is assumed of a replica that does not report its KV tokens or token budget."""
+_METRIC = re.compile(r"^(vllm:\w+)\{([^}]*)\} (\S+)$", re.M)
+_LABEL = re.compile(r'(\w+)="(\d+)"')
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a poll has found.
+
+    Attributes:
+        stats: of the replica.
+        capacity: of the replica.
+        totals: likewise.
+    """
+
+    stats: ReplicaStats
+    capacity: ReplicaCapacity
+    totals: Totals
+
+
+class Backend:
+    """A replica behind the router.
+
+    Args:
+        number: of the replica, from 0.
+        url: its address, ``http://HOST:PORT``.
+        session: connections of the router.
+
+    Raises:
+        SpecError: the address is not one of HTTP.
+    """
+
+    def __init__(self, number: int, url: str, session: aiohttp.ClientSession) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise SpecError(f"--replica: found {url}, expected http://HOST:PORT")
+        self.number = number
+        self.url = url.rstrip("/")
+        self.is_ready = False
+        self.failures = 0
+        self.totals = Totals()
+        self._session = session
+        self._replica = Replica(ReplicaCapacity(kv_tokens=KV_TOKENS, token_budget=TOKEN_BUDGET))
+        self._attempts: set[asyncio.Timeout] = set()
+        self._answered_s = time.monotonic()
+        self._has_load = True
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that were sent and have not ended."""
+        return self._replica.outstanding
+
+    def view(self) -> ReplicaView:
+        """Return what a balancer reads."""
+        return self._replica.view()
+
+    @contextlib.contextmanager
+    def attempt(self, request: RoutedRequest, limit: asyncio.Timeout) -> Iterator[None]:
+        """Count a request while it is sent and answered.
+
+        Args:
+            request: as the balancer knows it.
+            limit: expires when the replica is lost.
+        """
+        self._replica.route(request, time.monotonic())
+        self._attempts.add(limit)
+        try:
+            yield
+        finally:
+            self._attempts.discard(limit)
+            self._replica.finish()
+
+    def fail(self) -> None:
+        """Take the replica out until it answers a poll."""
+        if self.is_ready:
+            logger.warning("replica %d (%s) does not answer", self.number, self.url)
+        self.is_ready = False
+
+    async def poll(self) -> None:
+        """Read the statistics once."""
+        asked_s = time.monotonic()
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                report = await self._read()
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self.failures += 1
+            if isinstance(error, aiohttp.ClientConnectorError) or self.failures >= FAILURES:
+                self.fail()
+            if time.monotonic() - self._answered_s > LOST_AFTER_S:
+                self._give_up()
+            return
+        self.failures = 0
+        self._answered_s = time.monotonic()
+        if report is None:
+            self.is_ready = False
+            return
+        if not self.is_ready:
+            logger.info("replica %d (%s) answers", self.number, self.url)
+        self.is_ready = True
+        self.totals = report.totals
+        self._replica.capacity = report.capacity
+        self._replica.update(report.stats, asked_s)
+
+    def _give_up(self) -> None:
+        """End all requests that the replica has: those without an answer go to another one."""
+        now_s = asyncio.get_running_loop().time()
+        for limit in self._attempts:
+            if not limit.expired():
+                limit.reschedule(now_s)
+
+    async def _read(self) -> Report | None:
+        """Return what the replica reports; ``None`` if it takes no requests.
+
+        Raises:
+            ValueError: the answer is not what was expected.
+        """
+        if self._has_load:
+            status, body = await self._get("/load")
+            found = load_json(body) if status == 200 else {}
+            if "queued_tokens" in found:
+                return report_of_load(found)
+            self._has_load = False
+        status, _ = await self._get("/health")
+        if status != 200:
+            return None
+        _, body = await self._get("/metrics")
+        return report_of_metrics(body.decode("utf-8", "replace"))
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        async with self._session.get(self.url + path) as answer:
+            body = await answer.content.read(MAX_STATS_BYTES)
+            return answer.status, body
+
+
+def load_json(body: bytes) -> Mapping[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    found = json.loads(body)
+    if not isinstance(found, dict):
+        raise ValueError("expected an object")
+    return found
+
+
+def report_of_load(found: Mapping[str, Any]) -> Report | None:
+    """Return what llmpq-serve reports under ``/load``; ``None`` while it takes no requests.
+
+    Raises:
+        ValueError: a field is missing or is not a number.
+    """
+    if not found.get("is_ready"):
+        return None
+    names = ("queued_tokens", "free_kv_tokens", "kv_tokens", "token_budget", "running", "waiting")
+    numbers = {name: found.get(name) for name in (*names, *Totals._fields)}
+    seconds = {name: found.get(name) for name in ("prefill_step_s", "decode_step_s")}
+    for name, value in {**numbers, **seconds}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+            raise ValueError(f"field '{name}': expected a number")
+    counts = {name: int(value) for name, value in numbers.items() if value is not None}
+    try:
+        capacity = ReplicaCapacity(
+            kv_tokens=counts["kv_tokens"],
+            token_budget=counts["token_budget"],
+            prefill_step_s=float(found["prefill_step_s"]),
+            decode_step_s=float(found["decode_step_s"]),
+        )
+    except SpecError as error:
+        raise ValueError(str(error)) from None
+    return Report(
+        stats=ReplicaStats(
+            queued_tokens=counts["queued_tokens"],
+            free_tokens=counts["free_kv_tokens"],
+            running=counts["running"],
+            waiting=counts["waiting"],
+        ),
+        capacity=capacity,
+        totals=Totals(*(counts[name] for name in Totals._fields)),
+    )
+
+
+def report_of_metrics(text: str) -> Report:
+    """Return what a server under vLLM's metric names reports.
+
+    vLLM has no metric of queued prompt tokens: they are those that the router sent since.
+
+    Raises:
+        ValueError: a gauge is missing.
+    """
+    values: dict[str, float] = {}
+    blocks: dict[str, int] = {}
+    for name, labels, value in _METRIC.findall(text):
+        values[name] = values.get(name, 0.0) + float(value)
+        if name == "vllm:cache_config_info":
+            blocks = {key: int(number) for key, number in _LABEL.findall(labels)}
+    running, waiting = (
+        values.get("vllm:num_requests_running"),
+        values.get("vllm:num_requests_waiting"),
+    )
+    if running is None or waiting is None:
+        raise ValueError("expected vllm:num_requests_running and vllm:num_requests_waiting")
+    kv_tokens = blocks.get("num_gpu_blocks", 0) * blocks.get("block_size", 0) or KV_TOKENS
+    usage = values.get("vllm:kv_cache_usage_perc", 0.0)
+    prompt, new = (
+        values.get(f"vllm:{name}_tokens_total", 0.0) for name in ("prompt", "generation")
+    )
+    return Report(
+        stats=ReplicaStats(
+            free_tokens=int(kv_tokens * (1.0 - usage)), running=int(running), waiting=int(waiting)
+        ),
+        capacity=ReplicaCapacity(kv_tokens=kv_tokens, token_budget=TOKEN_BUDGET),
+        totals=Totals(int(prompt), int(new), int(values.get("vllm:request_success_total", 0.0))),
+    )

@@ -1,0 +1,395 @@
+"""The router in front of replicas that answer, refuse, break off, hang or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("aiohttp")
+
+import aiohttp
+import httpx
+
+from llmpq.errors import SpecError
+from llmpq.routing import load_balancer
+from llmpq.server.router import backend as backend_module
+from llmpq.server.router.backend import Backend, report_of_load, report_of_metrics
+from llmpq.server.router.metrics import RouterMetrics
+from llmpq.server.router.proxy import Router, routed_request
+from llmpq.server.transport import Gate, TransportLimits
+
+LOAD = {
+    "server_load": 1, "is_ready": True, "running": 1, "waiting": 0, "queued_tokens": 7,
+    "free_kv_tokens": 900, "kv_tokens": 1000, "token_budget": 256, "prefill_step_s": 0.5,
+    "decode_step_s": 0.1, "prompt_tokens": 50, "new_tokens": 20, "answers": 5,
+}  # fmt: skip
+BODY = {"model": "m", "prompt": "a text", "max_tokens": 4}
+
+
+def http(body, status="200 OK", kind="application/json", length=True):
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
+    head += f"Content-Length: {len(body)}\r\n" if length else "Transfer-Encoding: chunked\r\n"
+    return head.encode() + b"\r\n" + body
+
+
+def chunk(data):
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+class FakeReplica:
+    """Answers polls with its load, and requests with what a test says."""
+
+    def __init__(self, name):
+        self.name = name
+        self.load = http(json.dumps(LOAD).encode())
+        self.requests = []
+        self.writers = set()
+        self.answer = self.complete
+        self.released = asyncio.Event()
+
+    async def start(self, port=0):
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", port)
+        self.port = self.server.sockets[0].getsockname()[1]
+        return self
+
+    def stop(self):
+        self.released.set()
+        self.server.close()
+        for writer in self.writers:
+            writer.transport.abort()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    async def serve(self, reader, writer):
+        self.writers.add(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                lines = [line.split(": ", 1) for line in head.split("\r\n")[1:] if line]
+                fields = {name.lower(): value for name, value in lines}
+                body = await reader.readexactly(int(fields.get("content-length", 0)))
+                path = head.split()[1]
+                if path == "/load":
+                    writer.write(self.load)
+                    continue
+                self.requests.append((path, fields, body))
+                await self.answer(writer)
+                await writer.drain()
+        self.writers.discard(writer)
+        writer.close()
+
+    async def complete(self, writer):
+        writer.write(http(json.dumps({"from": self.name}).encode()))
+
+    async def stream(self, writer):
+        parts = [b'data: {"n": 1}\n\n', b"data: [DONE]\n\n"]
+        text = b"".join(map(chunk, parts)) + chunk(b"")
+        writer.write(http(text, kind="text/event-stream", length=False))
+
+    async def be_busy(self, writer):
+        body = b'{"error": {"code": 503}}'
+        writer.write(http(body, status="503 Service Unavailable\r\nRetry-After: 9"))
+
+    async def close(self, writer):
+        writer.close()
+        raise ConnectionError
+
+    async def break_off_stream(self, writer):
+        text = chunk(b'data: {"n": 1}\n\n')
+        writer.write(http(text, kind="text/event-stream", length=False))
+        await writer.drain()
+        await self.close(writer)
+
+    async def break_off_json(self, writer):
+        writer.write(http(b'{"from": "nobody in particular"}')[:-5])
+        await writer.drain()
+        await self.close(writer)
+
+    async def hang(self, writer):
+        await self.released.wait()
+        await self.close(writer)
+
+
+@contextlib.asynccontextmanager
+async def fleet(count, balancer="round_robin"):
+    replicas = [await FakeReplica(str(number)).start() for number in range(count)]
+    async with aiohttp.ClientSession() as session:
+        backends = [Backend(number, one.url, session) for number, one in enumerate(replicas)]
+        router = Router(backends, load_balancer(balancer), session, RouterMetrics(backends))
+        for one in backends:
+            await one.poll()
+        app = Gate(router, TransportLimits())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            yield replicas, router, client
+    for one in replicas:
+        one.stop()
+    await asyncio.sleep(0)  # the connections close
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def post(client, **more):
+    return client.post("/v1/completions", json=BODY | more)
+
+
+def test_requests_and_answers_pass_through():
+    async def scenario():
+        async with fleet(1) as ((replica,), _, client):
+            answer = await client.post(
+                "/v1/completions?a=b%2F",
+                content=b'{"prompt":  "odd   spacing"}',
+                headers={"Content-Type": "application/json", "Authorization": "Bearer key"},
+            )
+            assert answer.json() == {"from": "0"}
+            path, fields, body = replica.requests[0]
+            assert path == "/v1/completions?a=b%2F"
+            assert body == b'{"prompt":  "odd   spacing"}'
+            assert fields["authorization"] == "Bearer key"
+            assert fields["x-request-id"] == answer.headers["x-request-id"]
+
+    run(scenario)
+
+
+def test_streams_pass_through():
+    async def scenario():
+        async with fleet(1) as ((replica,), _, client):
+            replica.answer = replica.stream
+            answer = await post(client, stream=True)
+            assert answer.headers["content-type"] == "text/event-stream"
+            assert answer.text == 'data: {"n": 1}\n\ndata: [DONE]\n\n'
+
+    run(scenario)
+
+
+def test_replicas_take_turns():
+    async def scenario():
+        async with fleet(3) as (_, _, client):
+            found = [(await post(client)).json()["from"] for _ in range(6)]
+            assert found == ["0", "1", "2"] * 2
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("fault", ["be_busy", "close", "hang"])
+def test_a_request_without_an_answer_goes_to_another_replica(fault, monkeypatch):
+    monkeypatch.setattr(backend_module, "LOST_AFTER_S", 0.0)
+
+    async def scenario():
+        async with fleet(2) as ((first, second), router, client):
+            first.answer = getattr(first, fault)
+            sent = asyncio.create_task(post(client))
+            if fault == "hang":
+                while not first.requests:
+                    await asyncio.sleep(0.01)
+                first.load = b"nonsense\r\n\r\n"
+                await router.backends[0].poll()
+            answer = await sent
+            assert answer.json() == {"from": "1"}
+            assert (len(first.requests), len(second.requests)) == (1, 1)
+            text = (await client.get("/metrics")).text
+            assert "llmpq_router_retries_total 1.0" in text
+            assert router.backends[0].outstanding == router.num_open == 0
+
+    run(scenario)
+
+
+def test_a_replica_that_cannot_be_reached_is_out_until_it_answers_again():
+    async def scenario():
+        async with fleet(2) as ((first, _), router, client):
+            first.stop()
+            assert [(await post(client)).json()["from"] for _ in range(3)] == ["1"] * 3
+            assert not router.backends[0].is_ready
+            await first.start(first.port)
+            await router.backends[0].poll()
+            found = {(await post(client)).json()["from"] for _ in range(2)}
+            assert found == {"0", "1"}
+
+    run(scenario)
+
+
+def test_the_last_refusal_is_the_answer_when_all_replicas_are_busy():
+    async def scenario():
+        async with fleet(2) as (replicas, _, client):
+            for one in replicas:
+                one.answer = one.be_busy
+            answer = await post(client)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "9")
+            assert all(len(one.requests) == 1 for one in replicas)
+
+    run(scenario)
+
+
+def test_without_a_replica_requests_are_refused():
+    async def scenario():
+        async with fleet(1) as ((replica,), router, client):
+            replica.answer = replica.close
+            answer = await post(client)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"] == "No replica can take the request."
+            assert (await client.get("/health")).status_code == 200
+            router.backends[0].fail()
+            assert (await client.get("/health")).status_code == 503
+
+    run(scenario)
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_sent_again():
+    async def scenario():
+        async with fleet(2) as ((first, second), _, client):
+            first.answer = first.break_off_stream
+            events = (await post(client, stream=True)).text.split("\n\n")
+            events = [event for event in events if event]
+            assert events[0] == 'data: {"n": 1}'
+            error = json.loads(events[1].removeprefix("data: "))["error"]
+            assert error["message"] == "The replica was lost before the answer was complete."
+            assert not second.requests
+
+    run(scenario)
+
+
+def test_an_answer_that_breaks_off_closes_the_connection():
+    async def scenario():
+        async with fleet(1) as ((replica,), router, client):
+            replica.answer = replica.break_off_json
+            with pytest.raises((httpx.HTTPError, AssertionError)):
+                (await post(client)).json()
+            assert router.num_open == 0
+
+    run(scenario)
+
+
+def test_a_draining_router_refuses_new_requests_and_ends_the_others():
+    async def scenario():
+        async with fleet(1) as ((replica,), router, client):
+            replica.answer = replica.hang
+            sent = asyncio.create_task(post(client))
+            while not replica.requests:
+                await asyncio.sleep(0.01)
+            router.is_draining = True
+            assert (await post(client)).status_code == 503
+            assert router.num_open == 1
+            replica.released.set()
+            assert (await sent).status_code == 503
+
+    run(scenario)
+
+
+def test_statistics_are_read_and_what_was_sent_since_is_added():
+    async def scenario():
+        async with fleet(1) as (_, router, client):
+            (one,) = router.backends
+            await one.poll()
+            before = one.view()
+            assert (before.queued_tokens, before.free_tokens, before.requests) == (7, 893, 1)
+            assert before.capacity.token_budget == 256
+            assert (router.means().prompt_tokens, router.means().new_tokens) == (10.0, 4.0)
+            await post(client)
+            assert one.view().queued_tokens > 7
+            await one.poll()
+            assert one.view() == before
+
+    run(scenario)
+
+
+def test_a_replica_that_drains_gets_no_requests():
+    async def scenario():
+        async with fleet(2) as ((first, _), router, client):
+            first.load = http(json.dumps(LOAD | {"is_ready": False}).encode())
+            await router.backends[0].poll()
+            assert [(await post(client)).json()["from"] for _ in range(3)] == ["1"] * 3
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        b"",
+        b"nonsense\r\n\r\n",
+        http(b"[]"),
+        http(b"{"),
+        http(json.dumps(LOAD | {"kv_tokens": 0}).encode()),
+        http(json.dumps(LOAD | {"queued_tokens": -1}).encode()),
+        http(json.dumps(LOAD | {"queued_tokens": "7"}).encode()),
+        http(json.dumps(LOAD | {"decode_step_s": None}).encode()),
+        http(json.dumps(LOAD).encode().replace(b"0.5", b"NaN")),
+    ],
+)
+def test_malformed_statistics_take_a_replica_out(load, monkeypatch):
+    monkeypatch.setattr(backend_module, "POLL_TIMEOUT_S", 0.05)
+
+    async def scenario():
+        async with fleet(1) as ((replica,), router, _):
+            replica.load = load
+            (one,) = router.backends
+            await one.poll()
+            assert one.is_ready  # one failure may be a pause
+            await one.poll()
+            assert not one.is_ready
+
+    run(scenario)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(LOAD)),
+        st.one_of(
+            st.none(), st.booleans(), st.floats(), st.integers(), st.text(), st.lists(st.none())
+        ),
+    )
+)
+def test_any_statistics_are_a_report_or_an_error(changes):
+    with contextlib.suppress(ValueError):
+        report = report_of_load(LOAD | changes)
+        assert report is None or report.capacity.kv_tokens > 0
+
+
+def test_vllm_metrics_are_read():
+    text = """\
+# HELP vllm:num_requests_running Number
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 60.0
+vllm:request_success_total{engine="0",finished_reason="stop",model_name="m"} 4.0
+vllm:request_success_total{engine="0",finished_reason="length",model_name="m"} 6.0
+vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0
+"""
+    report = report_of_metrics(text)
+    assert (report.stats.running, report.stats.waiting, report.stats.free_tokens) == (3, 2, 1200)
+    assert report.capacity.kv_tokens == 1600
+    assert report.totals == (100, 60, 10)
+    with pytest.raises(ValueError, match="expected vllm:num_requests_running"):
+        report_of_metrics("up 1\n")
+
+
+def test_prompt_lengths_are_estimated_without_parsing():
+    ids = json.dumps({"model": "m", "prompt": list(range(500))}).encode()
+    assert abs(routed_request(ids).prompt_tokens - 500) <= 2
+    text = json.dumps({"model": "m", "prompt": "word " * 800}).encode()
+    assert routed_request(text).prompt_tokens == pytest.approx(1000, rel=0.02)
+    assert routed_request(b"").prompt_tokens == 1
+
+
+def test_equal_beginnings_have_equal_prefixes():
+    first, second = (routed_request(b"x" * 600 + end).prefix for end in (b"a" * 300, b"b" * 300))
+    assert len(first) == len(second) == 3
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "127.0.0.1:80", "http://", "http://a/?b"])
+def test_an_address_that_is_not_one_is_an_error(url):
+    with pytest.raises(SpecError, match="--replica: found"):
+        Backend(0, url, None)
