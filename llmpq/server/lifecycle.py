@@ -9,11 +9,13 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.transport.endpoint import is_loopback, read_token
@@ -35,16 +37,13 @@ T = TypeVar("T")
 StartEngine = Callable[[], Awaitable[EngineClient]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """How to serve.
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """How to listen, and how to end.
 
     Attributes:
         host: address to listen on.
         port: likewise; 0 takes a free one.
-        model_dir: directory of the model.
-        names: of the model in requests and answers.
-        admission: how much may wait.
         transport: limits of connections.
         api_key_file: accepted keys, one a line; required unless only this host can connect.
         drain_timeout_s: seconds for running answers after SIGTERM.
@@ -54,14 +53,48 @@ class ServerOptions:
 
     host: str
     port: int
-    model_dir: Path
-    names: tuple[str, ...]
-    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     transport: TransportLimits = field(default_factory=TransportLimits)
     api_key_file: Path | None = None
     drain_timeout_s: float = 30.0
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(ListenOptions):
+    """How to serve a model.
+
+    Attributes:
+        model_dir: directory of the model.
+        names: of the model in requests and answers.
+        admission: how much may wait.
+    """
+
+    model_dir: Path
+    names: tuple[str, ...]
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """An application, and what its life needs to know of it.
+
+    Attributes:
+        app: answers the requests.
+        error: returns why it has ended for good, ``None`` while it has not.
+        num_open: returns the answers that have not ended.
+        begin_drain: admits no new requests.
+        abort: ends all answers with a reason.
+    """
+
+    app: ASGIApp
+    error: Callable[[], BaseException | None]
+    num_open: Callable[[], int]
+    begin_drain: Callable[[], None]
+    abort: Callable[[], None]
+
+
+Open = Callable[["Life"], AbstractAsyncContextManager[Served]]
 
 
 def run_server(
@@ -82,12 +115,38 @@ def run_server(
         LlmpqError: an option cannot be used, the engine did not start or ended; ``StoppedError``
             when answers were cut short.
     """
+
+    @contextlib.asynccontextmanager
+    async def open_engine(life: Life) -> AsyncIterator[Served]:
+        async with _loaded(life, options, start_engine, load_tokenizer) as service:
+            yield Served(
+                app=build_app(service, options.transport, life.keys),
+                error=lambda: service.engine.error,
+                num_open=lambda: service.admission.num_choices,
+                begin_drain=service.begin_drain,
+                abort=service.abort_all,
+            )
+
+    run_app(options, open_engine, on_ready)
+
+
+def run_app(options: ListenOptions, open_app: Open, on_ready: Callable[[str], None]) -> None:
+    """Serve an application until SIGTERM or Ctrl-C.
+
+    Args:
+        options: how to listen.
+        open_app: returns the context in which the application can answer.
+        on_ready: called with the address once requests are served.
+
+    Raises:
+        LlmpqError: see :func:`run_server`.
+    """
     keys = read_api_keys(options)
     check_tls(options)
     with listen(options.host, options.port) as sock:
         config = uvicorn.Config(lambda: None, lifespan="off", log_config=None)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_Life(options, keys, sock, on_ready).run(start_engine, load_tokenizer))
+            runner.run(Life(options, keys, sock, on_ready).run(open_app))
 
 
 def make_service(
@@ -146,7 +205,7 @@ def listen(host: str, port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def read_api_keys(options: ServerOptions) -> tuple[str, ...]:
+def read_api_keys(options: ListenOptions) -> tuple[str, ...]:
     """Return the accepted keys.
 
     Raises:
@@ -170,7 +229,7 @@ def read_api_keys(options: ServerOptions) -> tuple[str, ...]:
     return tuple(line.strip() for line in lines if line.strip())
 
 
-def check_tls(options: ServerOptions) -> None:
+def check_tls(options: ListenOptions) -> None:
     """Check certificate and key.
 
     Raises:
@@ -188,32 +247,35 @@ def check_tls(options: ServerOptions) -> None:
         raise SpecError(f"--ssl_certfile: {options.ssl_certfile}: cannot be used: {text}") from None
 
 
-class _Life:
-    """One server, from loading to its end."""
+class Life:
+    """One server, from loading to its end.
+
+    Args:
+        options: how to listen.
+        keys: accepted API keys.
+        sock: bound.
+        on_ready: called with the address once requests are served.
+    """
 
     def __init__(
         self,
-        options: ServerOptions,
+        options: ListenOptions,
         keys: tuple[str, ...],
         sock: socket.socket,
         on_ready: Callable[[str], None],
     ) -> None:
         self._options = options
-        self._keys = keys
+        self.keys = keys
         self._sock = sock
         self._on_ready = on_ready
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    async def run(
-        self,
-        start_engine: StartEngine,
-        load_tokenizer: Callable[[Path], ServerTokenizer | None],
-    ) -> None:
+    async def run(self, open_app: Open) -> None:
         """Load, serve, drain, end."""
         with self._signals():
-            async with self._loaded(start_engine, load_tokenizer) as service:
-                await self._serve(service)
+            async with open_app(self) as served:
+                await self._serve(served)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -230,30 +292,7 @@ class _Life:
     def _on_signal(self) -> None:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
-    @contextlib.asynccontextmanager
-    async def _loaded(
-        self,
-        start_engine: StartEngine,
-        load_tokenizer: Callable[[Path], ServerTokenizer | None],
-    ) -> AsyncIterator[Service]:
-        """Load engine and tokenizer together; close the engine in the end."""
-        options = self._options
-        tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, options.model_dir))
-        engine_task = asyncio.ensure_future(start_engine())
-        try:
-            engine = await self._unless_stopped(engine_task)
-        except BaseException:
-            tokenizer_task.cancel()
-            raise
-        try:
-            tokenizer = await self._unless_stopped(tokenizer_task)
-            yield make_service(
-                engine, tokenizer, options.model_dir, options.names, options.admission
-            )
-        finally:
-            await engine.close()
-
-    async def _unless_stopped(self, task: asyncio.Future[T]) -> T:
+    async def unless_stopped(self, task: asyncio.Future[T]) -> T:
         """Return the result of a task; a signal cancels it."""
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -267,11 +306,10 @@ class _Life:
         finally:
             stop.cancel()
 
-    async def _serve(self, service: Service) -> None:
+    async def _serve(self, served: Served) -> None:
         options = self._options
-        app = build_app(service, options.transport, self._keys)
         config = uvicorn.Config(
-            app,
+            served.app,
             http=bounded_protocol(options.transport),
             ws="none",
             lifespan="off",
@@ -291,13 +329,14 @@ class _Life:
             while not server.started and not serving.done():
                 await asyncio.sleep(POLL_S / 10)
             self._on_ready(self._address())
-            await self._until_stopped(service)
-            is_drained = await self._drain(service)
+            await self._until_stopped(served)
+            is_drained = await self._drain(served)
         finally:
             server.should_exit = True
             await serving
-        if service.engine.error is not None:
-            raise _as_stage_error(service.engine.error)
+        error = served.error()
+        if error is not None:
+            raise _as_stage_error(error)
         if not is_drained:
             raise StoppedError("answers were cut short after --drain_timeout or a second signal")
 
@@ -316,25 +355,46 @@ class _Life:
         scheme = "https" if self._options.ssl_certfile is not None else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    async def _until_stopped(self, service: Service) -> None:
-        """Wait for a signal, or for the end of the engine."""
-        while not self._stop.is_set() and service.engine.error is None:
+    async def _until_stopped(self, served: Served) -> None:
+        """Wait for a signal, or for the end of the application."""
+        while not self._stop.is_set() and served.error() is None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), POLL_S)
 
-    async def _drain(self, service: Service) -> bool:
+    async def _drain(self, served: Served) -> bool:
         """Finish running answers and admit no new ones; return whether all of them ended."""
-        admission = service.admission
-        admission.is_draining = True
+        served.begin_drain()
         end_s = time.monotonic() + self._options.drain_timeout_s
-        while admission.num_choices and time.monotonic() < end_s:
-            if self._stop_now.is_set() or service.engine.error is not None:
+        while served.num_open() and time.monotonic() < end_s:
+            if self._stop_now.is_set() or served.error() is not None:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop_now.wait(), POLL_S)
-        is_drained = admission.num_choices == 0
-        service.abort_all()  # streams end with a reason
+        is_drained = served.num_open() == 0
+        served.abort()  # streams end with a reason
         return is_drained
+
+
+@contextlib.asynccontextmanager
+async def _loaded(
+    life: Life,
+    options: ServerOptions,
+    start_engine: StartEngine,
+    load_tokenizer: Callable[[Path], ServerTokenizer | None],
+) -> AsyncIterator[Service]:
+    """Load engine and tokenizer together; close the engine in the end."""
+    tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, options.model_dir))
+    engine_task = asyncio.ensure_future(start_engine())
+    try:
+        engine = await life.unless_stopped(engine_task)
+    except BaseException:
+        tokenizer_task.cancel()
+        raise
+    try:
+        tokenizer = await life.unless_stopped(tokenizer_task)
+        yield make_service(engine, tokenizer, options.model_dir, options.names, options.admission)
+    finally:
+        await engine.close()
 
 
 class _Server(uvicorn.Server):

@@ -73,6 +73,10 @@ class Service:
             **totals._asdict(),
         }
 
+    def begin_drain(self) -> None:
+        """Admit no new requests."""
+        self.admission.is_draining = True
+
     def abort_all(self) -> None:
         """End all requests with an error, because the server ends."""
         for run in self.runs:

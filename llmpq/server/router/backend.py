@@ -118,7 +118,7 @@ class Backend:
             if isinstance(error, aiohttp.ClientConnectorError) or self.failures >= FAILURES:
                 self.fail()
             if time.monotonic() - self._answered_s > LOST_AFTER_S:
-                self._give_up()
+                self.give_up()
             return
         self.failures = 0
         self._answered_s = time.monotonic()
@@ -132,7 +132,7 @@ class Backend:
         self._replica.capacity = report.capacity
         self._replica.update(report.stats, asked_s)
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """End all requests that the replica has: those without an answer go to another one."""
         now_s = asyncio.get_running_loop().time()
         for limit in self._attempts:

@@ -83,6 +83,26 @@ class Router:
         self._session = session
         self._metrics = metrics
 
+    def check_open(self) -> None:
+        """Check what needs no look at the request.
+
+        Raises:
+            ApiError: the router drains, or no replica is ready.
+        """
+        if self.is_draining:
+            raise ApiError(503, "The router is shutting down.", retry_after_s=1)
+        if not any(backend.is_ready for backend in self.backends):
+            raise ApiError(503, "No replica can take the request.", retry_after_s=1)
+
+    def begin_drain(self) -> None:
+        """Admit no new requests."""
+        self.is_draining = True
+
+    def abort(self) -> None:
+        """End all answers; streams with a reason."""
+        for backend in self.backends:
+            backend.give_up()
+
     async def poll(self, poll_s: float) -> None:
         """Read the statistics of all replicas again and again, each at its own pace."""
 
@@ -112,9 +132,8 @@ class Router:
             await json_response({"version": __version__})(scope, receive, send)
         elif path == "/load":
             await json_response({"server_load": self.num_open})(scope, receive, send)
-        elif self.is_draining:
-            raise ApiError(503, "The router is shutting down.", retry_after_s=1)
         else:
+            self.check_open()
             body = await _body(receive)
             self.num_open += 1
             try:

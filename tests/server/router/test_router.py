@@ -125,7 +125,7 @@ async def fleet(count, balancer="round_robin"):
         router = Router(backends, load_balancer(balancer), session, RouterMetrics(backends))
         for one in backends:
             await one.poll()
-        app = Gate(router, TransportLimits())
+        app = Gate(router, TransportLimits(), router.check_open)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             yield replicas, router, client

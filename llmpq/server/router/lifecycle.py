@@ -1,0 +1,73 @@
+"""The life of a router: connect, route, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import aiohttp
+
+from llmpq.routing import LoadBalancer
+from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
+from llmpq.server.router.backend import Backend
+from llmpq.server.router.metrics import RouterMetrics
+from llmpq.server.router.proxy import Router
+from llmpq.server.transport import Gate
+
+CONNECT_TIMEOUT_S = 2.0
+
+
+def run_router(
+    options: ListenOptions,
+    urls: Sequence[str],
+    balancer: LoadBalancer,
+    poll_s: float,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Route requests until SIGTERM or Ctrl-C.
+
+    Args:
+        options: how to listen.
+        urls: addresses of the replicas.
+        balancer: chooses among them.
+        poll_s: seconds between two readings of the statistics of a replica.
+        on_ready: called with the address once requests are routed.
+
+    Raises:
+        LlmpqError: an option cannot be used; ``StoppedError`` when answers were cut short.
+    """
+
+    @contextlib.asynccontextmanager
+    async def open_router(life: Life) -> AsyncIterator[Served]:
+        async with connected(urls, balancer, poll_s) as router:
+            yield Served(
+                app=Gate(router, options.transport, router.check_open, life.keys),
+                error=lambda: None,
+                num_open=lambda: router.num_open,
+                begin_drain=router.begin_drain,
+                abort=router.abort,
+            )
+
+    run_app(options, open_router, on_ready)
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    urls: Sequence[str], balancer: LoadBalancer, poll_s: float
+) -> AsyncIterator[Router]:
+    """Return a router whose replicas have been asked for their statistics."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, auto_decompress=False
+    ) as session:
+        backends = [Backend(number, url, session) for number, url in enumerate(urls)]
+        router = Router(backends, balancer, session, RouterMetrics(backends))
+        await asyncio.gather(*(backend.poll() for backend in backends))
+        polling = asyncio.create_task(router.poll(poll_s))
+        try:
+            yield router
+        finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
