@@ -61,7 +61,9 @@ class FakeEngine:
 
     @property
     def stats(self) -> ServingStats:
-        return ServingStats(running=len(self.active), num_blocks=64, block_size=16)
+        return ServingStats(
+            running=len(self.active), num_blocks=64, block_size=16, token_budget=256
+        )
 
     def token(self, request: GenerationRequest, place: int) -> int:
         if self.script is not None:
