@@ -16,7 +16,7 @@ OUTCOMES = ("answered", "busy", "lost")
 
 
 class RouterMetrics:
-    """The metrics of one router.
+    """Prometheus metrics of one router: attempts by replica and outcome, and retries.
 
     Args:
         backends: the replicas; their statistics are read at each scrape.
