@@ -17,12 +17,12 @@ from llmpq.batching.workload_shift import (
     describe_shift,
     make_length_monitor,
 )
-from llmpq.cli.commands.sim_engine import (
+from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.engine_simulation import (
     add_engine_options,
     refuse_engine_options,
     run_engine,
 )
-from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.options import (
     add_devices_option,
     add_policy_options,

@@ -1,4 +1,4 @@
-"""llmpq-route as a process, in front of two real servers, with a client nobody here wrote."""
+"""llmpq-route as a process, in front of two real servers, with the openai package as client."""
 
 from __future__ import annotations
 

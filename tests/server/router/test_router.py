@@ -108,7 +108,7 @@ class FakeReplica:
         await self.close(writer)
 
     async def break_off_json(self, writer):
-        writer.write(http(b'{"from": "nobody in particular"}')[:-5])
+        writer.write(http(b'{"from": "a replica that ends"}')[:-5])
         await writer.drain()
         await self.close(writer)
 
