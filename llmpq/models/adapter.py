@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError
 from llmpq.models.families import Family, family_of
@@ -77,6 +78,19 @@ class Skeleton:
         assert isinstance(layers, nn.ModuleList)
         return type(layers[0])
 
+    def build_layer(self, config: PreTrainedConfig, index: int) -> nn.Module:
+        """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
+        with torch.device("meta"):
+            layer = self.layer_class(config, index)
+        _use_linear(layer)
+        stored = layer.state_dict().keys()
+        for module_name, module in layer.named_modules():
+            start = f"{module_name}." if module_name else ""
+            own = [name for name, _ in module.named_buffers(recurse=False)]
+            if any(start + name not in stored for name in own):
+                fill_constants(module, self.model)
+        return layer.eval().requires_grad_(False)
+
     @property
     def head_path(self) -> str:
         """Path of the LM head, such as ``lm_head``."""
@@ -119,7 +133,12 @@ class Skeleton:
     def _reject_unknown_scales(self, config: PreTrainedConfig) -> None:
         """Raise an error for scales that the family entry does not apply."""
         family = self.family
-        applied = {family.embedding_multiplier, family.logits_multiplier, family.logits_divisor}
+        applied = {
+            family.embedding_multiplier,
+            family.logits_multiplier,
+            family.logits_divisor,
+            *family.applied_scales,
+        }
         for field in set(SCALES) - applied:
             value = getattr(config, field, None)
             if value is not None and value != 1:
@@ -160,9 +179,45 @@ def build_layer(config: PreTrainedConfig, index: int) -> nn.Module:
     """
     if not 0 <= index < config.num_hidden_layers:
         raise SpecError(f"layer {index}: expected one of [0, {config.num_hidden_layers})")
-    with torch.device("meta"):
-        layer = Skeleton.of(config).layer_class(config, index)
-    return layer.eval().requires_grad_(False)
+    return Skeleton.of(config).build_layer(config, index)
+
+
+class TransposedLinear(nn.Linear):
+    """A linear operator whose weight a checkpoint stores as ``[inputs, outputs]`` (GPT-2)."""
+
+
+def _use_linear(layer: nn.Module) -> None:
+    """Replace the transposed linear operators of GPT-2 by usual ones."""
+    for name, module in list(layer.named_modules()):
+        if isinstance(module, Conv1D):
+            inputs, outputs = module.weight.shape
+            layer.set_submodule(name, TransposedLinear(inputs, outputs, device="meta"))
+
+
+def fill_constants(part: nn.Module, model: PreTrainedModel) -> None:
+    """Compute buffers that checkpoints do not store, such as Gemma's embedding scale.
+
+    The initializer of transformers sets them; it skips parameters on the meta device.
+
+    Raises:
+        SpecError: the initializer leaves one of them unset.
+    """
+    for module in part.modules():
+        names = [name for name, value in module.named_buffers(recurse=False) if value.is_meta]
+        for name in names:
+            unset = module.get_buffer(name)
+            module._buffers[name] = torch.full_like(unset, _marker(unset.dtype), device="cpu")
+        if names:
+            model._init_weights(module)  # type: ignore[no-untyped-call]
+        for name in names:
+            value = module.get_buffer(name)
+            if bool((value.isnan() | (value == _marker(value.dtype))).any()):
+                raise SpecError(f"{type(module).__name__}: buffer '{name}' has no known value")
+
+
+def _marker(dtype: torch.dtype) -> float:
+    """Return a value that no constant has."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def accepts(function: object, argument: str) -> bool:

@@ -32,23 +32,40 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.cat([slopes, extra])
 
 
+def mpt_slopes(heads: int, largest: int) -> Tensor:
+    """Return the slope of every head of MPT, ``[heads]`` float32; exponents end at ``largest``."""
+    power = 2 ** math.ceil(math.log2(heads))
+    exponents = torch.arange(1, power + 1).float() * (largest / power)
+    slopes = 1.0 / torch.pow(2, exponents)
+    return slopes if power == heads else torch.cat([slopes[1::2], slopes[::2]])[:heads]
+
+
 def _geometric(heads: int, exponents: Tensor) -> Tensor:
     base = torch.full((), 2 ** (-(2 ** -(math.log2(heads) - 3))), dtype=torch.float32)
     return torch.pow(base, exponents.to(torch.int32))
 
 
 @lru_cache(maxsize=64)
-def _slopes_on(heads: int, device: torch.device) -> Tensor:
-    return alibi_slopes(heads).to(device)
+def _slopes_on(heads: int, mpt_largest: int | None, device: torch.device) -> Tensor:
+    slopes = alibi_slopes(heads) if mpt_largest is None else mpt_slopes(heads, mpt_largest)
+    return slopes.to(device)
 
 
-def alibi_bias(heads: int, keys: int, like: Tensor) -> Tensor:
+def alibi_bias(heads: int, keys: int, like: Tensor, *, mpt_largest: int | None = None) -> Tensor:
     """Return the bias of every key, float32 ``[heads, keys]``, rounded to the dtype of ``like``.
 
     It depends on the key alone: softmax cancels the constant of the query position.
+
+    Args:
+        heads: number of heads.
+        keys: number of keys.
+        like: tensor with the dtype and device of the layer.
+        mpt_largest: largest exponent of MPT's slopes, which are not rounded; ``None`` for BLOOM.
     """
-    slopes = _slopes_on(heads, like.device)
+    slopes = _slopes_on(heads, mpt_largest, like.device)
     bias = slopes[:, None] * torch.arange(keys, device=like.device)
+    if mpt_largest is not None:
+        return bias
     return bias.to(like.dtype).to(torch.float32)
 
 
@@ -87,9 +104,3 @@ class AlibiAttention(nn.Module):
         options = ScoreOptions(scaling=scaling, window=window, bias=alibi)
         attended = attention_mask.step.attend(query, key, value, options)  # [1, N, H, d]
         return residual + self.dense(attended.view(1, tokens, -1)), None
-
-
-def use_alibi_attention(layer: nn.Module) -> None:
-    """Replace the self-attention of a BLOOM layer by :class:`AlibiAttention`."""
-    if not isinstance(layer.self_attention, AlibiAttention):
-        layer.self_attention = AlibiAttention(layer.self_attention)

@@ -23,10 +23,22 @@ from llmpq.errors import SpecError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShape:
-    """Shape of the keys (or values) of one token in one layer."""
+    """Shape of the keys and values of one token in one layer.
+
+    Attributes:
+        heads: of keys and of values.
+        head_dim: features of a key.
+        value_dim: features of a value; ``None`` for as many.
+    """
 
     heads: int
     head_dim: int
+    value_dim: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Features of a key and of a value."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

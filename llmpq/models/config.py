@@ -102,8 +102,8 @@ def _check_layers(config: PreTrainedConfig) -> None:
     kinds = getattr(config, "layer_types", None)
     if kinds and len(kinds) != count:
         raise bad_field("config.json", "layer_types", kinds, f"one of each of {count} layers")
-    if getattr(config, "kv_lora_rank", None):
-        raise bad_field("config.json", "kv_lora_rank", config.kv_lora_rank, "no latent attention")
+    if getattr(config, "alibi", False):
+        raise bad_field("config.json", "alibi", config.alibi, "rotary positions")
     for index in range(count):
         layer_window(config, index)
 
@@ -129,10 +129,26 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
     )
 
 
+def has_latent_attention(config: PreTrainedConfig) -> bool:
+    """Return whether a token leaves a latent vector in the cache (DeepSeek-V2, Sec. 2.1)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
 def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tuple[KVShape, ...]:
     """Return the KV shapes of layers ``[first_layer, end_layer)``."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    return (KVShape(heads=heads, head_dim=head_dim),) * (end_layer - first_layer)
+    if has_latent_attention(config):
+        shape = KVShape(heads=1, head_dim=config.kv_lora_rank, value_dim=config.qk_rope_head_dim)
+    else:
+        head_dim = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        shape = KVShape(heads=_kv_heads(config), head_dim=head_dim)
+    return (shape,) * (end_layer - first_layer)
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    is_shared: bool | None = getattr(config, "multi_query", None)
+    if is_shared is not None and not getattr(config, "new_decoder_architecture", False):
+        return 1 if is_shared else int(config.num_attention_heads)
+    named = (getattr(config, name, None) for name in ("num_key_value_heads", "num_kv_heads"))
+    return next((heads for heads in named if heads), int(config.num_attention_heads))

@@ -35,11 +35,12 @@ class Family:
         embedding_norm: norm applied to the embeddings.
         final_norm: norm after the last layer; optional in a model.
         project_out: projection before the head.
-        alibi: whether layers take an ``alibi`` bias of the key positions.
+        alibi: whether layers take a bias of the key positions.
         activation: activation submodule of a layer to compute blockwise, if any.
         embedding_multiplier: configuration field that scales embeddings.
         logits_multiplier: configuration field that scales logits.
         logits_divisor: configuration field that divides logits.
+        applied_scales: configuration fields of scales that transformers' modules apply.
         attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
             heads of a group next to each other.
         stored_head: name of the head in checkpoints, if it differs from that in transformers.
@@ -57,6 +58,7 @@ class Family:
     embedding_multiplier: str | None = None
     logits_multiplier: str | None = None
     logits_divisor: str | None = None
+    applied_scales: tuple[str, ...] = ()
     attends_to_cache: bool = True
     stored_head: str | None = None
 
@@ -67,12 +69,15 @@ DEFAULT = Family()
 # structure run with a warning.
 # fmt: off
 TESTED = frozenset((
-    "afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere", "cohere2", "diffllama",
-    "ernie4_5", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-    "glm4_moe", "gpt_neox", "gpt_oss", "granite", "helium", "internlm3", "iquestcoder", "jais2",
-    "jetmoe", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral", "olmo",
-    "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2",
+    "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+    "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe",
+    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2",
+    "jetmoe", "llama", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
+    "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 ))
 # fmt: on
 
@@ -80,7 +85,12 @@ TESTED = frozenset((
 UNSUPPORTED = {
     "doge": "its layers build their own attention masks",
     "nanochat": "it normalises the embeddings before the first layer",
+    "llama4_text": "its positions are scaled by the number of cached tokens",
 }
+
+_GPT2 = Family(embedding="wte", positions="wpe", final_norm="ln_f")
+_GPTJ = Family(embedding="wte", final_norm="ln_f")
+_GRANITE = Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling")
 
 FAMILIES: dict[str, Family] = {
     "opt": Family(
@@ -97,14 +107,22 @@ FAMILIES: dict[str, Family] = {
         alibi=True,
         activation="mlp.gelu_impl",
     ),
+    "codegen": _GPTJ,
     "cohere": Family(logits_multiplier="logit_scale"),
     "cohere2": Family(logits_multiplier="logit_scale"),
     "diffllama": Family(attends_to_cache=False),  # the two halves of its heads attend separately
     "jetmoe": Family(attends_to_cache=False),  # query heads of a group are far from each other
+    "falcon": Family(embedding="word_embeddings", final_norm="ln_f"),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gptj": _GPTJ,
     "gpt_neox": Family(
         embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"
     ),
-    "granite": Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling"),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "minicpm3": Family(logits_divisor="logits_scaling", applied_scales=("scale_emb",)),
+    "mpt": Family(embedding="wte", final_norm="norm_f", alibi=True),
     "phi": Family(final_norm="final_layernorm", activation="mlp.activation_fn"),
     "persimmon": Family(final_norm="final_layernorm"),
 }

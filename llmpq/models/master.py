@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from llmpq.errors import SpecError
-from llmpq.models.adapter import Skeleton
+from llmpq.models.adapter import Skeleton, fill_constants
 
 
 def is_tied(config: PreTrainedConfig) -> bool:
@@ -39,7 +38,7 @@ class Master(nn.Module):
         for name in skeleton.known_parts:
             part = getattr(skeleton.decoder, name)
             if part is not None:
-                _fill_constants(part, skeleton.model)
+                fill_constants(part, skeleton.model)
                 self.add_module(name, part)
         head = skeleton.model.get_submodule(skeleton.head_path)
         self.lm_head: nn.Module | None = None if is_tied(config) else head
@@ -104,20 +103,3 @@ class Master(nn.Module):
             return hidden
         result: Tensor = part(hidden)
         return result
-
-
-def _fill_constants(part: nn.Module, model: PreTrainedModel) -> None:
-    """Compute buffers that checkpoints do not store, such as Gemma's embedding scale.
-
-    The initializer of transformers sets them; it skips parameters on the meta device.
-    """
-    for module in part.modules():
-        names = [name for name, value in module.named_buffers(recurse=False) if value.is_meta]
-        for name in names:
-            blank = torch.full_like(module.get_buffer(name), float("nan"), device="cpu")
-            module._buffers[name] = blank
-        if names:
-            model._init_weights(module)  # type: ignore[no-untyped-call]
-        for name in names:
-            if bool(module.get_buffer(name).isnan().any()):
-                raise SpecError(f"{type(module).__name__}: buffer '{name}' has no known value")

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 
 from llmpq.models.adapter import Skeleton, accepts
 
-Table = tuple[Tensor, Tensor]
+Table = tuple[Tensor, Tensor] | Tensor
+"""``(cos, sin)``, or rotations as complex numbers (DeepSeek-V2)."""
 
 
 def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> nn.Module | None:
@@ -53,7 +54,7 @@ class RotaryTables(nn.Module):
         self.depends_on_length = _depends_on_length(rotary)
 
     def forward(self, hidden: Tensor, positions: Tensor, counts: Sequence[int]) -> list[Table]:
-        """Return ``(cos, sin)`` of every layer of the model, each ``[1, N, rotary_dim]``.
+        """Return the table of every layer of the model, each of its tensors ``[1, N, ...]``.
 
         Args:
             hidden: tensor with the dtype and device of the result.
@@ -75,7 +76,7 @@ class RotaryTables(nn.Module):
         for row in torch.split(positions, list(counts), dim=1):
             self._reset_length()
             rows.append(self._call(hidden, row, kind))
-        return torch.cat([cos for cos, _ in rows], 1), torch.cat([sin for _, sin in rows], 1)
+        return _joined(rows)
 
     def _reset_length(self) -> None:
         """Reset the state that ``dynamic`` scaling keeps of the longest sequence."""
@@ -86,8 +87,17 @@ class RotaryTables(nn.Module):
 
     def _call(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
         arguments = {} if kind is None else {"layer_type": kind}
-        cos, sin = self.rotary(hidden, positions, **arguments)
-        return cos, sin
+        table: Table = self.rotary(hidden, positions, **arguments)
+        return table
+
+
+def _joined(rows: Sequence[Table]) -> Table:
+    """Join the tables of rows along the tokens."""
+    complex_rows = [row for row in rows if isinstance(row, Tensor)]
+    if complex_rows:
+        return torch.cat(complex_rows, 1)
+    pairs = [row for row in rows if not isinstance(row, Tensor)]
+    return torch.cat([cos for cos, _ in pairs], 1), torch.cat([sin for _, sin in pairs], 1)
 
 
 def _depends_on_length(rotary: nn.Module) -> bool:

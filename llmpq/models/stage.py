@@ -16,10 +16,11 @@ from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
 from llmpq.models.adapter import Skeleton, accepts
-from llmpq.models.alibi import alibi_bias, use_alibi_attention
+from llmpq.models.alibi import alibi_bias
 from llmpq.models.attention import KVStore, KVView, PackedBatch
-from llmpq.models.config import layer_window
+from llmpq.models.config import has_latent_attention, layer_window
 from llmpq.models.families import TESTED, Family, family_of
+from llmpq.models.own_attention import use_own_attention
 from llmpq.models.packed_attention import (
     Attention,
     DecodeAttention,
@@ -27,10 +28,10 @@ from llmpq.models.packed_attention import (
     StepAttention,
     use_packed_attention,
 )
-from llmpq.models.rotary import RotaryTables, build_rotary
+from llmpq.models.rotary import RotaryTables, Table, build_rotary
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE
 
-LayerArguments = dict[str, Tensor | LayerAttention | KVView | tuple[Tensor, Tensor] | None]
+LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | None]
 """Keyword arguments of a layer."""
 
 
@@ -62,7 +63,11 @@ class DecoderStage(nn.Module):
         for layer in layers:
             _install(layer, family)
         # Attention in blocks needs the stored keys and values unchanged.
-        self.attends_to_cache = family.attends_to_cache and config.model_type in TESTED
+        self.attends_to_cache = (
+            family.attends_to_cache
+            and config.model_type in TESTED
+            and not has_latent_attention(config)
+        )
         self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
         self._cache_arguments = [
@@ -159,12 +164,18 @@ class DecoderStage(nn.Module):
         longest: int,
         view: KVView | None,
         step: Attention,
-        tables: list[tuple[Tensor, Tensor]] | None,
+        tables: list[Table] | None,
     ) -> list[LayerArguments]:
         shared: LayerArguments = {"position_ids": positions}
         if self._has_alibi:
             heads = self.config.num_attention_heads
-            shared["alibi"] = alibi_bias(heads, longest, hidden)
+            if self.config.model_type == "mpt":
+                largest = self.config.attn_config.alibi_bias_max
+                shared["position_bias"] = alibi_bias(heads, longest, hidden, mpt_largest=largest)
+            else:
+                shared["alibi"] = alibi_bias(heads, longest, hidden)
+        elif self.config.model_type == "falcon":
+            shared["alibi"] = None
         found = []
         for index in range(len(self.layers)):
             own = dict(shared)
@@ -180,9 +191,7 @@ def _install(layer: nn.Module, family: Family) -> None:
     """Replace parts of a layer, and its attention function."""
     if family.activation is not None:
         use_blockwise_activation(layer, family.activation)
-    if family.alibi:
-        use_alibi_attention(layer)
-    else:
+    if not use_own_attention(layer):
         use_packed_attention(layer)
 
 

@@ -27,8 +27,19 @@ def expand(markdown: str) -> str:
 
 
 def families() -> str:
-    """Return the names of all families that can be planned."""
-    return ", ".join(f"`{name}`" for name in model_types())
+    """Return a table of the families that are planned, and of those that are run."""
+    from llmpq.models.families import TESTED  # noqa: PLC0415  imports torch
+
+    planned = set(model_types())
+    groups = {
+        "planned and run": planned & TESTED,
+        "planned": planned - TESTED,
+        "run": TESTED - planned,
+    }
+    lines = ["| | families |", "| --- | --- |"]
+    for title, names in groups.items():
+        lines.append(f"| {title} | {', '.join(f'`{name}`' for name in sorted(names))} |")
+    return "\n".join(lines)
 
 
 def models() -> str:

@@ -17,6 +17,7 @@ MAX_WORDS_OF = {
     "docs/reference/api.md": 550,
     "docs/reference/checkpoints.md": 300,
     "docs/reference/devices.md": 500,
+    "docs/reference/models.md": 300,
     "docs/tutorials/serve.md": 500,
 }
 """Of the pages of capabilities that were added since: each page, and its own bound."""

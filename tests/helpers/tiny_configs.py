@@ -52,6 +52,8 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon": {"head_dim": ...},
     "glm4_moe_lite": _LATENT,
+    "codegen": {"rotary_dim": 4},
+    "gpt_bigcode": {"num_key_value_heads": ...},
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": 0},
     "hunyuan_v1_moe": {"head_dim": 8, "pad_token_id": 0, "moe_topk": 2, "eod_token_id": 3},

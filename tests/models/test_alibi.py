@@ -8,10 +8,12 @@ from torch import nn
 from transformers.activations import NewGELUActivation
 from transformers.models.bloom.configuration_bloom import BloomConfig
 from transformers.models.bloom.modeling_bloom import BloomBlock, BloomGelu
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmpq.models import PackedBatch
-from llmpq.models.alibi import AlibiAttention, alibi_bias, use_alibi_attention
+from llmpq.models.alibi import AlibiAttention, alibi_bias, mpt_slopes
 from llmpq.models.attention import ScoreOptions, keys_before
+from llmpq.models.own_attention import use_own_attention
 from llmpq.models.packed_attention import LayerAttention, StepAttention, attend_last
 from llmpq.models.stage import BlockwiseActivation, use_blockwise_activation
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, SCORE_BLOCK_TOKENS
@@ -58,8 +60,8 @@ def test_layer_equals_that_of_transformers(fields):
         right.append(own)
 
     names = [name for name, _ in layer.named_parameters()]
-    use_alibi_attention(layer)
-    use_alibi_attention(layer)
+    use_own_attention(layer)
+    use_own_attention(layer)
     step = StepAttention(PackedBatch.whole([LONG, 9]), None)
     mask = LayerAttention(step=step, window=None)
     made, weights = layer(hidden, alibi=bias, attention_mask=mask)
@@ -93,3 +95,9 @@ def test_activation_is_wrapped_once():
     use_blockwise_activation(layer, "mlp.gelu_impl")
     use_blockwise_activation(layer, "mlp.gelu_impl")
     assert isinstance(layer.mlp.gelu_impl.activation, BloomGelu)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 8, 12])
+def test_slopes_of_mpt_are_those_of_transformers(heads):
+    expected = build_mpt_alibi_tensor(heads, 2, alibi_bias_max=8)  # [heads, 1, 2]
+    torch.testing.assert_close(mpt_slopes(heads, 8), -expected[:, 0, 0], atol=0, rtol=0)

@@ -9,14 +9,15 @@ import shutil
 import pytest
 import torch
 from transformers import (
+    AriaTextConfig,
     BertConfig,
-    DeepseekV3Config,
     DogeConfig,
+    FalconConfig,
     GemmaConfig,
-    GPT2Config,
     GraniteConfig,
+    Llama4TextConfig,
     LlamaConfig,
-    NemotronConfig,
+    OpenAIGPTConfig,
     Qwen2Config,
     Qwen3NextConfig,
     T5Config,
@@ -97,10 +98,11 @@ def test_mutated_configuration_is_read_or_raises_an_error(tiny_model, tmp_path, 
     [
         (T5Config(), "expected a decoder-only language model"),
         (BertConfig(), "plain decoder"),
-        (GPT2Config(), "found no 'embed_tokens' in GPT2Model"),
+        (OpenAIGPTConfig(), "found no 'embed_tokens' in OpenAIGPTModel"),
         (Qwen3NextConfig(), "linear_attention"),
         (DogeConfig(), "not supported: its layers build their own attention masks"),
-        (DeepseekV3Config(), "kv_lora_rank.*no latent attention"),
+        (Llama4TextConfig(), "layer 0 is 'chunked_attention'"),
+        (FalconConfig(alibi=True), "field 'alibi': found True"),
         (LlamaConfig(embedding_multiplier=2.0), "field 'embedding_mul"),
     ],
 )
@@ -112,8 +114,8 @@ def test_model_that_is_no_plain_decoder_raises_an_error(config, message):
 def test_untested_family_runs_with_a_warning(caplog):
     prepare_config(LlamaConfig())
     assert not caplog.records
-    prepare_config(NemotronConfig(num_key_value_heads=48))
-    assert "nemotron was not tested" in caplog.text
+    prepare_config(AriaTextConfig())
+    assert "aria_text was not tested" in caplog.text
 
 
 def test_scales_that_the_family_applies_are_accepted():

@@ -1,9 +1,12 @@
-"""Every family in ``TESTED``, with a tiny configuration."""
+"""Every family in ``TESTED``, tiny: ragged rows, chunks, one to three stages, few bits."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import (
     Pipeline,
     Sequences,
@@ -11,69 +14,95 @@ from helpers.tiny_models import (
     load_reference,
     make_tiny_model_script,
 )
-from transformers import CONFIG_MAPPING
 
+from llmpq.dist.kv.cache import KVCache
+from llmpq.errors import SpecError
+from llmpq.models import Checkpoint, kv_shapes
 from llmpq.models.families import TESTED
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.modules.layer import quantizable_names
 
 torch.set_num_threads(1)
 
 PROMPTS = {"long": (3, [1, 2, 3, 4, 5, 11, 12, 13, 14]), "short": (0, [7, 8]), "one": (4, [61])}
-SIZES = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "ffn_hidden_size": 64,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": 6,
-    "initializer_range": 0.17,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "embedding_multiplier": 0.7,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 0.7,
-    "logit_scale": 0.7,
-}
-OPTIONAL = {"bos_token_id", "eos_token_id", "pad_token_id"}
+CHUNKED = (1, [9, 3, 27, 44, 5, 5, 90, 12, 31, 2])
+CUTS = ([0, 3], [0, 1, 3], [0, 1, 2, 3])
+MORE = {
+    "deepseek_v2 lite": ("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3 yarn": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "falcon groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "mpt three heads": ("mpt", {"n_heads": 3, "d_model": 24}),
+    "qwen2_moe dense": ("qwen2_moe", {"mlp_only_layers": [1]}),
+}  # fmt: skip
+CASES = {**{name: (name, {}) for name in sorted(TESTED)}, **MORE}
+NOT_QUANTIZED = {"gpt_oss", "jetmoe"}
+"""Families whose experts have a layout that is not quantized."""
 
 
-def _tiny_config(model_type):
-    config_class = CONFIG_MAPPING[model_type]
-    usual = config_class()
-    fields = {name: None for name in OPTIONAL if hasattr(usual, name)}
-    for name, value in SIZES.items():
-        if getattr(usual, name, None) is not None or name == "num_key_value_heads":
-            fields[name] = value
-    if not hasattr(usual, "num_key_value_heads"):
-        fields.pop("num_key_value_heads")
-    return config_class(**fields)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(TESTED))
-def test_tested_family_generates_the_tokens_of_transformers(model_type, tmp_path):
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("this version of transformers does not know the family")
+def _save(folder, case):
+    model_type, overrides = CASES[case]
     script = make_tiny_model_script()
-    model = script.make_model(_tiny_config(model_type), seed=1)
-    script.save_model(model, tmp_path, dtype=torch.float32)
+    model = script.make_model(tiny_config(model_type, **overrides), seed=1)
+    return script.save_model(model, folder, dtype=torch.float32)
 
-    run = Sequences(Pipeline(tmp_path, [0, 1, 3]))
+
+@pytest.mark.parametrize("case", CASES)
+def test_tested_family_generates_the_tokens_of_transformers(case, tmp_path):
+    folder = _save(tmp_path, case)
+    run = Sequences(Pipeline(folder, CUTS[len(case) % 3]))
     run.prefill(PROMPTS)
-    run.decode(list(PROMPTS), 10)
+    run.decode(list(PROMPTS), 3)
+    slot, prompt = CHUNKED
+    run.pipeline.step([(slot, 0, prompt[:6])])
+    scores = run.pipeline.step([(slot, 6, prompt[6:])])[0]
+    run.slots["chunked"], run.logits["chunked"] = slot, [scores]
+    run.tokens["chunked"] = [*prompt, int(scores.argmax())]
+    run.decode([*PROMPTS, "chunked"], 4)
 
-    reference = load_reference(tmp_path)
-    for name, (_, prompt) in PROMPTS.items():
-        tokens, logits = generate_alone(reference, prompt, 11)
-        assert run.tokens[name] == tokens
+    reference = load_reference(folder)
+    for name, (_, tokens) in {**PROMPTS, "chunked": CHUNKED}.items():
+        expected, logits = generate_alone(reference, tokens, len(run.logits[name]))
+        assert run.tokens[name] == expected
         assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quantized_stages_equal_one_quantized_process(case, tmp_path):
+    folder = _save(tmp_path, case)
+    if case in NOT_QUANTIZED:
+        with pytest.raises(SpecError, match="expected experts with exactly"):
+            list(quantizable_names(Checkpoint(folder).empty_layer(0)))
+        return
+    found = [_quantized_logits(folder, cuts) for cuts in ([0, 3], [0, 1, 3])]
+    torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+    assert found[0].isfinite().all()
+
+
+def _quantized_logits(folder, cuts):
+    bits, options = [4, 8, 4], {"dtype": torch.float32, "device": "cpu"}
+    pipeline = Pipeline(folder, cuts)
+    pipeline.stages = [
+        load_stage(folder, first, end, bits[first:end], **options)
+        for first, end in itertools.pairwise(cuts)
+    ]
+    pipeline.step([(0, 0, CHUNKED[1][:6]), (1, 0, [7, 8])])
+    return pipeline.step([(0, 6, CHUNKED[1][6:]), (1, 2, [9])])
+
+
+def test_latent_attention_stores_a_latent_vector_for_all_heads(tmp_path):
+    config = Checkpoint(_save(tmp_path, "deepseek_v3")).config
+    shapes = kv_shapes(config, 0, 2)
+    cache = KVCache(shapes, 0, num_blocks=1, block_size=16, dtype=torch.float32)
+    assert cache.nbytes == 2 * 16 * (config.kv_lora_rank + config.qk_rope_head_dim) * 4
+    with pytest.raises(SpecError, match=r"8 bits for keys of 16 and values of 8 features"):
+        KVCache(shapes, 0, num_blocks=1, dtype=torch.float32, kv_bits=8)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from llmpq.errors import SpecError
 from llmpq.models import TensorFiles
+from llmpq.models.files.sources import on_host
 
 
 @pytest.fixture
@@ -41,6 +42,18 @@ def test_rows_are_slices(saved):
     files = TensorFiles(folder)
     rows = [files.load(row) for row in files.source("cube").rows()]
     assert torch.equal(torch.stack(rows), tensors["cube"])
+
+
+def test_transposed_source_exchanges_the_last_two_dimensions(saved):
+    folder, tensors = saved
+    files = TensorFiles(folder)
+    source = files.source("cube").transposed()
+    assert source.shape == (3, 5, 4)
+    assert torch.equal(files.load(source), tensors["cube"].mT)
+    rows = [files.load(row) for row in source.rows()]
+    assert torch.equal(torch.stack(rows), tensors["cube"].mT)
+    blocks = files.load_blocks(next(source.rows()), on_host, rows=2)
+    assert torch.equal(torch.cat(list(blocks)), tensors["cube"][0].mT)
 
 
 def test_source_reads_into_memory_of_the_caller(saved):

@@ -48,7 +48,8 @@ class KVCache:
 
     Raises:
         CapacityError: there are no blocks or no tokens.
-        SpecError: ``kv_bits`` is neither 8 nor the dtype's own width.
+        SpecError: ``kv_bits`` is neither 8 nor the dtype's own width, or 8 with keys and values of
+            different sizes.
     """
 
     def __init__(  # noqa: PLR0913  sizes, dtypes and device
@@ -76,6 +77,12 @@ class KVCache:
         self._buffer: DequantizeBuffer | None = None
         self._layers: list[KVStorage]
         if kv_bits == 8:
+            odd = next((shape for shape in shapes if shape.dims[0] != shape.dims[1]), None)
+            if odd is not None:
+                raise SpecError(
+                    f"KV cache: found 8 bits for keys of {odd.dims[0]} and values of "
+                    f"{odd.dims[1]} features (latent attention), expected {width} bits"
+                )
             self._buffer = DequantizeBuffer(dtype, self.device)
             self._layers = [
                 Int8KVStorage(shape, size, self._buffer, self.device) for shape in shapes
@@ -103,6 +110,8 @@ class KVCache:
         False if there is no such kernel: not a CPU, no compiler, an unsupported head size.
         """
         stored = self._layers[0].paged_heads.keys
+        if any(layer.shape.value_dim is not None for layer in self._layers):
+            return False
         is_known = can_attend(self.dtype, stored.dtype, stored.shape[-1], self.block_size)
         return self.device.type == "cpu" and is_known
 
@@ -198,12 +207,11 @@ class KVCache:
         if not 0 <= layer < len(self._layers):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
         shape = self._layers[layer].shape
-        heads, head_dim = shape.heads, shape.head_dim
-        for new in (key, value):
-            if (new.shape[1], new.shape[3]) != (heads, head_dim):
+        for new, dim in zip((key, value), shape.dims, strict=True):
+            if (new.shape[1], new.shape[3]) != (shape.heads, dim):
                 raise SpecError(
                     f"KV cache: layer {layer_idx} makes {new.shape[1]} heads of {new.shape[3]}, "
-                    f"its configuration says {heads} of {head_dim}"
+                    f"its configuration says {shape.heads} of {dim}"
                 )
         return self._layers[layer]
 

@@ -126,7 +126,7 @@ def _gathered(stored: Tensor, tables: Tensor) -> Tensor:
 
 
 class PlainKVStorage(KVStorage):
-    """Keys and values in the dtype of the run: ``2 * blocks * h * B * d`` values.
+    """Keys and values in the dtype of the run: ``2 * blocks * h * B * d`` values in most families.
 
     Args:
         shape: of one token's keys.
@@ -141,9 +141,10 @@ class PlainKVStorage(KVStorage):
         self, shape: KVShape, size: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         blocks, tokens = size
-        whole = (blocks, shape.heads, tokens, shape.head_dim)
-        self._keys = torch.zeros(whole, dtype=dtype, device=device)
-        self._values = torch.zeros(whole, dtype=dtype, device=device)
+        self._keys, self._values = (
+            torch.zeros((blocks, shape.heads, tokens, dim), dtype=dtype, device=device)
+            for dim in shape.dims
+        )
         heads = PagedHeads(keys=self._keys, values=self._values)
         super().__init__(shape, heads, (self._keys, self._values))
 
@@ -234,10 +235,9 @@ class Int8KVStorage(KVStorage):
 
 def token_bytes(shape: KVShape, dtype: torch.dtype, kv_bits: int | None) -> int:
     """Return the bytes of one token's keys and values in a layer, as stored."""
-    heads = 2 * shape.heads
     if kv_bits == 8:
-        return heads * (shape.head_dim + SCALE_DTYPE.itemsize)
-    return heads * shape.head_dim * dtype.itemsize
+        return shape.heads * (sum(shape.dims) + 2 * SCALE_DTYPE.itemsize)
+    return shape.heads * sum(shape.dims) * dtype.itemsize
 
 
 def quantize_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,12 +106,19 @@ class TensorSource:
         dtype: as stored.
         shape: its dimensions.
         ranges: its bytes, in order.
+        is_transposed: whether the file has the last two dimensions the other way round.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     ranges: tuple[ByteRange, ...]
+    is_transposed: bool = False
+
+    def transposed(self) -> TensorSource:
+        """Return the source of the same bytes with the last two dimensions exchanged."""
+        *lead, rows, columns = self.shape
+        return replace(self, shape=(*lead, columns, rows), is_transposed=not self.is_transposed)
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +170,9 @@ def read_source(
     Raises:
         SpecError: a file cannot be read, is shorter than it was, or was written to since.
     """
+    if source.is_transposed:
+        stored = read_source(directory, source.transposed(), stamps)
+        return allocate(source.shape, source.dtype).copy_(stored.mT)
     tensor = allocate(source.shape, source.dtype)
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
     position = 0
@@ -191,7 +201,7 @@ def read_blocks(
     """
     part = source.ranges[0]
     lead = part.begin % mmap.PAGESIZE
-    if len(source.ranges) > 1 or lead % source.dtype.itemsize:
+    if len(source.ranges) > 1 or lead % source.dtype.itemsize or source.is_transposed:
         whole = read_source(directory, source, stamps, allocate)
         yield from (whole[first : first + rows] for first in range(0, len(whole), rows))
         return

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
+from llmpq.models.adapter import TransposedLinear
 from llmpq.models.config import load_skeleton
 from llmpq.models.experts import find_stored, fused_source, is_expert_part
 from llmpq.models.files.gguf_files import GgufFiles
@@ -68,6 +71,7 @@ class Checkpoint:
         self.tensors = open_tensors(self._model)
         self.directory = self.tensors.directory
         self._root = self._find_root()
+        self._renamed = _renamed(self.config.model_type, self.tensors.names)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,9 +98,7 @@ class Checkpoint:
         """
         if not 0 <= index < self.config.num_hidden_layers:
             raise SpecError(f"layer {index}: expected one of [0, {self.config.num_hidden_layers})")
-        with torch.device("meta"):
-            layer = self.skeleton.layer_class(self.config, index)
-        return layer.eval().requires_grad_(False)
+        return self.skeleton.build_layer(self.config, index)
 
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the stored names of decoder layer ``index``."""
@@ -128,11 +130,17 @@ class Checkpoint:
         Raises:
             SpecError: a tensor of the layer is missing, or has another shape or kind of dtype.
         """
-        state = (layer or self.empty_layer(index)).state_dict()
+        layer = layer or self.empty_layer(index)
+        state = layer.state_dict()
         prefix = self.layer_prefix(index)
         self._warn_of_others(prefix, state.keys(), without)
+        transposed = {
+            f"{name}.weight"
+            for name, module in layer.named_modules()
+            if isinstance(module, TransposedLinear)
+        }
         return {
-            key: self._source(prefix + key, value)
+            key: self._source(prefix + key, value, is_transposed=key in transposed)
             for key, value in state.items()
             if key not in without
         }
@@ -162,19 +170,22 @@ class Checkpoint:
     def _load(self, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
         return {key: self.tensors.load(source) for key, source in sources.items()}
 
-    def _source(self, name: str, wanted: Tensor) -> TensorSource:
+    def _source(self, name: str, wanted: Tensor, *, is_transposed: bool = False) -> TensorSource:
         """Find what goes into ``wanted``, fusing experts stored one by one."""
-        stored = find_stored(self.tensors, name)
+        stored = find_stored(self.tensors, name) or self._renamed.get(name)
         if stored is None:
             source = fused_source(self.tensors, name, tuple(wanted.shape))
         else:
             source = self.tensors.source(stored)
+        if is_transposed:
+            source = source.transposed()
         self._check(source, wanted)
         return source
 
     def _warn_of_others(self, prefix: str, keys: Iterable[str], without: Iterable[str]) -> None:
         """Warn of stored tensors that the layer does not have, except known constants."""
         known = {prefix + key for key in keys}
+        known |= {self._renamed[name] for name in known if name in self._renamed}
         read_by_others = tuple(prefix + key.removesuffix("weight") for key in without)
         for name in self.tensors.names:
             is_other = name.startswith(prefix) and name not in known
@@ -218,3 +229,20 @@ class Checkpoint:
         if self.skeleton.family.stored_head is not None:
             names.insert(0, f"{self.skeleton.family.stored_head}.{suffix}")
         return next((name for name in names if name in self.tensors), names[0])
+
+
+def _renamed(model_type: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the stored name of every tensor that transformers renames while it loads."""
+    rules = [
+        rule
+        for rule in get_checkpoint_conversion_mapping(model_type) or ()  # type: ignore[no-untyped-call]
+        if isinstance(rule, WeightRenaming)
+    ]
+    found = {}
+    for stored in names if rules else ():
+        name = stored
+        for rule in rules:
+            name, _ = rule.rename_source_key(name)
+        if name != stored:
+            found[name] = stored
+    return found

@@ -154,6 +154,19 @@ _LLAMA = Variant(feed_forward=Gated(bias="mlp_bias"))
 _MISTRAL = Variant(attention=_NO_BIAS, windows=windows.uniform)
 _GEMMA2 = Variant(norms=4, windows=windows.by_period(2))
 _COHERE = Variant(norms=1)
+_GPTJ = Variant(
+    attention=SelfAttention(
+        prefix="attn",
+        names=("k_proj", "v_proj", "q_proj", "out_proj"),
+        bias=False,
+        head_dim=Config.head_share,
+        kv_heads=lambda fields: fields.kv_heads("n_head"),
+    ),
+    feed_forward=Plain(names=("fc_in", "fc_out"), widths=("n_inner",), bias=True),
+    norms=1,
+    norm_tensors=2,
+    head_bias=True,
+)
 
 VARIANTS: dict[str, Variant] = {
     "afmoe": Variant(
@@ -182,6 +195,16 @@ VARIANTS: dict[str, Variant] = {
         norm_tensors=2,
         embedding_norms=1,
         max_positions=_no_limit,  # ALiBi has no last position
+    ),
+    "codegen": replace(
+        _GPTJ,
+        attention=SelfAttention(
+            prefix="attn",
+            names=("qkv_proj", "out_proj"),
+            bias=False,
+            head_dim=Config.head_share,
+            kv_heads=lambda fields: fields.kv_heads("n_head"),
+        ),
     ),
     "cohere": replace(_COHERE, attention=SelfAttention(norm="rows", norm_if="use_qk_norm")),
     "cohere2": replace(_COHERE, windows=windows.by_period(4, "sliding_window_pattern")),
@@ -277,19 +300,7 @@ VARIANTS: dict[str, Variant] = {
         ),
         windows=windows.by_period(2),
     ),
-    "gptj": Variant(
-        attention=SelfAttention(
-            prefix="attn",
-            names=("k_proj", "v_proj", "q_proj", "out_proj"),
-            bias=False,
-            head_dim=Config.head_share,
-            kv_heads=lambda fields: fields.kv_heads("n_head"),
-        ),
-        feed_forward=Plain(names=("fc_in", "fc_out"), widths=("n_inner",), bias=True),
-        norms=1,
-        norm_tensors=2,
-        head_bias=True,
-    ),
+    "gptj": _GPTJ,
     "granite": Variant(feed_forward=Gated(bias="mlp_bias")),
     "granitemoe": Variant(feed_forward=_SCALED_EXPERTS),
     "helium": Variant(attention=SelfAttention(out_bias=False), feed_forward=Gated(bias="mlp_bias")),

@@ -1,0 +1,135 @@
+"""Attention on packed tokens for families that do not look up a registered attention function.
+
+The attention modules of BLOOM, MPT and Falcon are replaced by modules with the same submodules and
+call. GPT-J and CodeGen compute their scores in one method, which is replaced.
+
+Shapes: N tokens of the step, H heads, h KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+from llmpq.models.alibi import AlibiAttention
+from llmpq.models.attention import KVView, ScoreOptions
+from llmpq.models.packed_attention import LayerAttention
+
+
+class MptAttention(nn.Module):
+    """Self-attention of MPT.
+
+    Args:
+        attention: the self-attention module of transformers.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.Wqkv = attention.Wqkv
+        self.out_proj = attention.out_proj
+        self._heads: int = attention.n_heads
+        self._layer: int = attention.layer_idx
+        self._scaling: float = attention.softmax_scale
+        self._largest: float | None = attention.clip_qkv
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: KVView | None = None,
+        attention_mask: LayerAttention | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Return ``[1, N, hidden]``; ``position_bias`` is from ``alibi_bias``."""
+        assert attention_mask is not None
+        fused = self.Wqkv(hidden_states)
+        if self._largest:
+            fused = fused.clamp(min=-self._largest, max=self._largest)
+        tokens = fused.shape[1]
+        parts = fused.view(1, tokens, 3, self._heads, -1).transpose(1, 3)  # [1, H, 3, N, d]
+        query, key, value = parts.unbind(2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self._layer)
+        options = ScoreOptions(
+            scaling=self._scaling, window=attention_mask.window, bias=position_bias
+        )
+        attended = attention_mask.step.attend(query, key, value, options)  # [1, N, H, d]
+        return self.out_proj(attended.reshape(1, tokens, -1)), None
+
+
+class FalconAttention(nn.Module):
+    """Self-attention of Falcon with rotary positions; grouped heads are cached once.
+
+    Args:
+        attention: the self-attention module of transformers.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.query_key_value = attention.query_key_value
+        self.dense = attention.dense
+        self._kv_heads: int = attention.num_kv_heads
+        self._head_dim: int = attention.head_dim
+        self._layer: int = attention.layer_idx
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        alibi: None,
+        attention_mask: LayerAttention,
+        layer_past: KVView | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Return ``[1, N, hidden]``; ``alibi`` is not supported."""
+        assert alibi is None
+        assert position_embeddings is not None
+        tokens, dim = hidden_states.shape[1], self._head_dim
+        fused = self.query_key_value(hidden_states)
+        groups = fused.view(1, tokens, self._kv_heads, -1, dim)  # queries, a key and a value
+        query = groups[:, :, :, :-2].reshape(1, tokens, -1, dim).transpose(1, 2)
+        key, value = groups[:, :, :, -2].transpose(1, 2), groups[:, :, :, -1].transpose(1, 2)
+        cos, sin = position_embeddings
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)  # type: ignore[no-untyped-call]
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self._layer)
+        options = ScoreOptions(scaling=dim**-0.5, window=attention_mask.window)
+        attended = attention_mask.step.attend(query, key, value, options)  # [1, N, H, d]
+        return self.dense(attended.reshape(1, tokens, -1)), None
+
+
+_REPLACED: dict[str, Callable[[Any], nn.Module]] = {
+    "BloomAttention": AlibiAttention,
+    "FalconAttention": FalconAttention,
+    "MptAttention": MptAttention,
+}
+_SPLIT = frozenset({"CodeGenAttention", "GPTJAttention"})
+
+
+def use_own_attention(layer: nn.Module) -> bool:
+    """Replace the attention of a layer, if it is one of this module's; return whether it is."""
+    for name, part in list(layer.named_modules()):
+        kind = type(part).__name__
+        if kind in _SPLIT:
+            part._attn = partial(_attend, part.head_dim**-0.5)
+            return True
+        if kind in _REPLACED:
+            if type(part).__module__.startswith("transformers."):
+                layer.set_submodule(name, _REPLACED[kind](part))
+            return True
+        if isinstance(part, AlibiAttention):
+            return True
+    return False
+
+
+def _attend(
+    scaling: float, query: Tensor, key: Tensor, value: Tensor, attention_mask: LayerAttention
+) -> tuple[Tensor, None]:
+    """Attend in place of a method of transformers: ``[1, H, N, d]`` to the same shape."""
+    options = ScoreOptions(scaling=scaling, window=attention_mask.window)
+    attended = attention_mask.step.attend(query.to(value.dtype), key, value, options)
+    return attended.transpose(1, 2), None
