@@ -21,7 +21,7 @@ from llmpq.models.packed_attention import LayerAttention
 
 
 class MptAttention(nn.Module):
-    """Self-attention of MPT.
+    """Self-attention of MPT on packed tokens; the same submodules and call.
 
     Args:
         attention: the self-attention module of transformers.

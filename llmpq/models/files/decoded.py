@@ -57,7 +57,7 @@ class Encoded(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRows(Encoded):
-    """Rows of one stored tensor.
+    """Base of rows that are decoded from a single tensor of a file.
 
     Attributes:
         source: the tensor.

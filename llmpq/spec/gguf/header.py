@@ -86,7 +86,7 @@ GGML_TYPES: dict[int, GgmlType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """One tensor of a file.
+    """Shape, number format and place of one tensor in a GGUF file.
 
     Attributes:
         file: its path.
