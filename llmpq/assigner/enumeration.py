@@ -146,6 +146,12 @@ class _PairBuilder:
         }
         slots, tokens = workload.batch, workload.max_context_tokens
         kv_bytes = _integers(lambda kind: costs.layer_kv_bytes(kind, slots, tokens), self.kinds)
+        own_kv = _integers(
+            lambda device, kind: costs.layer_kv_bytes(kind, slots, tokens, device),
+            devices,
+            self.kinds,
+        )
+        master = _integers(costs.master_bytes, devices)
         weights = _integers(costs.layer_weight_bytes, devices, self.kinds, self.bits)
         total = _integers(costs.capacity_bytes, devices)
         runtime = _integers(costs.runtime_bytes, devices)
@@ -164,7 +170,7 @@ class _PairBuilder:
                     prefill_s=layer_p,
                     decode_s=layer_d,
                     temporary_bytes=temporary,
-                    master_bytes=costs.master_bytes() + on_master - temporary,
+                    master_bytes=master + on_master - temporary,
                     master_prefill_s=master_p,
                     master_decode_s=master_d,
                     send_prefill_s=send_p,
@@ -172,7 +178,7 @@ class _PairBuilder:
                     return_prefill_s=return_p,
                     return_decode_s=return_d,
                     new_tokens=workload.new_tokens,
-                    layer_bytes=weights + kv_bytes[:, None],
+                    layer_bytes=weights + own_kv[:, :, None],
                     kv_bytes=kv_bytes,
                     total_bytes=total,
                     runtime_bytes=runtime,

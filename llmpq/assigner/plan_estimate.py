@@ -110,7 +110,7 @@ def stage_memory(
     device, is_master = device or plan.device_of(stage), stage.rank == 0
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
     slots, tokens = plan.slots_of(stage)
-    kv = sum(costs.layer_kv_bytes(kind, slots, tokens) for kind in kinds)
+    kv = sum(costs.layer_kv_bytes(kind, slots, tokens, device) for kind in kinds)
     return MemoryParts(
         weights=sum(
             costs.layer_weight_bytes(device, kind, bits)
@@ -126,7 +126,7 @@ def stage_memory(
             dense_layers=stage.bits.count(16),
             kv_bytes=kv,
         ),
-        master=costs.master_bytes() if is_master else 0,
+        master=costs.master_bytes(device) if is_master else 0,
         runtime=costs.runtime_bytes(device),
     )
 

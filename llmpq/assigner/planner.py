@@ -236,14 +236,17 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
             if where == position
             for _ in range(starts[run], starts[run + 1])
         ]
+        # Devices of a group are equal: the used positions take the first of them.
+        member = free[problem.order[position]].pop(0)
+        form = task.costs.format_of(task.request.cluster.devices[member])
         stages.append(
             StageAssignment(
                 rank=rank,
-                # Devices of a group are equal: the used positions take the first of them.
-                device=task.device_indices[free[problem.order[position]].pop(0)],
+                device=task.device_indices[member],
                 first_layer=layer,
                 end_layer=layer + len(bits),
                 bits=tuple(bits),
+                dtype=None if form == task.request.dtype else form,
             )
         )
         layer += len(bits)

@@ -68,6 +68,7 @@ def verify_plan(
         profile_dir=profile_dir,
         latency="fit" if is_fitted else "table",
     )
+    _check_formats(plan, costs, where)
     omega = _omega(plan, model, omega_file)
     estimate, excess_bytes = evaluate_plan(
         plan, costs, default_omega(model, BITS) if omega is None else omega
@@ -101,6 +102,20 @@ def _model(plan: Plan, where: str) -> ModelSpec | None:
             f"{model.num_layers}, as {model.name} has",
         )
     return model
+
+
+def _check_formats(plan: Plan, costs: ClusterCosts, where: str) -> None:
+    """Check that every stage has a format and bits that its device computes."""
+    for stage in plan.stages:
+        device, field = plan.device_of(stage), f"stages[{stage.rank}]"
+        form = costs.format_of(device)
+        if plan.dtype_of(stage) != form:
+            found, expected = plan.dtype_of(stage), f"'{form}', in which {device.label} computes"
+            raise bad_field(where, f"{field}.dtype", found, expected)
+        known = costs.specs[device.group].bits
+        if not set(stage.bits) <= set(known):
+            expected = f"some of {list(known)}, by which {device.label} multiplies"
+            raise bad_field(where, f"{field}.bits", sorted(set(stage.bits)), expected)
 
 
 def _omega(plan: Plan, model: ModelSpec, path: str | None) -> FloatArray | None:

@@ -9,7 +9,9 @@ from typing import Any
 from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.explanation import Alternative, Explanation
+from llmpq.spec import catalog
 from llmpq.spec.codec import to_json
+from llmpq.spec.devices.formats import offered_kernels
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
@@ -17,6 +19,7 @@ from llmpq.spec.tables import LatencyTable
 from llmpq.units import GIB, MIB, format_seconds
 
 BAR_WIDTH = 12
+SLOW = ("reference",)
 FROM_GIB = 4 * GIB
 """Sizes from here on are shown in GiB, smaller ones in MiB."""
 
@@ -51,6 +54,7 @@ def _stage_record(plan: Plan, stage: StageAssignment, estimate: StageEstimate) -
     return {
         "phase": None,
         **to_json(stage),
+        "dtype": plan.dtype_of(stage),
         **to_json(estimate),
         "device": plan.device_of(stage).label,
         "device_index": stage.device,
@@ -142,7 +146,10 @@ def compact_bits(bits: Sequence[int]) -> str:
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the table of stages, with the phase of each stage where a plan is split (WAA)."""
     rows: list[tuple[str, ...]] = [
-        ("rank", "device", *_phase(plan, "phase"), "layers", "bits", "memory", "prefill", "decode")
+        (
+            *("rank", "device", *_phase(plan, "phase"), "layers", "bits"),
+            *(*_format(plan, "format"), "memory", "prefill", "decode"),
+        )
     ]
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
         layers = f"{stage.first_layer}-{stage.end_layer - 1}" if stage.num_layers else "none"
@@ -153,6 +160,7 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
                 *_phase(plan, "both" if stage.phase is None else stage.phase.value),
                 layers,
                 compact_bits(stage.bits),
+                *_format(plan, plan.dtype_of(stage)),
                 _memory_text(estimate.memory.total, estimate.capacity_bytes),
                 format_seconds(estimate.prefill_s),
                 format_seconds(estimate.decode_s),
@@ -163,6 +171,31 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _phase(plan: Plan, cell: str) -> tuple[str, ...]:
     return (cell,) if plan.is_split else ()
+
+
+def _format(plan: Plan, cell: str) -> tuple[str, ...]:
+    """Return the cell of a stage's number format, where not all have the plan's."""
+    return (cell,) if len(plan.dtypes) > 1 else ()
+
+
+def format_text(plan: Plan) -> tuple[str, ...]:
+    """Return what a device cannot do: number formats it lacks, bitwidths without a fast kernel."""
+    lines = []
+    for stage in plan.stages:
+        device = plan.device_of(stage)
+        spec, form = catalog.device(device.type, plan.cluster), plan.dtype_of(stage)
+        if plan.dtype not in spec.formats:
+            lines.append(
+                f"format         {device.label} computes {', '.join(spec.formats)}, not "
+                f"{plan.dtype}: its stage runs in {form}; states are rounded to it on arrival"
+            )
+        slow = [b for b in sorted(set(stage.bits)) if offered_kernels(spec, b, form)[:1] == SLOW]
+        if slow:
+            lines.append(
+                f"kernels        {device.label} has no fast kernel for "
+                f"{' and '.join(map(str, slow))} bits: every call dequantizes the whole weight"
+            )
+    return tuple(lines)
 
 
 def _memory_text(used: int, capacity: int) -> str:

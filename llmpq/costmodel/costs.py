@@ -23,6 +23,7 @@ from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
+from llmpq.spec.devices.formats import compute_format
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
@@ -70,6 +71,7 @@ class ClusterCosts:
     Attributes:
         dtype: number format of unquantized weights and activations.
         specs, latency: figures and latency model of every group, by ``Device.group``.
+        formats: number formats of stages on every group, by ``Device.group``; empty: ``dtype``.
         stage: seconds per micro-batch that a stage takes in addition to its layers (positions,
             masks, unpacking a message), by ``Device.group``.
     """
@@ -82,6 +84,17 @@ class ClusterCosts:
     latency: tuple[LatencyModel, ...]
     comm: CommModel
     stage: tuple[StageOverhead, ...] = ()
+    formats: tuple[Dtype, ...] = ()
+
+    def format_of(self, device: Device | None) -> Dtype:
+        """Return the number format in which a device computes; of no device the run's."""
+        return self.formats[device.group] if self.formats and device is not None else self.dtype
+
+    def kv_bits_of(self, device: Device | None) -> int:
+        """Return the bits of a cached key or value on a device: 8, or those of its format."""
+        if self.kv_bits < 8 * DTYPE_BYTES[self.dtype]:
+            return self.kv_bits
+        return 8 * DTYPE_BYTES[self.format_of(device)]
 
     def capacity_bytes(self, device: Device) -> int:
         """Return the usable memory: the cluster's figure, or the catalogue's.
@@ -130,17 +143,24 @@ class ClusterCosts:
         In decode one token per sequence is sent, whatever ``tokens`` is.
         """
         rows = batch * tokens if phase is Phase.PREFILL else batch
-        size_bytes = rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
+        size_bytes = rows * self.model.hidden_size * DTYPE_BYTES[self.format_of(source)]
         return self.comm.send_s(source, target, size_bytes)
 
     def layer_weight_bytes(self, device: Device, kind: int, bits: int) -> int:
-        """Return the bytes of one layer's weights as the device's kernels store them."""
-        del device  # all default kernels store the same
-        return memory.layer_weight_bytes(self.model, kind, bits, self.dtype)
+        """Return the bytes of one layer's weights as the device's kernels store them.
 
-    def layer_kv_bytes(self, kind: int, slots: int, max_tokens: int) -> int:
+        At bits that the device does not multiply by, no memory is enough.
+        """
+        if bits not in self.specs[device.group].bits:
+            return self.capacity_bytes(device) + 1
+        return memory.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+
+    def layer_kv_bytes(
+        self, kind: int, slots: int, max_tokens: int, device: Device | None = None
+    ) -> int:
         """Return the bytes of one layer's preallocated KV blocks for ``slots`` sequences."""
-        return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, self.kv_bits)
+        bits = self.kv_bits_of(device)
+        return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, bits)
 
     def token_kv_bytes(self, kind: int, tokens: int) -> int:
         """Return the bytes of one layer's keys and values of so many tokens."""
@@ -162,19 +182,19 @@ class ClusterCosts:
             self.model,
             workload,
             micro_batching,
-            dtype=self.dtype,
+            dtype=self.format_of(device),
             device_kind=self.specs[device.group].kind,
             is_master=is_master,
-            kv_bits=self.kv_bits,
+            kv_bits=self.kv_bits_of(device),
             is_last=is_last or len(self.cluster.devices) == 1,
             dense_layers=dense_layers,
             kv_bytes=kv_bytes,
         )
         return device.members * each  # hidden states are whole on every device that shares layers
 
-    def master_bytes(self) -> int:
+    def master_bytes(self, device: Device | None = None) -> int:
         """Return the bytes of embeddings, final norm and head."""
-        return memory.master_bytes(self.model, self.dtype)
+        return memory.master_bytes(self.model, self.format_of(device))
 
     def latency_source(self, device: Device) -> str:
         """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""
@@ -203,15 +223,21 @@ def build_costs(
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
     stages: list[StageOverhead] = []
+    formats: list[Dtype] = []
     for device in cluster.devices:
         if device.local_index:
             continue
-        spec = _figures(catalog.device(device.type, cluster), device, dtype)
+        spec = catalog.device(device.type, cluster)
+        own = compute_format(spec, dtype, device.dtype)
+        spec = _figures(spec, device, own)
+        is_kept = kv_bits >= 8 * DTYPE_BYTES[dtype]
         analytic = RooflineLatencyModel(
-            model=model, device=spec, dtype=dtype, kv_bits=kv_bits,
+            model=model, device=spec, dtype=own,
+            kv_bits=8 * DTYPE_BYTES[own] if is_kept else kv_bits,
             threads=device.threads or spec.cores or 1,
         )  # fmt: skip
-        key = ProfileKey(model=model, dtype=dtype, device=device)
+        key = ProfileKey(model=model, dtype=own, device=device)
+        formats.append(own)
         profile = None if latency == "roofline" else _profile(key, tables, cluster)
         if profile is None and device.members > 1:
             raise SpecError(
@@ -241,6 +267,7 @@ def build_costs(
         latency=tuple(models),
         comm=read_links(profile_dir, cluster, tuple(specs)),
         stage=tuple(stages),
+        formats=tuple(formats),
     )
 
 

@@ -15,6 +15,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.devices.figures import DeviceEntry, DeviceSpec, check_unique
 from llmpq.spec.fields import SCHEMA, Fields, read_json
+from llmpq.spec.precision import Dtype
 
 CPU_ISAS = ("sse4", "avx2", "avx512")
 """Vector extensions a CPU worker can be limited to, oldest first."""
@@ -37,6 +38,7 @@ class DeviceGroup:
         cpu_share: share of its threads' time that a CPU worker gets, less than 1 under a quota.
         tensor_parallel: devices that share every layer of a stage; ``count`` then counts such
             teams, and ``memory_bytes`` is of one member. Planned and simulated, not run.
+        dtype: number format in which it computes; ``None``: the run's, or the nearest it has.
     """
 
     type: str
@@ -47,6 +49,7 @@ class DeviceGroup:
     cpu_isa: Annotated[str | None, Rule(choices=CPU_ISAS)] = None
     cpu_share: Annotated[float | None, Rule(minimum=MIN_CPU_SHARE, maximum=1)] = None
     tensor_parallel: Annotated[int | None, Rule(minimum=2, maximum=MAX_MEMBERS)] = None
+    dtype: Dtype | None = None
 
     @property
     def members(self) -> int:

@@ -37,6 +37,7 @@ class StageAssignment:
         first_layer, end_layer: half-open range of its decoder layers. Only rank 0 may have none.
         bits: the bitwidth of each of those layers.
         phase: the only phase its layers compute (WAA); ``None`` for both.
+        dtype: number format of the stage, ``None`` for the plan's.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class StageAssignment:
     end_layer: int
     bits: tuple[int, ...]
     phase: Phase | None = None
+    dtype: Dtype | None = None
 
     @property
     def num_layers(self) -> int:
@@ -277,6 +279,15 @@ class Plan:
         ranks = tuple(stage.rank for stage in self.stages_of(phase))
         return ranks if ranks[0] == 0 else (0, *ranks)
 
+    def dtype_of(self, stage: StageAssignment) -> Dtype:
+        """Return the number format in which a stage computes."""
+        return stage.dtype or self.dtype
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """Return the number formats of all stages, the plan's own first."""
+        return tuple(dict.fromkeys((self.dtype, *map(self.dtype_of, self.stages))))
+
     def device_of(self, stage: StageAssignment) -> Device:
         """Return the device a stage runs on."""
         return self.cluster.devices[stage.device]
@@ -290,9 +301,10 @@ class Plan:
         ]
         for stage, cost in zip(self.stages, estimate.stages, strict=True):
             bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
+            form = "" if stage.dtype is None else f" in {stage.dtype}"
             lines.append(
                 f"stage {stage.rank}: {self.device_of(stage).label}, layers "
-                f"[{stage.first_layer}, {stage.end_layer}), bits {bits or 'none'}, "
+                f"[{stage.first_layer}, {stage.end_layer}), bits {bits or 'none'}{form}, "
                 f"{format_bytes(cost.memory.total)} of {format_bytes(cost.capacity_bytes)}"
             )
         tokens = work.batch * work.new_tokens
@@ -359,7 +371,13 @@ def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """Check that prefill and decode stages have equal bits, and that the policy is WAA."""
+    """Check that prefill and decode stages have equal bits and formats, and the policy is WAA."""
+    formats = {plan.dtype_of(stage) for stage in plan.stages}
+    if len(formats) > 1:
+        raise SpecError(
+            f"plan: field 'stages[].dtype': found {', '.join(sorted(formats))}, expected one "
+            "format, as separate stages for prefill and decode send each other keys and values"
+        )
     prefill = [bits for stage in plan.stages_of(Phase.PREFILL) for bits in stage.bits]
     if tuple(prefill) != plan.bits:
         raise SpecError(

@@ -16,7 +16,7 @@ MAX_WORDS_OF = {
     "docs/how/fleets.md": 500,
     "docs/reference/api.md": 550,
     "docs/reference/checkpoints.md": 300,
-    "docs/reference/devices.md": 500,
+    "docs/reference/devices.md": 700,
     "docs/reference/models.md": 300,
     "docs/tutorials/serve.md": 500,
 }

@@ -56,11 +56,12 @@ def _certify_memory(plan, costs) -> None:
             device, work, plan.micro_batching, stage.rank == 0,
             is_last=stage.rank == len(plan.stages) - 1, dense_layers=stage.bits.count(16),
         )  # fmt: skip
-        needed += costs.master_bytes() if stage.rank == 0 else 0
+        needed += costs.master_bytes(device) if stage.rank == 0 else 0
         for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):
             kind = costs.model.layer_kinds[layer]
             needed += costs.layer_weight_bytes(device, kind, bits)
-            needed += costs.layer_kv_bytes(kind, work.batch, work.prompt_tokens + work.new_tokens)
+            context = work.prompt_tokens + work.new_tokens
+            needed += costs.layer_kv_bytes(kind, work.batch, context, device)
         assert needed <= costs.capacity_bytes(device)
         assert estimate.memory.total == needed
         assert estimate.capacity_bytes == costs.capacity_bytes(device)

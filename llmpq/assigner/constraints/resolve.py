@@ -159,7 +159,7 @@ def with_counts(cluster: Cluster, counts: Mapping[int, int]) -> Cluster:
         nodes += [replace(node, devices=groups)] if groups else []
     names = {node.name for node in nodes}
     links = tuple(link for link in cluster.links if set(link.between) <= names)
-    return Cluster(name=cluster.name, nodes=tuple(nodes), links=links)
+    return replace(cluster, nodes=tuple(nodes), links=links)
 
 
 def _device_bits(overrides: Overrides, names: _Names) -> dict[int, int]:

@@ -143,7 +143,7 @@ def _smallest_step(plan: Plan, stage: StageAssignment, costs: ClusterCosts) -> i
     if stage.num_layers < plan.model.num_layers:
         steps += [
             costs.layer_weight_bytes(device, kind, widths[0])
-            + costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens)
+            + costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens, device)
             for kind in set(kinds)
         ]
     return min(steps, default=None)

@@ -339,6 +339,13 @@ def _no_split_text(plan: Plan, costs: ClusterCosts) -> str:
     devices = plan.cluster.devices
     if len(devices) == 1:
         return "no WAA schedule: found one device, expected at least two: one encodes, one decodes"
+    formats = sorted({costs.format_of(device) for device in devices})
+    if len(formats) > 1:
+        return (
+            f"no WAA schedule: the devices compute in {' and '.join(formats)}, expected one format "
+            "in which stages for prefill send keys and values to those for decode; leave devices "
+            "out, or choose --dtype"
+        )
     kinds, work = costs.model.layer_kinds, plan.workload
     layers = zip(kinds, plan.bits, strict=True)
     weights = sum(costs.layer_weight_bytes(devices[0], kind, bits) for kind, bits in layers)

@@ -232,7 +232,8 @@ class _PhaseCosts:
         slots, tokens = smallest.slots_of(stage)
         layers = list(zip(costs.model.layer_kinds, plan.bits, strict=True))
         layer_bytes = (
-            costs.layer_weight_bytes(place, kind, bits) + costs.layer_kv_bytes(kind, slots, tokens)
+            costs.layer_weight_bytes(place, kind, bits)
+            + costs.layer_kv_bytes(kind, slots, tokens, place)
             for kind, bits in layers
         )
         layer_s = (
@@ -265,6 +266,8 @@ def split_plans(
     They use the devices that ``plan`` left out as well, and have no estimate and no searched
     schedule yet. Times are balanced for a mean ``prompt`` and a mean ``context`` in decode.
     """
+    if len({costs.format_of(device) for device in plan.cluster.devices}) > 1:
+        return  # keys and values travel in one format
     order = [*(stage.device for stage in plan.stages), *plan.dropped_devices]
     for count in range(1, len(order)):
         for decoders, encoders in _ends(plan, order, count):
@@ -343,6 +346,7 @@ def _assembled(
         for phase, of_phase, cut in zip((Phase.DECODE, Phase.PREFILL), devices, cuts, strict=True)
         for device, (first, end) in zip(of_phase, pairwise(cut), strict=True)
     ]
+    form = plan.stages[0].dtype  # all devices have one
     stages = tuple(
         StageAssignment(
             rank=rank,
@@ -351,6 +355,7 @@ def _assembled(
             end_layer=end,
             bits=plan.bits[first:end],
             phase=phase,
+            dtype=form,
         )
         for rank, (phase, device, first, end) in enumerate(ranges)
     )

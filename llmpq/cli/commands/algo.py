@@ -96,6 +96,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
         print(render.plan_table(plan, found.dropped))
         more = (
             *render.explanation_text(plan, found),
+            *render.format_text(plan),
             *render.stored_text(request.model),
             *render.schedule_text(plan),
         )

@@ -12,7 +12,13 @@ from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.options import add_devices_option, with_described
-from llmpq.cli.render import explanation_record, explanation_text, plan_record, plan_table
+from llmpq.cli.render import (
+    explanation_record,
+    explanation_text,
+    format_text,
+    plan_record,
+    plan_table,
+)
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError
 from llmpq.spec.plan import read_plan
@@ -72,7 +78,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(plan_table(plan, {} if explanation is None else explanation.dropped))
         lines = () if explanation is None else explanation_text(plan, explanation)
-        for line in (*lines, *trust_text(plan, trust), f"checked        {_summary(found)}"):
+        for line in (
+            *lines,
+            *format_text(plan),
+            *trust_text(plan, trust),
+            f"checked        {_summary(found)}",
+        ):
             print(line)
     for warning in found.warnings:
         print(f"llmpq-check: warning: {warning}", file=sys.stderr)

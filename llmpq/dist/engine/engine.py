@@ -31,6 +31,7 @@ from llmpq.batching import (
     uniform_depth,
 )
 from llmpq.batching.workload_shift import LengthMonitor
+from llmpq.dist.engine.handover import received
 from llmpq.dist.engine.policy import in_order
 from llmpq.dist.engine.sampler import Sampler, SamplingState, sampling_state_of
 from llmpq.dist.engine.stage import StageRunner, packed_batch_of
@@ -165,6 +166,7 @@ class MasterEngine:
         self._master = master
         self._runners = {Phase.PREFILL: prefill_runner or runner, Phase.DECODE: runner}
         self._device = runner.device
+        self._dtype = runner.dtype
         self._communicator = communicator
         self._sampler = sampler
         self._grammars = grammars
@@ -384,7 +386,7 @@ class MasterEngine:
         """Complete the oldest micro-batch that is back: one new token for each sequence."""
         batch, hidden = self._next_completed()
         start = self._clock.now()
-        logits = self._master.logits(hidden[0].to(self._device))  # [R, V]
+        logits = self._master.logits(received(hidden[0], self._device, self._dtype))  # [R, V]
         members = [self._running[number] for number in batch.requests]
         tokens = self._sampler.sample(logits, [member.sampling for member in members])
         spent_s = self._clock.now() - start

@@ -83,7 +83,7 @@ class _TeacherForcing:
         self._communicator: Communicator | None = context.communicator
         start = self._clock.now()
         self._master = load_master(
-            context.job.model_dir, dtype=DTYPES[plan.dtype], device=self._device
+            context.job.model_dir, dtype=DTYPES[plan.dtype_of(plan.stages[0])], device=self._device
         )
         self._runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmpq.dist.engine.handover import received
 from llmpq.dist.engine.stage import StageRunner, packed_batch_of
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
@@ -122,7 +123,7 @@ class PipelineSteps:
         if not step.outputs:
             return None
         assert hidden is not None
-        rows = hidden[0].to(self._runner.device)  # [R, H]
+        rows = received(hidden[0], self._runner.device, self._runner.dtype)  # [R, H]
         if len(step.outputs) < len(step.rows):
             rows = rows[list(step.outputs)]
         return self._master.logits(rows)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs
+from llmpq.dist.engine.handover import received
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
@@ -37,6 +38,7 @@ class StageRunner:
         is_last: whether the projection to the vocabulary follows this stage.
         kv_connector: transfers keys and values from or to other ranks (WAA).
         graphs: the layers with captured decode steps, where possible.
+        dtype: number format of the layers, ``None`` for that of any hidden states.
     """
 
     layers: DecoderStage | None
@@ -45,6 +47,7 @@ class StageRunner:
     is_last: bool
     kv_connector: KVConnector | None = None
     graphs: DecodeGraphs | None = None
+    dtype: torch.dtype | None = None
 
     def close(self) -> None:
         """Close the links for keys and values."""
@@ -70,7 +73,7 @@ class StageRunner:
         Returns:
             ``[1, N, H]``; from the last stage ``[1, R, H]``, the last token of each row.
         """
-        hidden = hidden.to(self.device)
+        hidden = received(hidden, self.device, self.dtype)
         batch = packed_batch_of(rows)
         if self.layers is not None:
             if self.graphs is not None:

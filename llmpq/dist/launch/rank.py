@@ -108,6 +108,8 @@ def frame_limits(
     digest.update(config_bytes(model_dir))
     dtype = DTYPES[plan.dtype]
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
+    cached = DTYPES[plan.dtype_of(plan.stages[0])]  # stages that send keys and values have one
+    kv_bits = 8 if plan.kv_bits == 8 else 8 * cached.itemsize
     return FrameLimits(
         digest=digest.digest()[:8],
         num_blocks=max(
@@ -120,10 +122,11 @@ def frame_limits(
         decode_rows=plan.micro_batching.decode,
         hidden_size=config.hidden_size,
         dtype=dtype,
+        other_dtypes=tuple(DTYPES[name] for name in plan.dtypes if name != plan.dtype),
         # A row has at least one token.
         mixed_rows=0 if engine is None else engine.token_budget,
         mixed_tokens=0 if engine is None else engine.token_budget,
-        kv_token_bytes=tuple(token_bytes(shape, dtype, plan.kv_bits) for shape in shapes),
+        kv_token_bytes=tuple(token_bytes(shape, cached, kv_bits) for shape in shapes),
     )
 
 
@@ -168,9 +171,10 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     """Read, quantize and place the layers of a stage, and allocate its KV blocks."""
     job, plan, rank = context.job, context.plan, context.rank
     stage = plan.stages[rank]
+    dtype = DTYPES[plan.dtype_of(stage)]
     is_last = rank == plan.path(stage.phase or Phase.DECODE)[-1] and job.task != "hidden"
     if stage.num_layers == 0:
-        return StageRunner(layers=None, cache=None, device=device, is_last=is_last)
+        return StageRunner(layers=None, cache=None, device=device, is_last=is_last, dtype=dtype)
 
     def report(done: int, total: int, _: str) -> None:
         context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
@@ -181,7 +185,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         stage.first_layer,
         stage.end_layer,
         stage.bits,
-        dtype=DTYPES[plan.dtype],
+        dtype=dtype,
         device=device,
         progress=report,
         backend=job.kernel,
@@ -195,9 +199,9 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         num_blocks=max(
             num_slots * blocks_of(max_tokens), 0 if engine is None else engine.num_blocks
         ),
-        dtype=DTYPES[plan.dtype],
+        dtype=dtype,
         device=device,
-        kv_bits=plan.kv_bits,
+        kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,
     )
     channels = context.channels
     links = ((), ()) if channels is None else (channels.send_links, channels.receive_links)
@@ -209,6 +213,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         is_last=is_last,
         kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
         graphs=graphs_of(layers, cache, plan.micro_batching.decode) if captures else None,
+        dtype=dtype,
     )
 
 
@@ -220,7 +225,7 @@ def _load(
     ``stack`` closes the layers' links. From now on the process keeps freed memory.
     """
     plan, rank, start_s = context.plan, context.rank, clock.now()
-    device, dtype = torch_device(plan, rank), DTYPES[plan.dtype]
+    device, dtype = torch_device(plan, rank), DTYPES[plan.dtype_of(plan.stages[rank])]
     master = None if rank else load_master(context.job.model_dir, dtype=dtype, device=device)
     runner = load_runner(context, device)
     stack.callback(runner.close)

@@ -86,6 +86,8 @@ class FrameLimits:
             its longest prompt.
         mixed_rows, mixed_tokens: sequences and tokens of the largest mixed step; 0 for none.
         block_size: tokens of a block.
+        dtype: of hidden states.
+        other_dtypes: of the states of stages that compute in another format.
         kv_token_bytes: of every layer of the model, the bytes of one token's keys and values;
             empty where none travel.
     """
@@ -98,6 +100,7 @@ class FrameLimits:
     decode_rows: int
     hidden_size: int
     dtype: torch.dtype
+    other_dtypes: tuple[torch.dtype, ...] = ()
     kv_token_bytes: tuple[int, ...] = ()
     mixed_rows: int = 0
     mixed_tokens: int = 0
@@ -135,7 +138,8 @@ class FrameLimits:
         """Size of the largest payload other than a text."""
         prefill_tokens = self.prefill_rows * self.prefill_tokens
         tokens = max(prefill_tokens, self.decode_rows, self.mixed_tokens)
-        hidden = tokens * self.hidden_size * self.dtype.itemsize
+        widest = max(one.itemsize for one in (self.dtype, *self.other_dtypes))
+        hidden = tokens * self.hidden_size * widest
         return max(hidden, prefill_tokens * max(self.kv_token_bytes, default=0))
 
 
@@ -204,6 +208,7 @@ class Header:
     tables_bytes: int
     payload_bytes: int
     buffer: int
+    dtype: torch.dtype | None = None
 
 
 def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int = 0) -> bytes:
@@ -269,13 +274,14 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
         tables_bytes=_tables_bytes(frame.rows, limits),
         payload_bytes=size,
         buffer=buffer,
+        dtype=_DTYPES[dtype - 1] if 1 <= dtype <= len(_DTYPES) else None,
     )
     if frame.kind is FrameKind.KV:
         _check_cached(header, dtype, limits)
         return header
     _expect("layer", layer, 0)
     if frame.kind in _TENSOR_KINDS:
-        _check_tensor(header, dtype, limits)
+        _check_tensor(header, limits)
     else:
         _expect("dtype and shape of a control frame", (dtype, *header.shape), (0, 0, 0, 0))
         if size > MAX_TEXT_BYTES:
@@ -296,7 +302,8 @@ def assemble(header: Header, tables: bytes, payload: Tensor | None, limits: Fram
     if payload is None:
         return frame
     if frame.kind in _TENSOR_KINDS:
-        hidden = payload.view(limits.dtype).view(1, *header.shape[1:])  # [1, N, H]
+        assert header.dtype is not None  # checked with the header
+        hidden = payload.view(header.dtype).view(1, *header.shape[1:])  # [1, N, H]
         return replace(frame, hidden=hidden)
     if frame.kind is FrameKind.KV:
         return replace(frame, cached=payload.reshape(header.shape[1:]))  # [N, B]
@@ -342,14 +349,16 @@ def _read_blocks(header: Header, data: bytes, limits: FrameLimits) -> tuple[Row,
     return tuple(rows)
 
 
-def _check_tensor(header: Header, dtype: int, limits: FrameLimits) -> None:
+def _check_tensor(header: Header, limits: FrameLimits) -> None:
     rows, tokens, hidden = header.shape
     most_rows, most_tokens = limits.most(header.frame.kind)
     if not 1 <= rows <= most_rows or not 1 <= tokens <= most_tokens:
         raise _refused("shape", header.shape, f"at most {most_rows} rows, {most_tokens} tokens")
     _expect("hidden size", hidden, limits.hidden_size)
-    _expect("dtype", dtype, _DTYPES.index(limits.dtype) + 1)
-    _expect("payload bytes", header.payload_bytes, tokens * hidden * limits.dtype.itemsize)
+    known = (limits.dtype, *limits.other_dtypes)
+    if header.dtype not in known:
+        raise _refused("dtype", header.dtype, f"one of {', '.join(map(str, known))}")
+    _expect("payload bytes", header.payload_bytes, tokens * hidden * header.dtype.itemsize)
     is_prefill = header.frame.kind is FrameKind.PREFILL
     longest = limits.prefill_tokens if is_prefill else limits.max_context
     if header.frame.kind is FrameKind.DECODE:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.gpu import triton_int
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight
+from llmpq.spec.devices.formats import LEAST_CAPABILITY
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -28,9 +29,6 @@ _MANY_ROWS = 64
 _OUTLIER = 6.0  # LLM.int8(), Sec. 3.2: so large a value stays in floats
 _LEAST_INT8_ROWS = 32  # cuBLAS rejects 16 rows and fewer
 _INT8_ROW_MULTIPLE = 8
-
-AMPERE = (8, 0)
-TURING = (7, 5)
 
 
 def cuda_backends() -> tuple[KernelBackend, ...]:
@@ -72,7 +70,7 @@ class CudaInt4Backend(KernelBackend):
         """Return whether the kernel's conditions on shape, group and GPU hold."""
         group = precision.effective_group(in_features)
         fits = out_features % 8 == 0 and in_features % 32 == 0 and group in (32, 64, 128, 256)
-        return fits and not precision.symmetric and _has_capability(AMPERE)
+        return fits and not precision.symmetric and _is_offered(self.name)
 
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""
@@ -183,7 +181,7 @@ class CudaInt8Backend(_Int8Backend):
         )
 
     def _runs_here(self) -> bool:
-        return "cpu" in self.capability.device_types or _has_capability(TURING)
+        return "cpu" in self.capability.device_types or _is_offered(self.name)
 
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""
@@ -245,7 +243,7 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         )
 
     def _runs_here(self) -> bool:
-        is_able = "cpu" in self.capability.device_types or _has_capability(TURING)
+        is_able = "cpu" in self.capability.device_types or _is_offered(self.name)
         return is_able and triton_int.why_missing("bitsandbytes") is None
 
     def stored_bytes(
@@ -278,5 +276,8 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         return y.view(*x.shape[:-1], weight.out_features)
 
 
-def _has_capability(least: tuple[int, int]) -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= least
+def _is_offered(name: str) -> bool:
+    """Return whether this GPU is an NVIDIA one of the compute capability that a kernel needs."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY[name]
