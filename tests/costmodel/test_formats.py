@@ -75,7 +75,7 @@ def test_what_a_device_cannot_compute_is_refused_with_the_reason():
 def test_a_bfloat16_plan_names_the_format_of_every_stage(tmp_path):
     wanted = request(cluster_of_types({"T4-16G": 1, "A100-40G": 1, "P40": 1}))
     wanted = replace(wanted, overrides=replace(wanted.overrides, use=("T4-16G", "A100-40G", "P40")))
-    plan = make_plan(wanted)
+    plan = make_plan(wanted, command="test")
     found = {plan.device_of(stage).type: plan.dtype_of(stage) for stage in plan.stages}
     assert found == {"T4-16G": "float16", "A100-40G": "bfloat16", "P40": "float32"}
     costs, omega = costs_of(wanted), omega_of(wanted)
