@@ -1,4 +1,4 @@
-"""Quantize a whole checkpoint into a GPTQ checkpoint, one decoder layer at a time.
+"""Quantize a whole checkpoint to GPTQ's or compressed-tensors' format, layer by layer.
 
 ``rtn`` reads, rounds and writes each layer. ``gptq`` calibrates every layer on the outputs of the
 quantized layers before it, and inside a layer every step on those of the quantized steps before it
@@ -10,10 +10,11 @@ Shape legend: N output features, K input features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_exper
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.models.experts import find_stored
+from llmpq.quant.checkpoint.compressed_tensors import compressed_config, compressed_parts
 from llmpq.quant.checkpoint.format import from_integers, make_config
 from llmpq.quant.checkpoint.reader import is_gptq, stored_modules
 from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
@@ -33,9 +35,13 @@ from llmpq.quant.modules.layer import quantizable_names
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
+from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.gptq import ZERO_OFFSETS
 from llmpq.spec.huggingface.quantization import FIELD
 from llmpq.spec.precision import Precision
+
+Format = Literal["gptq", "compressed-tensors"]
+Encode = Callable[[IntegerWeight], dict[str, Tensor]]
 
 # With fewer tokens per input feature, the Hessian is mostly noise.
 _MIN_TOKENS_PER_FEATURE = 0.25
@@ -50,6 +56,7 @@ class QuantizeJob:
         precisions: of every layer, in order.
         calibration: tokens for GPTQ; ``None`` rounds to nearest.
         options: of GPTQ.
+        format: of the result, ``gptq`` or ``compressed-tensors``.
         shard_bytes: maximum size of a file of the result.
     """
 
@@ -57,6 +64,7 @@ class QuantizeJob:
     precisions: tuple[Precision, ...]
     calibration: CalibrationSet | None = None
     options: GptqOptions = field(default_factory=GptqOptions)
+    format: Format = "gptq"
     shard_bytes: int = SHARD_BYTES
 
 
@@ -76,7 +84,7 @@ class QuantizeReport:
 def quantize_checkpoint(
     job: QuantizeJob, output: Path | str, progress: Progress | None = None
 ) -> QuantizeReport:
-    """Write a GPTQ-format checkpoint that gptqmodel, transformers and vLLM can read.
+    """Write a checkpoint that gptqmodel, transformers and vLLM can read.
 
     Args:
         job: what to quantize.
@@ -88,24 +96,42 @@ def quantize_checkpoint(
             its layers, or as ``Checkpoint`` and the quantizers.
     """
     checkpoint = _source_of(job)
-    quantization = make_config(
-        job.precisions,
-        checkpoint.skeleton.layers_name,
-        act_order=job.calibration is not None and job.options.order == "full",
-        meta=_meta(job),
-    )
+    quantization = _quantization(job, checkpoint.skeleton.layers_name)
+    encode = _encoder(quantization)
     rounded: list[str] = []
     count = len(job.precisions)
     with CheckpointWriter(output, job.shard_bytes) as writer:
         _copy_other_tensors(checkpoint, writer)
         for index, weights in _quantized_layers(job, checkpoint, rounded):
-            _write_layer(checkpoint, index, weights, writer, quantization["checkpoint_format"])
+            _write_layer(checkpoint, index, weights, writer, encode)
             if progress is not None:
                 progress(index + 1, count, f"layer {index} at {job.precisions[index]}")
-        config = read_json(job.model_dir / "config.json")
+        config = gguf_config(job.model_dir) or read_json(job.model_dir / "config.json")
         config[FIELD] = quantization
         writer.commit(config, job.model_dir)
     return QuantizeReport(weights_bytes=writer.total_bytes, rounded=tuple(rounded))
+
+
+def _quantization(job: QuantizeJob, layers_name: str) -> dict[str, Any]:
+    """Return the ``quantization_config`` of the result.
+
+    Raises:
+        SpecError: the format does not hold reordered columns, or no layer is quantized.
+    """
+    act_order = job.calibration is not None and job.options.order == "full"
+    if job.format == "gptq":
+        return make_config(job.precisions, layers_name, act_order=act_order, meta=_meta(job))
+    if act_order:
+        raise SpecError("compressed-tensors: found --act_order, expected columns in order")
+    return compressed_config(job.precisions, layers_name, _meta(job))
+
+
+def _encoder(quantization: Mapping[str, Any]) -> Encode:
+    """Return the function that makes the tensors of an operator."""
+    if quantization["quant_method"] == "gptq":
+        zero_offset = ZERO_OFFSETS[quantization["checkpoint_format"]]
+        return partial(from_integers, zero_offset=zero_offset)
+    return compressed_parts
 
 
 def _source_of(job: QuantizeJob) -> Checkpoint:
@@ -230,7 +256,7 @@ def _write_layer(
     index: int,
     weights: dict[str, IntegerWeight],
     writer: CheckpointWriter,
-    version: str,
+    encode: Encode,
 ) -> None:
     """Write a layer's codes instead of its weights, and its other tensors unchanged."""
     prefix = checkpoint.layer_prefix(index)
@@ -243,7 +269,7 @@ def _write_layer(
         for i, module in enumerate(modules):
             try:
                 part_rows = weight.rows(slice(i * rows, (i + 1) * rows))
-                parts = from_integers(part_rows, zero_offset=ZERO_OFFSETS[version])
+                parts = encode(part_rows)
             except SpecError as error:
                 raise SpecError(f"{module}: {error}") from error
             for part, tensor in parts.items():
@@ -274,7 +300,8 @@ def _operator_of(matrix: Matrix) -> str:
 
 
 def _load(checkpoint: Checkpoint, name: str) -> Tensor:
-    return checkpoint.tensors.load(checkpoint.tensors.source(name))
+    tensor = checkpoint.tensors.load(checkpoint.tensors.source(name))
+    return tensor.to(checkpoint.dtype) if checkpoint.tensors.decodes else tensor
 
 
 def _meta(job: QuantizeJob) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""llmpq-quantize: write a GPTQ checkpoint of a model, layer by layer."""
+"""llmpq-quantize: write a quantized checkpoint of a model, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        "llmpq-quantize", "Write a GPTQ checkpoint for llmpq-dist and other tools."
+        "llmpq-quantize", "Write a quantized checkpoint for llmpq-dist and other tools."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
     bits = parser.add_mutually_exclusive_group(required=True)
@@ -38,6 +38,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory to write")
     parser.add_argument(
         "--method", choices=("gptq", "rtn"), default="gptq", help="quantizer (default gptq)"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("gptq", "compressed-tensors"),
+        default="gptq",
+        help="format of the files (default gptq, which llmpq-dist keeps as stored; vLLM reads 3 "
+        "bits only in compressed-tensors)",
     )
     add_calibration_options(parser)
     parser.add_argument(
@@ -91,6 +98,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise SpecError("--method gptq: expected a text to calibrate on, --calibration FILE")
     if not is_gptq and (options.calibration is not None or options.act_order):
         raise SpecError("--method rtn: expected neither --calibration nor --act_order")
+    if options.format != "gptq" and options.act_order:
+        raise SpecError(f"--format {options.format}: expected no --act_order")
     group = options.group_size
     if group is not None and group < 1 and group != PER_CHANNEL:
         raise SpecError(f"--group_size: found {group}, expected -1 or at least 1")
@@ -110,6 +119,7 @@ def _job(options: argparse.Namespace) -> QuantizeJob:
         precisions=tuple(_precision(width, options) for width in bits),
         calibration=calibration_of(options),
         options=GptqOptions(damping=options.damping, order="full" if options.act_order else "none"),
+        format=options.format,
     )
 
 
@@ -151,6 +161,7 @@ def _record(
     return {
         "output": str(options.output),
         "method": options.method,
+        "format": options.format,
         "precisions": [str(precision) for precision in job.precisions],
         "weights_bytes": report.weights_bytes,
         "rounded": list(report.rounded),

@@ -28,7 +28,8 @@ from llmpq.dist.io.job import DriftHandling
 from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.logging import get_logger
 from llmpq.spec.codec import to_json
-from llmpq.spec.fields import dump_json, read_json, write_text
+from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.huggingface.gptq import find_config
 from llmpq.spec.lengths import empirical
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
@@ -258,17 +259,16 @@ def lengths_of(measurement: Measurement) -> list[int]:
 
 
 def quantizer_of(model_dir: Path) -> str:
-    """Return ``rtn`` for a plain checkpoint, else the method that a quantized one names.
+    """Return ``rtn``, or the method that a GPTQ checkpoint names.
 
     GPTQ-format files of llmpq name the method in ``meta``: rounded weights are ``rtn``.
 
     Raises:
         SpecError: ``config.json`` cannot be read.
     """
-    config = read_json(model_dir / "config.json")
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    if not isinstance(found, dict):
-        return "gptq" if (model_dir / "quantize_config.json").is_file() else "rtn"
+    found = find_config(model_dir)
+    if found is None or found.get("quant_method") != "gptq":
+        return "rtn"  # weights of other formats are decoded, and rounded like plain ones
     meta: Any = found.get("meta")
     method = meta.get("method") if isinstance(meta, dict) else None
     return str(method or found.get("quant_method"))

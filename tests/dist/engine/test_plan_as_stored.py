@@ -135,9 +135,9 @@ def test_other_bits_are_refused(tiny_model, tmp_path, capsys, words, said):
 def test_a_checkpoint_of_another_method_is_refused(tiny_model, tmp_path, capsys):
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     config = json.loads((model_dir / "config.json").read_text())
-    folder = tmp_path / "awq"
+    folder = tmp_path / "quip"
     folder.mkdir()
-    config["quantization_config"] = {"quant_method": "awq"}
+    config["quantization_config"] = {"quant_method": "quip"}
     (folder / "config.json").write_text(json.dumps(config))
     assert planned(tmp_path, folder) == 2
-    assert "quantized by 'awq', expected a plain one or GPTQ" in capsys.readouterr().err
+    assert "found 'quip', expected gptq, fp8" in capsys.readouterr().err
