@@ -70,7 +70,7 @@ def plan_table(plan: Plan, dropped: Mapping[int, str]) -> str:
         plan: the plan.
         dropped: the reason for every device left out, by its index.
     """
-    lines = [f"{_title(plan)}, {plan.dtype}", "", *_aligned(_stage_rows(plan)), "", *_totals(plan)]
+    lines = [f"{_title(plan)}, {plan.dtype}", "", *aligned(_stage_rows(plan)), "", *_totals(plan)]
     by_reason: dict[str, list[int]] = {}
     for device, reason in dropped.items():
         by_reason.setdefault(reason, []).append(device)
@@ -134,7 +134,7 @@ def front_table(plans: Sequence[Plan], paths: Sequence[str]) -> str:
             )
         )
     title = f"{_title(plans[0])}; quality lost: 0 = unquantized, 1 = every layer at 4 bits"
-    return "\n".join([title, "", *_aligned(rows), ""])
+    return "\n".join([title, "", *aligned(rows), ""])
 
 
 def compact_bits(bits: Sequence[int]) -> str:
@@ -205,7 +205,8 @@ def _memory_text(used: int, capacity: int) -> str:
     return f"[{bar}] {memory_pair(used, capacity)}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with columns of equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -256,7 +257,7 @@ def comparison_table(outcomes: Sequence[Outcome]) -> str:
     if plans:
         least_s = plans[0][1].estimate.objective_s
         rows = [_row(method, plan, least_s) for method, plan in plans]
-        lines += [*_aligned([_COMPARED, *rows]), ""]
+        lines += [*aligned([_COMPARED, *rows]), ""]
     lines += [
         f"{outcome.method}: no plan: {outcome.error}"
         for outcome in outcomes

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.spec.huggingface.families import model_types
+from scripts.docs_site import fit_table
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
 DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
-MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields|families) -->$", re.M)
+MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields|families|fit) -->$", re.M)
 
 
 def expand(markdown: str) -> str:
@@ -22,6 +23,7 @@ def expand(markdown: str) -> str:
         "devices": devices,
         "device fields": device_fields,
         "families": families,
+        "fit": fit_table.fit,
     }
     return MARKER.sub(lambda found: makers[found[1]](), markdown)
 

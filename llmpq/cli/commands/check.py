@@ -1,4 +1,4 @@
-"""llmpq-check: validate, explain and draw a strategy file, and evaluate it again."""
+"""llmpq-check: validate and explain a strategy file, or tell whether a model runs on devices."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
 from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.fit import add_fit_options, run_fit
 from llmpq.cli.options import add_devices_option, with_described
 from llmpq.cli.render import (
     explanation_record,
@@ -20,7 +21,7 @@ from llmpq.cli.render import (
     plan_table,
 )
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
-from llmpq.errors import CapacityError
+from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes
 
@@ -31,18 +32,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("llmpq-check", "Validate a strategy file, evaluate and explain it.")
-    parser.add_argument("strategy", metavar="FILE", help="strategy file of llmpq-algo")
+    parser = make_parser(
+        "llmpq-check",
+        "Validate and explain a strategy file, or tell whether a model runs on devices.",
+    )
+    parser.add_argument("strategy", metavar="FILE", nargs="?", help="strategy file of llmpq-algo")
     parser.add_argument(
         "--omega_file", metavar="FILE.json", help="sensitivity table that the plan was made with"
     )
     add_devices_option(parser)
     parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     parser.add_argument("--plot", metavar="FILE.png", help="draw layers, memory and timeline")
+    add_fit_options(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
+    if (options.strategy is None) == (options.model is None):
+        raise SpecError("expected either a strategy FILE, or --model with devices")
+    if options.strategy is None:
+        return run_fit(options)
     plan = read_plan(options.strategy)
     plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
     found = verify_plan(

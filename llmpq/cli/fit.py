@@ -1,0 +1,119 @@
+"""Does it run my model on my device? The options of ``llmpq-check --model``, and its answer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, cast
+
+from llmpq.assigner import PlanRequest
+from llmpq.assigner.explain.fit import FitAnswer, fit_answers
+from llmpq.cli.common import print_json
+from llmpq.cli.options import with_described
+from llmpq.cli.render import aligned, format_text, memory_pair, plan_record
+from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec import catalog
+from llmpq.spec.cluster import cluster_of_lists, load_cluster
+from llmpq.spec.precision import DTYPE_BYTES, Dtype
+from llmpq.spec.workload import Workload
+from llmpq.units import format_seconds
+
+
+def add_fit_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a check without a strategy file."""
+    group = parser.add_argument_group(
+        "does a model run on devices", "Instead of FILE: which bits fit, and how fast."
+    )
+    group.add_argument("--model", metavar="NAME_OR_DIR", help="catalogue name or local directory")
+    group.add_argument("--dtype", choices=("auto", *DTYPE_BYTES), default="auto")
+    group.add_argument("--cluster", metavar="FILE.json", help="cluster file")
+    group.add_argument("--device_names", nargs="+", metavar="TYPE", help="device types")
+    group.add_argument(
+        "--device_numbers", nargs="+", type=int, metavar="COUNT", help="of each type (default 1)"
+    )
+    group.add_argument("--global_bz", type=int, default=1, metavar="B", help="sequences (1)")
+    group.add_argument("--s", type=int, default=512, metavar="TOKENS", help="prompt length (512)")
+    group.add_argument("--n", type=int, default=128, metavar="TOKENS", help="new tokens (128)")
+
+
+def run_fit(options: argparse.Namespace) -> int:
+    """Answer whether the model runs on the devices; print it and return the exit status.
+
+    Raises:
+        InfeasibleError: it fits at no bitwidth.
+    """
+    request = _request(options)
+    answers = fit_answers(request)
+    best = next((one.plan for one in answers if one.plan is not None), None)
+    if options.json:
+        print_json(
+            {
+                "model": request.model.name,
+                "cluster": request.cluster.name,
+                "fits": best is not None,
+                "answers": [_record(one) for one in answers],
+            }
+        )
+    else:
+        print(_text(request, answers))
+        for line in () if best is None else format_text(best):
+            print(line)
+    if best is None:
+        raise InfeasibleError(str(answers[-1].reason))
+    return 0
+
+
+def _request(options: argparse.Namespace) -> PlanRequest:
+    if options.cluster is not None and options.device_names is None:
+        cluster, where = load_cluster(options.cluster), options.cluster
+    elif options.cluster is None and options.device_names is not None:
+        numbers = options.device_numbers or [1] * len(options.device_names)
+        cluster, where = cluster_of_lists(options.device_names, numbers), "--device_names"
+    else:
+        raise SpecError("--model: expected together with either --cluster or --device_names")
+    model, source = catalog.resolve_model(options.model)
+    dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
+    return PlanRequest(
+        model=model,
+        model_source=None if source is None else str(source),
+        cluster=with_described(cluster, options, where),
+        workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
+        dtype=dtype,
+        kv_bits=8 * DTYPE_BYTES[dtype],
+    )
+
+
+def _record(answer: FitAnswer) -> dict[str, Any]:
+    plan = answer.plan
+    found: dict[str, Any] = {"bits": answer.bits, "fits": plan is not None, "reason": answer.reason}
+    return found if plan is None else {**found, **plan_record(plan, None)}
+
+
+def _text(request: PlanRequest, answers: Sequence[FitAnswer]) -> str:
+    work = request.workload
+    rows = [("bits", "runs", "memory", "first token", "tokens/s", "devices")]
+    reasons = []
+    for answer in answers:
+        plan = answer.plan
+        if plan is None:
+            rows.append((str(answer.bits), "no", "", "", "", ""))
+            reasons.append(f"{answer.bits} bits: {answer.reason}")
+            continue
+        stages = plan.estimate.stages
+        needed = sum(one.memory.total for one in stages)
+        first_s = sum(one.prefill_s + one.send_prefill_s for one in stages)
+        rows.append(
+            (
+                str(answer.bits),
+                "yes",
+                memory_pair(needed, sum(one.capacity_bytes for one in stages)),
+                format_seconds(first_s),
+                f"{plan.throughput_tokens_per_s:.3g}",
+                ", ".join(plan.device_of(stage).label for stage in plan.stages),
+            )
+        )
+    title = (
+        f"{request.model.name} on {request.cluster.name}: {work.batch} x {work.prompt_tokens} "
+        f"prompt tokens, {work.new_tokens} new tokens each, {request.dtype}; predicted"
+    )
+    return "\n".join([title, "", *aligned(rows), "", *reasons])

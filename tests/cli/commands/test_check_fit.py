@@ -1,0 +1,78 @@
+"""``llmpq-check --model``: does it run my model on my device?"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmpq.assigner import PlanRequest
+from llmpq.assigner.explain.fit import fit_answers, most_bits
+from llmpq.cli.commands.check import main
+from llmpq.costmodel import build_costs
+from llmpq.spec import catalog
+from llmpq.spec.cluster import cluster_of_types
+from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.workload import Workload
+
+WORK = Workload(batch=1, prompt_tokens=256, new_tokens=32)
+ARGV = ["--s", "256", "--n", "32"]
+
+
+def test_every_bitwidth_is_answered(capsys) -> None:
+    assert main(["--model", "Qwen/Qwen3-32B", "--device_names", "RTX3090", *ARGV, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    fits = {one["bits"]: one["fits"] for one in found["answers"]}
+    assert fits == {16: False, 8: False, 4: True, 3: True}
+    for one in found["answers"]:
+        assert (one["reason"] is None) == one["fits"]
+        if one["fits"]:
+            assert one["throughput_tokens_per_s"] > 0
+            assert {width for stage in one["stages"] for width in stage["bits"]} == {one["bits"]}
+
+
+def test_the_text_names_formats_and_reasons(capsys) -> None:
+    argv = ["--model", "Qwen/Qwen3-14B", "--device_names", "T4-16G", "V100-16G", *ARGV]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "16 bits: Qwen/Qwen3-14B does not fit" in text or "16    yes" in text
+    assert "T4-16G#0 computes float16, float32, not bfloat16" in text
+    assert "tokens/s" in text
+
+
+def test_a_model_that_never_fits_is_status_3(capsys) -> None:
+    argv = ["--model", "meta-llama/Llama-3.1-405B", "--device_names", "T4-16G", *ARGV]
+    assert main(argv) == 3
+    printed = capsys.readouterr()
+    assert "no" in printed.out
+    assert "does not fit" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "expected either a strategy FILE, or --model"),
+        (["plan.json", "--model", "x"], "expected either a strategy FILE, or --model"),
+        (["--model", "Qwen/Qwen3-8B"], "expected together with either --cluster or --device_names"),
+        (["--model", "Qwen/Qwen3-8B", "--device_names", "RTX4091"], "RTX4090"),
+        (["--model", "nothing", "--device_names", "L4"], "found 'nothing'"),
+    ],
+)
+def test_bad_input_is_status_2(argv, message, capsys) -> None:
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["RTX3060-12G", "T4-16G", "P40", "M2-Max", "Arc-B580"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "facebook/opt-13b"])
+def test_the_table_agrees_with_the_planner(device, name) -> None:
+    model, cluster = catalog.model(name), cluster_of_types({device: 1})
+    bits = 8 * DTYPE_BYTES[model.dtype]
+    costs = build_costs(model, cluster, dtype=model.dtype, kv_bits=bits, latency="roofline")
+    request = PlanRequest(
+        model=model, cluster=cluster, workload=WORK, dtype=model.dtype, kv_bits=bits,
+        latency="roofline",
+    )  # fmt: skip
+    planned = [one.bits for one in fit_answers(request) if one.plan is not None]
+    assert most_bits(costs, WORK) == max(planned, default=None)
