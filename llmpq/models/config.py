@@ -18,6 +18,7 @@ from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
 from llmpq.models.families import TESTED, UNSUPPORTED
 from llmpq.spec.gguf.config import gguf_config
+from llmpq.spec.huggingface.multimodal import language_fields
 
 _logger = get_logger(__name__)
 
@@ -45,11 +46,13 @@ def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
 def read_config(path: Path, fields: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Read a ``config.json`` with the classes of transformers; ``fields`` if they are known.
 
+    Of a multimodal model, the configuration is that of its language model.
+
     Raises:
         SpecError: the file is missing or not JSON, ``model_type`` is unknown, or transformers
             rejects a field.
     """
-    fields = fields or _read_json_object(path)
+    fields = dict(language_fields(fields or _read_json_object(path)))
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise bad_field(str(path), "model_type", model_type, "a family that transformers knows")

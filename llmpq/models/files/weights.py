@@ -209,10 +209,14 @@ class Checkpoint:
             )
 
     def _find_root(self) -> str:
-        """Return the prefix of the decoder's tensors; base models lack parts of the path."""
+        """Return the prefix of the decoder's tensors.
+
+        Base models lack parts of the path; multimodal models have a part for the language model.
+        """
         parts = [part for part in self.skeleton.decoder_path.split(".") if part]
         roots = ["".join(f"{part}." for part in parts[i:]) for i in range(len(parts) + 1)]
         roots += [f"model.{root}" for root in roots]
+        roots += ["model.language_model.", "language_model.model.", "language_model."]
         layers = self.skeleton.layers_name
         for root in roots:
             if any(name.startswith(f"{root}{layers}.") for name in self.tensors.names):
@@ -225,7 +229,7 @@ class Checkpoint:
     def _find_head(self, suffix: str) -> str:
         """Return the name of the head's tensor: the library's, a family's, or a wrapped one."""
         head = self.skeleton.head_path
-        names = [f"{head}.{suffix}", f"model.{head}.{suffix}"]
+        names = [f"{start}{head}.{suffix}" for start in ("", "model.", "language_model.")]
         if self.skeleton.family.stored_head is not None:
             names.insert(0, f"{self.skeleton.family.stored_head}.{suffix}")
         return next((name for name in names if name in self.tensors), names[0])

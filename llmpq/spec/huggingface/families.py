@@ -18,6 +18,7 @@ from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.config import HIDDEN, Config, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
 from llmpq.spec.huggingface.gptq import stored_precisions
+from llmpq.spec.huggingface.multimodal import language_fields
 from llmpq.spec.huggingface.variants import VARIANTS, Variant
 from llmpq.spec.model import LayerSpec, ModelSpec
 
@@ -34,7 +35,7 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     file = folder / "config.json"
     config, name = gguf_config(folder) or read_json(file), folder.resolve().name
     described = folder / MODEL_FILE
-    is_known = isinstance(config, dict) and config.get("model_type") in VARIANTS
+    is_known = isinstance(config, dict) and language_fields(config).get("model_type") in VARIANTS
     if not is_known and described.is_file():
         model = replace(read_model_file(described), name=name)
     else:
@@ -54,6 +55,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         SpecError: not a decoder-only model of a known family, or a field is missing or invalid.
     """
     fields = Config(config, where)
+    config = language_fields(config)
     family = config.get("model_type")
     if config.get("is_encoder_decoder"):
         raise fields.error("is_encoder_decoder", True, "a decoder-only model")
