@@ -26,7 +26,7 @@ REQUIRED = frozenset(
         *("intermediate_size", "dtype", "torch_dtype", "layer_types"),
     }
 )
-IRRELEVANT = ("dropout", "token_id", "_pdrop", "aux_loss", "eps", "rope", "initializer", "mtp")
+IRRELEVANT = ("dropout", "token_id", "_pdrop", "aux_loss", "eps", "initializer", "mtp")
 
 
 def defaults_of(model_type: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
 from llmpq.models.families import TESTED, UNSUPPORTED
 from llmpq.spec.gguf.config import gguf_config
-from llmpq.spec.huggingface.multimodal import language_fields
+from llmpq.spec.huggingface.language import language_fields
 
 _logger = get_logger(__name__)
 

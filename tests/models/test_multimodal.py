@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llmpq.models import Checkpoint
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.multimodal import language_fields
+from llmpq.spec.huggingface.language import language_fields
 
 torch.set_num_threads(1)
 
@@ -96,6 +96,7 @@ def test_fields_of_the_outer_object_complete_the_inner_one():
     }  # fmt: skip
     found = language_fields(json.loads(json.dumps(config)))
     assert found == {"model_type": "mistral", "tie_word_embeddings": True, "dtype": "bfloat16"}
+    assert language_fields({"model_type": "kimi_k2"}) == {"model_type": "deepseek_v3"}
     assert language_fields({"model_type": "llama"}) == {"model_type": "llama"}
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
     old = language_fields({"model_type": "qwen2_vl", "rope_scaling": rope})

@@ -14,12 +14,13 @@ from transformers import CONFIG_MAPPING
 
 from llmpq.profiler.describe import describe
 from llmpq.spec import catalog
-from llmpq.spec.huggingface.config import family_defaults
+from llmpq.spec.huggingface.config import LAYERS, family_defaults
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from scripts import config_defaults
 
 torch.set_num_threads(1)
 
+DATA = Path(catalog.__file__).parents[1] / "data"
 CASES = {
     "bitnet biased": ("bitnet", {"attention_bias": True}),
     "cohere norms": ("cohere", {"use_qk_norm": True}),
@@ -42,6 +43,16 @@ CASES = {
     "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
     "starcoder2 plain": ("starcoder2", {"use_bias": False, "sliding_window": 6}),
 }
+
+
+PUBLISHED = {
+    entry["config"]["model_type"]: entry
+    for entry in json.loads((DATA / "models.json").read_text())["models"]
+}
+"""One published model of every family in the catalogue."""
+MAX_LAYERS = 5
+"""Layers of a published model that are built: the kinds of layer of all these models are among
+them."""
 
 
 def _comparable(model):
@@ -72,6 +83,20 @@ def test_fields_mean_what_they_mean_to_transformers(case):
     _assert_equal_to_transformers(tiny_config(model_type, **overrides))
 
 
+@pytest.mark.parametrize("model_type", sorted(PUBLISHED))
+def test_published_sizes_are_those_of_transformers(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know the family")
+    fields = dict(PUBLISHED[model_type]["config"])
+    name = next(name for name in LAYERS if name in fields)
+    if not any(isinstance(value, list) for value in fields.values()):
+        fields[name] = min(fields[name], MAX_LAYERS)
+    found = model_from_config(fields, "published", "config.json")
+    config_class = CONFIG_MAPPING[model_type]
+    expected = describe(config_class.from_dict(fields), "published", found.dtype)
+    assert _comparable(found) == _comparable(expected)
+
+
 def test_grouped_heads_of_falcon_are_cached_once():
     # transformers repeats them for every query head before it caches them.
     config = tiny_config("falcon", new_decoder_architecture=True, num_kv_heads=2)
@@ -87,7 +112,9 @@ def test_grouped_heads_of_falcon_are_cached_once():
 def test_defaults_are_those_of_transformers(model_type):
     if model_type not in CONFIG_MAPPING:
         pytest.skip("this version of transformers does not know the family")
-    path = Path(catalog.__file__).parents[1] / "data" / "config_defaults.json"
-    if json.loads(path.read_text())["transformers"] != transformers.__version__:
+    if (
+        json.loads((DATA / "config_defaults.json").read_text())["transformers"]
+        != transformers.__version__
+    ):
         pytest.skip("written by another version of transformers")
     assert config_defaults.defaults_of(model_type) == family_defaults()[model_type]

@@ -18,7 +18,7 @@ from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.config import HIDDEN, Config, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
 from llmpq.spec.huggingface.gptq import stored_precisions
-from llmpq.spec.huggingface.multimodal import language_fields
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.huggingface.variants import VARIANTS, Variant
 from llmpq.spec.model import LayerSpec, ModelSpec
 

@@ -212,7 +212,7 @@ def by_interval(fields: Config) -> Sequence[bool]:
     """Return the mixtures of ERNIE: a range of layers, every ``moe_layer_interval``-th."""
     count = fields.layers()
     first = fields.size("moe_layer_start_index", minimum=0)
-    last = fields.integer("moe_layer_end_index", -1, count)
+    last = fields.integer("moe_layer_end_index", -1)
     every = fields.size("moe_layer_interval")
     end = count if last == -1 else last + 1
     return [first <= index < end and (index + 1) % every == 0 for index in range(count)]

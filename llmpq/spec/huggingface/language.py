@@ -1,4 +1,4 @@
-"""The language part of a multimodal model's ``config.json``.
+"""The language model of a ``config.json``: the text part of a multimodal model, and other names.
 
 Text alone passes through the same layers as in the language model that the family builds on:
 Qwen's three position rows are equal then, so its text model is Qwen2 or Qwen3.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LANGUAGE_MODELS = {
+    "kimi_k2": "deepseek_v3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -17,7 +18,7 @@ LANGUAGE_MODELS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Text models that equal a language model on text."""
+"""Model types that equal another one: on text, or but for the name of their own code."""
 _TIE = "tie_word_embeddings"
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id")
 _ROPE = ("rope_parameters", "rope_scaling")
