@@ -14,6 +14,7 @@ from llmpq.assigner.constraints.deadline import Deadline
 from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
+from llmpq.assigner.export.export import ENGINES, PLAN_FILE, write_export
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render
@@ -48,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
         "several plans get one suffix each",
     )
     report.add_argument(
+        "--export",
+        choices=ENGINES,
+        help="write the commands, environment and settings with which another engine runs the "
+        "plan; --output is their new directory",
+    )
+    report.add_argument(
         "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
     )
     report.add_argument(
@@ -62,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, started_s: float) -> int:
+    _check_export(options)
     request = request_of(options)
     if request.time_limit_s is not None:
         request = replace(request, deadline=Deadline(started_s + request.time_limit_s))
@@ -76,7 +84,11 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
     request, plan = scheduled(
         options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
     )
-    path = _write(plan, _output(options, request, options.method))
+    if options.export is None:
+        path = _write(plan, _output(options, request, options.method))
+    else:
+        write_export(plan, options.export, options.output)
+        path = str(Path(options.output) / PLAN_FILE)
     found = _with_progress(
         "explanation",
         lambda show: explain_plan(
@@ -108,6 +120,17 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
 
         draw_plan(plan, options.plot)
     return 0
+
+
+def _check_export(options: argparse.Namespace) -> None:
+    if options.export is None:
+        return
+    if options.output is None:
+        raise SpecError("--export: found no --output, expected --output DIR")
+    if options.method == "all" or options.pareto is not None:
+        raise SpecError("--export: found with --method all or --pareto, expected one plan")
+    if Path(options.output).exists():
+        raise SpecError(f"{options.output}: exists already, expected a new directory")
 
 
 def _run_all(options: argparse.Namespace, request: PlanRequest) -> int:

@@ -68,6 +68,19 @@ def test_json_is_one_object_with_the_promised_fields(capsys, tmp_path) -> None:
     assert found["throughput_tokens_per_s"] == pytest.approx(4 * 20 / found["latency_s"])
 
 
+def test_export_writes_a_directory_for_another_engine(capsys, tmp_path) -> None:
+    words = [*SMALL, *ONE, "--bits", "8", "16", "--export", "vllm"]
+    assert main([*words, "--output", "out"]) == 0
+    plan = read_plan(tmp_path / "out" / "plan.json")
+    text = (tmp_path / "out" / "node-0.sh").read_text()
+    assert f"export VLLM_PP_LAYER_PARTITION={plan.model.num_layers}" in text
+    capsys.readouterr()
+    assert main([*words, "--output", "out"]) == 2
+    assert "out: exists already" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "expected --output DIR" in capsys.readouterr().err
+
+
 def test_the_papers_own_command_line(capsys) -> None:
     argv = ["--model-name", "opt", "--model_size", "30b", "--device_names", "T4-16G", "V100-32G"]
     argv += ["--device_numbers", "3", "1", "--global_bz", "32", "--s", "512", "--n", "100"]

@@ -1,0 +1,1 @@
+"""Plans as commands and settings of other engines: vLLM, SGLang, llama.cpp."""
