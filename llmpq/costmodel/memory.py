@@ -299,7 +299,11 @@ def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
     elif step.kv_bits == 8 and step.tokens > 1:
         found.append(_read_row(step, layer))
     has_experts = any(op.count > 1 for op in layer.linears if op.quantizable)
-    return [*found, _experts(step, layer) if has_experts else _feed_forward(step, layer)]
+    if layer.value_dim is not None:
+        found.append(_expanded_latents(step, layer))
+    if not has_experts:
+        return [*found, _feed_forward(step, layer)]
+    return [*found, _experts(step, layer), _shared_expert(step, layer)]
 
 
 def _shared(step: Step, layer: LayerSpec) -> Moment:
@@ -400,6 +404,23 @@ def _experts(step: Step, layer: LayerSpec) -> Moment:
     return [*[step.hidden] * 4, 2 * inner, inner, inner]
 
 
+def _shared_expert(step: Step, layer: LayerSpec) -> Moment:
+    """The inner tensors of the expert that all tokens visit, and of the routed experts' sum."""
+    dense = [op for op in layer.linears if op.count == 1 and op.quantizable]
+    widths = [op.in_features for op in dense if not _is_attention(op)]
+    inner = step.of(max(widths, default=0))
+    return [*[step.hidden] * 4, *[inner] * 3]
+
+
+def _expanded_latents(step: Step, layer: LayerSpec) -> Moment:
+    """Latent vectors read from the cache, and the keys and values of all heads made from them."""
+    made = [op.out_features for op in layer.linears if op.name.endswith("kv_b_proj")]
+    cached = step.batch * step.context * DTYPE_BYTES[step.dtype]
+    rotated = layer.num_heads * (layer.value_dim or 0)
+    expanded = [cached * (sum(made) + rotated)] * 2
+    return [*[step.hidden] * 2, *[cached * layer.kv_values_per_token] * 2, *expanded]
+
+
 def _share(op: LinearSpec) -> float:
     """Return the share of a step's rows that one operator gets."""
     return 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
@@ -440,8 +461,14 @@ def _scratch_bytes(model: ModelSpec, dtype: Dtype) -> int:
     return max(widened, default=0)
 
 
+_ATTENTION_PREFIXES = (
+    *("self_attn.", "self_attention.", "attention.", "attn."),
+    *("linear_attn.", "conv."),  # what some layers have in its place
+)
+
+
 def _is_attention(op: LinearSpec) -> bool:
-    return op.name.startswith(("self_attn.", "self_attention.", "attention."))
+    return op.name.startswith(_ATTENTION_PREFIXES)
 
 
 def _gpu_peak(step: Step, *, is_master: bool) -> int:

@@ -127,8 +127,8 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
     if kind == "full_attention":
         return None
     raise SpecError(
-        f"model family {config.model_type}: layer {index} is '{kind}', "
-        "expected full_attention or sliding_attention"
+        f"model family {config.model_type}: layer {index} is '{kind}', expected full_attention or "
+        "sliding_attention; layers with a recurrent state or another pattern are planned, not run"
     )
 
 

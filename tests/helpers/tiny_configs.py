@@ -46,6 +46,12 @@ SIZES: dict[str, Any] = {
 """Fields that a configuration class gets if it has them."""
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": ...}
+_STATE: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+}
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "deepseek_v3": _LATENT,
@@ -58,7 +64,11 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": 0},
     "hunyuan_v1_moe": {"head_dim": 8, "pad_token_id": 0, "moe_topk": 2, "eod_token_id": 3},
     "minicpm3": {**_LATENT, "logits_scaling": ...},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "ministral": {"head_dim": 8},
+    "qwen3_5_moe_text": {**_STATE, "num_hidden_layers": 4},
+    "qwen3_5_text": {**_STATE, "num_hidden_layers": 4},
+    "qwen3_next": {**_STATE, "num_hidden_layers": 4},
     "youtu": _LATENT,
 }
 """Fields of single families; ``...`` leaves one out."""

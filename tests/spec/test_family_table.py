@@ -32,6 +32,7 @@ CASES = {
     "glm4_moe norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "gpt2 inner": ("gpt2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "lfm2 biased": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "llama4 interleaved": ("llama4_text", {"interleave_moe_layer_step": 2}),
     "mistral wide": ("mistral", {"head_dim": 16, "sliding_window": None}),
     "mixed windows": ("smollm3", {"use_sliding_window": True, "sliding_window": 6}),

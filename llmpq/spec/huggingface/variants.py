@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.spec.huggingface import windows
+from llmpq.spec.huggingface import mixers, windows
 from llmpq.spec.huggingface.attention import Attentions, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, Config
 from llmpq.spec.huggingface.feed_forward import (
@@ -168,6 +168,20 @@ _GPTJ = Variant(
     head_bias=True,
 )
 
+_GATED_ATTENTION = SelfAttention(norm="heads", query_widths=2)
+_QWEN2_EXPERTS = Experts(
+    shared="shared_expert",
+    shared_gate=True,
+    shared_width=lambda fields: fields.size("shared_expert_intermediate_size"),
+)
+_QWEN3_5 = Variant(
+    attention=mixers.Hybrid(
+        attention=_GATED_ATTENTION,
+        mixer=mixers.gated_delta_net(mixers.separate_inputs),
+        is_attention=mixers.by_interval,
+    ),
+)
+
 VARIANTS: dict[str, Variant] = {
     "afmoe": Variant(
         attention=SelfAttention(norm="heads", gate="gate_proj"),
@@ -321,6 +335,19 @@ VARIANTS: dict[str, Variant] = {
     "internlm3": _LLAMA,
     "iquestcoder": _LLAMA,
     "jais2": Variant(feed_forward=Plain(bias="mlp_bias"), norm_tensors=2),
+    "lfm2": Variant(
+        attention=mixers.Hybrid(
+            attention=SelfAttention(
+                names=("q_proj", "k_proj", "v_proj", "out_proj"),
+                bias=False,
+                norm="heads",
+                head_dim=Config.head_share,
+            ),
+            mixer=mixers.short_convolution,
+            is_attention=mixers.by_list,
+        ),
+        feed_forward=mixers.adjusted_feed_forward,
+    ),
     "llama": _LLAMA,
     "llama4_text": Variant(
         feed_forward=Experts(
@@ -420,15 +447,20 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen2_moe": Variant(
         attention=SelfAttention(bias="qkv_bias", out_bias=False),
-        feed_forward=Experts(
-            shared="shared_expert",
-            shared_gate=True,
-            shared_width=lambda fields: fields.size("shared_expert_intermediate_size"),
-            layers=by_step,
-        ),
+        feed_forward=replace(_QWEN2_EXPERTS, layers=by_step),
         windows=windows.every_other,
     ),
     "qwen3": Variant(attention=SelfAttention(norm="heads"), windows=windows.from_layer),
+    "qwen3_5_moe_text": replace(_QWEN3_5, feed_forward=_QWEN2_EXPERTS),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": Variant(
+        attention=mixers.Hybrid(
+            attention=_GATED_ATTENTION,
+            mixer=mixers.gated_delta_net(mixers.joined_inputs),
+            is_attention=mixers.by_interval,
+        ),
+        feed_forward=replace(_QWEN2_EXPERTS, layers=by_step),
+    ),
     "qwen3_moe": Variant(
         attention=SelfAttention(norm="heads"),
         feed_forward=Experts(layers=by_step),

@@ -1,0 +1,132 @@
+"""Layers that keep a state of fixed size in place of keys and values, among layers of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llmpq.spec.huggingface.attention import Attention, SelfAttention
+from llmpq.spec.huggingface.config import HIDDEN, Config
+from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
+from llmpq.spec.huggingface.windows import FULL, LINEAR
+from llmpq.spec.model import LinearSpec
+
+Mixer = Callable[[Config], Attention]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hybrid:
+    """Attention in some layers, another mixer in the rest.
+
+    Attributes:
+        attention: of its layers.
+        mixer: of the others.
+        is_attention: whether each layer is attention if ``layer_types`` is absent.
+    """
+
+    attention: SelfAttention
+    mixer: Mixer
+    is_attention: Callable[[Config], Sequence[bool]]
+
+    def __call__(self, fields: Config) -> Sequence[Attention]:
+        """Return the attention or mixer of every layer."""
+        names = fields.words("layer_types", fields.layers(), (FULL, *LINEAR))
+        chosen = self.is_attention(fields) if names is None else [name == FULL for name in names]
+        attention, mixer = self.attention.one(fields), self.mixer(fields)
+        return [attention if is_attention else mixer for is_attention in chosen]
+
+
+def by_interval(fields: Config) -> Sequence[bool]:
+    """Return attention in every ``full_attention_interval``-th layer (Qwen3-Next)."""
+    every = fields.size("full_attention_interval", default=4)
+    return [(index + 1) % every == 0 for index in range(fields.layers())]
+
+
+def by_list(fields: Config) -> Sequence[bool]:
+    """Return attention in the layers of ``full_attn_idxs``, by default all (LFM2)."""
+    count = fields.layers()
+    chosen = fields.indices("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
+    return [index in chosen for index in range(count)]
+
+
+def gated_delta_net(inputs: Callable[[int, int, int], dict[str, int]]) -> Mixer:
+    """Return the linear attention of Qwen3-Next (Yang et al., "Gated Delta Networks", 2025).
+
+    Args:
+        inputs: the input operators and their outputs, from the widths of all keys and of all
+            values and the number of value heads.
+    """
+
+    def mixer(fields: Config) -> Attention:
+        hidden = fields.size(*HIDDEN)
+        keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+        key_dim, value_dim = (
+            fields.size("linear_key_head_dim"),
+            fields.size("linear_value_head_dim"),
+        )
+        key, value, kernel = (
+            keys * key_dim,
+            values * value_dim,
+            fields.size("linear_conv_kernel_dim"),
+        )
+        convolved = 2 * key + value
+        linears = [
+            linear(f"linear_attn.{name}", width, hidden)
+            for name, width in inputs(key, value, values).items()
+        ]
+        return _mixer(
+            (*linears, linear("linear_attn.out_proj", hidden, value)),
+            others=2 * values + convolved * kernel + value_dim,
+            state_values=convolved * kernel + values * key_dim * value_dim,
+        )
+
+    return mixer
+
+
+def joined_inputs(key: int, value: int, heads: int) -> dict[str, int]:
+    """Return the two input operators of Qwen3-Next."""
+    return {"in_proj_qkvz": 2 * key + 2 * value, "in_proj_ba": 2 * heads}
+
+
+def separate_inputs(key: int, value: int, heads: int) -> dict[str, int]:
+    """Return the four input operators of Qwen3.5."""
+    return {
+        "in_proj_qkv": 2 * key + value, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads,
+    }  # fmt: skip
+
+
+def short_convolution(fields: Config) -> Attention:
+    """Return the gated convolution of LFM2."""
+    hidden, kernel = fields.size(*HIDDEN), fields.size("conv_L_cache")
+    bias = has_bias(fields, "conv_bias")
+    return _mixer(
+        (
+            linear("conv.in_proj", 3 * hidden, hidden, bias),
+            linear("conv.out_proj", hidden, hidden, bias),
+        ),
+        others=hidden * kernel + (hidden if bias else 0),
+        state_values=hidden * kernel,
+    )
+
+
+def adjusted_feed_forward(fields: Config) -> Sequence[FeedForward]:
+    """Return the feed-forward of LFM2, whose width is two thirds of the stated one, rounded up."""
+    width = fields.size("block_ff_dim", "intermediate_size")
+    if fields.flag_or("block_auto_adjust_ff_dim", default=True):
+        stated = fields.has("block_ffn_dim_multiplier")
+        factor = fields.number("block_ffn_dim_multiplier") if stated else 1.0
+        multiple = fields.size("block_multiple_of")
+        width = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+    block = Gated(prefix="feed_forward", names=("w1", "w3", "w2"))
+    return [block.of_width(fields, width)] * fields.layers()
+
+
+def _mixer(linears: tuple[LinearSpec, ...], others: int, state_values: int) -> Attention:
+    return Attention(
+        linears=linears,
+        others=others,
+        num_heads=0,
+        num_kv_heads=0,
+        head_dim=0,
+        state_values=state_values,
+    )
