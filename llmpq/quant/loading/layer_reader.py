@@ -20,6 +20,7 @@ from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
 from llmpq.models.files.sources import TensorSource
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
+from llmpq.quant.loading.as_stored import is_as_stored, read_as_stored
 from llmpq.quant.loading.assembly import LayerAssembly, Matrix, matrices_of
 from llmpq.quant.loading.prefetch import Prefetcher, Slot
 from llmpq.quant.loading.weight_cache import (
@@ -73,7 +74,7 @@ class ReadRows:
         layer: that it belongs to.
         matrix: its name and shape.
         first_row: of the block.
-        weight: 16 or 32-bit weights in the slot's memory.
+        weight: 16 or 32-bit weights in the slot's memory, or stored codes that are kept.
         where: file and tensor, for messages.
         slot: to release after the last block.
     """
@@ -81,7 +82,7 @@ class ReadRows:
     layer: LayerLoad
     matrix: Matrix
     first_row: int
-    weight: Tensor
+    weight: Tensor | PackedWeight
     where: str
     slot: Slot
 
@@ -232,6 +233,15 @@ class LayerReader:
     def _rows(self, load: LayerLoad, matrix: Matrix, source: TensorSource) -> Iterator[Item]:
         """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
         slot, tensors, first = self.prefetcher.acquire(), self.checkpoint.tensors, 0
+        where = tensors.where(source.name)
+        if is_as_stored(source, load.precision):
+            kept = read_as_stored(source, load.precision, self.dtype, tensors.load)
+            if kept is not None:
+                load.origin = "as stored"
+                yield ReadRows(
+                    layer=load, matrix=matrix, first_row=0, weight=kept, where=where, slot=slot
+                )
+                return
         rows = _block_rows(matrix) if matrix.name in load.tiled else matrix.out_features
         for weight in tensors.load_blocks(source, slot.allocate, rows):
             yield ReadRows(
@@ -239,7 +249,7 @@ class LayerReader:
                 matrix=matrix,
                 first_row=first,
                 weight=weight,
-                where=tensors.where(source.name),
+                where=where,
                 slot=slot,
             )
             first += len(weight)
@@ -254,7 +264,10 @@ class LayerReader:
         fingerprint = self.checkpoint.tensors.fingerprint(weights.values())
         if fingerprint is None:
             return None
-        forms = [f"{name} {name in load.tiled}" for name in weights]
+        forms = [
+            f"{name} {name in load.tiled}{' as stored' * is_as_stored(source, load.precision)}"
+            for name, source in weights.items()
+        ]
         key = entry_key(fingerprint, [str(load.precision), str(self.dtype), *forms])
         layout = entry_layout(matrices, load.precision, self.dtype, load.tiled)
         cached = self.cache.read(key, layout)

@@ -161,11 +161,10 @@ class _StageBuilder:
 
     def _quantize(self, item: ReadRows) -> None:
         load, matrix = item.layer, item.matrix
-        weight = _cast(item.weight.to(self.device), self.dtype)
-        try:
-            rows = quantize(weight, load.precision, self.dtype)
-        except SpecError as error:
-            raise SpecError(f"{item.where}: {error}") from error
+        if isinstance(item.weight, PackedWeight):
+            rows = item.weight.to(self.device)
+        else:
+            rows = self._rounded(item, item.weight)
         whole: PackedWeight | TiledWeight = rows
         if matrix.name in load.tiled:
             if item.first_row == 0:
@@ -176,6 +175,13 @@ class _StageBuilder:
         if item.first_row + rows.out_features == matrix.out_features:
             self._install(load, matrix, whole)
             item.slot.release()
+
+    def _rounded(self, item: ReadRows, weight: Tensor) -> PackedWeight:
+        weight = _cast(weight.to(self.device), self.dtype)
+        try:
+            return quantize(weight, item.layer.precision, self.dtype)
+        except SpecError as error:
+            raise SpecError(f"{item.where}: {error}") from error
 
     def _install(self, load: LayerLoad, matrix: Matrix, weight: PackedWeight | TiledWeight) -> None:
         if load.begin_entry is not None:  # the first matrix of a new entry
