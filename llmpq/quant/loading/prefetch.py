@@ -18,6 +18,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_HUGE_PAGE_BYTES = 2 << 20
+
 
 class Cancelled(Exception):  # noqa: N818  not an error: the caller has stopped
     """The caller does not want more items."""
@@ -56,6 +58,8 @@ def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
     """Return memory that begins at a page, as direct reads need."""
     if is_pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if nbytes > _HUGE_PAGE_BYTES:  # Linux aligns only maps of whole huge pages to them
+        nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # small pages make direct reads slow
         memory.madvise(mmap.MADV_HUGEPAGE)
