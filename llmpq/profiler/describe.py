@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError
@@ -119,25 +119,32 @@ def _cached(model: Any, config: PreTrainedConfig) -> list[_Cached]:
         own: Any = getattr(part, "config", None)
         if hasattr(own, "_experts_implementation"):
             own._experts_implementation = "batched_mm"
-    cache = DynamicCache(config=config)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
-            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            output = model(input_ids=tokens, use_cache=True)
     except Exception as error:  # models read values, which the meta device has not, in many ways
         raise SpecError(
             f"model family {config.model_type}: cannot run on the meta device, so its cache is not "
             f"known: {error}"
         ) from error
-    return [_of_cache(layer) for layer in cache.layers]
+    cache = next(
+        (output[name] for name in ("past_key_values", "cache_params") if output.get(name)), None
+    )
+    layers = getattr(cache, "layers", ())
+    if len(layers) != config.num_hidden_layers:
+        raise SpecError(
+            f"model family {config.model_type}: found a cache of {len(layers)} layers, expected "
+            f"{config.num_hidden_layers}"
+        )
+    apart = getattr(cache, "linear_cache", ())  # MiniMax keeps its states apart
+    states = [*apart, *[None] * (len(layers) - len(apart))]
+    return [_of_cache(layer, state) for layer, state in zip(layers, states, strict=True)]
 
 
-def _of_cache(layer: Any) -> _Cached:
-    states = [
-        state
-        for name in ("conv_states", "recurrent_states")
-        for state in _tensors(getattr(layer, name, None))
-    ]
+def _of_cache(layer: Any, apart: object) -> _Cached:
+    held = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
+    states = [state for value in (*held, apart) for state in _tensors(value)]
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     state_values = sum(state.numel() for state in states)
     if keys is None or values is None or keys.dim() != 4:

@@ -44,6 +44,27 @@ def test_linear_attention_leaves_a_state_and_no_keys():
     assert [layer.state_values > 0 for layer in layers] == [True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "with_keys"),
+    [
+        ("bamba", {1}),
+        ("falcon_h1", {0, 1, 2}),
+        ("jamba", {1, 4}),
+        ("mamba2", set()),
+        ("minimax", {0, 2}),
+    ],
+)
+def test_layers_with_a_state_are_described(model_type, with_keys):
+    config = tiny_config(model_type)
+    model = describe(config, "tiny", "float32")
+    assert {i for i, layer in enumerate(model.layers) if layer.num_kv_heads} == with_keys
+    states = {i for i, layer in enumerate(model.layers) if layer.state_values}
+    assert states | with_keys == set(range(model.num_layers))
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    assert model.parameters == sum(p.numel() for p in whole.parameters())
+
+
 @pytest.fixture
 def unknown_dir(tmp_path):
     assert UNKNOWN not in model_types()
@@ -102,4 +123,4 @@ def test_a_model_that_is_no_decoder_raises_an_error():
     with pytest.raises(SpecError, match="decoder-only"):
         describe(tiny_config("t5"), "tiny", "float32")
     with pytest.raises(SpecError, match="cannot run on the meta device"):
-        describe(tiny_config("jamba"), "tiny", "float32")
+        describe(tiny_config("jetmoe"), "tiny", "float32")
