@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from llmpq.cli import profile_device
 from llmpq.cli.commands import profile_layer, profile_link, profile_memory, profile_tables
 from llmpq.cli.common import make_parser, run_command
 
-_VERBS = "layer|link|memory|fit|import|recalibrate|describe"
+_VERBS = "layer|device|link|memory|fit|import|recalibrate|describe"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-profile", __doc__ or "")
     verbs = parser.add_subparsers(dest="what", required=True, metavar=_VERBS)
-    for module in (profile_layer, profile_link, profile_memory):
+    for module in (profile_layer, profile_device, profile_link, profile_memory):
         module.add_parser(verbs)
     profile_tables.add_fit(verbs)
     profile_tables.add_import(verbs)

@@ -1,0 +1,84 @@
+"""llmpq-profile device: measure a device in itself, for plans of any model."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from llmpq import __version__
+from llmpq.cli.common import print_json, progress_bar, require
+from llmpq.costmodel.device_fit import fit_device
+from llmpq.errors import SpecError
+from llmpq.spec.codec import to_json
+from llmpq.spec.devices.figures import DeviceEntry, DeviceFile
+from llmpq.spec.fields import dump_json, write_text
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add ``device`` to the commands of ``llmpq-profile``."""
+    device = commands.add_parser(
+        "device", help="measure a device of this machine for --devices, in under two minutes"
+    )
+    device.add_argument("--device", default="cpu", help="torch's name, such as cuda:0 (cpu)")
+    device.add_argument("--threads", type=int, default=1, help="of a CPU worker (default 1)")
+    device.add_argument("--name", default="this machine", help="name of the type in the file")
+    device.add_argument("--output", required=True, type=Path, metavar="FILE.json")
+    device.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
+    device.add_argument(
+        "--features", type=int, help="of a square weight (default: 2048, on a GPU 8192)"
+    )
+    device.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write; see ``add_parser``."""
+    require("torch", "transformers")
+    import torch
+
+    from llmpq.profiler.device import cpu_name
+    from llmpq.profiler.whole_device import DeviceJob, measure_device
+
+    if options.budget <= 0 or options.threads < 1 or (options.features or 64) % 64:
+        raise SpecError(
+            "--budget, --threads, --features: expected more than 0, at least 1, a multiple of 64"
+        )
+    try:
+        device = torch.device(options.device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SpecError(
+            f"--device: found '{options.device}', expected a device here: {error}"
+        ) from None
+    if device.type == "cpu":
+        torch.set_num_threads(options.threads)
+    features = options.features or (2048 if device.type == "cpu" else 8192)
+    large = 128 * 2**20 if device.type == "cpu" else 512 * 2**20
+    job = DeviceJob(
+        device=device,
+        features=features,
+        distinct_bytes=min(large, 32 * features * features),
+        budget_s=options.budget,
+    )
+    with progress_bar("device") as show:
+        timings = measure_device(job, show)
+    chip = cpu_name() if device.type == "cpu" else str(device)
+    entry = fit_device(
+        timings, options.name, f"{chip}, torch {torch.__version__}, llmpq {__version__}"
+    )
+    record = to_json(DeviceFile(devices=(entry,)))
+    write_text(options.output, dump_json(record))
+    if options.json:
+        print_json(record)
+    else:
+        print(f"{_summary(entry)}\nwritten to {options.output}")
+    return 0
+
+
+def _summary(entry: DeviceEntry) -> str:
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in entry.flops or ())
+    return (
+        f"{entry.type}: {rates}; memory {(entry.memory_bytes_per_s or 0) / 1e9:.3g} GB/s, of which "
+        f"reading weights reaches {entry.memory_efficiency or 0:.0%}; a layer's launches "
+        f"{(entry.layer_overhead_s or 0) * 1e6:.0f} us"
+    )
