@@ -56,6 +56,7 @@ from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
@@ -143,28 +144,40 @@ def max_context_of(job: Job, plan: Plan) -> int:
 
 
 def torch_device(plan: Plan, rank: int) -> torch.device:
-    """Return the device of a rank: the CPU, or its node's n-th accelerator.
+    """Return the device of a rank: the CPU, or its node's n-th accelerator of its kind.
 
-    An accelerator becomes this thread's current device, on which Triton launches.
+    An accelerator of CUDA or XPU becomes this thread's current device, on which Triton launches.
 
     Raises:
         SpecError: the plan asks for an accelerator this host does not have.
     """
     own = plan.stages[rank].device
     devices = plan.cluster.devices
-    if device_spec(devices[own].type, plan.cluster).kind == "cpu":
+    kind = device_spec(devices[own].type, plan.cluster).kind
+    if kind == "cpu":
         return torch.device("cpu")
     index = sum(
-        other.node == devices[own].node and device_spec(other.type, plan.cluster).kind == "cuda"
+        other.node == devices[own].node and device_spec(other.type, plan.cluster).kind == kind
         for other in devices[:own]
     )
-    if index >= torch.cuda.device_count():
+    here = accelerators(kind)
+    if index >= here:
         raise SpecError(
-            f"{stage_name(plan, rank)}: found {torch.cuda.device_count()} CUDA devices on this "
-            f"host, expected at least {index + 1}"
+            f"{stage_name(plan, rank)}: found {here} {kind.upper()} devices on this host, "
+            f"expected at least {index + 1}"
         )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    if kind == "cuda":
+        torch.cuda.set_device(index)
+    elif kind == "xpu":
+        torch.xpu.set_device(index)
+    return torch.device(kind, index)
+
+
+def accelerators(kind: DeviceKind) -> int:
+    """Return how many accelerators of a kind this host has; Metal shows one."""
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    return torch.xpu.device_count() if kind == "xpu" else torch.cuda.device_count()
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:

@@ -116,11 +116,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process, in bytes.
 
     On a CPU: peak of the resident set, with the interpreter, the libraries and pages of files just
-    read, as in a plan's ``runtime`` part. On CUDA: the most bytes that torch had allocated, without
-    the driver's context.
+    read, as in a plan's ``runtime`` part. On CUDA and XPU: the most bytes that torch had allocated,
+    without the driver's context; on MPS, which keeps no peak, those of now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "xpu":
+        return int(torch.xpu.max_memory_allocated(device))
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KIB
@@ -131,3 +135,7 @@ def synchronize(device: torch.device) -> None:
     """Wait for a device's queued work, before the clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "xpu":
+        torch.xpu.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
