@@ -7,8 +7,6 @@ decode steps.
 
 from __future__ import annotations
 
-from statistics import median
-
 from llmpq.costmodel.roofline import DECODE_ARITHMETIC, OVERLAP_LOSS
 from llmpq.errors import SpecError
 from llmpq.spec.devices.figures import DeviceEntry, PrecisionCost
@@ -26,7 +24,7 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
     """
     best = _main_format(timings)
     dense = _by_rows(timings, best, 16)
-    few, *some, short, many = sorted(dense)
+    few, some, short, many = sorted(dense)
     stream = dense[few].stored_bytes / dense[few].seconds
     saturation = _saturation(dense[short], dense[many], stream)
     rates = {
@@ -40,17 +38,15 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
         rate = _prefill_flops(own[many], stream, saturation)
         one_s = _flops(own[few]) / (rate * DECODE_ARITHMETIC)
         read_s = _other(own[few].seconds, one_s)
-        thin = [
-            _other(own[rows].seconds, read_s) * DECODE_ARITHMETIC * rate / _flops(own[rows])
-            for rows in some
-        ]
+        thin_s = _other(own[some].seconds, read_s)
+        thin = thin_s * DECODE_ARITHMETIC * rate / _flops(own[some])
         share = own[few].stored_bytes / stream / read_s
         costs.append(
             PrecisionCost(
                 bits=bits,
                 compute=max(LEAST, rates[best] / rate),
                 stream=1.0 if bits == 16 else max(LEAST, share),
-                thin=max(LEAST, median(thin)),
+                thin=max(LEAST, thin),
             )
         )
     source = f"measured by llmpq-profile device, {provenance}"

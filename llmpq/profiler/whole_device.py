@@ -30,7 +30,7 @@ from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.devices.timings import DeviceTimings, ProductTiming
 from llmpq.spec.precision import default_precision
 
-ROWS = (1, 4, 16, 64, 512)
+ROWS = (1, 16, 64, 512)
 FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 OVERHEAD_DEPTHS = (2, 6)
 HEAD_DIM = 64

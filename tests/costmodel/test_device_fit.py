@@ -14,7 +14,7 @@ from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.devices.timings import DeviceTimings, ProductTiming
 from llmpq.spec.precision import default_precision, linear_bytes
 
-FEATURES, ROWS = 2048, (1, 4, 16, 64, 512)
+FEATURES, ROWS = 2048, (1, 16, 64, 512)
 
 
 def product_s(rows, stored, rate, stream, decode_share):
