@@ -155,6 +155,31 @@ def test_mxfp4_experts_are_those_of_transformers(tmp_path):
     assert torch.equal(files.load(list(source.rows())[1]), expected[1])
 
 
+def test_mxfp4_model_runs_as_its_decoded_weights(tiny_model, tmp_path):
+    plain = tiny_model("gpt_oss", shape=SHAPE)
+    config = json.loads((plain / "config.json").read_text())
+    tensors, weights = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in load_file(plain / "model.safetensors").items():
+        tensors[name] = weights[name] = weight
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = weight.shape
+            shape = (experts, rows, columns // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(120, 124, shape, generator=generator, dtype=torch.uint8)
+            del tensors[name]
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            weights[name] = expanded.contiguous()
+    for folder, content in (("twin", weights), ("mxfp4", tensors)):
+        (tmp_path / folder).mkdir()
+        save_file(content, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    found, expected = (logits(tmp_path / name, [16, 16]) for name in ("mxfp4", "twin"))
+    assert torch.equal(found, expected)
+
+
 BAD = {"config_groups": {"a": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}}}
 
 
