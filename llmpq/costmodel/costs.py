@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from llmpq.costmodel import memory
+from llmpq.costmodel import memory, stored
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
 from llmpq.costmodel.importers.imported import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
@@ -153,18 +153,18 @@ class ClusterCosts:
         """
         if bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
-        return memory.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+        return stored.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
 
     def layer_kv_bytes(
         self, kind: int, slots: int, max_tokens: int, device: Device | None = None
     ) -> int:
         """Return the bytes of one layer's preallocated KV blocks for ``slots`` sequences."""
         bits = self.kv_bits_of(device)
-        return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, bits)
+        return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits)
 
     def token_kv_bytes(self, kind: int, tokens: int) -> int:
         """Return the bytes of one layer's keys and values of so many tokens."""
-        return memory.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
+        return stored.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
 
     def temporary_bytes(  # noqa: PLR0913  a step and its place
         self,
@@ -194,7 +194,7 @@ class ClusterCosts:
 
     def master_bytes(self, device: Device | None = None) -> int:
         """Return the bytes of embeddings, final norm and head."""
-        return memory.master_bytes(self.model, self.format_of(device))
+        return stored.master_bytes(self.model, self.format_of(device))
 
     def latency_source(self, device: Device) -> str:
         """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""

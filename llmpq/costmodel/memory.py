@@ -1,10 +1,10 @@
-"""Memory: bytes of one stage by cause, operator by operator (LLM-PQ, Sec. 4.1).
+"""Temporary memory of one stage, operator by operator (LLM-PQ, Sec. 4.1).
 
-Weights and KV blocks are exact: the runtime allocates to the same formulas. Temporaries are the
-tensors alive at the worst moment of a step, times a margin for the allocator. On a CPU every moment
-is a list of the tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN``
-is added for the holes of glibc's heap; measured peaks of whole processes are 1 % more to 10 % less.
-Elsewhere one documented upper estimate is taken, plus ``GPU_MARGIN``.
+Weights and KV blocks are exact (``costmodel.stored``). Temporaries are the tensors alive at the
+worst moment of a step, times a margin for the allocator. On a CPU every moment is a list of the
+tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN`` is added for the
+holes of glibc's heap; measured peaks of whole processes are 1 % more to 10 % less. Elsewhere one
+documented upper estimate is taken, plus ``GPU_MARGIN``.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
 """
@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch, stored_bytes
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
 from llmpq.spec.runtime_constants import (
     ACTIVATION_BLOCK_VALUES,
     HEAD_LANES,
-    KV_BLOCK_SIZE,
     KV_BLOCK_TOKENS,
     MAPPED_FROM_BYTES,
     MATRICES_UNDER_WAY,
@@ -35,8 +34,6 @@ from llmpq.spec.runtime_constants import (
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
 
-KV_SCALE_BYTES = 2
-"""One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
 GPU_MARGIN = 0.1
 """Share added to the temporaries of a GPU."""
 GPU_WORKSPACE_BYTES = 4 * MIB
@@ -62,54 +59,6 @@ INDEX_BYTES = 48
 
 Moment = list[int]
 """Bytes of each tensor alive at once."""
-
-
-def layer_weight_bytes(
-    model: ModelSpec, kind: int, bits: int, dtype: Dtype, kernel: str | None = None
-) -> int:
-    """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases.
-
-    ``kernel`` is ``None`` for the default one.
-    """
-    layer, precision = model.layer_types[kind], model.precision(bits)
-    total = layer.weight_bytes(precision, DTYPE_BYTES[dtype])
-    for op in layer.linears:
-        if op.quantizable:
-            shape = op.out_features, op.in_features
-            plain = stored_bytes(None, precision, dtype, *shape)
-            total += op.count * (stored_bytes(kernel, precision, dtype, *shape) - plain)
-    return total
-
-
-def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
-    """Return the bytes of one layer's preallocated blocks for ``slots`` sequences.
-
-    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token. The state
-    of a layer that keeps one counts in float32.
-    """
-    blocks = -(-max_tokens // KV_BLOCK_SIZE)
-    state = slots * model.layer_types[kind].state_values * DTYPE_BYTES["float32"]
-    return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits) + state
-
-
-def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> int:
-    """Return the bytes of one layer's keys and values of so many tokens.
-
-    At 8 bits a token keeps a 16-bit scale for each of its ``2 k`` keys and values in addition.
-    """
-    layer = model.layer_types[kind]
-    per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
-    return math.ceil(tokens * per_token)
-
-
-def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
-    """Return the bytes of the scales of one token's keys and values in a layer."""
-    return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
-
-
-def master_bytes(model: ModelSpec, dtype: Dtype) -> int:
-    """Return the bytes of embeddings, final norm and head, tied ones once."""
-    return model.master_parameters * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.costmodel.base import Estimate
-from llmpq.costmodel.memory import kv_scale_bytes
+from llmpq.costmodel.stored import kv_scale_bytes
 from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, Precision, linear_bytes

@@ -14,8 +14,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.costmodel.memory import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.costmodel.stored import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.sim.engine_costs import StageLaw, StepShape, WorkerCosts
 from llmpq.spec import catalog
 from llmpq.spec.arrivals import draw_arrivals, with_arrivals

@@ -6,7 +6,8 @@ import pytest
 import torch
 from helpers.tiny_configs import stored_fields, tiny_config
 
-from llmpq.costmodel.memory import layer_kv_bytes, temporary_bytes, token_kv_bytes
+from llmpq.costmodel.memory import temporary_bytes
+from llmpq.costmodel.stored import layer_kv_bytes, token_kv_bytes
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import kv_shapes
 from llmpq.models.families import TESTED

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.memory import (
+from llmpq.costmodel.memory import temporary_bytes
+from llmpq.costmodel.stored import (
     layer_kv_bytes,
     layer_weight_bytes,
     master_bytes,
-    temporary_bytes,
     token_kv_bytes,
 )
 from llmpq.dist.kv.cache import KVCache

@@ -27,7 +27,7 @@ READERS = {
 
 
 def examples() -> dict[str, str]:
-    pattern = r"^## ([^\n]+)\n(?:(?!^## ).*?)```\w+\n(.*?)```"
+    pattern = r"^## ([^\n]+)\n(?:(?!^## ).)*?```(?!bash)\w+\n(.*?)```"
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     found = [one for text in texts for one in re.findall(pattern, text, re.S | re.M)]
     return dict(found)

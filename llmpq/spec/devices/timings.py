@@ -25,7 +25,7 @@ class ProductTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTimings:
-    """Measurements of one device.
+    """Rates, copies and overheads that were measured on one device.
 
     Attributes:
         threads: of a CPU; 1 for others.

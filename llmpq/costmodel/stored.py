@@ -1,0 +1,63 @@
+"""Bytes of a stage that are exact: weights, KV blocks, embeddings and head (LLM-PQ, Sec. 4.1).
+
+The runtime allocates to the same formulas.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llmpq.spec.model import LayerSpec, ModelSpec
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, stored_bytes
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+
+KV_SCALE_BYTES = 2
+"""One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
+
+
+def layer_weight_bytes(
+    model: ModelSpec, kind: int, bits: int, dtype: Dtype, kernel: str | None = None
+) -> int:
+    """Return the bytes of one decoder layer's weights, scales, zero points, norms and biases.
+
+    ``kernel`` is ``None`` for the default one.
+    """
+    layer, precision = model.layer_types[kind], model.precision(bits)
+    total = layer.weight_bytes(precision, DTYPE_BYTES[dtype])
+    for op in layer.linears:
+        if op.quantizable:
+            shape = op.out_features, op.in_features
+            plain = stored_bytes(None, precision, dtype, *shape)
+            total += op.count * (stored_bytes(kernel, precision, dtype, *shape) - plain)
+    return total
+
+
+def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
+    """Return the bytes of one layer's preallocated blocks for ``slots`` sequences.
+
+    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token. The state
+    of a layer that keeps one counts in float32.
+    """
+    blocks = -(-max_tokens // KV_BLOCK_SIZE)
+    state = slots * model.layer_types[kind].state_values * DTYPE_BYTES["float32"]
+    return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits) + state
+
+
+def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> int:
+    """Return the bytes of one layer's keys and values of so many tokens.
+
+    At 8 bits a token keeps a 16-bit scale for each of its ``2 k`` keys and values in addition.
+    """
+    layer = model.layer_types[kind]
+    per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
+    return math.ceil(tokens * per_token)
+
+
+def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
+    """Return the bytes of the scales of one token's keys and values in a layer."""
+    return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
+
+
+def master_bytes(model: ModelSpec, dtype: Dtype) -> int:
+    """Return the bytes of embeddings, final norm and head, tied ones once."""
+    return model.master_parameters * DTYPE_BYTES[dtype]
