@@ -1,8 +1,8 @@
 """Catalogue: models and devices by name, read from the package's own data files.
 
-A model's entry is the part of its public ``config.json`` that determines sizes, with the published
-parameter count; a device's entry has the source of every figure. An unknown name is an error that
-lists the nearest ones.
+A model's entry is the part of its public ``config.json`` that determines sizes, with its source and
+the parameter count where one is published; a device's entry has the source of every figure. An
+unknown name is an error that lists the nearest ones.
 """
 
 from __future__ import annotations
