@@ -104,9 +104,12 @@ def lived_bytes(folder, step, *, bits, dtype, kv_bits):
     batch = PackedBatch(block_tables=tables, starts=starts, counts=counts)
     hidden = torch.randn(1, batch.tokens, 128).to(dtype)
     cache.view(batch)  # the first one looks for the processor's kernels
-    with LiveTensors(known) as live:
-        stage(hidden, batch, cache)
-    return live.peak + hidden.nbytes
+    peaks = []
+    for _ in range(2):  # a tool that measures coverage holds a tensor for a moment, in one of them
+        with LiveTensors(known) as live:
+            stage(hidden, batch, cache)
+        peaks.append(live.peak)
+    return min(peaks) + hidden.nbytes
 
 
 def counted_bytes(folder, step, *, dtype, kv_bits):

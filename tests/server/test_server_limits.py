@@ -85,7 +85,7 @@ def test_full_queue_is_refused_at_once_and_says_when_to_come_back():
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["type"] == "ServiceUnavailableError"
         assert sorted(seconds)[len(seconds) // 2] < 0.05
-        assert client.get("/load").json() == {"server_load": 4}
+        assert client.get("/load").json()["server_load"] == 4
         for sock in readers:
             sock.close()
         wait_until(lambda: not engine.active)
