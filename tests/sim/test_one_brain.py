@@ -182,7 +182,7 @@ class TimedEnds:
     costs: Costs
     clock: Clock
     device: torch.device = torch.device("cpu")  # noqa: RUF009  a value
-    dtype: torch.dtype = torch.float32  # noqa: RUF009  a value
+    dtype: torch.dtype = torch.float32
     landing: BatchShape | None = None
 
     def embed(self, token_ids, positions):  # noqa: ARG002
