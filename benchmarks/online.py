@@ -7,9 +7,10 @@
     python benchmarks/online.py --folder DIR --case orders           # queue orders: real, simulated
 
 The model is a random Llama of 125 M parameters. Servers run in turn on all cores, in rounds
-(A B C A B C ...); every round starts its servers anew, and the first requests only warm up. Ratios
-are taken within a round. Each run is added to DIR/CASE.jsonl, so that more rounds can follow. With
-``--output`` everything that is there is written as one JSON file.
+(A B C A B C ...); every round starts its servers anew, and the first requests only warm up. The
+table has the median of our runs, and the best run of every other server; llama.cpp's settings
+differ from round to round (LLAMA_SETTINGS). Each run is added to DIR/CASE.jsonl, so that more
+rounds can follow. With ``--output`` everything that is there is written as one JSON file.
 
 llama.cpp takes part where ``benchmarks/rivals.py --folder DIR/rivals`` built its server, or with
 ``--llama_server``; its prompts are token ids, as ours. transformers' server takes text, and runs
@@ -61,12 +62,15 @@ AZURE = ROOT.parent / "shared" / "data" / "azure" / "AzureLLMInferenceTrace_conv
 AZURE_SCALE = 4
 """Azure's lengths are divided by this: the model's context is 1,024 tokens."""
 BATCHED = "transformers-batched"
+OURS = ("llmpq", "engine")
 SERVERS = ("llmpq", "llama.cpp", "transformers", BATCHED)
 BATCHED_OPTIONS = (
     "--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "512",
     "--cb-max-batch-tokens", "1024",
 )  # fmt: skip
 """Room for 64 requests of 256 tokens; the default takes most of the memory."""
+LLAMA_SETTINGS = ((), ("--poll", "0"), ("--poll", "100"), ("--threads-http", "1"))
+"""Options of llama.cpp's server by round: how its threads wait, and for whom."""
 ORDERS = ("fcfs", "larry", "no_preempt", "trail")
 WARM_UP = 2
 Reply = dict[str, Any]
@@ -162,20 +166,28 @@ def binary_of(options: argparse.Namespace) -> Path:
 
 
 @contextlib.contextmanager
-def serving(options: argparse.Namespace, name: str, bits: int, slots: int) -> Iterator[Send]:
-    """Run a server; yield what sends requests to it."""
+def serving(
+    options: argparse.Namespace, name: str, bits: int, slots: int, number: int = 0
+) -> Iterator[Send]:
+    """Run a server in a round; yield what sends requests to it."""
     folder, log = options.folder, options.folder / f"{name}-{bits}.log"
     model = folder / "model"
     if name == "llmpq":
         with llmpq_serve(model, plan_of(options, bits), log) as found:
             yield sender(found.port, ids_body)
     elif name == "llama.cpp":
-        with llama_server(binary_of(options), folder / "rivals", bits, log, slots) as found:
+        binary, words = binary_of(options), llama_settings(number)
+        with llama_server(binary, folder / "rivals", bits, log, slots, *words) as found:
             yield sender(found.port, ids_body)
     else:
         words = BATCHED_OPTIONS if name == BATCHED else ()
         with transformers_serve(model, log, *words) as found:
             yield sender(found.port, lambda query: text_body(query, str(model)))
+
+
+def llama_settings(number: int) -> tuple[str, ...]:
+    """Return the options of llama.cpp's server in a round."""
+    return LLAMA_SETTINGS[number % len(LLAMA_SETTINGS)]
 
 
 def ids_body(query: Query) -> dict[str, Any]:
@@ -227,7 +239,7 @@ async def engine_alone(
 def closed(options: argparse.Namespace, number: int) -> None:
     """Time every server at every concurrency."""
     for name, bits in contenders(options):
-        with serving(options, name, bits, max(options.concurrency)) as send:
+        with serving(options, name, bits, max(options.concurrency), number) as send:
             warm_up(send)
             for level in options.concurrency:
                 samples = asyncio.run(drive(equal(options, level, number), send, level))
@@ -237,7 +249,7 @@ def closed(options: argparse.Namespace, number: int) -> None:
 def arrivals(options: argparse.Namespace, number: int) -> None:
     """Time every server under requests that arrive at random times."""
     for name, bits in contenders(options):
-        with serving(options, name, bits, max(CONCURRENCY)) as send:
+        with serving(options, name, bits, max(CONCURRENCY), number) as send:
             warm_up(send)
             for kind in options.arrivals:
                 for rate in options.rates:
@@ -374,6 +386,8 @@ def add(options: argparse.Namespace, run: Reply) -> None:
     """Add a run to those of the case, with the load of the machine."""
     run = {**run, "load_average": os.getloadavg()[0], "time_s": time.time()}
     run["cores"] = len(os.sched_getaffinity(0))
+    if run.get("server") == "llama.cpp":
+        run["settings"] = " ".join(llama_settings(run["round"]))
     with path_of(options).open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
 
@@ -389,7 +403,7 @@ def runs_of(path: Path) -> list[Reply]:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a table of medians over rounds."""
+    """Print a table: medians over rounds of our runs, the best round of every other server."""
     groups: dict[str, list[Reply]] = {}
     for run in runs_of(path_of(options)):
         groups.setdefault(label(run), []).append(run)
@@ -397,7 +411,9 @@ def show(options: argparse.Namespace) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, runs in groups.items():
         figures = [figures_of(run) for run in runs]
-        cells = [f"{statistics.median(column):.4g}" for column in zip(*figures, strict=True)]
+        if runs[0].get("server", "llmpq") in OURS:
+            figures = [tuple(map(statistics.median, zip(*figures, strict=True)))]
+        cells = [f"{figure:.4g}" for figure in max(figures)]
         failed = sum(run.get("failed", 0) for run in runs)
         print(f"| {name} | {len(runs)} | {failed} | {' | '.join(cells)} |")
 

@@ -107,15 +107,17 @@ def llmpq_serve(
 
 
 @contextlib.contextmanager
-def llama_server(binary: Path, folder: Path, bits: int, log: Path, slots: int) -> Iterator[Running]:
+def llama_server(
+    binary: Path, folder: Path, bits: int, log: Path, slots: int, *words: str
+) -> Iterator[Running]:
     """Run llama.cpp's server with a slot for each request under way, and continuous batching."""
     port, threads = free_port(), str(len(os.sched_getaffinity(0)))
-    words = [
+    program = [
         str(binary), "-m", str(gguf_of(folder, SERVER_CASE, str(bits))), "--port", str(port),
         "--host", "127.0.0.1", "-c", str(slots * MAX_CONTEXT), "-np", str(slots), "-b", "2048",
-        "-ub", "512", "-t", threads, "-tb", threads, "-cb",
+        "-ub", "512", "-t", threads, "-tb", threads, "-cb", *words,
     ]  # fmt: skip
-    with running(words, port, log) as found:
+    with running(program, port, log) as found:
         yield found
 
 
