@@ -33,7 +33,11 @@ class NotCompiledError(LlmpqError):
 
 
 def library_path(
-    package: Path, name: str, flags: Sequence[str], prebuilt: str, limit_s: float = math.inf
+    package: Path,
+    name: str,
+    flags: Sequence[str],
+    prebuilt: str | None = None,
+    limit_s: float = math.inf,
 ) -> Path:
     """Return the compiled library of ``package``, compiling it unless it is there already.
 
@@ -42,13 +46,13 @@ def library_path(
         name: what the library's file name starts with.
         flags: the compiler's, part of the digest.
         prebuilt: pattern of the file that a wheel installs in ``package``; it takes precedence.
+            ``None`` compiles for a wheel.
         limit_s: seconds that this may take; compiling takes ``COMPILE_LIMIT_S`` at most.
 
     Raises:
         NotCompiledError: there is none, and it cannot be compiled or stored.
     """
-    shipped = sorted(package.glob(prebuilt))
-    if shipped:
+    if prebuilt and (shipped := sorted(package.glob(prebuilt))):
         return shipped[0]
     sources = sorted((package / "csrc").glob("*.[ch]"))
     file_name = f"{name}-{_digest(sources, flags)}.so"
@@ -63,7 +67,7 @@ def library_path(
             # Ranks start together: one compiles, the others wait for it.
             with _alone(folder, limit_s) as left_s:
                 if not target.is_file():
-                    _compile([*flags, *units], target, min(left_s, COMPILE_LIMIT_S))
+                    _compile(flags, units, target, min(left_s, COMPILE_LIMIT_S))
                 return target
         except OSError:
             continue
@@ -110,39 +114,58 @@ def _alone(folder: Path, limit_s: float) -> Iterator[float]:
         os.close(descriptor)
 
 
-def _compile(arguments: Sequence[str], target: Path, limit_s: float) -> None:
+def _compile(flags: Sequence[str], units: Sequence[str], target: Path, limit_s: float) -> None:
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise NotCompiledError(f"found no C compiler ({', '.join(COMPILERS)}) and no compiled code")
+    end_s = time.monotonic() + limit_s
     # Renamed when complete: a process that starts meanwhile sees a whole library or none.
     with tempfile.TemporaryDirectory(prefix="made-", dir=target.parent) as folder:
         made = Path(folder) / target.name
-        status, said = _run([compiler, *arguments, "-o", str(made), "-lm"], folder, limit_s)
-        if status:
-            raise NotCompiledError(f"{compiler} failed: {said.strip()[-400:]}")
+        objects = [str(Path(folder) / f"{Path(unit).stem}.o") for unit in units]
+        pairs = zip(units, objects, strict=True)
+        commands = [[compiler, *flags, "-c", unit, "-o", name] for unit, name in pairs]
+        _run(commands, Path(folder), limit_s)
+        left_s = end_s - time.monotonic()
+        _run([[compiler, *flags, *objects, "-o", str(made), "-lm"]], Path(folder), left_s)
         made.replace(target)
 
 
-def _run(command: Sequence[str], folder: str, limit_s: float) -> tuple[int, str]:
-    """Run a compiler; return its exit status and its standard error.
+def _run(commands: Sequence[Sequence[str]], folder: Path, limit_s: float) -> None:
+    """Run compilers, as many at a time as there are cores.
 
-    The compiler runs in ``folder`` as a process group of its own, which is killed at the limit.
+    Each runs in ``folder`` as a process group of its own, which is killed at the limit.
+
+    Raises:
+        NotCompiledError: one failed, or all took too long.
     """
     if limit_s <= 0:
         raise NotCompiledError("found no time to compile")
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"TMPDIR": folder},
-        text=True,
-        process_group=0,
-    ) as compiler:
+    end_s, cores = time.monotonic() + limit_s, len(os.sched_getaffinity(0))
+    waiting, running = list(commands), list[subprocess.Popen[bytes]]()
+    with (folder / "errors").open("w+b") as errors:
         try:
-            _, said = compiler.communicate(timeout=limit_s)
-        except BaseException as error:
-            os.killpg(compiler.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise NotCompiledError(f"{command[0]} took over {limit_s:.3g} s") from None
-            raise
-    return compiler.returncode, said
+            while waiting or running:
+                while waiting and len(running) < cores:
+                    running.append(
+                        subprocess.Popen(
+                            waiting.pop(0),
+                            stdout=subprocess.DEVNULL,
+                            stderr=errors,
+                            env=os.environ | {"TMPDIR": str(folder)},
+                            process_group=0,
+                        )
+                    )
+                if any(job.poll() for job in running):
+                    errors.seek(0)
+                    said = errors.read().decode(errors="replace").strip()
+                    raise NotCompiledError(f"{commands[0][0]} failed: {said[-400:]}")
+                running = [job for job in running if job.returncode is None]
+                if running and time.monotonic() >= end_s:
+                    raise NotCompiledError(f"{commands[0][0]} took over {limit_s:.3g} s")
+                time.sleep(_NAP_S if running else 0)
+        finally:
+            for job in running:
+                if job.poll() is None:
+                    os.killpg(job.pid, signal.SIGKILL)
+                    job.wait()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.assigner.exact import native as core
-from llmpq.compiled import COMPILERS
+from llmpq.compiled import NotCompiledError, library_path
 from llmpq.kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,24 +63,26 @@ def copy_sources(target: Path) -> None:
 
 
 def compile_libraries(package: Path) -> list[Path]:
-    """Compile the planner's core and the kernels of every instruction set into ``package``."""
-    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if compiler is None:
-        names = ", ".join(COMPILERS)
-        raise SystemExit(f"scripts/build_wheel: error: found no C compiler, expected {names}")
-    exact, cpu = package / "assigner" / "exact", package / "kernels" / "cpu"
-    jobs = {exact / "_core.x86_64-linux-gnu.so": (exact, (*core.FLAGS, *BASELINE))}
+    """Put the planner's core and the kernels of every instruction set into ``package``.
+
+    They are compiled in this checkout, where later builds and runs find them.
+    """
+    exact, cpu = (
+        Path(module.__file__).parent.relative_to(ROOT / "llmpq") for module in (core, native)
+    )
+    jobs = [(exact, "_core", "exact", (*core.FLAGS, *BASELINE))]
     for name, flags in native.FLAGS.items():
         extra = BASELINE if name == "baseline" else ()
-        jobs[cpu / f"_kernels-{name}.x86_64-linux-gnu.so"] = (cpu, (*flags, *extra))
-    running = []
-    for target, (folder, flags) in jobs.items():
-        sources = sorted(str(path) for path in (folder / "csrc").glob("*.c"))
-        command = [compiler, *flags, *sources, "-o", str(target), "-lm", "-s"]
-        running.append(subprocess.Popen(command))
-    if any([job.wait() for job in running]):
-        raise SystemExit("scripts/build_wheel: error: a C source did not compile")
-    return list(jobs)
+        jobs.append((cpu, f"_kernels-{name}", f"kernels-{name}", (*flags, *extra)))
+    made = []
+    for folder, shipped, kept, flags in jobs:
+        try:
+            path = library_path(ROOT / "llmpq" / folder, kept, flags)
+        except NotCompiledError as error:
+            raise SystemExit(f"scripts/build_wheel: error: {error}") from None
+        made.append(package / folder / f"{shipped}.x86_64-linux-gnu.so")
+        subprocess.run(["strip", "-o", str(made[-1]), str(path)], check=True)
+    return made
 
 
 def run_backend(hook: str, tree: Path, output: Path) -> None:
