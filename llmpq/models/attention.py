@@ -126,6 +126,7 @@ class ScoreOptions:
     Attributes:
         scaling: factor of the scores.
         window: tokens a query sees, itself included; ``None`` for all.
+        chunk: a query sees the tokens of its own chunk of this size; ``None`` for all.
         softcap: bound of the scores, by a hyperbolic tangent; ``None`` for none.
         sinks: ``[H]``, one more score of each head, without a value; ``None`` for none.
         bias: float32 ``[H, S]``, added to the scores of the keys; ``None`` for none.
@@ -133,6 +134,7 @@ class ScoreOptions:
 
     scaling: float
     window: int | None = None
+    chunk: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     bias: Tensor | None = None
@@ -141,6 +143,11 @@ class ScoreOptions:
     def is_plain(self) -> bool:
         """Whether the scores are only scaled."""
         return self.softcap is None and self.sinks is None and self.bias is None
+
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a query at ``position`` or later sees."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
 
 class KVView(Protocol):
@@ -201,15 +208,18 @@ class KVStore(Protocol):
         ...
 
 
-def keys_before(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
+def keys_before(
+    positions: Tensor, keys: Tensor, window: int | None, chunk: int | None = None
+) -> Tensor:
     """Return which keys the queries at ``positions`` attend to.
 
-    A query at position ``p`` sees the tokens ``(p - window, p]``, as in transformers.
+    A query at position ``p`` sees the tokens ``(p - window, p]`` of its chunk, as in transformers.
 
     Args:
         positions: of the queries, ``[..., T]``; the host reads no value.
         keys: positions of the keys, ``[S]`` on the same device.
         window: tokens a query sees, ``None`` for all.
+        chunk: size of the chunks, ``None`` for a single one.
 
     Returns:
         ``[..., T, S]`` bool.
@@ -218,4 +228,6 @@ def keys_before(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
     visible = keys <= queries
     if window is not None:
         visible = visible & (keys > queries - window)
+    if chunk is not None:
+        visible = visible & (keys >= queries // chunk * chunk)
     return visible

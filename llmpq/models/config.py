@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,14 @@ def _check_layers(config: PreTrainedConfig) -> None:
         raise bad_field("config.json", "alibi", config.alibi, "rotary positions")
     for index in range(count):
         layer_window(config, index)
+        layer_chunk(config, index)
 
 
 def layer_window(config: PreTrainedConfig, index: int) -> int | None:
-    """Return the attention window of layer ``index`` in tokens; ``None`` for full attention.
+    """Return the attention window of layer ``index`` in tokens; ``None`` for none.
 
     Raises:
-        SpecError: the attention type of the layer is neither full nor sliding.
+        SpecError: the attention type of the layer is neither full, sliding nor chunked.
     """
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
@@ -124,12 +126,31 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
     kind = layer_types[index]
     if kind == "sliding_attention":
         return window
-    if kind == "full_attention":
+    if kind in ("full_attention", "chunked_attention"):
         return None
     raise SpecError(
-        f"model family {config.model_type}: layer {index} is '{kind}', expected full_attention or "
-        "sliding_attention; layers with a recurrent state or another pattern are planned, not run"
+        f"model family {config.model_type}: layer {index} is '{kind}', expected full_attention, "
+        "sliding_attention or chunked_attention; layers with a recurrent state or another pattern "
+        "are planned, not run"
     )
+
+
+def layer_chunk(config: PreTrainedConfig, index: int) -> int | None:
+    """Return the size of the chunks that attend to themselves in layer ``index`` (Llama 4).
+
+    Returns:
+        ``None`` for a layer without chunks.
+
+    Raises:
+        SpecError: the layer has chunks and the configuration has no size of them.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types or layer_types[index] != "chunked_attention":
+        return None
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    if chunk is None:
+        raise bad_field("config.json", "attention_chunk_size", chunk, "tokens of a chunk")
+    return chunk
 
 
 def has_latent_attention(config: PreTrainedConfig) -> bool:
@@ -139,14 +160,22 @@ def has_latent_attention(config: PreTrainedConfig) -> bool:
 
 def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tuple[KVShape, ...]:
     """Return the KV shapes of layers ``[first_layer, end_layer)``."""
+    return tuple(_kv_shape(_of_layer(config, i)) for i in range(first_layer, end_layer))
+
+
+def _of_layer(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
+    """Return the fields of one layer, where layers differ (Gemma 4)."""
+    layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[index]
+
+
+def _kv_shape(config: PreTrainedConfig) -> KVShape:
     if has_latent_attention(config):
-        shape = KVShape(heads=1, head_dim=config.kv_lora_rank, value_dim=config.qk_rope_head_dim)
-    else:
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        shape = KVShape(heads=_kv_heads(config), head_dim=head_dim)
-    return (shape,) * (end_layer - first_layer)
+        return KVShape(heads=1, head_dim=config.kv_lora_rank, value_dim=config.qk_rope_head_dim)
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return KVShape(heads=_kv_heads(config), head_dim=head_dim)
 
 
 def _kv_heads(config: PreTrainedConfig) -> int:

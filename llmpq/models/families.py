@@ -74,18 +74,16 @@ TESTED = frozenset((
     "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2",
-    "jetmoe", "llama", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
-    "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
-    "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-    "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "jetmoe", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 ))
 # fmt: on
 
 # Families of the default structure that do not work: family -> reason.
 UNSUPPORTED = {
     "doge": "its layers build their own attention masks",
-    "nanochat": "it normalises the embeddings before the first layer",
-    "llama4_text": "its positions are scaled by the number of cached tokens",
 }
 
 _GPT2 = Family(embedding="wte", positions="wpe", final_norm="ln_f")
@@ -124,6 +122,7 @@ FAMILIES: dict[str, Family] = {
     "minicpm3": Family(logits_divisor="logits_scaling", applied_scales=("scale_emb",)),
     "mpt": Family(embedding="wte", final_norm="norm_f", alibi=True),
     "phi": Family(final_norm="final_layernorm", activation="mlp.activation_fn"),
+    "nanochat": Family(embedding_norm="norm"),  # one norm, without weights, at both ends
     "persimmon": Family(final_norm="final_layernorm"),
 }
 

@@ -1,7 +1,7 @@
 """Attention on packed tokens for families that do not look up a registered attention function.
 
-The attention modules of BLOOM, MPT and Falcon are replaced by modules with the same submodules and
-call. GPT-J and CodeGen compute their scores in one method, which is replaced.
+The attention modules of BLOOM, MPT, Falcon and Llama 4 are replaced by modules with the same
+submodules and call. GPT-J and CodeGen compute their scores in one method, which is replaced.
 
 Shapes: N tokens of the step, H heads, h KV heads, d head_dim.
 """
@@ -12,8 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from llmpq.models.alibi import AlibiAttention
 from llmpq.models.attention import KVView, ScoreOptions
@@ -102,9 +104,63 @@ class FalconAttention(nn.Module):
         return self.dense(attended.reshape(1, tokens, -1)), None
 
 
+class Llama4Attention(nn.Module):
+    """Self-attention of Llama 4; scales queries without rotation by their own positions.
+
+    transformers counts positions from the length of the cache, the same for all tokens of a step.
+
+    Args:
+        attention: the self-attention module of transformers.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, getattr(attention, name))
+        self.qk_norm: nn.Module | None = getattr(attention, "qk_norm", None)
+        self._head_dim: int = attention.head_dim
+        self._layer: int = attention.layer_idx
+        self._rotates = bool(attention.use_rope)
+        self._is_tuned = bool(attention.attn_temperature_tuning) and not self._rotates
+        self._floor, self._scale = float(attention.floor_scale), float(attention.attn_scale)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tensor,
+        attention_mask: LayerAttention,
+        past_key_values: KVView | None = None,
+        **_: object,
+    ) -> tuple[Tensor, None]:
+        """Return ``[1, N, hidden]``; ``position_embeddings`` are complex rotations."""
+        tokens, dim = hidden_states.shape[1], self._head_dim
+        query, key, value = (
+            self.get_submodule(name)(hidden_states).view(1, tokens, -1, dim)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        if self._rotates:
+            query, key = apply_rotary_emb(query, key, position_embeddings)
+        if self.qk_norm is not None:
+            query, key = self.qk_norm(query), self.qk_norm(key)
+        if self._is_tuned:
+            assert attention_mask.positions is not None
+            steps = torch.floor((attention_mask.positions.float() + 1.0) / self._floor)
+            scales = torch.log1p(steps) * self._scale + 1.0  # [1, N]
+            query = (query * scales[..., None, None]).to(query.dtype)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self._layer)
+        options = ScoreOptions(
+            scaling=dim**-0.5, window=attention_mask.window, chunk=attention_mask.chunk
+        )
+        attended = attention_mask.step.attend(query, key, value, options)  # [1, N, H, d]
+        return self.get_submodule("o_proj")(attended.reshape(1, tokens, -1)), None
+
+
 _REPLACED: dict[str, Callable[[Any], nn.Module]] = {
     "BloomAttention": AlibiAttention,
     "FalconAttention": FalconAttention,
+    "Llama4TextAttention": Llama4Attention,
     "MptAttention": MptAttention,
 }
 _SPLIT = frozenset({"CodeGenAttention", "GPTJAttention"})

@@ -49,10 +49,14 @@ class LayerAttention:
     Attributes:
         step: computes the attention.
         window: tokens that a query sees, ``None`` for all.
+        chunk: a query sees the tokens of its own chunk of this size; ``None`` for all.
+        positions: of the tokens of the step, ``[1, N]`` int64; ``None`` if no layer needs them.
     """
 
     step: Attention
     window: int | None
+    chunk: int | None = None
+    positions: Tensor | None = None
 
 
 def attend(  # noqa: PLR0913  the arguments of attention functions
@@ -71,6 +75,7 @@ def attend(  # noqa: PLR0913  the arguments of attention functions
     options = ScoreOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=attention_mask.window,
+        chunk=attention_mask.chunk,
         softcap=softcap,
         sinks=s_aux,
     )
@@ -248,14 +253,15 @@ def _attend_to_rows(
         longest = options.bias.shape[1]
         key, value = key[:, :, :longest], value[:, :, :longest]
     keys = torch.arange(key.shape[2], device=query.device)
-    visible = keys_before(positions[:, None, None], keys, options.window)  # [R, 1, 1, S]
+    places = positions[:, None, None]
+    visible = keys_before(places, keys, options.window, options.chunk)  # [R, 1, 1, S]
     return masked_attention(query, *_repeated(query, key, value), visible, options)
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
     """Attend with the last T of S tokens: ``[R, H, T, d]`` from keys ``[R, h, S, d]``."""
     count, total = query.shape[2], key.shape[2]
-    has_mask = options.window is not None and total > options.window
+    has_mask = options.first_seen(total - 1) > 0
     if options.is_plain and not has_mask and count in (1, total):
         is_causal = count > 1
         if query.device.type == "cpu":  # torch's own grouping has no fast kernel there
@@ -275,9 +281,11 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
     for first in range(0, count, SCORE_BLOCK_TOKENS):
         block = slice(first, min(first + SCORE_BLOCK_TOKENS, count))
         before = total - count
-        since = 0 if options.window is None else max(0, before + first - options.window + 1)
+        since = options.first_seen(before + first)
         seen = slice(since, before + block.stop)
-        visible = keys_before(places[before:][block], places[seen], options.window)  # [T, S]
+        visible = keys_before(
+            places[before:][block], places[seen], options.window, options.chunk
+        )  # [T, S]
         bias = None if options.bias is None else options.bias[:, seen]
         out[:, :, block] = masked_attention(
             query[:, :, block], key[:, :, seen], value[:, :, seen], visible,

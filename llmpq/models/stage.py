@@ -18,7 +18,7 @@ from llmpq.errors import SpecError
 from llmpq.models.adapter import Skeleton, accepts
 from llmpq.models.alibi import alibi_bias
 from llmpq.models.attention import KVStore, KVView, PackedBatch
-from llmpq.models.config import has_latent_attention, layer_window
+from llmpq.models.config import has_latent_attention, layer_chunk, layer_window
 from llmpq.models.families import TESTED, Family, family_of
 from llmpq.models.own_attention import use_own_attention
 from llmpq.models.packed_attention import (
@@ -68,7 +68,9 @@ class DecoderStage(nn.Module):
             and config.model_type in TESTED
             and not has_latent_attention(config)
         )
-        self._windows = [layer_window(config, first_layer + i) for i in range(len(layers))]
+        indices = range(first_layer, first_layer + len(layers))
+        self._windows = [layer_window(config, index) for index in indices]
+        self._chunks = [layer_chunk(config, index) for index in indices]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
         self._cache_arguments = [
             "layer_past" if accepts(layer.forward, "layer_past") else "past_key_values"
@@ -180,7 +182,12 @@ class DecoderStage(nn.Module):
         for index in range(len(self.layers)):
             own = dict(shared)
             own[self._cache_arguments[index]] = view
-            own["attention_mask"] = LayerAttention(step=step, window=self._windows[index])
+            own["attention_mask"] = LayerAttention(
+                step=step,
+                window=self._windows[index],
+                chunk=self._chunks[index],
+                positions=positions,
+            )
             if tables is not None:
                 own["position_embeddings"] = tables[self.first_layer + index]
             found.append(own)

@@ -22,7 +22,7 @@ ACTIVATION_BLOCK_VALUES: Final = 2**18
 """Values to which a stepwise activation is applied at a time."""
 HEAD_LANES: Final = 16
 """The attention kernel that reads blocks in place takes heads of a multiple of this size."""
-MAX_PAGED_HEAD_DIM: Final = 256
+MAX_PAGED_HEAD_DIM: Final = 512
 """Largest head of that kernel."""
 PRODUCT_ROWS: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows that 16-bit matrix products on a CPU are split and filled up to. oneDNN keeps

@@ -68,6 +68,7 @@ OWN: dict[str, dict[str, Any]] = {
     "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
+    "llama4_text": {"no_rope_layers": [1, 0, 1], "floor_scale": 4},
     "ministral": {"head_dim": 8},
     "qwen3_5_moe_text": {**_STATE, "num_hidden_layers": 4},
     "qwen3_5_text": {**_STATE, "num_hidden_layers": 4},

@@ -43,7 +43,7 @@ def _tables(lengths, block_size, seed):
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(12, 4, 64), (4, 4, 16), (10, 2, 80), (7, 1, 128)]
+    ("heads", "kv_heads", "dim"), [(12, 4, 64), (4, 4, 16), (10, 2, 80), (7, 1, 128), (4, 2, 512)]
 )
 @pytest.mark.parametrize("window", [None, 20])
 def test_each_row_attends_to_its_own_tokens(dtype, heads, kv_heads, dim, window, block_size):
@@ -143,6 +143,21 @@ def test_what_is_before_the_window_is_never_read():
     )  # fmt: skip
 
     assert torch.allclose(made, torch.full((1, 1, 1, 16), (14 * 2.0 + 1.0) / 15))
+
+
+@pytest.mark.parametrize(("length", "seen"), [(24, 9), (30, 15), (31, 1)])
+def test_what_is_before_the_chunk_is_never_read(length, seen):
+    keys, values = (torch.full((2, 1, 16, 16), math.nan) for _ in range(2))
+    first = length - seen
+    keys.view(-1, 16)[first:], values.view(-1, 16)[first:] = 1.0, 2.0
+    new = tuple(torch.ones(1, 1, 1, 16) for _ in range(2))
+
+    made = _call([(0, 1)], [length]).attend(
+        torch.ones(1, 1, 1, 16), PagedHeads(keys=keys, values=values),
+        new=new, scaling=1.0, chunk=15,
+    )  # fmt: skip
+
+    assert torch.allclose(made, torch.full((1, 1, 1, 16), ((seen - 1) * 2.0 + 1.0) / seen))
 
 
 def test_a_number_that_is_none_stays_one():

@@ -41,11 +41,14 @@ def test_inconsistent_rows_raise_an_error(tables, starts, counts):
         PackedBatch(block_tables=tables, starts=starts, counts=counts)
 
 
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=4), WINDOWS)
-def test_queries_see_exactly_the_window_before_them(positions, window):
-    mask = keys_before(torch.tensor(positions), torch.arange(61), window)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=4), WINDOWS, WINDOWS)
+def test_queries_see_exactly_the_window_before_them(positions, window, chunk):
+    mask = keys_before(torch.tensor(positions), torch.arange(61), window, chunk)
     for row, position in enumerate(positions):
         first = 0 if window is None else max(0, position - window + 1)
+        while chunk is not None and first // chunk != position // chunk:
+            first += 1
+        assert ScoreOptions(scaling=1.0, window=window, chunk=chunk).first_seen(position) == first
         assert mask[row].nonzero().flatten().tolist() == list(range(first, position + 1))
 
 
@@ -61,7 +64,9 @@ def _expected(query, key, value, options):
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if options.bias is not None:
         scores = scores + options.bias[:, None, :total].double()
-    visible = keys_before(torch.arange(total - count, total), torch.arange(total), options.window)
+    visible = keys_before(
+        torch.arange(total - count, total), torch.arange(total), options.window, options.chunk
+    )
     scores = scores.masked_fill(~visible, -torch.inf)
     if options.sinks is not None:
         sinks = options.sinks.double()[:, None, None].expand(-1, count, 1)
@@ -76,13 +81,14 @@ def _expected(query, key, value, options):
     shape=st.sampled_from([(4, 2, 16), (3, 3, 32), (8, 2, 8), (6, 1, 16)]),
     kv_bits=st.sampled_from([None, 8]),
     window=WINDOWS,
+    chunk=WINDOWS,
     softcap=st.sampled_from([None, 2.0]),
     has_sinks=st.booleans(),
     has_bias=st.booleans(),
     returns_all=st.booleans(),
 )
 def test_attention_over_blocks_equals_attention_on_dense_tensors(
-    rows, free, shape, kv_bits, window, softcap, has_sinks, has_bias, returns_all
+    rows, free, shape, kv_bits, window, chunk, softcap, has_sinks, has_bias, returns_all
 ):
     heads, kv_heads, dim = shape
     torch.manual_seed(sum(start for start, _ in rows))
@@ -108,6 +114,7 @@ def test_attention_over_blocks_equals_attention_on_dense_tensors(
     options = ScoreOptions(
         scaling=0.3,
         window=window,
+        chunk=chunk,
         softcap=softcap,
         sinks=torch.randn(heads) if has_sinks else None,
         bias=torch.randn(heads, batch.longest) if has_bias else None,

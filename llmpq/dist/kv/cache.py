@@ -109,10 +109,11 @@ class KVCache:
 
         False if there is no such kernel: not a CPU, no compiler, an unsupported head size.
         """
-        stored = self._layers[0].paged_heads.keys
         if any(layer.shape.value_dim is not None for layer in self._layers):
             return False
-        is_known = can_attend(self.dtype, stored.dtype, stored.shape[-1], self.block_size)
+        stored = self._layers[0].paged_heads.keys.dtype
+        dims = {layer.shape.head_dim for layer in self._layers}
+        is_known = all(can_attend(self.dtype, stored, dim, self.block_size) for dim in dims)
         return self.device.type == "cpu" and is_known
 
     @property
@@ -278,6 +279,7 @@ class KVCacheView:
             new=new,
             scaling=options.scaling,
             window=options.window,
+            chunk=options.chunk,
             softcap=options.softcap,
             sinks=options.sinks,
             bias=options.bias,

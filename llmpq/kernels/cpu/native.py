@@ -74,7 +74,7 @@ class Attention(Structure):
         *((name, c_int64) for name in ("count", "kv_heads", "group", "dim", "block_bits")),
         *((name, c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, c_int64) for name in ("value_token", "value_head", "block_stride", "head_stride")),
-        ("window", c_int64),
+        *((name, c_int64) for name in ("window", "chunk")),
         ("bias", c_void_p),
         ("bias_head", c_int64),
         ("sinks", c_void_p),

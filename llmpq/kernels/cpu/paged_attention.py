@@ -88,6 +88,7 @@ class PagedCall:
         *,
         scaling: float,
         window: int | None = None,
+        chunk: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
@@ -102,6 +103,7 @@ class PagedCall:
             heads: of this layer.
             scaling: factor of the scores.
             window: tokens a query sees, itself included; ``None`` for all.
+            chunk: a query sees the tokens of its own chunk of this size; ``None`` for all.
             softcap: bound of the scores, by a hyperbolic tangent; ``None`` for none.
             sinks: ``[H]``, one more score of each head, without a value; ``None`` for none.
             bias: float32 ``[H, S]``, added to the scores of a sequence's first S tokens, at least
@@ -126,7 +128,8 @@ class PagedCall:
         call.query, call.out, call.type = query.data_ptr(), out.data_ptr(), TYPES[query.dtype]
         call.group = count // call.kv_heads
         call.query_head, call.query_token = query.stride()[1:3]
-        call.window, call.scaling, call.softcap = window or 0, scaling, softcap or 0.0
+        call.window, call.chunk = window or 0, chunk or 0
+        call.scaling, call.softcap = scaling, softcap or 0.0
         call.sinks = None if sinks is None else sinks.data_ptr()
         call.bias = None if bias is None else bias.data_ptr()
         call.bias_head = 0 if bias is None else bias.stride(0)

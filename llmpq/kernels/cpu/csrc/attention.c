@@ -10,7 +10,7 @@
 #ifdef __AVX512F__
 #include <math.h>
 
-enum { LANES = 16, STEP = 64, RUNS = STEP / LANES, QUERIES = 4, MOST_DIM = 256, TYPE_INT8 = 3 };
+enum { LANES = 16, STEP = 64, RUNS = STEP / LANES, QUERIES = 4, MOST_DIM = 512, TYPE_INT8 = 3 };
 
 typedef struct {
     const void *query;                   /* [tokens, heads, dim] by strides, of `type` */
@@ -25,6 +25,7 @@ typedef struct {
     int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* in numbers */
     int64_t block_stride, head_stride;   /* in numbers */
     int64_t window;                      /* tokens a query sees, 0 for all */
+    int64_t chunk;                       /* it sees those of its chunk of this size, 0 for all */
     const float *bias;                   /* [heads, positions] by a stride, added to the scores */
     int64_t bias_head;                   /* in numbers */
     const float *sinks;                  /* [heads], one more score each, without a value */
@@ -271,6 +272,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
     }
     const int32_t *table = a->tables + a->starts[token];
     int64_t end = a->lengths[token], start = a->window && end > a->window ? end - a->window : 0;
+    if (a->chunk && (end - 1) / a->chunk * a->chunk > start) start = (end - 1) / a->chunk * a->chunk;
     for (int64_t t = start & ~(int64_t)(LANES - 1); t < end; t += STEP) {
         int64_t count = end - t < STEP ? end - t : STEP, skip = t < start ? start - t : 0;
         for (int64_t u = 0; u < count; u += LANES) at[u / LANES] = place_of(a, table, kv_head, t + u);
