@@ -15,6 +15,7 @@ MAX_WORDS_OF = {
     "docs/evidence/larry.md": 250,
     "docs/how/fleets.md": 500,
     "docs/reference/api.md": 550,
+    "docs/reference/applications.md": 500,
     "docs/reference/checkpoints.md": 300,
     "docs/reference/devices.md": 700,
     "docs/reference/models.md": 300,

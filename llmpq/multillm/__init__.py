@@ -1,0 +1,1 @@
+"""Applications of several models: described in a file, planned and simulated (SamuLLM)."""
