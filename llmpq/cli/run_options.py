@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from llmpq.cli.options import add_kernel_option
 from llmpq.dist import Hosts, Supervision
 from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES, Rendezvous, Transport
 from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
+from llmpq.dist.launch.task_environment import Task, started_task
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import BarProgress, RunProgress, SilentProgress
 from llmpq.errors import SpecError, StoppedError
@@ -116,9 +118,13 @@ def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 
 def hosts_of(options: argparse.Namespace) -> Hosts:
-    """Return the number of hosts and the rank of this one."""
+    """Return the number of hosts and the rank of this one, also from ``srun`` or ``mpirun``."""
     if options.nnodes == 1:
-        return Hosts()
+        task = started_task(os.environ)
+        if task is None:
+            return Hosts()
+        address = _address_of(options, task)
+        return Hosts(num_nodes=task.world_size, node_rank=task.rank, address=address)
     if options.master_addr is None:
         raise SpecError("--nnodes: found more than one host, expected --master_addr too")
     return Hosts(
@@ -128,10 +134,27 @@ def hosts_of(options: argparse.Namespace) -> Hosts:
     )
 
 
-def rendezvous_of(options: argparse.Namespace) -> Rendezvous:
-    """Return the rendezvous of the options; the launcher completes it."""
+def rendezvous_of(options: argparse.Namespace, task: Task | None = None) -> Rendezvous:
+    """Return the rendezvous of the options; the launcher completes it.
+
+    Args:
+        options: of the command.
+        task: of ``srun`` or ``mpirun``, if this process is one rank.
+    """
     token_file = None if options.token_file is None else Path(options.token_file).resolve()
-    return Rendezvous(from_environment=True, token_file=token_file)
+    if task is None or task.launcher == "torchrun":
+        return Rendezvous(from_environment=True, token_file=token_file)
+    return Rendezvous(address=_address_of(options, task), token_file=token_file)
+
+
+def _address_of(options: argparse.Namespace, task: Task) -> tuple[str, int]:
+    """Return the address of rank 0."""
+    host = options.master_addr or task.first_host
+    if host is None:
+        raise SpecError(
+            f"{task.launcher}: found several hosts, expected --master_addr, the address of rank 0"
+        )
+    return host, options.master_port
 
 
 _OFF = "off"

@@ -246,6 +246,50 @@ def test_torchrun_starts_the_same_ranks(tiny_model, tmp_path):
     assert results == expected_answers(PLAN, model_dir)
 
 
+def task_variables(launcher: str, rank: int) -> dict[str, str]:
+    """Return the variables of one of two tasks on this host."""
+    if launcher == "mpirun":
+        names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+        return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+    names = {"STEP_NUM_TASKS": 2, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    tasks = {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "here"}
+    return {f"SLURM_{name}": str(value) for name, value in names.items()} | tasks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "nodes"), [("mpirun", ("here",)), ("srun", ("a", "b"))], ids=["ranks", "hosts"]
+)
+def test_tasks_of_srun_and_mpirun_are_ranks_or_hosts(tiny_model, tmp_path, launcher, nodes):
+    """Two tasks are the two ranks of a plan with one node, or the launchers of its two nodes."""
+    model_dir = tiny_model("llama", seed=1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    group = DeviceGroup(type="cpu", count=2 // len(nodes), threads=1)
+    cluster = Cluster(
+        name="tasks", nodes=tuple(Node(name=name, devices=(group,)) for name in nodes)
+    )
+    plan = make_plan((0, 1, 3), prefill=3, decode=2, new_tokens=60, cluster=cluster)
+    files = write_files(tmp_path, plan, model_dir)
+    command = [sys.executable, "-m", "llmpq.cli.commands.dist", "--master_port", port, *files]
+    tasks = [
+        subprocess.Popen(
+            command,
+            env=dict(os.environ) | task_variables(launcher, rank),
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [task.wait(timeout=60) for task in tasks] == [0, 0]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    results = {result.id: result.token_ids for result in read_results(tmp_path / "results.jsonl")}
+    assert results == expected_answers(plan, model_dir)
+
+
 @pytest.mark.slow
 def test_a_missing_shard_is_said_once(tiny_model, tmp_path, capsys):
     model_dir = tmp_path / "model"

@@ -2,7 +2,7 @@
 
 It starts one process per stage (with ``--nnodes``: those of this host), shows their progress on
 standard error, and prints predicted and measured times. Under torchrun, with ``--no_auto``, each
-process is one rank.
+process is one rank; under ``srun`` and ``mpirun`` it is one rank or one host.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from llmpq.dist.io.job import DriftHandling, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
+from llmpq.dist.launch.task_environment import Task, started_task, torchrun_task
 from llmpq.dist.metrics import report as run_report
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
@@ -108,8 +109,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.format == "openai_batch":
         return openai_batch.answer_batch(options, plan)
     require("torch", "transformers")
-    job = _job(options, plan)
-    measurement = _be_one_rank(job, plan) if options.no_auto else _supervise(job, plan, options)
+    task = _own_task(options, plan)
+    job = _job(options, plan, task)
+    measurement = _be_one_rank(job, plan, task) if task else _supervise(job, plan, options)
     if measurement is None:
         return 0
     _report(plan, measurement, job, options)
@@ -138,7 +140,7 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
         )
 
 
-def _job(options: argparse.Namespace, plan: Plan) -> Job:
+def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
     return Job(
         strategy=Path(options.strat_file_name).resolve(),
         model_dir=model_dir_of(plan, options.model),
@@ -154,7 +156,7 @@ def _job(options: argparse.Namespace, plan: Plan) -> Job:
         step_timeout_s=options.step_timeout,
         schedule=_schedule(options, plan),
         prediction=prediction_of(options),
-        rendezvous=run_options.rendezvous_of(options),
+        rendezvous=run_options.rendezvous_of(options, task),
         transport=options.transport,
         trace=None if options.trace is None else Path(options.trace).resolve(),
         store=run_options.store_directory(options.store, os.environ),
@@ -179,20 +181,28 @@ def _schedule(options: argparse.Namespace, plan: Plan) -> Schedule:
     return schedule_of(options, plan, wanted)
 
 
-def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
-    """Run the rank of this process under torchrun."""
-    rank, world_size, local_rank, local_size = (
-        _variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
-    if world_size != len(plan.stages) or not 0 <= rank < world_size:
+def _own_task(options: argparse.Namespace, plan: Plan) -> Task | None:
+    """Return the task of this process if it is one rank, ``None`` if it starts ranks."""
+    if options.no_auto:
+        return torchrun_task(os.environ)
+    task = started_task(os.environ) if options.nnodes == 1 else None
+    nodes = {plan.device_of(stage).node for stage in plan.stages}
+    if task is None or task.world_size == len(nodes) or task.world_size != len(plan.stages):
+        return None
+    return task
+
+
+def _be_one_rank(job: Job, plan: Plan, task: Task) -> Measurement | None:
+    """Run the rank of this process."""
+    rank = task.rank
+    if task.world_size != len(plan.stages):
         raise SpecError(
-            f"environment: found rank {rank} of WORLD_SIZE {world_size}, expected one process "
+            f"environment: found rank {rank} of WORLD_SIZE {task.world_size}, expected one process "
             f"for each of the plan's {len(plan.stages)} stages"
         )
     if rank == 0:
         check_job(job)
-    local_ranks = range(rank - local_rank, rank - local_rank + local_size)
-    os.environ.update(rank_environment(plan, rank, local_ranks))
+    os.environ.update(rank_environment(plan, rank, task.local_ranks))
     # Only now, for torch reads its environment when it is first imported.
     from llmpq.dist.launch.worker import die_with, run_rank
 
@@ -202,13 +212,6 @@ def _be_one_rank(job: Job, plan: Plan) -> Measurement | None:
         return run_rank(job, rank, SilentProgress())
     with run_options.run_progress(plan.stages[0].num_layers) as progress:
         return run_rank(job, rank, progress)
-
-
-def _variable(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdecimal():
-        raise SpecError(f"environment: {name}: found '{text}', expected torchrun's number")
-    return int(text)
 
 
 def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
