@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.timeline import Block, timeline
-from llmpq.cli.render import compact_bits, memory_pair, memory_unit, plans_text
+from llmpq.cli.render import compact_bits, memory_pair, memory_unit, plans_text, rate_text
 from llmpq.errors import SpecError
+from llmpq.spec.fleet import Fleet
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import MS
@@ -178,6 +179,63 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
     _name_rows(axis, _labels(plan, dropped=False), f"{title}: {batches} of {size}")
     axis.set_xlim(0, span_s / unit_s)
     axis.set_xlabel(f"{unit} since the phase began; colour and number are the micro-batch")
+
+
+def draw_fleet(fleet: Fleet, plans: Sequence[Plan], path: str | Path) -> None:
+    """Draw a fleet: layers and bits of each device by replica, and other cuts of the cluster."""
+    devices = sum(len(replica.devices) for replica in fleet.replicas)
+    cuts: list[tuple[str, float | None]] = [(one.name, one.requests_per_s) for one in fleet.others]
+    cuts.append((f"this fleet ({len(plans)} replicas)", fleet.requests_per_s))
+    rows = [devices + len(fleet.idle) + len(plans), len(cuts)]
+    with new_figure(path, 12, 2.6 + ROW_INCHES * sum(rows)) as figure:
+        layers, bars = figure.subplots(
+            2, 1, gridspec_kw={"height_ratios": [1.6 + row for row in rows]}
+        )
+        figure.suptitle(
+            f"{fleet.model} on {fleet.cluster.name}: {fleet.requests_per_s:.4g} requests/s", x=0.01,
+            ha="left",
+        )  # fmt: skip
+        _draw_replicas(layers, fleet, plans)
+        names, rates = zip(*cuts, strict=True)
+        colours = [GREY] * len(fleet.others) + [BIT_COLOURS[16]]
+        drawn = bars.barh(names, [rate or 0.0 for rate in rates], color=colours, height=0.6)
+        bars.bar_label(drawn, [rate_text(rate) for rate in rates], padding=3)
+        if fleet.status != "optimal":
+            bars.axvline(fleet.bound, color=CAPACITY_COLOUR, lw=1, ls="--", label="upper bound")
+            bars.legend(loc="lower right")
+        bars.margins(x=0.12)
+        bars.set_xlabel("requests/s")
+        bars.set_title("Ways to cut the cluster")
+
+
+def _draw_replicas(axes: Any, fleet: Fleet, plans: Sequence[Plan]) -> None:
+    """Draw one row a device, replica after replica, with its layers in their bits."""
+    names: list[str] = []
+    for number, (replica, plan) in enumerate(zip(fleet.replicas, plans, strict=True), start=1):
+        stages = {stage.device: stage for stage in plan.stages}
+        for place, label in enumerate(replica.devices):
+            row = len(names)
+            names.append(f"replica {number}: {label}")
+            if place not in stages:
+                continue
+            first = stages[place].first_layer
+            for bits, run in groupby(stages[place].bits):
+                count = len(list(run))
+                axes.barh(row, count, left=first, height=0.7, color=BIT_COLOURS[bits],
+                          edgecolor="white", lw=0.5)  # fmt: skip
+                first += count
+        if number < len(plans):
+            axes.axhline(len(names) - 0.5, color=GREY, lw=0.6)
+    names += [f"idle: {label}" for label in fleet.idle]
+    used = sorted({bits for plan in plans for bits in plan.bits}, reverse=True)
+    for bits in used:
+        axes.barh(0, 0, color=BIT_COLOURS[bits], label=f"{bits} bits")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, plans[0].model.num_layers)
+    axes.set_xlabel("layer")
+    axes.set_title("Replicas")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def draw_front(plans: Sequence[Plan], path: str | Path) -> None:

@@ -143,6 +143,13 @@ def compact_bits(bits: Sequence[int]) -> str:
     return " ".join(f"{counts[width]}x{width}" for width in sorted(counts, reverse=True)) or "-"
 
 
+def rate_text(requests_per_s: float | None) -> str:
+    """Return the requests a second of a way to cut the cluster."""
+    if requests_per_s is None:
+        return "not planned in time"
+    return f"{requests_per_s:.4g}" if requests_per_s else "does not fit"
+
+
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the table of stages, with the phase of each stage where a plan is split (WAA)."""
     rows: list[tuple[str, ...]] = [

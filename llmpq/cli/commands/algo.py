@@ -19,6 +19,7 @@ from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render
 from llmpq.cli.common import command_start_s, make_parser, print_json, progress_bar, run_command
+from llmpq.cli.fleet import add_fleet_options, run_fleet
 from llmpq.cli.plan_options import add_plan_options, request_of, scheduled
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import SpecError
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         NAME, "Plan which device runs which layers at how many bits, and the micro-batch sizes."
     )
     add_plan_options(parser)
+    add_fleet_options(parser)
     report = parser.add_argument_group("result")
     report.add_argument(
         "--output",
@@ -69,10 +71,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, started_s: float) -> int:
-    _check_export(options)
+    _check_options(options)
     request = request_of(options)
     if request.time_limit_s is not None:
         request = replace(request, deadline=Deadline(started_s + request.time_limit_s))
+    if options.replicas is not None:
+        return run_fleet(
+            options,
+            request,
+            _output(options, request, "fleet"),
+            lambda work: _with_progress("parts", work),
+        )
     if options.pareto is not None:
         return _run_pareto(options, request)
     if options.method == "all":
@@ -122,7 +131,9 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
     return 0
 
 
-def _check_export(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    if options.same_bits and options.replicas is None:
+        raise SpecError("--same_bits: found without --replicas, expected both")
     if options.export is None:
         return
     if options.output is None:

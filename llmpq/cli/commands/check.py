@@ -12,6 +12,7 @@ from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.fit import add_fit_options, run_fit
+from llmpq.cli.fleet import check_fleet, is_fleet
 from llmpq.cli.options import add_devices_option, with_described
 from llmpq.cli.render import (
     explanation_record,
@@ -36,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         "llmpq-check",
         "Validate and explain a strategy file, or tell whether a model runs on devices.",
     )
-    parser.add_argument("strategy", metavar="FILE", nargs="?", help="strategy file of llmpq-algo")
+    parser.add_argument(
+        "strategy", metavar="FILE", nargs="?", help="strategy or fleet file of llmpq-algo"
+    )
     parser.add_argument(
         "--omega_file", metavar="FILE.json", help="sensitivity table that the plan was made with"
     )
@@ -52,6 +55,8 @@ def _run(options: argparse.Namespace) -> int:
         raise SpecError("expected either a strategy FILE, or --model with devices")
     if options.strategy is None:
         return run_fit(options)
+    if is_fleet(options.strategy):
+        return check_fleet(options)
     plan = read_plan(options.strategy)
     plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
     found = verify_plan(

@@ -1,0 +1,253 @@
+"""Fleets on the command line: ``llmpq-algo --replicas`` and ``llmpq-check FLEET.json``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmpq.assigner.fleet import FleetPlan, plan_fleet
+from llmpq.assigner.request import PlanRequest, Progress
+from llmpq.assigner.verify import TOLERANCE, verify_plan
+from llmpq.cli.common import print_json
+from llmpq.cli.render import aligned, compact_bits, rate_text
+from llmpq.errors import CapacityError, SpecError
+from llmpq.spec.fields import read_json
+from llmpq.spec.fleet import Fleet, FleetMember, OtherCut, read_fleet, write_fleet
+from llmpq.spec.plan import Plan, write_plan
+from llmpq.units import format_bytes
+
+Show = Callable[[Callable[[Progress], FleetPlan]], FleetPlan]
+
+
+def add_fleet_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``llmpq-algo`` that make a fleet."""
+    group = parser.add_argument_group(
+        "replicas", "Cut the cluster into pipelines that serve side by side."
+    )
+    group.add_argument(
+        "--replicas",
+        type=_number,
+        metavar="auto|K",
+        help="plan K replicas, or as many as make the most requests a second",
+    )
+    group.add_argument(
+        "--same_bits", action="store_true", help="give a layer the same bits in all replicas"
+    )
+
+
+def _number(text: str) -> int:
+    """Return the number of replicas, 0 for ``auto``."""
+    if text == "auto":
+        return 0
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"found '{text}', expected auto or a number from 1")
+
+
+def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, show: Show) -> int:
+    """Plan a fleet, write its files and print it."""
+    for name in ("pareto", "export"):
+        if getattr(options, name) is not None:
+            raise SpecError(f"--replicas: found together with --{name}, expected one of them")
+    if options.method != "llmpq" or options.what_if:
+        raise SpecError("--replicas: found with --method or --what_if, expected neither")
+    found = show(
+        lambda progress: plan_fleet(
+            request,
+            options.replicas or None,
+            same_bits=options.same_bits,
+            command=options.command,
+            progress=progress,
+        )
+    )
+    paths = [
+        output.with_name(f"{output.stem}__r{number}{output.suffix}")
+        for number in range(1, len(found.replicas) + 1)
+    ]
+    fleet = _fleet(found, request, [path.name for path in paths])
+    for path, replica in zip(paths, found.replicas, strict=True):
+        write_plan(path, replica.plan)
+    write_fleet(output, fleet)
+    plans = [replica.plan for replica in found.replicas]
+    if options.json:
+        without = [dict(replica.without) for replica in found.replicas]
+        record = fleet_record(fleet, plans, str(output))
+        for entry, reasons in zip(record["replicas"], without, strict=True):
+            entry["without_one"] = reasons
+        print_json({**record, "gap": found.gap, "searches": found.searches})
+    else:
+        print(fleet_table(fleet, plans))
+        for line in _reasons(found):
+            print(line)
+        print(f"written        {output} and {len(paths)} strategy files")
+    if options.plot is not None:
+        from llmpq.cli.plots import draw_fleet
+
+        draw_fleet(fleet, plans, options.plot)
+    return 0
+
+
+def _fleet(found: FleetPlan, request: PlanRequest, names: Sequence[str]) -> Fleet:
+    labels = [device.label for device in request.cluster.devices]
+    return Fleet(
+        model=request.model.name,
+        replicas=tuple(
+            FleetMember(
+                strategy=name,
+                devices=tuple(labels[device] for device in replica.devices),
+                requests_per_s=replica.requests_per_s,
+            )
+            for name, replica in zip(names, found.replicas, strict=True)
+        ),
+        requests_per_s=found.requests_per_s,
+        bound=found.bound,
+        status=found.status,
+        quality_budget=found.quality_budget,
+        others=tuple(
+            OtherCut(name=one.name, replicas=one.replicas, requests_per_s=one.requests_per_s)
+            for one in found.rivals
+        ),
+        cluster=request.cluster,
+    )
+
+
+def is_fleet(path: str) -> bool:
+    """Whether a JSON file is a fleet's and not a strategy's."""
+    found = read_json(path)
+    return isinstance(found, dict) and "replicas" in found
+
+
+def check_fleet(options: argparse.Namespace) -> int:
+    """Validate a fleet file and every strategy file of it, and print it."""
+    path = options.strategy
+    fleet = read_fleet(path)
+    plans = fleet.plans(path)
+    excess = 0
+    warnings: list[str] = []
+    for replica, plan in zip(fleet.replicas, plans, strict=True):
+        checked = verify_plan(
+            plan,
+            str(Path(path).parent / replica.strategy),
+            profile_dir=None if options.profile is None else Path(options.profile),
+            omega_file=options.omega_file,
+        )
+        excess += checked.excess_bytes
+        own = [*checked.warnings, *_differences(replica, plan, fleet)]
+        warnings += [f"{replica.strategy}: {warning}" for warning in own]
+    if options.json:
+        record = fleet_record(fleet, plans, path)
+        print_json({**record, "fits": not excess, "excess_bytes": excess, "warnings": warnings})
+    else:
+        print(fleet_table(fleet, plans))
+        words = f"{len(warnings)} warnings" if warnings else "every stored figure is confirmed"
+        fits = f"does NOT fit: {format_bytes(excess)} too much" if excess else "valid and fits"
+        print(f"checked        {fits}; {words}")
+    for warning in warnings:
+        print(f"llmpq-check: warning: {warning}", file=sys.stderr)
+    if options.plot is not None:
+        from llmpq.cli.plots import draw_fleet
+
+        draw_fleet(fleet, plans, options.plot)
+    if excess:
+        raise CapacityError(f"{path}: its plans need {format_bytes(excess)} more memory")
+    return 0
+
+
+def _differences(replica: FleetMember, plan: Plan, fleet: Fleet) -> Iterator[str]:
+    """Yield what the strategy file does not confirm."""
+    rate = plan.workload.batch / plan.estimate.latency_s
+    if not math.isclose(rate, replica.requests_per_s, rel_tol=TOLERANCE):
+        yield f"makes {rate:.4g} requests/s, the fleet file states {replica.requests_per_s:.4g}"
+    budget, quality = fleet.quality_budget, plan.estimate.quality
+    if budget is not None and quality > budget * (1 + TOLERANCE) + TOLERANCE:
+        yield f"loses {quality:.4g}, the fleet allows {budget:.4g}"
+
+
+def fleet_record(fleet: Fleet, plans: Sequence[Plan], path: str) -> dict[str, Any]:
+    """Return the JSON object of a fleet."""
+    return {
+        "fleet": path,
+        "model": fleet.model,
+        "requests_per_s": fleet.requests_per_s,
+        "bound": fleet.bound,
+        "status": fleet.status,
+        "quality_budget": fleet.quality_budget,
+        "replicas": [
+            {
+                "strategy": replica.strategy,
+                "devices": list(replica.devices),
+                "batch": plan.workload.batch,
+                "requests_per_s": replica.requests_per_s,
+                "quality": plan.estimate.quality,
+            }
+            for replica, plan in zip(fleet.replicas, plans, strict=True)
+        ],
+        "idle": list(fleet.idle),
+        "others": [
+            {"name": one.name, "replicas": one.replicas, "requests_per_s": one.requests_per_s}
+            for one in fleet.others
+        ],
+    }
+
+
+def fleet_table(fleet: Fleet, plans: Sequence[Plan]) -> str:
+    """Return a fleet as text: its replicas, and the other ways to cut the cluster."""
+    work = plans[0].workload
+    rows = [("replica", "devices", "batch", "bits", "quality lost", "requests/s")]
+    rows += [
+        (
+            str(number),
+            devices_text(replica.devices),
+            str(plan.workload.batch),
+            compact_bits(plan.bits),
+            f"{plan.estimate.quality:.3g}",
+            f"{replica.requests_per_s:.4g}",
+        )
+        for number, (replica, plan) in enumerate(zip(fleet.replicas, plans, strict=True), start=1)
+    ]
+    gap = (fleet.bound - fleet.requests_per_s) / fleet.bound if fleet.bound else 0.0
+    proof = "optimal" if fleet.status == "optimal" else f"at most {gap:.1%} below the best"
+    budget = fleet.quality_budget
+    limit = "" if budget is None else f"; no replica loses more than {budget:.3g}"
+    others = [("cut", "replicas", "requests/s", "of the fleet's")]
+    others += [
+        (
+            one.name,
+            str(one.replicas),
+            rate_text(one.requests_per_s),
+            f"{one.requests_per_s / fleet.requests_per_s:.2f}x" if one.requests_per_s else "",
+        )
+        for one in fleet.others
+    ]
+    lines = [
+        f"{fleet.model} on {fleet.cluster.name}: {work.prompt_tokens} prompt tokens, "
+        f"{work.new_tokens} new tokens each",
+        "",
+        *aligned(rows),
+        "",
+        f"fleet          {fleet.requests_per_s:.4g} requests/s, {proof}{limit}",
+    ]
+    if fleet.idle:
+        lines.append(f"idle           {devices_text(fleet.idle)}")
+    if fleet.others:
+        lines += ["", *aligned(others), ""]
+    return "\n".join(lines)
+
+
+def devices_text(labels: Sequence[str]) -> str:
+    """Return devices as counts of their types by node, such as ``3 x node0/T4-16G``."""
+    counts = Counter(label.rpartition("#")[0] for label in labels)
+    return ", ".join(name if n == 1 else f"{n} x {name}" for name, n in counts.items())
+
+
+def _reasons(found: FleetPlan) -> Iterator[str]:
+    """Yield what each replica would make without one of its devices."""
+    for number, replica in enumerate(found.replicas, start=1):
+        for device, rate in replica.without:
+            lost = "does not fit" if not rate else f"{rate:.4g} requests/s"
+            yield f"replica {number:<6} without one {device}: {lost}"

@@ -1,0 +1,105 @@
+"""llmpq-algo --replicas and llmpq-check of a fleet file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmpq.cli.commands import algo, check
+from llmpq.spec.fleet import read_fleet, write_fleet
+
+MODEL = ["--model", "facebook/opt-13b", "--global_bz", "8", "--s", "64", "--n", "16"]
+DEVICES = ["--device_names", "V100-32G", "T4-16G", "--device_numbers", "2", "2"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fleet") / "fleet.json"
+    options = [*MODEL, *DEVICES, "--replicas", "auto", "--quality_budget", "1.0"]
+    picture = ["--plot", str(path.with_suffix(".png"))]
+    assert algo.main([*options, *picture, "--output", str(path)]) == 0
+    return path
+
+
+def test_fleet_file_names_every_replica_and_is_read_back_the_same(made):
+    fleet = read_fleet(made)
+    assert len(fleet.replicas) >= 2
+    labels = [name for replica in fleet.replicas for name in replica.devices]
+    known = {device.label for device in fleet.cluster.devices}
+    assert len(set(labels)) == len(labels)
+    assert {*labels, *fleet.idle} == known
+    plans = fleet.plans(made)
+    total = sum(plan.workload.batch / plan.estimate.latency_s for plan in plans)
+    assert fleet.requests_per_s == pytest.approx(total)
+    assert sum(plan.workload.batch for plan in plans) <= 8
+    text = made.read_text()
+    write_fleet(made, fleet)
+    assert made.read_text() == text
+    assert made.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_table_has_the_replicas_the_other_cuts_and_the_reasons(capsys, tmp_path):
+    options = [*MODEL, *DEVICES, "--replicas", "1", "--quality_budget", "1.0"]
+    assert algo.main([*options, "--output", str(tmp_path / "one.json")]) == 0
+    text = capsys.readouterr().out
+    assert "requests/s, optimal; no replica loses more than 1" in text
+    assert "one pipeline" in text
+    assert "one replica a device type" in text
+    assert f"{tmp_path / 'one.json'} and 1 strategy files" in text
+
+
+def test_check_confirms_a_fleet(made, capsys):
+    assert check.main([str(made), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"]
+    assert record["warnings"] == []
+    assert record["status"] == "optimal"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f["replicas"][0].update(strategy="none.json"), "none.json"),
+        (lambda f: f["replicas"][0]["devices"].append("node9/x#0"), "found device 'node9/x#0'"),
+        (
+            lambda f: f["replicas"][0].update(devices=f["replicas"][1]["devices"]),
+            "2 times, expected once",
+        ),
+        (lambda f: f.update(model="other"), "expected 'other'"),
+        (lambda f: f.update(replicas=[]), "field 'replicas'"),
+    ],
+)
+def test_a_damaged_fleet_file_is_one_clear_error(made, capsys, change, message):
+    found = json.loads(made.read_text())
+    change(found)
+    path = made.with_name("damaged.json")
+    path.write_text(json.dumps(found))
+    assert check.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("error:") == 1
+
+
+def test_a_wrong_rate_is_a_warning(made, capsys):
+    found = json.loads(made.read_text())
+    found["replicas"][0]["requests_per_s"] *= 2
+    path = made.with_name("wrong.json")
+    path.write_text(json.dumps(found))
+    assert check.main([str(path)]) == 0
+    assert "requests/s, the fleet file states" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "0"], "expected auto or a number from 1"),
+        (["--replicas", "9"], "replicas: found 9, expected 1 to 4"),
+        (["--same_bits"], "--same_bits: found without --replicas"),
+        (["--replicas", "2", "--pareto", "2"], "--replicas: found together with --pareto"),
+        (["--replicas", "2", "--exclude", "T4-16G"], "found with --exclude T4-16G"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(capsys, options, message):
+    assert algo.main([*MODEL, *DEVICES, *options]) == 2
+    assert message in capsys.readouterr().err
