@@ -50,9 +50,15 @@ from workbench import ROOT, SMALL_LLAMA, command
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.spec.arrivals import draw_arrivals, with_arrivals
 from llmpq.spec.plan import read_plan
-from llmpq.spec.trace import TraceRequest, fit_trace, load_trace, slice_trace
+from llmpq.spec.trace import (
+    TraceRequest,
+    draw_arrivals,
+    fit_trace,
+    load_trace,
+    slice_trace,
+    with_arrivals,
+)
 from llmpq.spec.workload import Workload
 
 VOCABULARY = SMALL_LLAMA["vocab"]

@@ -15,10 +15,17 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import POLL_S, FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
-from llmpq.spec.arrivals import ARRIVALS, draw_arrivals, with_arrivals
 from llmpq.spec.plan import Plan
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import TraceRequest, fit_trace, scale_rate, slice_trace
+from llmpq.spec.trace import (
+    ARRIVALS,
+    TraceRequest,
+    draw_arrivals,
+    fit_trace,
+    scale_rate,
+    slice_trace,
+    with_arrivals,
+)
 from llmpq.spec.workload import Workload
 from llmpq.units import MS, format_seconds
 

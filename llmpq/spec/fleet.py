@@ -16,7 +16,7 @@ from llmpq.spec.plan import Plan, Status, read_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetMember:
-    """One replica.
+    """Strategy file, devices and speed of one replica of a fleet file.
 
     Attributes:
         strategy: its strategy file, relative to the fleet file.

@@ -13,8 +13,7 @@ from llmpq.sim.costs import Hop
 from llmpq.sim.engine import simulate_engine
 from llmpq.sim.engine_costs import WorkerCosts
 from llmpq.sim.fleet import FleetReplica, replica_capacity, simulate_fleet
-from llmpq.spec.arrivals import draw_arrivals
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.trace import TraceRequest, draw_arrivals
 
 LIMITS = EngineLimits(token_budget=128, max_sequences=32, num_blocks=200, block_size=16)
 FCFS = queue_order("fcfs")

@@ -9,14 +9,15 @@ import pytest
 from helpers.builders import uniform, write_trace
 
 from llmpq.errors import SpecError
-from llmpq.spec.arrivals import draw_arrivals, with_arrivals
 from llmpq.spec.lengths import constant
 from llmpq.spec.trace import (
     TraceRequest,
+    draw_arrivals,
     draw_trace,
     load_trace,
     scale_rate,
     slice_trace,
+    with_arrivals,
 )
 
 

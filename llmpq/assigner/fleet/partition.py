@@ -24,7 +24,7 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The pools of a cluster.
+    """Counts of the equal devices of every node of a cluster.
 
     Attributes:
         cluster: the cluster.
