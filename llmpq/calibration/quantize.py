@@ -31,7 +31,7 @@ from llmpq.quant.checkpoint.format import from_integers, make_config
 from llmpq.quant.checkpoint.reader import is_gptq, stored_modules
 from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from llmpq.quant.loading.assembly import Matrix, matrices_of
-from llmpq.quant.modules.layer import quantizable_names
+from llmpq.quant.modules.layer import has_common_layout, quantizable_names
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
@@ -144,6 +144,11 @@ def _source_of(job: QuantizeJob) -> Checkpoint:
             f"of {len(job.precisions)}"
         )
     layer = checkpoint.empty_layer(0)
+    if not has_common_layout(layer):
+        raise SpecError(
+            f"{job.model_dir}: no file format has a layout for the quantized experts of "
+            f"{checkpoint.config.model_type}; they can be quantized while they are loaded"
+        )
     for matrix in matrices_of(layer):
         for precision in set(job.precisions):
             group = precision.group_size

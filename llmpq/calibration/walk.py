@@ -23,8 +23,7 @@ from llmpq.calibration.data import CalibrationSet
 from llmpq.calibration.stats import Collector
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, Master, build_layer
-from llmpq.quant.modules.layer import linear_view, quantizable_names
-from llmpq.quant.modules.linear import QuantExperts
+from llmpq.quant.modules.layer import expert_keys, expert_views, experts_of, quantizable_names
 
 C = TypeVar("C", bound=Collector)
 Progress = Callable[[int, int, str], None]
@@ -282,18 +281,14 @@ def split_experts_(layer: nn.Module) -> None:
         experts = layer.get_submodule(name)
         if isinstance(experts, nn.Linear):
             continue
-        parts = {}
-        for key in ("gate_up_proj", "down_proj"):
-            parts[key] = [linear_view(weight) for weight in experts.get_parameter(key)]
-        activation = experts.get_submodule("act_fn")
-        split = QuantExperts(parts["gate_up_proj"], parts["down_proj"], activation)
-        layer.set_submodule(name, split)
+        parts = {key: expert_views(experts, key) for key in expert_keys(experts)}
+        layer.set_submodule(name, experts_of(experts, parts))
 
 
 def _expert_of(name: str) -> str | None:
     """Return the list of experts' operators that ``name`` belongs to, or ``None``."""
     parts = name.split(".")
-    if len(parts) > 2 and parts[-1].isdigit() and parts[-2] in {"gate_up", "down"}:
+    if len(parts) > 2 and parts[-1].isdigit() and parts[-2] in {"gate_up", "down", "matrices"}:
         return name.rpartition(".")[0]
     return None
 

@@ -18,6 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError
+from llmpq.models.expert_layouts import use_stacked_experts
 from llmpq.models.families import Family, family_of
 
 # Configuration fields that scale embeddings or logits in some family.
@@ -83,6 +84,7 @@ class Skeleton:
         with torch.device("meta"):
             layer = self.layer_class(config, index)
         _use_linear(layer)
+        use_stacked_experts(layer, config)
         stored = layer.state_dict().keys()
         for module_name, module in layer.named_modules():
             start = f"{module_name}." if module_name else ""

@@ -9,6 +9,7 @@ Shapes: E experts, N output features of a part, K input features.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from llmpq.errors import SpecError
 from llmpq.models.files.decoded import DecodedSource, parts_of
@@ -50,6 +51,9 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
     Raises:
         SpecError: no spelling is found, or the shapes or dtypes of the parts differ.
     """
+    joined = _dbrx_source(tensors, name, shape)
+    if joined is not None:
+        return joined
     parts = _find_parts(tensors, name)
     if parts is None or len(shape) != 3:
         raise SpecError(f"{tensors.directory}: found no tensor '{name}', expected {list(shape)}")
@@ -87,6 +91,37 @@ def part_spellings(name: str) -> Iterator[tuple[str, ...]]:
         for base in (block, block.replace(*_RENAMED)):
             for spelling in spellings:
                 yield tuple(f"{base}{{}}.{part}" for part in spelling)
+
+
+def _dbrx_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource | None:
+    """Return the source of a fused parameter that is stored as DBRX does; ``None`` if it is not.
+
+    ``w1`` and ``v1``, gate and up, have the outputs of all experts as rows ``[E * F, H]``; ``w2``
+    has their inputs as rows.
+    """
+    base, _, last = name.rpartition(".")
+    stored = {"gate_up_proj": ("w1", "v1"), "down_proj": ("w2",)}.get(last, ())
+    names = [f"{base}.mlp.{part}" for part in stored]
+    if not names or names[0] not in tensors:
+        return None
+    experts, rows, columns = shape
+    features, hidden = (rows // 2, columns) if len(names) == 2 else (columns, rows)
+    found = [tensors.source(one) for one in names]
+    for source in found:
+        if source.shape != (experts * features, hidden) or source.dtype != found[0].dtype:
+            raise SpecError(
+                f"{tensors.where(source.name)}: found shape {list(source.shape)} of "
+                f"{source.dtype}, expected {[experts * features, hidden]} of {found[0].dtype}"
+            )
+    if len(names) == 1:
+        return replace(found[0], shape=(experts, features, hidden)).transposed()
+    blocks = [
+        source.block(expert * features, (expert + 1) * features)
+        for expert in range(experts)
+        for source in found
+    ]
+    ranges = tuple(part for block in blocks for part in block.ranges)
+    return replace(found[0], shape=tuple(shape), ranges=ranges)
 
 
 def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:

@@ -69,15 +69,16 @@ DEFAULT = Family()
 # structure run with a warning.
 # fmt: off
 TESTED = frozenset((
-    "afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "deepseek_v2",
-    "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe",
-    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2",
-    "jetmoe", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3",
-    "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt",
-    "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "dbrx",
+    "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
+    "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3",
+    "iquestcoder", "jais2", "jetmoe", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2",
+    "ministral", "ministral3", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "youtu",
 ))
 # fmt: on
 
@@ -108,6 +109,7 @@ FAMILIES: dict[str, Family] = {
     "codegen": _GPTJ,
     "cohere": Family(logits_multiplier="logit_scale"),
     "cohere2": Family(logits_multiplier="logit_scale"),
+    "dbrx": Family(embedding="wte", final_norm="norm_f"),
     "diffllama": Family(attends_to_cache=False),  # the two halves of its heads attend separately
     "jetmoe": Family(attends_to_cache=False),  # query heads of a group are far from each other
     "falcon": Family(embedding="word_embeddings", final_norm="ln_f"),

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError
 from llmpq.models.config import read_config
+from llmpq.models.expert_layouts import use_stacked_experts
 from llmpq.quant.modules.layer import has_plain_experts, is_router
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.config import Config
@@ -55,6 +56,8 @@ def describe(config: PreTrainedConfig, name: str, dtype: Dtype) -> ModelSpec:
     """
     model = _build(config)
     path, layers = _decoder_layers(model, config.model_type)
+    for part in layers:
+        use_stacked_experts(part, model.config)
     cached = _cached(model, config)
     found = [_layer(layer, config, cached[index]) for index, layer in enumerate(layers)]
     kinds = tuple(dict.fromkeys(found))
@@ -207,14 +210,14 @@ def _stacked(name: str, module: Any, config: PreTrainedConfig) -> Iterator[Linea
         bias = own.get(f"{key}_bias")
         if parameter.dim() == 3 and "conv" not in name:
             count, rows, columns = parameter.shape
-            if _is_transposed(module, key, rows, columns, config.hidden_size):
+            if getattr(module, "is_transposed", False):  # inputs before outputs
                 rows, columns = columns, rows
             yield LinearSpec(
                 name=path,
                 out_features=rows,
                 in_features=columns,
                 count=count,
-                active=config.num_experts_per_tok,
+                active=_experts_per_token(config),
                 bias=bias is not None,
                 quantizable=has_plain_experts(module),
             )
@@ -229,16 +232,10 @@ def _stacked(name: str, module: Any, config: PreTrainedConfig) -> Iterator[Linea
             )
 
 
-def _is_transposed(module: Any, key: str, rows: int, columns: int, hidden: int) -> bool:
-    """Return whether a stack is ``[experts, inputs, outputs]``."""
-    stated: bool | None = getattr(module, "is_transposed", None)
-    if stated is not None:
-        return stated
-    return (
-        (columns if key.startswith("down") else rows)
-        == hidden
-        != (rows if key.startswith("down") else columns)
-    )
+def _experts_per_token(config: PreTrainedConfig) -> int:
+    own: Any = getattr(config, "ffn_config", None)  # DBRX
+    active: int = config.num_experts_per_tok if own is None else own.moe_top_k
+    return active
 
 
 def _final_parameters(model: nn.Module, path: str) -> int:

@@ -248,3 +248,9 @@ def test_checkpoints_with_quantize_config_json_are_read(quantized, tmp_path):
     (old / "config.json").write_text(json.dumps(config))
     (old / "quantize_config.json").write_text(json.dumps(fields))
     assert torch.equal(logits(old, TOKENS), expected)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "jetmoe"])
+def test_experts_without_a_layout_in_files_are_refused(tiny_model, tmp_path, family):
+    with pytest.raises(SpecError, match=f"the quantized experts of {family}"):
+        quantize_checkpoint(job(tiny_model(family, shape=SHAPE), MIXED), tmp_path / "out")

@@ -17,10 +17,12 @@ from helpers.tiny_models import (
 
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint, kv_shapes
+from llmpq.models import Checkpoint, DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.families import TESTED
+from llmpq.quant.loading.assembly import matrices_of
 from llmpq.quant.loading.loader import load_stage
-from llmpq.quant.modules.layer import quantizable_names
+from llmpq.quant.quantizers.rtn import quantize
+from llmpq.spec.precision import default_precision
 
 torch.set_num_threads(1)
 
@@ -46,8 +48,6 @@ MORE = {
     "qwen2_moe dense": ("qwen2_moe", {"mlp_only_layers": [1]}),
 }  # fmt: skip
 CASES = {**{name: (name, {}) for name in sorted(TESTED)}, **MORE}
-NOT_QUANTIZED = {"gpt_oss", "jetmoe", "llama4_text", "llama4 dense"}
-"""Families whose experts have a layout that is not quantized."""
 
 
 def _save(folder, case):
@@ -80,10 +80,6 @@ def test_tested_family_generates_the_tokens_of_transformers(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_quantized_stages_equal_one_quantized_process(case, tmp_path):
     folder = _save(tmp_path, case)
-    if case in NOT_QUANTIZED:
-        with pytest.raises(SpecError, match="expected experts with exactly"):
-            list(quantizable_names(Checkpoint(folder).empty_layer(1)))
-        return
     found = [_quantized_logits(folder, cuts) for cuts in ([0, 3], [0, 1, 3])]
     torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
     assert found[0].isfinite().all()
@@ -98,6 +94,27 @@ def _quantized_logits(folder, cuts):
     ]
     pipeline.step([(0, 0, CHUNKED[1][:6]), (1, 0, [7, 8])])
     return pipeline.step([(0, 6, CHUNKED[1][6:]), (1, 2, [9])])
+
+
+@pytest.mark.parametrize("case", ["dbrx", "gpt_oss", "jetmoe", "llama4_text"])
+def test_quantized_experts_compute_with_their_dequantized_weights(case, tmp_path):
+    folder, bits = _save(tmp_path, case), 4
+    checkpoint = Checkpoint(folder)
+    state = checkpoint.layer_state_dict(1)
+    layer = checkpoint.empty_layer(1)
+    matrices = matrices_of(layer)
+    assert any(matrix.expert for matrix in matrices)
+    for matrix in matrices:
+        weight = state[matrix.key] if matrix.expert is None else state[matrix.key][matrix.expert]
+        packed = quantize(weight, default_precision(bits), torch.float32)
+        weight.copy_(packed.dequantize(torch.float32))
+    layer.load_state_dict(state, assign=True)
+    hidden = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    batch = PackedBatch.whole([6, 3])
+    expected = DecoderStage(checkpoint.config, [layer], 1)(hidden, batch)
+    loaded = load_stage(folder, 1, 2, [bits], dtype=torch.float32, device="cpu")
+    found = loaded(hidden, batch)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_latent_attention_stores_a_latent_vector_for_all_heads(tmp_path):

@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, choose_backend
 from llmpq.quant import QuantExperts, QuantLinear, quantize
+from llmpq.quant.modules.linear import gate_of
 from llmpq.spec.precision import default_precision, linear_bytes
 
 torch.set_num_threads(1)
@@ -84,7 +85,7 @@ def quantized(module, bits):
     return QuantExperts(
         [quant_linear(weight, bits) for weight in module.gate_up_proj],
         [quant_linear(weight, bits) for weight in module.down_proj],
-        module.act_fn,
+        gate_of(module),
     )
 
 

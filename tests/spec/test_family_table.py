@@ -11,6 +11,7 @@ import torch
 import transformers
 from helpers.tiny_configs import stored_fields, tiny_config
 from transformers import CONFIG_MAPPING
+from transformers.models.jetmoe import modeling_jetmoe
 
 from llmpq.profiler.describe import describe
 from llmpq.spec import catalog
@@ -73,7 +74,7 @@ def _assert_equal_to_transformers(config):
     assert _comparable(found) == _comparable(describe(config, "tiny", found.dtype))
 
 
-@pytest.mark.parametrize("model_type", model_types())
+@pytest.mark.parametrize("model_type", sorted({*model_types()} - {"jetmoe"}))
 def test_a_family_has_the_operators_and_the_cache_of_transformers(model_type):
     _assert_equal_to_transformers(tiny_config(model_type))
 
@@ -119,3 +120,19 @@ def test_defaults_are_those_of_transformers(model_type):
     ):
         pytest.skip("written by another version of transformers")
     assert config_defaults.defaults_of(model_type) == family_defaults()[model_type]
+
+
+def test_jetmoe_has_the_operators_and_the_cache_of_transformers(monkeypatch):
+    # Its own routing reads values, which the meta device has not; sizes do not depend on it.
+    def route(self, hidden_states):
+        rows = len(hidden_states) * self.top_k
+        order = torch.zeros(rows, dtype=torch.int64)
+        return order, order, hidden_states.new_zeros(rows), [], None
+
+    def run(self, inputs, expert_size):
+        del expert_size
+        return inputs.new_zeros(len(inputs), self.output_size)
+
+    monkeypatch.setattr(modeling_jetmoe.JetMoeTopKGating, "forward", route)
+    monkeypatch.setattr(modeling_jetmoe.JetMoeParallelExperts, "forward", run)
+    _assert_equal_to_transformers(tiny_config("jetmoe"))

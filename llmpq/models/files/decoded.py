@@ -162,6 +162,10 @@ class DecodedSource(TensorSource):
             parts=parts,
         )
 
+    def transposed(self) -> DecodedSource:
+        """Return the source itself: parts are decoded with outputs as rows in any format."""
+        return self
+
     def rows(self) -> Iterator[TensorSource]:
         """Yield the slices along the first dimension, such as one matrix for each expert."""
         for index in range(self.shape[0]):

@@ -189,7 +189,7 @@ class QuantizedFiles(TensorFiles):
             )
         pairs = zip(blocks.rows(), scales.rows(), strict=True)
         experts = tuple(Mxfp4Expert(blocks=block, scales=scale) for block, scale in pairs)
-        self._decoded[name] = (experts, (shape[0], shape[2] * 32, shape[1]))
+        self._decoded[name] = (experts, (shape[0], shape[1], shape[2] * 32))
 
 
 def _block(

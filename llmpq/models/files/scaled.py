@@ -157,8 +157,6 @@ class Awq(Encoded):
 class Mxfp4Expert(Encoded):
     """An expert of gpt_oss in MXFP4: 32 weights of 4 bits share a power of two.
 
-    The file has its rows as outputs, transformers as inputs.
-
     Attributes:
         blocks: uint8 ``[N, K / 32, 16]``, the lower half of a byte first.
         scales: uint8 ``[N, K / 32]``, exponents plus 127.
@@ -174,8 +172,8 @@ class Mxfp4Expert(Encoded):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape once decoded: K and N."""
-        return (self.blocks.shape[1] * 32, self.blocks.shape[0])
+        """Shape once decoded."""
+        return (self.blocks.shape[0], self.blocks.shape[1] * 32)
 
     @property
     def ranges(self) -> tuple[ByteRange, ...]:
@@ -183,14 +181,17 @@ class Mxfp4Expert(Encoded):
         return (*self.blocks.ranges, *self.scales.ranges)
 
     def open(self, read: Read) -> Decode:
-        """Read and decode the expert."""
+        """Read the exponents; return a function that reads and scales rows of blocks."""
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-        blocks = read(self.blocks)  # [N, K / 32, 16]
         exponents = read(self.scales).to(torch.int32) - _E8M0_BIAS
-        values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), dim=-1)
-        values = torch.ldexp(values, exponents[..., None, None])  # [N, K / 32, 16, 2]
-        weight = values.view(len(blocks), -1).T.contiguous()  # [K, N]
-        return lambda first, end: weight[first:end]
+
+        def decode(first: int, end: int) -> Tensor:
+            blocks = read(self.blocks.block(first, end))  # [R, K / 32, 16]
+            values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1)
+            values = torch.ldexp(values, exponents[first:end, :, None, None])  # [R, K/32, 16, 2]
+            return values.view(end - first, -1)
+
+        return decode
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:

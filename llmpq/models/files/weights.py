@@ -138,6 +138,11 @@ class Checkpoint:
             f"{name}.weight"
             for name, module in layer.named_modules()
             if isinstance(module, TransposedLinear)
+        } | {
+            f"{name}.{key}"
+            for name, module in layer.named_modules()
+            if getattr(module, "is_stored_transposed", False)
+            for key in ("gate_up_proj", "down_proj")
         }
         return {
             key: self._source(prefix + key, value, is_transposed=key in transposed)

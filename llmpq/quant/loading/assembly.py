@@ -20,8 +20,8 @@ from llmpq.kernels.cpu.compiled import TileBackend
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.registry import choose_backend
-from llmpq.quant.modules.layer import quantizable_names
-from llmpq.quant.modules.linear import QuantExperts, QuantLinear
+from llmpq.quant.modules.layer import expert_keys, experts_of, quantizable_names
+from llmpq.quant.modules.linear import QuantLinear
 from llmpq.spec.precision import Precision
 
 
@@ -75,7 +75,7 @@ def _of_module(name: str, module: nn.Module) -> Iterator[Matrix]:
             in_features=columns,
         )
         return
-    for key in ("gate_up_proj", "down_proj"):
+    for key in expert_keys(module):
         experts, rows, columns = module.get_parameter(key).shape  # [E, N, K]
         for expert in range(experts):
             yield Matrix(
@@ -127,14 +127,17 @@ class LayerAssembly:
             linear.set_bias(module.bias)
             self.layer.set_submodule(matrix.module, linear)
             return
-        lists = self._experts.setdefault(matrix.module, {"gate_up_proj": [], "down_proj": []})
+        keys = expert_keys(module)
+        lists = self._experts.setdefault(matrix.module, {key: [] for key in keys})
         own = lists[matrix.key.rpartition(".")[2]]
         assert matrix.expert == len(own)
         own.append(linear)
-        gate_up, down = lists["gate_up_proj"], lists["down_proj"]
-        if len(gate_up) == len(down) == module.get_parameter("down_proj").shape[0]:
-            experts = QuantExperts(gate_up, down, module.get_submodule("act_fn"))
-            self.layer.set_submodule(matrix.module, experts)
+        if all(len(lists[key]) == len(module.get_parameter(key)) for key in keys):
+            for key, linears in lists.items():
+                bias = getattr(module, f"{key}_bias", None)  # [E, N]
+                for linear, own_bias in zip(linears, () if bias is None else bias, strict=False):
+                    linear.set_bias(own_bias)
+            self.layer.set_submodule(matrix.module, experts_of(module, lists))
             del self._experts[matrix.module]
 
     def finish(self) -> nn.Module:

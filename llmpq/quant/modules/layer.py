@@ -7,7 +7,7 @@ Operators are found by the type of module, not by the model family.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.kernels.registry import choose_backend
-from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
+from llmpq.models.expert_layouts import BiasedExperts, DbrxMixture
+from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear, QuantStack, gate_of
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 
@@ -23,6 +24,8 @@ _ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
 EXPERT_ROWS = 16
 """The rows of a 16-bit expert are padded to a multiple of it, so that few shapes occur."""
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
+_SINGLE_STACKS = frozenset({"JetMoeParallelExperts"})
+"""Classes of experts that are one matrix each."""
 # Flags that transformers' decorator of expert modules sets, and their values for a plain layout.
 _PLAIN_EXPERTS = {
     "is_transposed": False,
@@ -88,22 +91,60 @@ def _unstack_experts_(layer: nn.Module) -> None:
     """
     stacks = [(name, module) for name, module in layer.named_modules() if has_plain_experts(module)]
     for name, module in stacks:
-        weights = {key: module.get_parameter(key) for key in _EXPERT_WEIGHTS}
-        if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights.values()):
-            views = {key: [linear_view(one) for one in weight] for key, weight in weights.items()}
-            act_fn = module.get_submodule("act_fn")
-            experts = QuantExperts(
-                views["gate_up_proj"], views["down_proj"], act_fn, row_multiple=EXPERT_ROWS
-            )
+        weights = [module.get_parameter(key) for key in expert_keys(module)]
+        if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights):
+            views = {key: expert_views(module, key) for key in expert_keys(module)}
+            experts = experts_of(module, views, row_multiple=EXPERT_ROWS)
             layer.set_submodule(name, experts)
 
 
-def linear_view(weight: Tensor) -> nn.Linear:
-    """Return a linear operator over ``weight`` ``[N, K]``, without a copy."""
-    out_features, in_features = weight.shape
-    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    return linear
+def has_common_layout(layer: nn.Module) -> bool:
+    """Return whether other libraries store the experts of a layer, if any, one by one."""
+    odd = (BiasedExperts, DbrxMixture)
+    return not any(
+        isinstance(part, odd) or type(part).__name__ in _SINGLE_STACKS for part in layer.modules()
+    )
+
+
+def expert_keys(experts: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters that stack the matrices of experts."""
+    is_single = type(experts).__name__ in _SINGLE_STACKS
+    return ("weight",) if is_single else ("gate_up_proj", "down_proj")
+
+
+def experts_of(
+    module: nn.Module, linears: Mapping[str, Sequence[nn.Module]], *, row_multiple: int = 1
+) -> QuantStack | QuantExperts:
+    """Return what replaces a stack of experts.
+
+    Args:
+        module: the stack; its weights are not used.
+        linears: the operators of every expert, by ``expert_keys``.
+        row_multiple: of ``QuantExperts``.
+    """
+    if "weight" in linears:
+        return QuantStack(linears["weight"])
+    gate_up, down = linears["gate_up_proj"], linears["down_proj"]
+    return QuantExperts(gate_up, down, gate_of(module), row_multiple=row_multiple)
+
+
+def expert_views(experts: nn.Module, key: str) -> list[nn.Linear]:
+    """Return a linear operator over each matrix of a stack ``[E, N, K]``, without a copy."""
+    views, biases = [], _biases(experts, key)
+    for weight, bias in zip(experts.get_parameter(key), biases, strict=True):
+        out_features, in_features = weight.shape
+        linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        views.append(linear)
+    return views
+
+
+def _biases(experts: nn.Module, key: str) -> Sequence[Tensor | None]:
+    """Return the bias ``[N]`` of each matrix of a stack."""
+    stacked: Tensor | None = getattr(experts, f"{key}_bias", None)
+    return [None] * len(experts.get_parameter(key)) if stacked is None else list(stacked)
 
 
 def quantizable_names(layer: nn.Module) -> Iterator[str]:
@@ -123,7 +164,7 @@ def quantizable_names(layer: nn.Module) -> Iterator[str]:
 
 def _check_experts(name: str, experts: nn.Module) -> None:
     held, odd = _expert_layout(experts)
-    if held != _EXPERT_WEIGHTS or odd:
+    if not has_plain_experts(experts):
         raise SpecError(
             f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
             f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
@@ -137,6 +178,8 @@ def is_router(name: str) -> bool:
 
 def has_plain_experts(module: nn.Module) -> bool:
     """Return whether a module is a stack of experts that can be quantized."""
+    if type(module).__name__ in _SINGLE_STACKS:
+        return True
     held, odd = _expert_layout(module)
     return held == _EXPERT_WEIGHTS and not odd
 
@@ -144,6 +187,8 @@ def has_plain_experts(module: nn.Module) -> bool:
 def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
     """Return the names of stacked experts' parameters, and the flags that are not plain."""
     held = {key for key, _ in experts.named_parameters(recurse=False)}
+    if isinstance(experts, BiasedExperts):
+        return held - {f"{key}_bias" for key in _EXPERT_WEIGHTS}, []
     odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
     if "top_k_index" not in inspect.signature(experts.forward).parameters:  # Llama 4 runs them all
         odd.append("forward")
@@ -156,15 +201,19 @@ def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
 
 def _replacement(
     module: nn.Module, precision: Precision, backend: str | None
-) -> QuantLinear | QuantExperts:
+) -> QuantLinear | QuantStack | QuantExperts:
     if isinstance(module, nn.Linear):
         return _pack(module.weight, module.bias, precision, backend)
     packed: dict[str, list[QuantLinear]] = {}
-    for key in sorted(_EXPERT_WEIGHTS):
-        stacked = module.get_parameter(key)  # [E, 2F, H] or [E, H, F]
-        packed[key] = [_pack(weight, None, precision, backend) for weight in stacked]
+    for key in expert_keys(module):
+        stacked = module.get_parameter(key)  # [E, N, K]
+        biases = _biases(module, key)
+        packed[key] = [
+            _pack(weight, bias, precision, backend)
+            for weight, bias in zip(stacked, biases, strict=True)
+        ]
         delattr(module, key)  # frees the 16-bit copy of one before the other is quantized
-    return QuantExperts(packed["gate_up_proj"], packed["down_proj"], module.get_submodule("act_fn"))
+    return experts_of(module, packed)
 
 
 def _pack(

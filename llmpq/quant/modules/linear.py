@@ -18,6 +18,7 @@ from llmpq.kernels.cpu.compiled import TileBackend
 from llmpq.kernels.cpu.dense import prepack, prepacked_linear
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
+from llmpq.models.expert_layouts import ClampedGate
 
 
 class QuantLinear(nn.Module):
@@ -138,6 +139,44 @@ class DenseLinear(nn.Module):
         )
 
 
+class Gate(nn.Module):
+    """Multiplies the second half of the features by the activated first half.
+
+    Args:
+        act_fn: applied to the first half.
+    """
+
+    def __init__(self, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.act_fn = act_fn
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` from ``[..., 2F]``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated: Tensor = self.act_fn(gate)
+        return activated * up
+
+
+def gate_of(experts: nn.Module) -> nn.Module:
+    """Return what a stack of experts applies between its two matrices."""
+    act_fn = experts.get_submodule("act_fn")
+    return act_fn if isinstance(act_fn, ClampedGate) else Gate(act_fn)
+
+
+class QuantStack(nn.Module):
+    """Experts of one matrix each; replaces that of JetMoE, which holds ``weight`` ``[E, N, K]``."""
+
+    def __init__(self, matrices: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(matrices)
+
+    def forward(self, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
+        """Return ``[T, N]`` from ``[T, K]``, which has so many rows of each expert in turn."""
+        parts = torch.split(inputs, list(expert_size))
+        pairs = zip(self.matrices, parts, strict=True)
+        return torch.cat([matrix(part) for matrix, part in pairs if len(part)])
+
+
 class QuantExperts(nn.Module):
     """The experts of a mixture, two matrices each.
 
@@ -149,16 +188,16 @@ class QuantExperts(nn.Module):
         self,
         gate_up: Sequence[nn.Module],
         down: Sequence[nn.Module],
-        act_fn: Callable[[Tensor], Tensor],
+        gate: Callable[[Tensor], Tensor],
         *,
         row_multiple: int = 1,
     ) -> None:
         """Build from the linear operators of every expert in order, quantized or not.
 
         Args:
-            gate_up: from H to 2F features each, the gate's first.
+            gate_up: from H to 2F features each.
             down: from F to H features each.
-            act_fn: applied to the gate.
+            gate: makes F features of 2F; from ``gate_of``.
             row_multiple: more rows than that are padded to a multiple of it. oneDNN compiles and
                 keeps a kernel of 0.3 MB for every new number of rows.
         """
@@ -168,7 +207,7 @@ class QuantExperts(nn.Module):
         self.num_experts = len(gate_up)
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
-        self.act_fn = act_fn
+        self.gate = gate
 
     @property
     def weight_bytes(self) -> int:
@@ -189,8 +228,8 @@ class QuantExperts(nn.Module):
                 continue
             token, choice = torch.where(top_k_index == expert)
             rows = hidden_states[self._padded(token)]
-            gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
-            y = self.down[expert](self.act_fn(gate) * up)  # [padded tokens of this expert, H]
+            gated = self.gate(self.gate_up[expert](rows))  # [padded tokens of this expert, F]
+            y = self.down[expert](gated)
             y = y[: len(token)]
             y = y * top_k_weights[token, choice, None]
             output.index_add_(0, token, y.to(output.dtype))

@@ -104,7 +104,6 @@ class Experts:
         widths: fields of an expert's inner size.
         names: of the two stacked matrices.
         bias: of the experts.
-        quantizable: whether the runtime can quantize the experts.
         shared: path of the shared expert, which has a bias where ``dense`` has one; ``None`` for
             none.
         shared_width: its inner size; by default the shared experts side by side.
@@ -121,7 +120,6 @@ class Experts:
     widths: tuple[str, ...] = ("moe_intermediate_size",)
     names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     bias: bool = False
-    quantizable: bool = True
     shared: str | None = None
     shared_width: Callable[[Config], int] | None = None
     shared_joined: tuple[str, ...] | None = None
@@ -151,7 +149,6 @@ class Experts:
                 linear(f"{start}{name}", *shape, self.bias),
                 count=count,
                 active=active,
-                quantizable=self.quantizable,
             )
             for name, shape in zip(self.names, ((2 * width, hidden), (hidden, width)), strict=True)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.spec.huggingface import mixers, windows
+from llmpq.spec.huggingface import mixers, mixtures, windows
 from llmpq.spec.huggingface.attention import Attentions, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, Config
 from llmpq.spec.huggingface.feed_forward import (
@@ -147,9 +147,7 @@ _OLMO2 = Variant(attention=SelfAttention(norm="rows"))
 _MIXTRAL = Experts(widths=("intermediate_size",))
 _SHARED = Experts(shared="shared_experts", layers=after_first("first_k_dense_replace"))
 _LATENT = Variant(attention=LatentAttention(), feed_forward=_SHARED)
-_SCALED_EXPERTS = Experts(
-    prefix="block_sparse_moe", router="router", widths=("intermediate_size",), quantizable=True
-)
+_SCALED_EXPERTS = Experts(prefix="block_sparse_moe", router="router", widths=("intermediate_size",))
 _LLAMA = Variant(feed_forward=Gated(bias="mlp_bias"))
 _MISTRAL = Variant(attention=_NO_BIAS, windows=windows.uniform)
 _GEMMA2 = Variant(norms=4, windows=windows.by_period(2))
@@ -224,6 +222,7 @@ VARIANTS: dict[str, Variant] = {
     "cohere2": replace(_COHERE, windows=windows.by_period(4, "sliding_window_pattern")),
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
+    "dbrx": Variant(attention=mixtures.dbrx_attention, feed_forward=mixtures.dbrx_feed_forward),
     "diffllama": Variant(attention=SelfAttention(others=4)),
     "dots1": Variant(
         attention=SelfAttention(norm="heads"), feed_forward=_SHARED, windows=windows.from_layer
@@ -310,7 +309,6 @@ VARIANTS: dict[str, Variant] = {
             router_bias=True,
             widths=("intermediate_size",),
             bias=True,
-            quantizable=False,
         ),
         windows=windows.by_period(2),
     ),
@@ -335,6 +333,9 @@ VARIANTS: dict[str, Variant] = {
     "internlm3": _LLAMA,
     "iquestcoder": _LLAMA,
     "jais2": Variant(feed_forward=Plain(bias="mlp_bias"), norm_tensors=2),
+    "jetmoe": Variant(
+        attention=mixtures.jetmoe_attention, feed_forward=mixtures.jetmoe_feed_forward
+    ),
     "lfm2": Variant(
         attention=mixers.Hybrid(
             attention=SelfAttention(
@@ -354,7 +355,6 @@ VARIANTS: dict[str, Variant] = {
             prefix="feed_forward",
             router="router",
             widths=("intermediate_size",),
-            quantizable=False,
             shared="shared_expert",
             shared_width=lambda fields: fields.size("intermediate_size"),
             layers=by_list,
