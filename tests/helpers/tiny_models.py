@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -69,7 +69,11 @@ def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
 
 def load_reference(model_dir: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The whole model, loaded by transformers itself."""
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    config = AutoConfig.from_pretrained(model_dir)
+    # In older versions of transformers torch's own attention leaves the bound of scores out.
+    chosen = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=chosen)
+    return model.eval()
 
 
 def generate_alone(
