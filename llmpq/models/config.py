@@ -108,9 +108,25 @@ def _check_layers(config: PreTrainedConfig) -> None:
         raise bad_field("config.json", "layer_types", kinds, f"one of each of {count} layers")
     if getattr(config, "alibi", False):
         raise bad_field("config.json", "alibi", config.alibi, "rotary positions")
+    _check_hand_over(config)
     for index in range(count):
         layer_window(config, index)
         layer_chunk(config, index)
+
+
+def _check_hand_over(config: PreTrainedConfig) -> None:
+    """Raise an error if a layer needs more of earlier layers than their output (Gemma 3n, 4)."""
+    needs = {
+        "num_kv_shared_layers": "layers read keys and values of earlier layers",
+        "hidden_size_per_layer_input": "every layer has embeddings of its own",
+    }
+    for field, reason in needs.items():
+        value = getattr(config, field, None)
+        if value:
+            raise SpecError(
+                f"model family {config.model_type}: field '{field}' = {value}: {reason}, which "
+                "stages do not hand on; such a model is planned, not run"
+            )
 
 
 def layer_window(config: PreTrainedConfig, index: int) -> int | None:

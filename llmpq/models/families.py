@@ -71,9 +71,9 @@ DEFAULT = Family()
 TESTED = frozenset((
     "afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "dbrx",
     "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj", "granite",
-    "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3",
+    "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm",
+    "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj",
+    "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3",
     "iquestcoder", "jais2", "jetmoe", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2",
     "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3",

@@ -234,8 +234,10 @@ def _stacked(name: str, module: Any, config: PreTrainedConfig) -> Iterator[Linea
 
 def _experts_per_token(config: PreTrainedConfig) -> int:
     own: Any = getattr(config, "ffn_config", None)  # DBRX
-    active: int = config.num_experts_per_tok if own is None else own.moe_top_k
-    return active
+    if own is not None:
+        return int(own.moe_top_k)
+    names = ("num_experts_per_tok", "top_k_experts")
+    return next(int(count) for name in names if (count := getattr(config, name, None)))
 
 
 def _final_parameters(model: nn.Module, path: str) -> int:

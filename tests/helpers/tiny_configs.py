@@ -65,6 +65,13 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
     "gpt_bigcode": {"num_key_value_heads": ...},
     "gptj": {"rotary_dim": 4},
     "hunyuan_v1_dense": {"head_dim": 8, "pad_token_id": 0},
@@ -83,6 +90,19 @@ OWN: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 """Fields of single families; ``...`` leaves one out."""
+GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+"""Fields that give Gemma 4 experts."""
+GEMMA4_SHARED = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 60,
+}
+"""Fields that let layers of Gemma 4 share keys and values and have their own embeddings."""
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
@@ -91,6 +111,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         pytest.skip(f"this version of transformers does not know {model_type}")
     config_class = CONFIG_MAPPING[model_type]
     usual = config_class()
+    usual.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 differ in their heads
     fields: dict[str, Any] = dict.fromkeys(n for n in _SPECIAL_TOKENS if hasattr(usual, n))
     for name, value in SIZES.items():
         is_null = name == "num_key_value_heads" and hasattr(usual, name)

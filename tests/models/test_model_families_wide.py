@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.tiny_configs import tiny_config
+from helpers.tiny_configs import GEMMA4_EXPERTS, GEMMA4_SHARED, tiny_config
 from helpers.tiny_models import (
     Pipeline,
     Sequences,
@@ -17,7 +17,7 @@ from helpers.tiny_models import (
 
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint, DecoderStage, PackedBatch, kv_shapes
+from llmpq.models import Checkpoint, DecoderStage, PackedBatch, kv_shapes, load_config
 from llmpq.models.families import TESTED
 from llmpq.quant.loading.assembly import matrices_of
 from llmpq.quant.loading.loader import load_stage
@@ -42,6 +42,7 @@ MORE = {
     ),
     "falcon groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "gemma4 experts": ("gemma4_text", {**GEMMA4_EXPERTS, "head_dim": 16, "global_head_dim": 32}),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
     "llama4 dense": ("llama4_text", {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1}),
     "mpt three heads": ("mpt", {"n_heads": 3, "d_model": 24}),
@@ -124,3 +125,9 @@ def test_latent_attention_stores_a_latent_vector_for_all_heads(tmp_path):
     assert cache.nbytes == 2 * 16 * (config.kv_lora_rank + config.qk_rope_head_dim) * 4
     with pytest.raises(SpecError, match=r"8 bits for keys of 16 and values of 8 features"):
         KVCache(shapes, 0, num_blocks=1, dtype=torch.float32, kv_bits=8)
+
+
+def test_layers_that_share_keys_and_values_are_not_run(tmp_path):
+    tiny_config("gemma4_text", **GEMMA4_SHARED).save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match=r"'num_kv_shared_layers' = 2: .*planned, not run"):
+        load_config(tmp_path)

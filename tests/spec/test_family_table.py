@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers.tiny_configs import stored_fields, tiny_config
+from helpers.tiny_configs import GEMMA4_EXPERTS, GEMMA4_SHARED, stored_fields, tiny_config
 from transformers import CONFIG_MAPPING
 from transformers.models.jetmoe import modeling_jetmoe
 
@@ -30,6 +30,9 @@ CASES = {
     "ernie4_5_moe range": ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
     "falcon heads": ("falcon", {"multi_query": False, "bias": True}),
     "falcon serial": ("falcon", {"parallel_attn": False}),
+    "gemma4 experts": ("gemma4_text", GEMMA4_EXPERTS),
+    "gemma4 joined": ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
+    "gemma4 shared": ("gemma4_text", GEMMA4_SHARED),
     "glm4_moe norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "gpt2 inner": ("gpt2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),

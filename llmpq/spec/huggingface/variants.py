@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.spec.huggingface import mixers, mixtures, windows
+from llmpq.spec.huggingface import gemma4, mixers, mixtures, windows
 from llmpq.spec.huggingface.attention import Attentions, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, Config
 from llmpq.spec.huggingface.feed_forward import (
@@ -50,6 +50,7 @@ class Variant:
             without a table.
         max_positions: longest sequence; ``None`` when unlimited.
         embedding_norms: norms of the embeddings.
+        other_embeddings: further parameters before the first layer (Gemma 4).
         width: features of an embedding.
         head_bias: whether the head has a bias.
     """
@@ -63,6 +64,7 @@ class Variant:
     positions: int | None = None
     max_positions: Callable[[Config], int | None] = positions_of
     embedding_norms: int = 0
+    other_embeddings: int | Callable[[Config], int] = 0
     width: Callable[[Config], int] = hidden_of
     head_bias: bool | str = False
 
@@ -84,6 +86,7 @@ class Variant:
         total = fields.size("vocab_size") * width + self.embedding_norms * self.norm_parameters(
             fields
         )
+        total += _value(self.other_embeddings, fields)
         if self.positions is not None:
             total += (fields.size(*POSITIONS) + self.positions) * hidden
         # OPT-350m projects in and out of the hidden size.
@@ -265,6 +268,13 @@ VARIANTS: dict[str, Variant] = {
         _GEMMA2,
         attention=SelfAttention(norm="heads"),
         windows=windows.by_period(6, "sliding_window_pattern"),
+    ),
+    "gemma4_text": Variant(
+        attention=gemma4.attention,
+        feed_forward=gemma4.feed_forward,
+        windows=gemma4.windows,
+        norms=4,
+        other_embeddings=gemma4.embedding_parameters,
     ),
     "glm": Variant(attention=SelfAttention(out_bias=False), feed_forward=_JOINED),
     "glm4": Variant(attention=SelfAttention(out_bias=False), feed_forward=_JOINED, norms=4),

@@ -1,0 +1,163 @@
+"""Gemma 4: the operators, windows and embeddings of its layers.
+
+Heads differ by kind of layer, the last layers may share keys and values of earlier ones, and a
+layer may have experts beside its feed-forward and embeddings of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llmpq.spec.huggingface.attention import Attention
+from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
+from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
+from llmpq.spec.huggingface.windows import FULL, SLIDING
+
+_PERIOD = 6
+_GLOBAL_HEAD_DIM = 512
+"""Default size of a head in layers of full attention."""
+
+
+def attention(fields: Config) -> Sequence[Attention]:
+    """Return the attention of every layer."""
+    first_shared = fields.layers() - _shared_layers(fields)
+    return [
+        _attention(fields, index, is_full=kind == FULL, is_shared=index >= first_shared)
+        for index, kind in enumerate(_kinds(fields))
+    ]
+
+
+def windows(fields: Config) -> Sequence[int | None]:
+    """Return the window of every layer; none where keys and values of another layer are read."""
+    first_shared = fields.layers() - _shared_layers(fields)
+    window = fields.size("sliding_window")
+    return [
+        window if kind == SLIDING and index < first_shared else None
+        for index, kind in enumerate(_kinds(fields))
+    ]
+
+
+def feed_forward(fields: Config) -> Sequence[FeedForward]:
+    """Return the feed-forward of every layer, with what the layer has beside it."""
+    count, width = fields.layers(), fields.size("intermediate_size")
+    is_wide = fields.flag_or("use_double_wide_mlp", default=False)
+    first_wide = count - _shared_layers(fields) if is_wide else count
+    beside = [_experts(fields), _own_embedding(fields)]
+    found = []
+    for index in range(count):
+        dense = Gated().of_width(fields, 2 * width if index >= first_wide else width)
+        parts = [dense, *beside]
+        found.append(
+            FeedForward(
+                linears=tuple(op for part in parts for op in part.linears),
+                others=sum(part.others for part in parts),
+            )
+        )
+    return found
+
+
+def embedding_parameters(fields: Config) -> int:
+    """Return the parameters that make the embeddings of single layers; 0 without."""
+    size, hidden = _own_size(fields), fields.size(*HIDDEN)
+    if not size:
+        return 0
+    rows = fields.size("vocab_size_per_layer_input") + hidden  # the table and a projection
+    return rows * fields.layers() * size + size
+
+
+def _attention(fields: Config, index: int, *, is_full: bool, is_shared: bool) -> Attention:
+    hidden, heads, bias = (
+        fields.size(*HIDDEN),
+        fields.size(*HEADS),
+        has_bias(fields, "attention_bias"),
+    )
+    head_dim, kv_heads = _heads(fields, index, is_full=is_full)
+    joins = is_full and fields.flag_or("attention_k_eq_v", default=False)
+    names = () if is_shared else ("k_proj",) if joins else ("k_proj", "v_proj")
+    return Attention(
+        linears=(
+            linear("self_attn.q_proj", heads * head_dim, hidden, bias),
+            *(linear(f"self_attn.{name}", kv_heads * head_dim, hidden, bias) for name in names),
+            linear("self_attn.o_proj", hidden, heads * head_dim, bias),
+        ),
+        others=head_dim if is_shared else 2 * head_dim,
+        num_heads=0 if is_shared else heads,
+        num_kv_heads=0 if is_shared else kv_heads,
+        head_dim=0 if is_shared else head_dim,
+    )
+
+
+def _heads(fields: Config, index: int, *, is_full: bool) -> tuple[int, int]:
+    """Return the size of a head and the number of key-value heads of a layer."""
+    head_dim, kv_heads = fields.size("head_dim"), fields.size("num_key_value_heads")
+    if fields.has("per_layer_config"):
+        layers = fields.inner("per_layer_config")
+        names = {int(name): name for name in layers.names() if name.isdigit()}
+        own = layers.inner(names[index]) if index in names else None
+        if own is not None:
+            head_dim = own.size("head_dim", default=head_dim)
+            kv_heads = own.size("num_key_value_heads", default=kv_heads)
+    elif is_full:
+        head_dim = fields.size("global_head_dim", default=_GLOBAL_HEAD_DIM)
+        if fields.flag_or("attention_k_eq_v", default=False):
+            kv_heads = fields.size("num_global_key_value_heads", default=kv_heads)
+    heads = fields.size(*HEADS)
+    if heads % kv_heads:
+        raise fields.error("num_key_value_heads", kv_heads, f"a divisor of {heads} query heads")
+    return head_dim, kv_heads
+
+
+def _kinds(fields: Config) -> list[str]:
+    """Return the kind of every layer; the last has full attention whatever the file says."""
+    count = fields.layers()
+    stated = fields.words("layer_types", count, (FULL, SLIDING))
+    if stated is None:
+        stated = tuple(SLIDING if (i + 1) % _PERIOD else FULL for i in range(count))
+    return [*stated[:-1], FULL]
+
+
+def _shared_layers(fields: Config) -> int:
+    shared = fields.size("num_kv_shared_layers", default=0, minimum=0)
+    if shared and shared >= fields.layers():
+        raise fields.error("num_kv_shared_layers", shared, f"fewer than {fields.layers()} layers")
+    return shared
+
+
+def _experts(fields: Config) -> FeedForward:
+    """Return the experts beside the feed-forward, with their router and norms."""
+    if not fields.flag_or("enable_moe_block", default=False):
+        return FeedForward(linears=())
+    hidden, width = fields.size(*HIDDEN), fields.size("moe_intermediate_size")
+    count, active = fields.size("num_experts"), fields.size("top_k_experts")
+    if active > count:
+        raise fields.error("top_k_experts", active, f"at most {count} experts")
+    stacks = (
+        linear("experts.gate_up_proj", 2 * width, hidden),
+        linear("experts.down_proj", hidden, width),
+    )
+    return FeedForward(
+        linears=(
+            replace(linear("router.proj", count, hidden), quantizable=False),
+            *(replace(op, count=count, active=active) for op in stacks),
+        ),
+        others=4 * hidden + count,  # three norms, the router's scale and one of each expert
+    )
+
+
+def _own_embedding(fields: Config) -> FeedForward:
+    """Return what adds a layer's own embedding of the token to its output."""
+    size, hidden = _own_size(fields), fields.size(*HIDDEN)
+    if not size:
+        return FeedForward(linears=())
+    return FeedForward(
+        linears=(
+            linear("per_layer_input_gate", size, hidden),
+            linear("per_layer_projection", hidden, size),
+        ),
+        others=hidden,
+    )
+
+
+def _own_size(fields: Config) -> int:
+    return fields.size("hidden_size_per_layer_input", default=0, minimum=0)
