@@ -83,6 +83,10 @@ class DecoderStage(nn.Module):
         """Index after the last layer."""
         return self.first_layer + len(self.layers)
 
+    def span_of(self, index: int) -> tuple[int | None, int | None]:
+        """Return window and chunk of layer ``index`` of the stage (from 0); ``None`` for all."""
+        return self._windows[index], self._chunks[index]
+
     @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: PackedBatch, cache: KVStore | None = None) -> Tensor:
         """Run the layers on the tokens of one step.
@@ -99,6 +103,16 @@ class DecoderStage(nn.Module):
             SpecError: ``hidden`` and ``batch`` differ in their number of tokens, or a row starts
                 after position 0 without a cache.
         """
+        arguments = self.step_arguments(hidden, batch, cache)
+        for index in range(len(self.layers)):
+            hidden = self.run_layer(index, hidden, arguments[index])
+        return hidden
+
+    @torch.inference_mode()
+    def step_arguments(
+        self, hidden: Tensor, batch: PackedBatch, cache: KVStore | None = None
+    ) -> list[LayerArguments]:
+        """Return the arguments of every layer for one step; see :meth:`forward`."""
         if hidden.shape[:2] != (1, batch.tokens):
             raise SpecError(
                 f"step: found hidden states {list(hidden.shape)} for {batch.tokens} tokens"
@@ -110,10 +124,7 @@ class DecoderStage(nn.Module):
         step = StepAttention(batch, view, returns_all=returns_all)
         positions = batch.positions.to(hidden.device)
         tables = None if self.rotary is None else self.rotary(hidden, positions, batch.counts)
-        arguments = self._arguments(hidden, positions, batch.longest, view, step, tables)
-        for index in range(len(self.layers)):
-            hidden = self.run_layer(index, hidden, arguments[index])
-        return hidden
+        return self._arguments(hidden, positions, batch.longest, view, step, tables)
 
     def run_whole(self, hidden: Tensor, cache: KVStore | None = None) -> Tensor:
         """Run the layers on whole sequences of one length: ``[R, T, H]`` to the same shape.

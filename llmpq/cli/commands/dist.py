@@ -87,9 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group("running")
     run.add_argument("--no_pin", action="store_true", help="do not pin CPU workers to cores")
     run.add_argument(
+        "--enforce_eager",
         "--no_cuda_graphs",
         action="store_true",
-        help="do not capture the decode steps of GPUs in CUDA graphs",
+        help="run decode steps operator by operator: no CUDA graphs on GPUs, no compiled steps on "
+        "CPUs",
     )
     add_step_timeout_option(run)
     run_options.add_fault_options(parser)
@@ -162,7 +164,7 @@ def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
         store=run_options.store_directory(options.store, os.environ),
         store_limit_bytes=run_options.store_limit_bytes(options.store_limit),
         kernel=options.kernel,
-        captures=not options.no_cuda_graphs,
+        captures=not options.enforce_eager,
         pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
         drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),

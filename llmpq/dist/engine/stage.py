@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmpq.dist.engine.cuda_graphs import DecodeGraphs
+from llmpq.dist.engine.compiled_steps import DecodeSteps
 from llmpq.dist.engine.handover import received
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
@@ -37,7 +37,7 @@ class StageRunner:
         device: where both are.
         is_last: whether the projection to the vocabulary follows this stage.
         kv_connector: transfers keys and values from or to other ranks (WAA).
-        graphs: the layers with captured decode steps, where possible.
+        graphs: the layers with captured or compiled decode steps, where possible.
         dtype: number format of the layers, ``None`` for that of any hidden states.
     """
 
@@ -46,7 +46,7 @@ class StageRunner:
     device: torch.device
     is_last: bool
     kv_connector: KVConnector | None = None
-    graphs: DecodeGraphs | None = None
+    graphs: DecodeSteps | None = None
     dtype: torch.dtype | None = None
 
     def close(self) -> None:

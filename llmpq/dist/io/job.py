@@ -112,7 +112,7 @@ class Job:
         prediction: what policies know of answer lengths.
         store, store_limit_bytes: folder of cached quantized layers, and most bytes it may hold.
         kernel: backend to use wherever it can run; ``None`` lets the registry choose.
-        captures: whether GPUs may capture decode steps as CUDA graphs.
+        captures: whether GPUs may capture decode steps as CUDA graphs, and CPUs run compiled ones.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.

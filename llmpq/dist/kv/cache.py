@@ -24,7 +24,7 @@ from llmpq.dist.kv.storage import (
     TokenIndex,
 )
 from llmpq.errors import CapacityError, SpecError, StageError
-from llmpq.kernels.cpu.paged_attention import PagedCall, can_attend
+from llmpq.kernels.cpu.paged_attention import PagedCall, PagedHeads, can_attend
 from llmpq.models import KVShape, PackedBatch
 from llmpq.models.attention import ScoreOptions
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
@@ -73,6 +73,7 @@ class KVCache:
         self.block_size = block_size
         self.device = torch.device(device)
         self.dtype = dtype
+        self.kv_bits = kv_bits
         size = (num_blocks, block_size)
         self._buffer: DequantizeBuffer | None = None
         self._layers: list[KVStorage]
@@ -196,6 +197,10 @@ class KVCache:
         """
         for layer in self._layers:
             layer.clear(list(blocks))
+
+    def heads_of(self, layer_idx: int) -> PagedHeads:
+        """Return the keys and values of a layer as the attention kernel reads them."""
+        return self._layers[layer_idx - self.first_layer].paged_heads
 
     def storage_of(self, layer_idx: int, key: Tensor, value: Tensor) -> KVStorage:
         """Return the storage of a layer whose new keys and values are ``[1, h, N, d]``.

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from llmpq.batching import PipelineDepth
 from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.engine.cuda_graphs import graphs_of
+from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
 from llmpq.dist.engine.packed_steps import PipelineSteps
@@ -225,7 +225,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         device=device,
         is_last=is_last,
         kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
-        graphs=graphs_of(layers, cache, plan.micro_batching.decode) if captures else None,
+        graphs=decode_steps_of(layers, cache, plan.micro_batching.decode) if captures else None,
         dtype=dtype,
     )
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 7
+ABI = 8
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -65,7 +65,7 @@ class Product(Structure):
 
 
 class Attention(Structure):
-    """One call of attention on blocks (``csrc/attention.c``)."""
+    """One call of attention on blocks (``csrc/step.h``)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "out", "new_key", "new_value", "keys", "values")),
@@ -84,7 +84,7 @@ class Attention(Structure):
 
 
 class Norm(Structure):
-    """One call of a norm (``csrc/norm.c``)."""
+    """One call of a norm (``csrc/step.h``)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "y")),
@@ -183,6 +183,8 @@ def load(name: str) -> ctypes.CDLL:
         for function in (loaded.kernels_attend, loaded.kernels_store, loaded.kernels_read):
             function.restype = None
             function.argtypes = (POINTER(Attention),)
+        loaded.kernels_step.restype = None
+        loaded.kernels_step.argtypes = (c_void_p,)
     if name == "avx512_bf16":
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)

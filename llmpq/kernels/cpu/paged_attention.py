@@ -20,14 +20,15 @@ from torch import Tensor
 from llmpq.kernels.cpu.native import TYPES, Attention, has_attention, instruction_set, library
 from llmpq.spec.runtime_constants import HEAD_LANES, MAX_PAGED_HEAD_DIM
 
-_STORED_TYPES = {**TYPES, torch.int8: 3}
+STORED_TYPES = {**TYPES, torch.int8: 3}
+"""Numbers of the types of stored heads in ``csrc/attention.c``."""
 
 
 def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int, block_size: int) -> bool:
     """Return whether queries of ``dtype`` can attend to heads stored as ``stored`` here."""
     fits = head_dim % HEAD_LANES == 0 and head_dim <= MAX_PAGED_HEAD_DIM
     fits &= block_size >= HEAD_LANES and block_size & (block_size - 1) == 0
-    is_known = dtype in TYPES and stored in _STORED_TYPES
+    is_known = dtype in TYPES and stored in STORED_TYPES
     return fits and is_known and library() is not None and has_attention(instruction_set())
 
 
@@ -183,7 +184,7 @@ class PagedCall:
         _, call.kv_heads, block_size, call.dim = heads.keys.shape
         call.block_bits = block_size.bit_length() - 1
         call.block_stride, call.head_stride = heads.keys.stride()[:2]
-        call.stored = _STORED_TYPES[heads.keys.dtype]
+        call.stored = STORED_TYPES[heads.keys.dtype]
 
 
 def _dense(part: Tensor) -> Tensor:

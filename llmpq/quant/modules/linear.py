@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import KernelBackend
+from llmpq.kernels.base import KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.compiled import TileBackend
 from llmpq.kernels.cpu.dense import prepack, prepacked_linear
 from llmpq.kernels.cpu.tiles import TiledWeight
@@ -77,6 +77,11 @@ class QuantLinear(nn.Module):
         return self._weight.nbytes
 
     @property
+    def prepared(self) -> PreparedWeight:
+        """The weight in its backend's layout."""
+        return self._weight
+
+    @property
     def backend_name(self) -> str:
         """Name of the backend that multiplies."""
         return self._backend.name
@@ -121,6 +126,11 @@ class DenseLinear(nn.Module):
     def weight_bytes(self) -> int:
         """Bytes of the weight, without the bias."""
         return self._weight.nbytes
+
+    @property
+    def prepared(self) -> PreparedWeight:
+        """The weight in its kernel's layout."""
+        return self._weight
 
     @property
     def backend_name(self) -> str:

@@ -6,32 +6,11 @@
  * the same call, or by kernels_store before. Sums, the softmax (online: Milakov and Gimelshein 2018)
  * and its weights are float32 whatever is stored; 8-bit codes are scaled once a token, not once a
  * number. */
-#include "kernels.h"
+#include "step.h"
 #ifdef __AVX512F__
 #include <math.h>
 
 enum { LANES = 16, STEP = 64, RUNS = STEP / LANES, QUERIES = 4, MOST_DIM = 512, TYPE_INT8 = 3 };
-
-typedef struct {
-    const void *query;                   /* [tokens, heads, dim] by strides, of `type` */
-    void *out;                           /* [tokens, heads, dim], of `type` */
-    const void *new_key, *new_value;     /* [tokens, kv_heads, dim] by strides, of `type` */
-    void *keys, *values;                 /* [blocks, kv_heads, block, dim] by strides, of `stored` */
-    void *key_scales, *value_scales;     /* bf16 [blocks, kv_heads, block], for 8-bit codes alone */
-    const int32_t *tables;               /* the block tables of all sequences */
-    const int64_t *starts, *lengths;     /* of each token: its table in `tables`; its position + 1 */
-    const int64_t *chosen;               /* the tokens of this call; NULL for all */
-    int64_t count, kv_heads, group, dim, block_bits; /* a block has 2^block_bits tokens */
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* in numbers */
-    int64_t block_stride, head_stride;   /* in numbers */
-    int64_t window;                      /* tokens a query sees, 0 for all */
-    int64_t chunk;                       /* it sees those of its chunk of this size, 0 for all */
-    const float *bias;                   /* [heads, positions] by a stride, added to the scores */
-    int64_t bias_head;                   /* in numbers */
-    const float *sinks;                  /* [heads], one more score each, without a value */
-    float scaling, softcap;              /* scores are capped to +-softcap, 0 for no cap */
-    int32_t type, stored, threads, stores; /* stores: whether new keys and values are put down */
-} Attention;
 
 /* Where 16 tokens from position `at` (a multiple of 16) of a head begin. */
 INLINE int64_t place_of(const Attention *a, const int32_t *table, int64_t head, int64_t at) {
@@ -111,21 +90,6 @@ static void keep_token(const Attention *a, int64_t token, int64_t head) {
 }
 
 /* ---- softmax --------------------------------------------------------------------------------- */
-
-/* e^x for x <= 0, within two units of the last place (Cephes); NaN stays NaN. */
-INLINE v16f exponential(v16f x) {
-    v16i low = x < -87.0f;
-    x = (v16f)((low & (v16i)((v16f){0} - 87.0f)) | (~low & (v16i)x));
-    v16f n = x * 1.44269504f + 12582912.0f - 12582912.0f;
-    v16f r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16f p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    v16f y = p * (r * r) + r + 1.0f;
-    return y * (v16f)((__builtin_convertvector(n, v16i) + 127) << 23);
-}
 
 /* cap * tanh(x / cap) */
 INLINE v16f capped(v16f x, float cap) {
@@ -321,11 +285,15 @@ typedef void (*Attend)(const Attention *, int64_t, int64_t);
 static const Attend attends[] = {attend_TYPE_F32, attend_TYPE_F16, attend_TYPE_BF16,
                                  attend_TYPE_INT8};
 
-static void attend_part(void *data, int64_t item) {
-    const Attention *a = data;
+/* One token's queries of one KV head: item = token * kv_heads + head. */
+void attention_part(const Attention *a, int64_t item) {
     int64_t token = token_of(a, item / a->kv_heads), head = item % a->kv_heads;
     if (a->stores) keep_token(a, token, head);
     attends[a->stored](a, token, head);
+}
+
+static void attend_part(void *data, int64_t item) {
+    attention_part(data, item);
 }
 
 void kernels_attend(const Attention *a) {

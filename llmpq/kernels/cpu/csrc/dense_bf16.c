@@ -4,7 +4,7 @@
  * rows side by side (`Weight.tiles`, 128 * columns bytes a panel, bits 16). Nothing is decoded, and a
  * panel is read in one stream, so one row costs what reading the weight costs. Columns are added in
  * their order, in float32, whatever the threads and the number of rows. */
-#include "kernels.h"
+#include "step.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -57,13 +57,16 @@ typedef void (*Rows)(const Product *, int64_t, int64_t);
 static const Rows rows[AT_ONCE + 1] = {0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6};
 
 /* More rows than registers hold take even strips; a panel is still in the cache for the next one. */
-static void multiply_part(void *data, int64_t panel) {
-    const Product *p = data;
+void dense_part(const Product *p, int64_t panel) {
     int64_t strips = (p->count + AT_ONCE - 1) / AT_ONCE;
     for (int64_t i = 0; i < strips; i++) {
         int64_t first = i * p->count / strips, end = (i + 1) * p->count / strips;
         rows[end - first](p, panel, first);
     }
+}
+
+static void multiply_part(void *data, int64_t panel) {
+    dense_part(data, panel);
 }
 
 int kernels_dense(const Product *p) {

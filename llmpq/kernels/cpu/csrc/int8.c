@@ -8,7 +8,7 @@
  *
  * Integer products need one unsigned side. That is the weight's (code = q + 128), so the correction
  * is one number a row of x, its sum, and only the codes are stored. */
-#include "kernels.h"
+#include "step.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -20,14 +20,7 @@ enum { WORTH_THREADS = 1 << 18 }; /* numbers of x whose reading takes longer tha
 
 typedef struct {
     const Product *product;
-    float threshold;
-    int32_t type; /* of x, bias and y */
-    int8_t *codes;   /* [count, columns] */
-    float *scale;    /* [count] */
-    int32_t *sum;    /* [count] of the codes */
-    int64_t *start;  /* [count + 1] where a row's outliers start */
-    int32_t *column; /* of each outlier */
-    float *value;    /* of each outlier */
+    Prepared rows; /* of x; the type is also that of bias and y */
     /* Columns that hold outliers, when they are few: many rows share the decoding of each. */
     int32_t shared_column[MOST_SHARED];
     int32_t shared; /* how many, or 0: `column` are columns, not places among these */
@@ -35,51 +28,61 @@ typedef struct {
 
 /* ---- rows of x ------------------------------------------------------------------------------- */
 
-INLINE __m512 load_x(const Job *job, int64_t m, int64_t k) {
-    return (__m512)load_typed(job->product->x, m * job->product->weight->columns + k, job->type);
+INLINE __m512 load_x(const Prepared *q, int64_t m, int64_t k) {
+    return (__m512)load_typed(q->x, m * q->columns + k, q->type);
 }
 
-INLINE __mmask16 is_outlier(const Job *job, __m512 x) {
+INLINE __mmask16 is_outlier(const Prepared *q, __m512 x) {
     __m512 size = _mm512_abs_ps(x); /* "not below" is true of NaN as well */
-    return _mm512_cmp_ps_mask(size, _mm512_set1_ps(job->threshold), _CMP_NLT_UQ) |
+    return _mm512_cmp_ps_mask(size, _mm512_set1_ps(q->threshold), _CMP_NLT_UQ) |
            _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
 }
 
-static void scan_row(void *data, int64_t m) {
-    Job *job = data;
+/* Finds the scale of row m, and how many outliers it has: its end is its start plus so many. */
+void int8_scan(const Prepared *q, int64_t m) {
     int64_t outliers = 0;
     __m512 most = _mm512_setzero_ps();
-    for (int64_t k = 0; k < job->product->weight->columns; k += 16) {
-        __m512 x = load_x(job, m, k);
-        __mmask16 out = is_outlier(job, x);
+    for (int64_t k = 0; k < q->columns; k += 16) {
+        __m512 x = load_x(q, m, k);
+        __mmask16 out = is_outlier(q, x);
         outliers += __builtin_popcount(out);
         most = _mm512_mask_max_ps(most, (__mmask16)~out, most, _mm512_abs_ps(x));
     }
-    job->scale[m] = _mm512_reduce_max_ps(most) / 127;
-    job->start[m + 1] = outliers;
+    q->scale[m] = _mm512_reduce_max_ps(most) / 127;
+    q->end[m] = q->start[m] + outliers;
 }
 
-static void quantize_row(void *data, int64_t m) {
-    Job *job = data;
-    int64_t columns = job->product->weight->columns, at = job->start[m];
-    __m512 steps = _mm512_set1_ps(job->scale[m] > 0 ? 1 / job->scale[m] : 0);
+/* Writes the codes of row m, and its outliers from its start on. */
+void int8_quantize(const Prepared *q, int64_t m) {
+    int64_t columns = q->columns, at = q->start[m];
+    __m512 steps = _mm512_set1_ps(q->scale[m] > 0 ? 1 / q->scale[m] : 0);
     __m512i sum = _mm512_setzero_si512(), most = _mm512_set1_epi32(127);
     __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (int64_t k = 0; k < columns; k += 16) {
-        __m512 x = load_x(job, m, k);
-        __mmask16 out = is_outlier(job, x);
+        __m512 x = load_x(q, m, k);
+        __mmask16 out = is_outlier(q, x);
         __m512i code = _mm512_maskz_cvtps_epi32((__mmask16)~out, _mm512_mul_ps(x, steps));
         code = _mm512_max_epi32(_mm512_min_epi32(code, most), _mm512_set1_epi32(-127));
         sum = _mm512_add_epi32(sum, code);
-        _mm_storeu_si128((__m128i *)(job->codes + m * columns + k), _mm512_cvtepi32_epi8(code));
+        _mm_storeu_si128((__m128i *)(q->codes + m * columns + k), _mm512_cvtepi32_epi8(code));
         if (out) {
             __m512i column = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)k));
-            _mm512_mask_compressstoreu_epi32(job->column + at, out, column);
-            _mm512_mask_compressstoreu_ps(job->value + at, out, x);
+            _mm512_mask_compressstoreu_epi32(q->column + at, out, column);
+            _mm512_mask_compressstoreu_ps(q->value + at, out, x);
             at += __builtin_popcount(out);
         }
     }
-    job->sum[m] = _mm512_reduce_add_epi32(sum);
+    q->sum[m] = _mm512_reduce_add_epi32(sum);
+}
+
+static void scan_part(void *data, int64_t m) {
+    const Job *job = data;
+    int8_scan(&job->rows, m);
+}
+
+static void quantize_part(void *data, int64_t m) {
+    const Job *job = data;
+    int8_quantize(&job->rows, m);
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -87,7 +90,7 @@ static void quantize_row(void *data, int64_t m) {
 INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, int64_t end,
                      int32_t *total, const int strip, const int wide) {
     const Weight *w = job->product->weight;
-    const int8_t *x = job->codes + first * w->columns;
+    const int8_t *x = job->rows.codes + first * w->columns;
     int64_t down = w->columns * TILE_ROWS;
     __m512i sum[STRIP][WIDE];
     for (int m = 0; m < strip; m++)
@@ -122,11 +125,12 @@ INLINE __m512 column_of(const Weight *w, int64_t row, int64_t k) {
 
 /* Adds the outliers of row m times their columns of 16 rows of the weight, in units of its scales. */
 INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, const float *shared, __m512 y) {
-    for (int64_t i = job->start[m]; i < job->start[m + 1]; i++) {
-        int64_t k = job->column[i];
+    const Prepared *q = &job->rows;
+    for (int64_t i = q->start[m]; i < q->end[m]; i++) {
+        int64_t k = q->column[i];
         __m512 column = job->shared ? _mm512_load_ps(shared + k * PANEL)
                                     : column_of(job->product->weight, row, k);
-        y = _mm512_fmadd_ps(column, _mm512_set1_ps(job->value[i]), y);
+        y = _mm512_fmadd_ps(column, _mm512_set1_ps(q->value[i]), y);
     }
     return y;
 }
@@ -134,12 +138,12 @@ INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, const float *
 INLINE void finish(const Job *job, int64_t m, int64_t row, const float *shared, __m512i total) {
     const Product *p = job->product;
     const Weight *w = p->weight;
-    total = _mm512_sub_epi32(total, _mm512_set1_epi32(128 * job->sum[m]));
-    __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(job->scale[m]));
+    total = _mm512_sub_epi32(total, _mm512_set1_epi32(128 * job->rows.sum[m]));
+    __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(job->rows.scale[m]));
     y = _mm512_mul_ps(add_outliers(job, m, row, shared, y), (__m512)scale_at(w, 0, row));
-    if (p->bias) y = _mm512_add_ps(y, (__m512)load_typed(p->bias, row, job->type));
+    if (p->bias) y = _mm512_add_ps(y, (__m512)load_typed(p->bias, row, job->rows.type));
     int64_t at = m * w->rows + row;
-    if (job->type == TYPE_F32) _mm512_storeu_ps((float *)p->y + at, y);
+    if (job->rows.type == TYPE_F32) _mm512_storeu_ps((float *)p->y + at, y);
     else _mm256_storeu_si256((__m256i *)((uint16_t *)p->y + at), (__m256i)narrowed((v16f)y));
 }
 
@@ -189,51 +193,63 @@ static int row_threads(const Product *p) {
 }
 
 static int find_outliers(Job *job) {
-    int64_t count = job->product->count;
-    job->start[0] = 0;
-    run_parts(scan_row, job, count, row_threads(job->product));
-    for (int64_t m = 0; m < count; m++) job->start[m + 1] += job->start[m];
-    size_t found = (size_t)job->start[count];
-    job->column = malloc((found + 1) * sizeof *job->column);
-    job->value = malloc((found + 1) * sizeof *job->value);
-    return job->column && job->value;
+    Prepared *q = &job->rows;
+    int64_t count = job->product->count, found = 0;
+    memset(q->start, 0, (size_t)count * sizeof *q->start);
+    run_parts(scan_part, job, count, row_threads(job->product));
+    for (int64_t m = 0; m < count; m++) {
+        q->start[m] = found;
+        q->end[m] = found += q->end[m];
+    }
+    q->column = malloc((size_t)(found + 1) * sizeof *q->column);
+    q->value = malloc((size_t)(found + 1) * sizeof *q->value);
+    return q->column && q->value;
 }
 
 /* Outliers sit in the same columns of most rows: number those columns, unless they are many. */
 static void share_columns(Job *job) {
-    int64_t count = job->product->count, all = job->start[count];
+    int64_t count = job->product->count, all = job->rows.end[count - 1];
+    int32_t *column = job->rows.column;
     if (count <= STRIP || all < count) return;
     int32_t places = 0;
     for (int64_t i = 0; i < all; i++) {
         int32_t at = 0;
-        while (at < places && job->shared_column[at] != job->column[i]) at++;
+        while (at < places && job->shared_column[at] != column[i]) at++;
         if (at == MOST_SHARED) return;
-        if (at == places) job->shared_column[places++] = job->column[i];
+        if (at == places) job->shared_column[places++] = column[i];
     }
     for (int64_t i = 0; i < all; i++) {
         int32_t at = 0;
-        while (job->shared_column[at] != job->column[i]) at++;
-        job->column[i] = at;
+        while (job->shared_column[at] != column[i]) at++;
+        column[i] = at;
     }
     job->shared = places;
+}
+
+void int8_part(const Product *p, const Prepared *q, int64_t panel) {
+    Job job;
+    job.product = p, job.rows = *q, job.shared = 0;
+    panel_part(&job, panel);
 }
 
 int kernels_int8(const Product *p, float threshold, int type) {
     const Weight *w = p->weight;
     size_t count = (size_t)p->count;
-    Job job = {.product = p, .threshold = threshold, .type = type};
-    job.codes = malloc(count * (size_t)w->columns);
-    job.scale = malloc(count * sizeof *job.scale);
-    job.sum = malloc(count * sizeof *job.sum);
-    job.start = malloc((count + 1) * sizeof *job.start);
-    int ready = job.codes && job.scale && job.sum && job.start && find_outliers(&job);
+    Prepared q = {.x = p->x, .columns = w->columns, .threshold = threshold, .type = type};
+    q.codes = malloc(count * (size_t)w->columns);
+    q.scale = malloc(count * sizeof *q.scale);
+    q.sum = malloc(count * sizeof *q.sum);
+    q.start = malloc(count * sizeof *q.start);
+    q.end = malloc(count * sizeof *q.end);
+    Job job = {.product = p, .rows = q};
+    int ready = q.codes && q.scale && q.sum && q.start && q.end && find_outliers(&job);
     if (ready) {
-        run_parts(quantize_row, &job, p->count, row_threads(p));
+        run_parts(quantize_part, &job, p->count, row_threads(p));
         share_columns(&job);
         run_parts(panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);
     }
-    free(job.codes), free(job.scale), free(job.sum), free(job.start);
-    free(job.column), free(job.value);
+    free(q.codes), free(q.scale), free(q.sum), free(q.start), free(q.end);
+    free(job.rows.column), free(job.rows.value);
     return ready ? DONE : NO_MEMORY;
 }
 #endif

@@ -77,5 +77,5 @@ void kernels_pack(const uint8_t *codes, uint8_t *tiles, int64_t rows, int64_t co
 }
 
 int kernels_abi(void) {
-    return 7;
+    return 8;
 }

@@ -4,7 +4,7 @@
  * zero come in once a block of columns, in float32. So the answer is at least as exact as a product
  * by the weight dequantized to bf16. Few rows of x are multiplied as the codes are decoded; for more
  * rows a panel of decoded codes stays in the first-level cache while all rows go over it. */
-#include "kernels.h"
+#include "step.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
@@ -250,17 +250,23 @@ static void panel_part(void *data, int64_t item) {
     }
 }
 
-static void sum_blocks(const Product *p, int64_t block, float *sums) {
-    int64_t columns = p->weight->columns;
+/* The sums of row m of x over each block of columns. */
+void bf16_sums(const Prepared *q, int64_t rows, int64_t m) {
     __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3F80);
-    for (int64_t m = 0; m < p->count; m++)
-        for (int64_t k = 0; k < columns; k += block) {
-            const uint16_t *x = (const uint16_t *)p->x + m * columns + k;
-            __m512 sum = _mm512_setzero_ps();
-            for (int64_t i = 0; i < block; i += 32)
-                sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(x + i), ones);
-            sums[k / block * p->count + m] = _mm512_reduce_add_ps(sum);
-        }
+    for (int64_t k = 0; k < q->columns; k += q->block) {
+        const uint16_t *x = (const uint16_t *)q->x + m * q->columns + k;
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t i = 0; i < q->block; i += 32)
+            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(x + i), ones);
+        q->sums[k / q->block * rows + m] = _mm512_reduce_add_ps(sum);
+    }
+}
+
+/* One panel; up to few_limit rows are multiplied as the codes are decoded. */
+void bf16_part(const Product *p, const Prepared *q, int64_t few_limit, int64_t panel) {
+    Job job = {p, q->sums, q->block};
+    if (p->weight->bits < 8 && p->count <= few_limit) few_part(&job, panel);
+    else panel_part(&job, panel);
 }
 
 /* Up to few_limit rows are multiplied as the codes are decoded. */
@@ -269,7 +275,8 @@ int kernels_bf16(const Product *p, int64_t few_limit) {
     int64_t block = block_columns(w, BLOCK);
     float *sums = malloc((size_t)(w->columns / block * p->count) * sizeof *sums);
     if (!sums) return NO_MEMORY;
-    sum_blocks(p, block, sums);
+    Prepared prepared = {.x = p->x, .columns = w->columns, .block = block, .sums = sums};
+    for (int64_t m = 0; m < p->count; m++) bf16_sums(&prepared, p->count, m);
     Job job = {p, sums, block};
     int is_few = w->bits < 8 && p->count <= few_limit;
     run_parts(is_few ? few_part : panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);

@@ -7,7 +7,7 @@
  *
  * The vectors of the inner loops are as wide as the machine's registers: wider ones, which compilers
  * do cut up, live in memory (35 times slower with AVX2). */
-#include "kernels.h"
+#include "step.h"
 
 #include <stdlib.h>
 
@@ -158,20 +158,30 @@ static void panel_part(void *data, int64_t item) {
     }
 }
 
+/* The sums of row m of x over each block of columns. */
+void float_sums(const Prepared *q, int64_t rows, int64_t m) {
+    for (int64_t k = 0; k < q->columns; k += q->block) {
+        const float *x = (const float *)q->x + m * q->columns + k;
+        v16f sum = {0};
+        for (int64_t i = 0; i < q->block; i += 16) sum += load_floats(x + i);
+        float one = 0;
+        for (int i = 0; i < 16; i++) one += sum[i];
+        q->sums[k / q->block * rows + m] = one;
+    }
+}
+
+void float_part(const Product *p, const Prepared *q, int64_t panel) {
+    Job job = {p, q->sums, q->block};
+    panel_part(&job, panel);
+}
+
 int kernels_float(const Product *p) {
     const Weight *w = p->weight;
     int64_t block = block_columns(w, COLUMNS), blocks = w->columns / block;
     float *sums = malloc((size_t)(blocks * p->count) * sizeof *sums);
     if (!sums) return NO_MEMORY;
-    for (int64_t m = 0; m < p->count; m++)
-        for (int64_t b = 0; b < blocks; b++) {
-            const float *x = (const float *)p->x + m * w->columns + b * block;
-            v16f sum = {0};
-            for (int64_t k = 0; k < block; k += 16) sum += load_floats(x + k);
-            float one = 0;
-            for (int i = 0; i < 16; i++) one += sum[i];
-            sums[b * p->count + m] = one;
-        }
+    Prepared prepared = {.x = p->x, .columns = w->columns, .block = block, .sums = sums};
+    for (int64_t m = 0; m < p->count; m++) float_sums(&prepared, p->count, m);
     Job job = {p, sums, block};
     run_parts(panel_part, &job, (w->rows + WIDE * 16 - 1) / (WIDE * 16), p->threads);
     free(sums);

@@ -1,0 +1,69 @@
+/* What a decode step (step.c) shares with the kernels whose parts it spreads over threads itself. */
+#ifndef LLMPQ_STEP_H
+#define LLMPQ_STEP_H
+
+#include "kernels.h"
+
+typedef struct {
+    const void *query;                   /* [tokens, heads, dim] by strides, of `type` */
+    void *out;                           /* [tokens, heads, dim], of `type` */
+    const void *new_key, *new_value;     /* [tokens, kv_heads, dim] by strides, of `type` */
+    void *keys, *values;                 /* [blocks, kv_heads, block, dim] by strides, of `stored` */
+    void *key_scales, *value_scales;     /* bf16 [blocks, kv_heads, block], for 8-bit codes alone */
+    const int32_t *tables;               /* the block tables of all sequences */
+    const int64_t *starts, *lengths;     /* of each token: its table in `tables`; its position + 1 */
+    const int64_t *chosen;               /* the tokens of this call; NULL for all */
+    int64_t count, kv_heads, group, dim, block_bits; /* a block has 2^block_bits tokens */
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* in numbers */
+    int64_t block_stride, head_stride;   /* in numbers */
+    int64_t window;                      /* tokens a query sees, 0 for all */
+    int64_t chunk;                       /* it sees those of its chunk of this size, 0 for all */
+    const float *bias;                   /* [heads, positions] by a stride, added to the scores */
+    int64_t bias_head;                   /* in numbers */
+    const float *sinks;                  /* [heads], one more score each, without a value */
+    float scaling, softcap;              /* scores are capped to +-softcap, 0 for no cap */
+    int32_t type, stored, threads, stores; /* stores: whether new keys and values are put down */
+} Attention;
+
+typedef struct {
+    const void *x, *weight; /* [rows, columns] and [columns] of `type` */
+    void *y;
+    int64_t rows, columns;
+    float epsilon;
+    int32_t type, threads;
+} Norm;
+
+/* What products by weights with codes need of x [rows, columns], made row by row. */
+typedef struct {
+    const void *x;
+    int64_t columns;
+    int64_t block;   /* weight-only: columns of a sum */
+    float *sums;     /* weight-only: [blocks, rows] of x over each block of columns */
+    int8_t *codes;   /* LLM.int8(): [rows, columns] */
+    float *scale;    /* [rows] */
+    int32_t *sum;    /* [rows] of the codes */
+    int64_t *start;  /* [rows] where a row's outliers start */
+    int64_t *end;    /* [rows] and end */
+    int32_t *column; /* of each outlier */
+    float *value;    /* of each outlier */
+    float threshold;
+    int32_t type;    /* of x */
+} Prepared;
+
+void attention_part(const Attention *a, int64_t item);
+void norm_rows(const Norm *n, int64_t first, int64_t end);
+
+void plain_part(const Product *p, int64_t item);
+void dense_part(const Product *p, int64_t panel);
+
+void bf16_sums(const Prepared *q, int64_t rows, int64_t m);
+void bf16_part(const Product *p, const Prepared *q, int64_t few_limit, int64_t panel);
+
+void float_sums(const Prepared *q, int64_t rows, int64_t m);
+void float_part(const Product *p, const Prepared *q, int64_t panel);
+
+void int8_scan(const Prepared *q, int64_t m);
+void int8_quantize(const Prepared *q, int64_t m);
+void int8_part(const Product *p, const Prepared *q, int64_t panel);
+
+#endif

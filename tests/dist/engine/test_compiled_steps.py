@@ -1,0 +1,194 @@
+"""Decode steps in one compiled call, against transformers' generate and the layers themselves."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from helpers.tiny_models import generate_alone, load_master, load_reference
+
+from llmpq.dist.engine import compiled_steps
+from llmpq.dist.engine.compiled_steps import LIMITS, CompiledSteps, decode_steps_of
+from llmpq.dist.kv.cache import KVCache
+from llmpq.kernels.cpu.native import has_attention, has_bf16_products, instruction_set, library
+from llmpq.models import DecoderStage, PackedBatch, kv_shapes
+from llmpq.quant.loading.loader import load_stage
+
+HAS_STEPS = library() is not None and has_attention(instruction_set())
+pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C compiler")
+
+SHAPE = {"layers": 2, "hidden": 128, "intermediate": 192, "heads": 4, "kv_heads": 2}
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {},
+}
+ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu")
+LENGTHS = (3, 21, 1, 16, 9)
+
+
+def _stage(tiny_model, family, bits=16, dtype=torch.float32):
+    path = tiny_model(family, shape=SHAPE, **FAMILIES.get(family, {}))
+    return path, load_stage(path, 0, 2, [bits] * 2, dtype=dtype, device="cpu")
+
+
+def _cache(stage: DecoderStage, kv_bits: int | None = None, dtype=torch.float32) -> KVCache:
+    shapes = kv_shapes(stage.config, stage.first_layer, stage.end_layer)
+    return KVCache(shapes, stage.first_layer, num_blocks=24, dtype=dtype, kv_bits=kv_bits)
+
+
+def _batch(lengths, counts) -> PackedBatch:
+    tables = [[23 - 4 * i, 22 - 4 * i, 21 - 4 * i] for i in range(len(lengths))]
+    starts = [length - count for length, count in zip(lengths, counts, strict=True)]
+    return PackedBatch(block_tables=tables, starts=starts, counts=counts)
+
+
+def _steps(stage: DecoderStage, cache: KVCache) -> CompiledSteps:
+    steps = decode_steps_of(stage, cache, 1)
+    assert isinstance(steps, CompiledSteps)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("family", "threads"), [("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1)]
+)
+def test_tokens_are_those_of_generate(tiny_model, family, threads):
+    path, stage = _stage(tiny_model, family)
+    cache, master, reference = _cache(stage), load_master(path), load_reference(path)
+    steps = _steps(stage, cache)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 100, (n,), generator=generator).tolist() for n in LENGTHS]
+    rows = [list(prompt) for prompt in prompts]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        counts = [len(row) for row in rows]
+        for _ in range(5):
+            batch = _batch([len(row) for row in rows], counts)
+            new = [t for row, n in zip(rows, counts, strict=True) for t in row[-n:]]
+            hidden = steps.forward(master.embed(torch.tensor([new]), batch.positions), batch)
+            chosen = master.logits(hidden[0, batch.last_tokens]).argmax(-1)
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                row.append(token)
+            counts = [1] * len(rows)
+    finally:
+        torch.set_num_threads(before)
+    assert rows == [generate_alone(reference, prompt, 5)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 8), (4, 16), (8, 8), (8, 16), (16, 16)])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
+def test_bf16_numbers_are_those_of_the_layers(tiny_model, bits, kv_bits, rows):
+    dtype = torch.bfloat16
+    path = tiny_model("qwen2", shape=SHAPE, seed=3)
+    stage = load_stage(path, 0, 2, [bits] * 2, dtype=dtype, device="cpu")
+    caches = _cache(stage, kv_bits, dtype), _cache(stage, kv_bits, dtype)
+    steps = _steps(stage, caches[0])
+    generator = torch.Generator().manual_seed(2)
+    lengths = LENGTHS[:rows]
+    prompt = torch.randn(1, sum(lengths), 128, generator=generator).to(dtype)
+    prompt[0, :, 5] *= 40  # outliers of LLM.int8()
+    for cache in caches:
+        stage(prompt, _batch(lengths, list(lengths)), cache)
+    for step in range(1, 4):
+        hidden = prompt[:, :rows] * step
+        batch = _batch([length + step for length in lengths], [1] * rows)
+        found = steps.forward(hidden, batch)
+        expected = stage(hidden, batch, caches[1])
+        added = (expected - hidden).float().norm()
+        # The functions of e^x differ in the last place of float32, which seldom shows in bf16.
+        assert (found - expected).float().norm() < 0.004 * added
+        for layer in range(2):
+            stored = [cache.heads_of(layer).keys.float() for cache in caches]
+            torch.testing.assert_close(*stored, rtol=0.02, atol=1.0 if kv_bits == 8 else 0.02)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_other_activations_are_recognized_by_their_values(tiny_model, activation):
+    path = tiny_model("llama", shape=SHAPE, hidden_act=activation)
+    stage = load_stage(path, 0, 2, [16] * 2, dtype=torch.float32, device="cpu")
+    _steps(stage, _cache(stage))  # compares every layer with the module's own activation
+
+
+def _damage_activation(layer):
+    forward = layer.mlp.forward
+    layer.mlp.forward = lambda x: forward(x) * 1.01
+
+
+def _damage_norm(layer):
+    norm = layer.post_attention_layernorm
+    norm.forward = lambda x: type(norm).forward(norm, x) + 0.01
+
+
+def _damage_residual(layer):
+    forward = layer.forward
+    layer.forward = lambda hidden, **kwargs: forward(hidden, **kwargs) + 0.01 * hidden
+
+
+@pytest.mark.parametrize("damage", [_damage_activation, _damage_norm, _damage_residual])
+def test_a_layer_that_computes_something_else_runs_as_it_is(tiny_model, damage, caplog):
+    _, stage = _stage(tiny_model, "llama")
+    cache = _cache(stage)
+    assert decode_steps_of(stage, cache, 1) is not None
+    damage(stage.layers[1])
+    with caplog.at_level(logging.INFO):
+        assert decode_steps_of(stage, cache, 1) is None
+    assert "layer 1: does not compute what Llama's does" in caplog.text
+
+
+def test_wrong_addresses_are_found(tiny_model, monkeypatch):
+    _, stage = _stage(tiny_model, "llama")
+    append = compiled_steps.append_layer
+
+    def swapped(program, layer, step):
+        rotary = step.rotary[1], step.rotary[0]
+        append(program, layer, compiled_steps.LayerStep(
+            hidden=step.hidden, rotary=rotary, heads=step.heads, window=step.window))  # fmt: skip
+
+    monkeypatch.setattr(compiled_steps, "append_layer", swapped)
+    assert decode_steps_of(stage, _cache(stage), 1) is None
+
+
+@pytest.mark.parametrize("family", ["gemma", "gpt_neox", "mixtral", "opt"])
+def test_other_families_run_operator_by_operator(tiny_model, family, caplog):
+    path = tiny_model(family, shape=SHAPE)
+    stage = load_stage(path, 0, 2, [16] * 2, dtype=torch.float32, device="cpu")
+    with caplog.at_level(logging.INFO):
+        assert decode_steps_of(stage, _cache(stage), 1) is None
+    assert "decode steps run operator by operator" in caplog.text
+
+
+def test_steps_of_other_rows_run_operator_by_operator(tiny_model, monkeypatch):
+    _, stage = _stage(tiny_model, "llama")
+    cache, other = _cache(stage), _cache(stage)
+    steps = _steps(stage, cache)
+    monkeypatch.setattr(CompiledSteps, "run", lambda *_: pytest.fail("compiled"))
+    hidden = torch.randn(1, 2, 128, generator=torch.Generator().manual_seed(4))
+    chunk = PackedBatch(block_tables=[[1]], starts=[0], counts=[2])
+    same = PackedBatch(block_tables=[[2], [2]], starts=[0, 1], counts=[1, 1])
+    for batch in (chunk, same):
+        expected = stage(hidden, batch, other)
+        assert torch.equal(steps.forward(hidden, batch), expected)
+    many = 33
+    tables = [[i % 24] for i in range(many)]
+    batch = PackedBatch(
+        block_tables=tables, starts=[i // 24 for i in range(many)], counts=[1] * many
+    )
+    steps.forward(hidden[:, :1].expand(1, many, -1), batch)
+
+
+def test_positions_beyond_the_first_table_of_angles(tiny_model):
+    path = tiny_model("llama", shape={**SHAPE, "max_positions": 4096})
+    stage = load_stage(path, 0, 2, [16] * 2, dtype=torch.float32, device="cpu")
+    shapes = kv_shapes(stage.config, 0, 2)
+    caches = [KVCache(shapes, 0, num_blocks=80, dtype=torch.float32) for _ in range(2)]
+    steps = _steps(stage, caches[0])
+    hidden = torch.randn(1, 1, 128, generator=torch.Generator().manual_seed(5))
+    for position in (1100, 1200):
+        batch = PackedBatch(block_tables=[range(80)], starts=[position], counts=[1])
+        found, expected = steps.forward(hidden, batch), stage(hidden, batch, caches[1])
+        added = (expected - hidden).norm()
+        assert (found - expected).norm() < LIMITS[torch.float32] * added
