@@ -31,7 +31,7 @@ from llmpq.models.packed_attention import (
 from llmpq.models.rotary import RotaryTables, Table, build_rotary
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE
 
-LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | None]
+LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | dict[str, object] | None]
 """Keyword arguments of a layer."""
 
 
@@ -193,6 +193,9 @@ class DecoderStage(nn.Module):
         for index in range(len(self.layers)):
             own = dict(shared)
             own[self._cache_arguments[index]] = view
+            if accepts(self.layers[index].forward, "shared_kv_states"):
+                # Gemma 4 of transformers 5.17 leaves the last keys and values there, read by none.
+                own["shared_kv_states"] = {}
             own["attention_mask"] = LayerAttention(
                 step=step,
                 window=self._windows[index],

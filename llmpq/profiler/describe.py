@@ -135,6 +135,9 @@ def _cached(model: Any, config: PreTrainedConfig) -> list[_Cached]:
         (output[name] for name in ("past_key_values", "cache_params") if output.get(name)), None
     )
     layers = getattr(cache, "layers", ())
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if len(layers) == config.num_hidden_layers - shared:  # transformers 5.17 leaves them out
+        layers = [*layers, *[None] * shared]
     if len(layers) != config.num_hidden_layers:
         raise SpecError(
             f"model family {config.model_type}: found a cache of {len(layers)} layers, expected "
