@@ -448,7 +448,7 @@ def record(options: argparse.Namespace) -> Reply:
     packages = ("torch", "transformers", "uvicorn", "fastapi")
     return {
         "topic": "online",
-        "command": " ".join(["python", *sys.argv]),
+        "command": "python benchmarks/online.py --folder DIR --output FILE",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.processor() or cpu_name()}",
         "versions": {
@@ -456,9 +456,63 @@ def record(options: argparse.Namespace) -> Reply:
             **{name: version(name) for name in packages},
             "llama-cpp-python": rivals.PACKAGE.partition("==")[2],
         },
+        "tables": tables(options),
         "sample_columns": SAMPLE_COLUMNS,
         "cases": {name: runs_of(options.folder / f"{name}.jsonl") for name in CASES},
     }
+
+
+def tables(options: argparse.Namespace) -> list[Reply]:
+    """Return tables of speed and first tokens beside other servers, and of what HTTP costs."""
+    found = [
+        beside(options, "closed", "Requests at a time", ("bits", "concurrency")),
+        beside(options, "arrivals", "Arrivals", ("bits", "arrivals", "rate")),
+    ]
+    rows = []
+    for key, (alone, ours) in best_runs(options, "overhead", ("bits", "concurrency")).items():
+        if alone and ours:
+            rows.append([*key, alone[0], ours[0], ours[0] / alone[0], ours[1] - alone[1]])
+    head = ["bits", "concurrency", "engine tokens/s", "HTTP tokens/s", "ratio", "TTFT p50 more, ms"]
+    return [*found, {"title": "What HTTP costs", "columns": head, "rows": rows}]
+
+
+def beside(options: argparse.Namespace, case: str, title: str, keys: Sequence[str]) -> Reply:
+    """Return the table of a case: each server's tokens a second, ratios, 95th percentiles."""
+    rivals_of_us = ("llama.cpp", BATCHED)
+    head = [*keys, *(f"{name} tokens/s" for name in ("llmpq", *rivals_of_us))]
+    head += [f"over {name}" for name in rivals_of_us]
+    head += [f"{name} TTFT p95, ms" for name in ("llmpq", *rivals_of_us)]
+    rows = []
+    for key, (ours, *others) in best_runs(options, case, keys, ("llmpq", *rivals_of_us)).items():
+        if ours:
+            speeds = [found and found[0] for found in (ours, *others)]
+            ratios = [found and ours[0] / found[0] for found in others]
+            rows.append(
+                [*key, *speeds, *ratios, *(found and found[2] for found in (ours, *others))]
+            )
+    return {"title": title, "columns": head, "rows": rows}
+
+
+def best_runs(
+    options: argparse.Namespace,
+    case: str,
+    keys: Sequence[str],
+    servers: Sequence[str] = ("engine", "llmpq"),
+) -> dict[tuple[Any, ...], list[tuple[float, ...] | None]]:
+    """Return the figures of every server: our medians, the best runs of others, or ``None``."""
+    runs = runs_of(options.folder / f"{case}.jsonl")
+    found: dict[tuple[Any, ...], list[tuple[float, ...] | None]] = {}
+    for key in dict.fromkeys(tuple(run[name] for name in keys) for run in runs):
+        for server in servers:
+            own = [
+                figures_of(run)
+                for run in runs
+                if tuple(run[name] for name in keys) == key and run["server"] == server
+            ]
+            middle = tuple(map(statistics.median, zip(*own, strict=True))) if own else None
+            best = max(own) if own else None
+            found.setdefault(key, []).append(middle if server in OURS else best)
+    return found
 
 
 def cpu_name() -> str:
