@@ -1,4 +1,4 @@
-"""llmpq-serve: answer OpenAI's API over HTTP with the ranks of a strategy.
+"""llmpq-serve: answer OpenAI's API over HTTP with the ranks of a strategy, or of all of a fleet.
 
 HTTP and tokenizing are in this process, the ranks in processes of their own. The line ``ready
 http://HOST:PORT`` on standard output and standard error says that requests are answered.
@@ -7,8 +7,10 @@ http://HOST:PORT`` on standard output and standard error says that requests are 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, require, run_command
@@ -22,12 +24,20 @@ from llmpq.cli.server_options import (
 )
 from llmpq.dist import model_dir_of
 from llmpq.errors import SpecError
+from llmpq.routing import BALANCERS, load_balancer
+from llmpq.spec import catalog
+from llmpq.spec.fleet import Fleet, FleetMember, read_fleet
 from llmpq.spec.plan import Plan, read_plan
 
 if TYPE_CHECKING:
     from llmpq.server.admission import AdmissionLimits
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
+DEFAULT_BALANCER = "sal_seconds"
+POLL_S = 0.1
+FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+"""The variable that says which accelerators of a kind a process sees."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-serve", "Answer OpenAI's API with the ranks of a strategy.")
     files = parser.add_argument_group("files")
-    files.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
+    what = files.add_mutually_exclusive_group(required=True)
+    what.add_argument("--strat_file_name", metavar="FILE", help="strategy file")
+    what.add_argument(
+        "--fleet",
+        metavar="FILE",
+        help="fleet file of llmpq-algo --replicas: start every replica on this host, each with the "
+        "other options, and a router in front of them",
+    )
     files.add_argument(
         "--model", metavar="DIR", help="weights (default: the directory in the plan)"
     )
@@ -47,6 +64,11 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="NAME",
         help="names of the model in requests; answers use the first (default: the plan's)",
+    )
+    files.add_argument(
+        "--balancer",
+        choices=BALANCERS,
+        help=f"--fleet: which replica takes a request (default {DEFAULT_BALANCER})",
     )
     add_address_options(parser)
     _add_limit_options(parser)
@@ -82,6 +104,10 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     check_engine_options(options)
     _check_names(options)
+    if options.fleet is not None:
+        return _run_fleet(options)
+    if options.balancer is not None:
+        raise SpecError("--balancer: found without --fleet, expected both")
     plan = read_plan(options.strat_file_name)
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *SERVER_PACKAGES)
@@ -135,6 +161,84 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
         prefill_tokens_per_s=prefill_tokens_per_s(plan),
         decode_step_s=decode_round_s(plan),
     )
+
+
+def _run_fleet(options: argparse.Namespace) -> int:
+    """Serve a fleet until SIGTERM or Ctrl-C; return the exit status."""
+    fleet = read_fleet(options.fleet)
+    for plan in fleet.plans(options.fleet):
+        model_dir_of(plan, options.model)
+    environments = [visible_devices(fleet, one, os.environ) for one in fleet.replicas]
+    require(*FLEET_PACKAGES)
+    from llmpq.server.router.fleet import ReplicaCommand, run_fleet
+
+    words = replica_options(options.argv)
+    folder = Path(options.fleet).resolve().parent
+    serve = [sys.executable, "-m", "llmpq.cli.commands.serve"]
+    run_fleet(
+        listen_options(options),
+        [
+            ReplicaCommand(
+                words=[*serve, "--strat_file_name", str(folder / one.strategy), *words],
+                environment=environment,
+            )
+            for one, environment in zip(fleet.replicas, environments, strict=True)
+        ],
+        load_balancer(options.balancer or DEFAULT_BALANCER),
+        POLL_S,
+        lambda url, urls: say_ready(options, {"url": url, "replicas": list(urls)}),
+    )
+    return 0
+
+
+def replica_options(words: Sequence[str]) -> list[str]:
+    """Return the options of the command that its replicas get: all but those of the router.
+
+    A replica listens on this host only.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    for name in ("fleet", "balancer", "host", "port", "ssl_certfile", "ssl_keyfile"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--json", action="store_true")
+    return [*parser.parse_known_args(words)[1], "--host", "127.0.0.1", "--port", "0"]
+
+
+def visible_devices(
+    fleet: Fleet, replica: FleetMember, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that show a replica its own accelerators.
+
+    Accelerators of a kind are numbered in the order of the fleet's cluster, among those that
+    ``environment`` shows.
+
+    Raises:
+        SpecError: the fleet has accelerators on several nodes, or more than are shown.
+    """
+    devices = [
+        (device.label, device.node, catalog.device(device.type, fleet.cluster).kind)
+        for device in fleet.cluster.devices
+    ]
+    nodes = {node for _, node, kind in devices if kind != "cpu"}
+    if len(nodes) > 1:
+        raise SpecError(
+            f"fleet: field 'cluster.nodes': found accelerators on {', '.join(sorted(nodes))}, "
+            "expected one node: start llmpq-serve on each host, and llmpq-route"
+        )
+    found = {}
+    for kind, variable in VISIBLE.items():
+        labels = [label for label, _, own in devices if own == kind]
+        if not labels:
+            continue
+        shown = environment.get(variable)
+        names = [str(i) for i in range(len(labels))] if shown is None else shown.split(",")
+        if len(names) < len(labels):
+            raise SpecError(
+                f"{variable}: found {shown}, expected the {len(labels)} devices of the fleet"
+            )
+        found[variable] = ",".join(
+            name for name, label in zip(names, labels, strict=False) if label in replica.devices
+        )
+    return found
 
 
 if __name__ == "__main__":

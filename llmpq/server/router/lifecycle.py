@@ -41,15 +41,25 @@ def run_router(
     @contextlib.asynccontextmanager
     async def open_router(life: Life) -> AsyncIterator[Served]:
         async with connected(urls, balancer, poll_s) as router:
-            yield Served(
-                app=Gate(router, options.transport, router.check_open, life.keys),
-                error=lambda: None,
-                num_open=lambda: router.num_open,
-                begin_drain=router.begin_drain,
-                abort=router.abort,
-            )
+            yield served(router, options, life, lambda: None)
 
     run_app(options, open_router, on_ready)
+
+
+def served(
+    router: Router,
+    options: ListenOptions,
+    life: Life,
+    error: Callable[[], BaseException | None],
+) -> Served:
+    """Return the application of a router; ``error`` returns why it has ended for good."""
+    return Served(
+        app=Gate(router, options.transport, router.check_open, life.keys),
+        error=error,
+        num_open=lambda: router.num_open,
+        begin_drain=router.begin_drain,
+        abort=router.abort,
+    )
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,133 @@
+"""Replicas as processes of this host, and the router in front of them: start, route, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from llmpq.errors import StageError
+from llmpq.routing import LoadBalancer
+from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
+from llmpq.server.router.lifecycle import connected, served
+
+END_TIMEOUT_S = 10.0
+"""Seconds that a replica has to end after its own time to drain."""
+READY = b"ready "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCommand:
+    """How to start a replica that prints ``ready URL`` on its standard output.
+
+    Attributes:
+        words: program and arguments.
+        environment: variables besides those of this process.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_fleet(
+    options: ListenOptions,
+    commands: Sequence[ReplicaCommand],
+    balancer: LoadBalancer,
+    poll_s: float,
+    on_ready: Callable[[str, Sequence[str]], None],
+) -> None:
+    """Start replicas and route requests to them until SIGTERM or Ctrl-C.
+
+    Running answers end before the replicas do. A replica that ends early gets no more requests.
+
+    Args:
+        options: how the router listens.
+        commands: one for each replica.
+        balancer: chooses among them.
+        poll_s: seconds between two readings of the statistics of a replica.
+        on_ready: called with the address, and those of the replicas, once requests are routed.
+
+    Raises:
+        LlmpqError: an option cannot be used; ``StageError`` when a replica does not start, or all
+            have ended; ``StoppedError`` when answers were cut short.
+    """
+    urls: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def open_fleet(life: Life) -> AsyncIterator[Served]:
+        async with _started(commands, options.drain_timeout_s + END_TIMEOUT_S) as processes:
+            addresses = asyncio.gather(*(_address(*item) for item in enumerate(processes)))
+            found = await life.unless_stopped(addresses)
+            urls.extend(found)
+            async with connected(urls, balancer, poll_s) as router:
+                yield served(router, options, life, lambda: _error(processes))
+
+    run_app(options, open_fleet, lambda url: on_ready(url, urls))
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    commands: Sequence[ReplicaCommand], end_timeout_s: float
+) -> AsyncIterator[list[Process]]:
+    """Yield the processes of all replicas, and end them."""
+    processes: list[Process] = []
+    copies: list[asyncio.Task[None]] = []
+    try:
+        for number, command in enumerate(commands):
+            # Ctrl-C reaches this process only, which ends the replicas after the last answer.
+            process = await asyncio.create_subprocess_exec(
+                *command.words,
+                stdout=PIPE,
+                stderr=PIPE,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+            )
+            processes.append(process)
+            copies.append(asyncio.create_task(_copy_errors(number, process)))
+        yield processes
+    finally:
+        await asyncio.gather(*(_end(process, end_timeout_s) for process in processes))
+        await asyncio.gather(*copies)
+
+
+async def _end(process: Process, timeout_s: float) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), timeout_s)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _copy_errors(number: int, process: Process) -> None:
+    """Copy the standard error of a replica, each line with its number."""
+    assert process.stderr is not None
+    while line := await process.stderr.readline():
+        sys.stderr.write(f"replica {number}: {line.decode(errors='replace')}")
+        sys.stderr.flush()
+
+
+async def _address(number: int, process: Process) -> str:
+    """Return the address of a replica once it is ready."""
+    assert process.stdout is not None
+    while line := await process.stdout.readline():
+        if line.startswith(READY):
+            return line.removeprefix(READY).decode().strip()
+    status = await process.wait()
+    raise StageError(
+        f"replica {number} ended with status {status} before it was ready", is_permanent=True
+    )
+
+
+def _error(processes: Sequence[Process]) -> StageError | None:
+    """Return an error once no replica is left."""
+    if any(process.returncode is None for process in processes):
+        return None
+    statuses = ", ".join(str(process.returncode) for process in processes)
+    return StageError(f"all replicas have ended, with status {statuses}")

@@ -1,0 +1,189 @@
+"""llmpq-serve --fleet: replicas as processes behind a router."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import httpx
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from helpers.served import DEMO
+
+from llmpq import plan
+from llmpq.cli.commands.serve import main, replica_options, visible_devices
+from llmpq.errors import SpecError
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
+
+REPLICA = """
+import http.server, json, signal, sys
+LOAD = dict(is_ready=True, prefill_step_s=1, decode_step_s=1, kv_tokens=64, token_budget=64)
+ZERO = ("queued_tokens", "free_kv_tokens", "running", "waiting", "answers", "new_tokens")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = LOAD | dict.fromkeys((*ZERO, "prompt_tokens"), 0)
+        text = json.dumps(body if self.path == "/load" else {"name": sys.argv[1]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def end(*_):
+    print("ended", sys.argv[1], file=sys.stderr, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+for path in sys.argv[2:]:
+    open(path, "w").close()
+print(f"ready http://127.0.0.1:{server.server_port}", flush=True)
+server.serve_forever()
+"""
+FAILS = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.exit(3)
+"""
+PARENT = """
+import sys
+from llmpq.routing import load_balancer
+from llmpq.server.lifecycle import ListenOptions
+from llmpq.server.router.fleet import ReplicaCommand, run_fleet
+commands = [ReplicaCommand(words=[sys.executable, "-c", *pair]) for pair in {pairs!r}]
+run_fleet(
+    ListenOptions(host="127.0.0.1", port=0), commands, load_balancer("round_robin"), 0.1,
+    lambda url, urls: print("ready", url, *urls, flush=True),
+)
+"""
+
+
+def started(*pairs: tuple[str, ...]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(pairs=pairs)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_replicas_start_answer_in_turn_and_end_with_the_router():
+    with started((REPLICA, "one"), (REPLICA, "two")) as process:
+        try:
+            assert process.stdout is not None
+            word, url, *replicas = process.stdout.readline().split()
+            assert word == "ready"
+            assert len(replicas) == 2
+            names = {httpx.get(f"{url}/v1/models").json()["name"] for _ in range(2)}
+            assert names == {"one", "two"}
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert {"replica 0: ended one", "replica 1: ended two"} <= set(errors.splitlines())
+    for address in replicas:
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(address)
+
+
+def test_a_replica_that_does_not_start_ends_the_others(tmp_path):
+    ready = str(tmp_path / "ready")
+    with started((REPLICA, "one", ready), (FAILS, ready)) as process:
+        out, errors = process.communicate(timeout=20)
+    assert "ready" not in out
+    assert "replica 1 ended with status 3 before it was ready" in errors
+    assert "replica 0: ended one" in errors
+
+
+def gpu_fleet(*nodes: str) -> Fleet:
+    cluster = Cluster(
+        name="box",
+        nodes=tuple(
+            Node(name=name, devices=(DeviceGroup(type="T4-16G", count=3),)) for name in nodes
+        ),
+    )
+    member = FleetMember(strategy="a.json", devices=("n/T4-16G#0", "n/T4-16G#2"), requests_per_s=1)
+    return Fleet(
+        model="m", replicas=(member,), requests_per_s=1, bound=1, status="optimal", cluster=cluster
+    )
+
+
+def test_a_replica_sees_its_own_accelerators():
+    fleet = gpu_fleet("n")
+    one = fleet.replicas[0]
+    assert visible_devices(fleet, one, {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    shown = {"CUDA_VISIBLE_DEVICES": "5,6,7"}
+    assert visible_devices(fleet, one, shown) == {"CUDA_VISIBLE_DEVICES": "5,7"}
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES: found 5,6, expected the 3 devices"):
+        visible_devices(fleet, one, {"CUDA_VISIBLE_DEVICES": "5,6"})
+    with pytest.raises(SpecError, match="found accelerators on n, other, expected one node"):
+        visible_devices(gpu_fleet("n", "other"), one, {})
+
+
+def test_replicas_get_the_options_that_are_not_the_routers():
+    words = ["--fleet", "f.json", "--port=80", "--host", "0.0.0.0", "--alpha", "2", "--json"]
+    assert replica_options(words) == ["--alpha", "2", "--host", "127.0.0.1", "--port", "0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--fleet", "missing.json"], "missing.json: no such file"),
+        (["--fleet", "a", "--strat_file_name", "b"], "not allowed with argument"),
+        (["--strat_file_name", "b", "--balancer", "sal"], "--balancer: found without --fleet"),
+    ],
+)
+def test_options_that_cannot_be_used_are_errors(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_real_replicas_answer_as_one_server(tmp_path):
+    made = plan(
+        str(DEMO), device_names=["cpu"], device_numbers=[1], batch=4, prompt=64, new=32,
+        dtype="float32", bits=(16,),
+    )  # fmt: skip
+    made.save(tmp_path / "one.json")
+    (group,) = made.cluster.nodes[0].devices
+    node = replace(made.cluster.nodes[0], devices=(replace(group, count=2),))
+    cluster = replace(made.cluster, nodes=(node,))
+    members = tuple(
+        FleetMember(strategy="one.json", devices=(device.label,), requests_per_s=1)
+        for device in cluster.devices
+    )
+    fleet = Fleet(
+        model=made.model.name, replicas=members, requests_per_s=2, bound=2, status="optimal",
+        cluster=cluster,
+    )  # fmt: skip
+    write_fleet(tmp_path / "fleet.json", fleet)
+    command = [sys.executable, "-m", "llmpq.cli.commands.serve", "--port", "0"]
+    command += ["--fleet", str(tmp_path / "fleet.json"), "--balancer", "round_robin"]
+    command += ["--served_model_name", "demo", "--step_timeout", "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            body = {"model": "demo", "prompt": "The", "max_tokens": 4, "temperature": 0}
+            texts = {
+                httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0][
+                    "text"
+                ]
+                for _ in range(2)
+            }
+            assert len(texts) == 1
+            found = re.findall(
+                r'router_requests_total\{outcome="answered".*\} (.*)',
+                httpx.get(f"{url}/metrics").text,
+            )
+            assert found == ["1.0", "1.0"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
