@@ -90,7 +90,8 @@ def _build(config: PreTrainedConfig) -> Any:
         raise SpecError(f"model family {config.model_type}: expected a decoder-only language model")
     try:
         with torch.device("meta"):
-            model = model_class._from_config(config)
+            # Other implementations read the mask of OPT on the host in transformers 5.17.
+            model = model_class._from_config(config, attn_implementation="eager")
     except Exception as error:  # a configuration can break a model's constructor in any way
         raise SpecError(f"model family {config.model_type}: cannot be built: {error}") from error
     return model.eval()
