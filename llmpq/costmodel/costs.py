@@ -60,7 +60,7 @@ _CPU_COSTS = {
 """Runs in other formats than bfloat16 on a CPU: the compiled kernels against torch's matmul.
 
 They multiply in float32 or in 8 bits whatever the run's format, which torch does in neither.
-Measured: same machine, one thread, weights 2048 x 2048, 1 to 512 rows (benchmarks/kernels.py).
+Measured: same machine, one thread, weights 2048 x 2048, 1 to 512 rows (benchmarks/kernel_times.py).
 """
 
 

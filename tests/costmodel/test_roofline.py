@@ -92,7 +92,7 @@ def test_threads_speed_up_a_cpu_and_nothing_else():
     assert seconds("V100-32G", 4) == seconds("V100-32G", 1)
 
 
-CPU_RATIOS = {  # of benchmarks/kernels.py, weights of 4096 x 4096: seconds over those of 16 bits
+CPU_RATIOS = {  # benchmarks/kernel_times.py, weights 4096 x 4096: seconds over 16 bits
     (DECODE, 1): {8: 0.54, 4: 0.43, 3: 0.38},
     (DECODE, 8): {8: 0.43, 4: 0.56, 3: 0.54},
     (DECODE, 16): {8: 0.41, 4: 0.75, 3: 0.73},

@@ -1,7 +1,7 @@
 """torch's quantized CPU kernels: int4pack, and oneDNN's 8-bit matmul with u8 activations.
 
 Used where the compiled kernels (``cpu_packed``, ``cpu_llm_int8``), which are faster at every shape
-measured (``benchmarks/kernels.py``), are not available.
+measured (``benchmarks/kernel_times.py``), are not available.
 
 Shape legend: M rows of x, N output features, K input features, G groups of a row.
 """

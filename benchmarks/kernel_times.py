@@ -1,6 +1,6 @@
 """Time every kernel backend against a plain matmul of the same shape and dtype.
 
-    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/kernels.py
+    OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/kernel_times.py
 
 Activations are Gaussian, with eight channels at ``--outlier-scale`` times the rest. Rounds are
 interleaved in random order and medians are reported, so that a busy machine disturbs all backends
