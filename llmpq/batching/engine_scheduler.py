@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, next_key, root_key
 from llmpq.batching.queue_order import QueueOrder, QueueState
@@ -104,8 +105,7 @@ class EngineRequest:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """Tokens ``[first, first + count)`` of a sequence in a step.
 
     Attributes:
@@ -361,7 +361,9 @@ class EngineScheduler:
                 break
             if not sequence.blocks:
                 continue  # preempted in this step
-            count = min(sequence.tokens - sequence.computed, left)
+            count = sequence.tokens - sequence.computed
+            if count > left:
+                count = left
             end = sequence.computed + count
             if end <= len(sequence.table) * size or self._make_room(sequence, end):
                 chunks.append(self._advance(sequence, count))
@@ -450,10 +452,10 @@ class EngineScheduler:
         return True
 
     def _advance(self, sequence: _Sequence, count: int) -> ScheduledChunk:
-        first = sequence.computed
-        sequence.computed += count
+        first, end = sequence.computed, sequence.computed + count
+        sequence.computed = end
         sequence.in_step = sequence.last_step = self._next_step
-        makes_token = sequence.computed == sequence.tokens
+        makes_token = end == sequence.tokens
         return ScheduledChunk(sequence.request.request, first, count, sequence.table, makes_token)
 
     def _cache_full_blocks(self, chunks: list[ScheduledChunk]) -> None:

@@ -73,6 +73,7 @@ class SimulatedEngine:
         self._free_s = [0.0] * costs.num_stages  # when each stage is done with its last step
         self._returning: deque[tuple[float, float, EngineStep, StepShape]] = deque()
         self._times: dict[int, _Times] = {}
+        self._not_started: set[int] = set()
         self._busy_s = [0.0] * costs.num_stages
         self._steps = self._tokens = 0
 
@@ -93,6 +94,7 @@ class SimulatedEngine:
             )
         )
         self._times[request] = _Times(item)
+        self._not_started.add(request)
 
     def advance(self, until_s: float) -> None:
         """Work until a time; a task that begins before it is finished."""
@@ -128,8 +130,10 @@ class SimulatedEngine:
         shape = step_shape(step.chunks)
         self._steps += 1
         self._tokens += shape.tokens
-        for chunk in step.chunks:
-            self._times[chunk.request].start(self.now_s)
+        if self._not_started:
+            for request in self._not_started.intersection(chunk.request for chunk in step.chunks):
+                self._times[request].start_s = self.now_s
+                self._not_started.remove(request)
         ready_s, received_s = self.now_s, 0.0
         for stage in range(self._costs.num_stages):
             hop = self._costs.hop(stage, shape)
@@ -148,10 +152,16 @@ class SimulatedEngine:
         self._busy_s[0] += seconds
         self.now_s += received_s + seconds
         self._free_s[0] = self.now_s
-        made = [chunk.request for chunk in step.chunks if chunk.makes_token]
-        ended = [request for request in made if self._times[request].add_token(self.now_s)]
-        # Token ids below zero: no prompt continues an answer of the simulation.
-        self.scheduler.complete(step.number, {request: -1 - request for request in made}, ended)
+        now_s, times = self.now_s, self._times
+        made: dict[int, int] = {}
+        ended: set[int] = set()
+        for request, _, _, _, makes_token in step.chunks:
+            if makes_token:
+                # Token ids below zero: no prompt continues an answer of the simulation.
+                made[request] = -1 - request
+                if times[request].add_token(now_s):
+                    ended.add(request)
+        self.scheduler.complete(step.number, made, ended)
 
 
 class _Times:
@@ -165,17 +175,14 @@ class _Times:
         self.start_s: float | None = None
         self.first_token_s = self.end_s = 0.0
 
-    def start(self, now_s: float) -> None:
-        if self.start_s is None:
-            self.start_s = now_s
-
     def add_token(self, now_s: float) -> bool:
         """Return whether the answer is complete."""
-        if self.left == self.item.new_tokens:
+        left = self.left
+        if left == self.item.new_tokens:
             self.first_token_s = now_s
-        self.left -= 1
+        self.left = left = left - 1
         self.end_s = now_s
-        return not self.left
+        return not left
 
     def record(self, number: int) -> RequestRecord:
         assert self.start_s is not None

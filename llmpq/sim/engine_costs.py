@@ -55,10 +55,16 @@ class StepShape(NamedTuple):
 
 def step_shape(chunks: Sequence[ScheduledChunk]) -> StepShape:
     """Return the size of a step."""
-    decode = [chunk.first + 1 for chunk in chunks if chunk.count == 1]
-    prompts = tuple((chunk.first, chunk.count) for chunk in chunks if chunk.count > 1)
-    tokens = len(decode) + sum(count for _, count in prompts)
-    return StepShape(len(chunks), tokens, len(decode), sum(decode), prompts)
+    decode = context = tokens = 0
+    prompts: list[tuple[int, int]] = []
+    for _, first, count, _, _ in chunks:
+        if count == 1:
+            decode += 1
+            context += first + 1
+        else:
+            prompts.append((first, count))
+            tokens += count
+    return StepShape(len(chunks), decode + tokens, decode, context, tuple(prompts))
 
 
 class EngineCosts(Protocol):

@@ -104,17 +104,22 @@ class Case:
     @cached_property
     def rate(self) -> float:
         """Rate at which FCFS's p95 is between the values of ``PRESSURE`` times the unloaded one."""
-        rate, step, last = 4.0, 1.4, 0.0
-        low, high = PRESSURE
-        while not low <= (found := self.pressure(rate)) <= high:
-            sign = 1.0 if found < low else -1.0
-            step = step if sign != -last else step**0.5
-            rate, last = rate * step**sign, sign
-        return rate
+        return rate_of_pressure(self.pressure, 4.0)
 
     def pressure(self, rate: float) -> float:
         """Return FCFS's 95th percentile of the time to first token over the unloaded value."""
         return p95(self.play(queue_order("fcfs"), rate)) / self.unloaded_s
+
+
+def rate_of_pressure(pressure: Callable[[float], float], start: float) -> float:
+    """Return a rate whose pressure is between the values of ``PRESSURE``; from ``start`` on."""
+    rate, step, last = start, 1.4, 0.0
+    low, high = PRESSURE
+    while not low <= (found := pressure(rate)) <= high:
+        sign = 1.0 if found < low else -1.0
+        step = step if sign != -last else step**0.5
+        rate, last = rate * step**sign, sign
+    return rate
 
 
 def p95(figures: Figures) -> float:

@@ -1,4 +1,4 @@
-"""Servers and requests of LARRY's single-server evaluation (Sec. 5 and 6).
+"""Servers and requests of the evaluation of LARRY and SAL (Sec. 5 to 7).
 
 The servers are rooflines of the catalogue. Two H100 with tensor parallelism are one device with
 twice the figures and two all-reduces of the hidden states in every layer; 8-bit floating-point
@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.stored import layer_weight_bytes, master_bytes, token_kv_bytes
@@ -46,8 +47,13 @@ class Server:
 
 def a100_server() -> Server:
     """Return Llama-3-8B in bfloat16 on one A100 with 40 GB."""
-    device = catalog.device("A100-40G")
-    return _server("Llama-3-8B, A100-40G", "meta-llama/Meta-Llama-3-8B", device, 16, 1)
+    return llama_8b_server("A100-40G")
+
+
+def llama_8b_server(device_name: str) -> Server:
+    """Return Llama-3-8B in bfloat16 on one device of the catalogue."""
+    device = catalog.device(device_name)
+    return _server(f"Llama-3-8B, {device_name}", "meta-llama/Meta-Llama-3-8B", device, 16, 1)
 
 
 def h100_server() -> Server:
@@ -83,10 +89,11 @@ def _server(name: str, model_name: str, device: DeviceSpec, bits: int, members: 
         return layers * (latency.layer_s(Phase.DECODE, bits, rows, tokens, 0) + send_s(rows))
 
     law = StageLaw(prefill_s, decode_s)
+    master_s = cache(latency.master_s)
 
     def seconds(shape: StepShape) -> float:
         phase = Phase.PREFILL if shape.prompts else Phase.DECODE
-        return law(shape) + latency.master_s(phase, shape.rows, shape.tokens / shape.rows)
+        return law(shape) + master_s(phase, shape.rows, shape.tokens / shape.rows)
 
     weights = layers * layer_weight_bytes(model, 0, bits, "bfloat16")
     ends = master_bytes(model, "bfloat16")
@@ -97,9 +104,9 @@ def _server(name: str, model_name: str, device: DeviceSpec, bits: int, members: 
 
 
 def draw_requests(
-    trace: Sequence[TraceRequest], count: int, seed: int, arrivals: str
+    trace: Sequence[TraceRequest], count: int, seed: int, arrivals: str, servers: int = 1
 ) -> tuple[TraceRequest, ...]:
-    """Return requests with a mean rate of 1 a second.
+    """Return requests with a mean rate of 1 a second for each server.
 
     Args:
         trace: an Azure trace.
@@ -107,12 +114,13 @@ def draw_requests(
         seed: of lengths and arrivals.
         arrivals: a name of ``draw_arrivals``, or ``trace`` for consecutive requests of the trace
             with its own arrivals.
+        servers: number of servers; the busy and calm times do not depend on it.
     """
     chance = random.Random(seed)
     if arrivals == "trace":
         first = chance.randrange(len(trace) - count)
         part = slice_trace(trace, first, first + count)
-        mean = part[-1].arrival_s / count
+        mean = servers * part[-1].arrival_s / count
         return with_arrivals(part, [item.arrival_s / mean for item in part])
     chosen = chance.choices(trace, k=count)
-    return with_arrivals(chosen, draw_arrivals(arrivals, count, 1.0, seed=seed))
+    return with_arrivals(chosen, draw_arrivals(arrivals, count, float(servers), seed=seed))
