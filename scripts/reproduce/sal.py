@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -35,7 +35,7 @@ from scripts.reproduce.sal_cases import (
 )
 
 SEEDS = 5
-REQUESTS = 200
+REQUESTS = 300
 """For each server."""
 BALANCERS = {
     "Random": "random",
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)
     try:
-        record = collect(options.traces)
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            record = collect(options.traces, pool.map)
     except LlmpqError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_status
@@ -93,8 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def collect(folder: Path) -> Record:
-    """Return all figures."""
+Play = Callable[[Callable[["Job"], Figures], Sequence["Job"]], Iterable[Figures]]
+
+
+def collect(folder: Path, play: Play) -> Record:
+    """Return all figures; ``play`` maps ``simulate`` over the seeds."""
     for law in LAWS:
         trace_of(folder, law)  # an error ends this process, not a worker
     jobs = [
@@ -107,14 +111,13 @@ def collect(folder: Path) -> Record:
         "alpha": ALPHA, "seeds": SEEDS, "requests_per_server": REQUESTS, "curve": CURVE,
         "cases": [], "unequal": [],
     }  # fmt: skip
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for job, run in zip(jobs, pool.map(simulate, jobs), strict=True):
-            fleet = fleets()[job.fleet]
-            say(f"{fleet.name}, {job.law}, seed {job.seed}")
-            kind = "cases" if fleet.is_equal else "unequal"
-            if job.seed == 0:
-                record[kind].append({"fleet": fleet.name, "law": job.law, "runs": []})
-            record[kind][-1]["runs"].append(run)
+    for job, run in zip(jobs, play(simulate, jobs), strict=True):
+        fleet = fleets()[job.fleet]
+        say(f"{fleet.name}, {job.law}, seed {job.seed}")
+        kind = "cases" if fleet.is_equal else "unequal"
+        if job.seed == 0:
+            record[kind].append({"fleet": fleet.name, "law": job.law, "runs": []})
+        record[kind][-1]["runs"].append(run)
     return record
 
 
