@@ -35,7 +35,7 @@ from scripts.reproduce.sal_cases import (
 )
 
 SEEDS = 5
-REQUESTS = 300
+REQUESTS = 200
 """For each server."""
 BALANCERS = {
     "Random": "random",

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
 from scripts.reproduce.output import Record
 from scripts.reproduce.pictures import GRID, INK
@@ -60,6 +61,9 @@ def _draw_unequal(axes: Axes, entry: dict[str, Any]) -> None:
     axes.barh(names, heights, color=[COLOURS[name] for name in names])
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.set_title(f"different servers, {entry['law']}", fontsize=9, color=INK)
     _name(axes, "", "TTFT p95, s (LARRY)")
 

@@ -14,6 +14,7 @@ MAX_WORDS = 18_000
 MAX_WORDS_OF = {
     "docs/evidence/larry.md": 250,
     "docs/evidence/online.md": 250,
+    "docs/evidence/sal.md": 280,
     "docs/how/fleets.md": 750,
     "docs/operations/kubernetes.md": 170,
     "docs/reference/api.md": 550,
