@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, next_key, root_key
 from llmpq.batching.queue_order import QueueOrder, QueueState
@@ -105,7 +104,8 @@ class EngineRequest:
             )
 
 
-class ScheduledChunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
     """Tokens ``[first, first + count)`` of a sequence in a step.
 
     Attributes:

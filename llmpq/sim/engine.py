@@ -155,8 +155,9 @@ class SimulatedEngine:
         now_s, times = self.now_s, self._times
         made: dict[int, int] = {}
         ended: set[int] = set()
-        for request, _, _, _, makes_token in step.chunks:
-            if makes_token:
+        for chunk in step.chunks:
+            if chunk.makes_token:
+                request = chunk.request
                 # Token ids below zero: no prompt continues an answer of the simulation.
                 made[request] = -1 - request
                 if times[request].add_token(now_s):

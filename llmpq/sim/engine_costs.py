@@ -57,13 +57,13 @@ def step_shape(chunks: Sequence[ScheduledChunk]) -> StepShape:
     """Return the size of a step."""
     decode = context = tokens = 0
     prompts: list[tuple[int, int]] = []
-    for _, first, count, _, _ in chunks:
-        if count == 1:
+    for chunk in chunks:
+        if chunk.count == 1:
             decode += 1
-            context += first + 1
+            context += chunk.first + 1
         else:
-            prompts.append((first, count))
-            tokens += count
+            prompts.append((chunk.first, chunk.count))
+            tokens += chunk.count
     return StepShape(len(chunks), decode + tokens, decode, context, tuple(prompts))
 
 
