@@ -181,13 +181,10 @@ def device_rates(request: PlanRequest) -> FloatArray:
         ],
         axis=0,
     )  # [T, K, B]
+    kinds = np.unique(task.kinds)  # a model may describe more kinds than it has
+    seconds = seconds[:, kinds]
     # [K, B] least degradation of a layer of a kind.
-    omega = np.array(
-        [
-            task.omega[task.kinds == kind].min(axis=0, initial=np.inf)
-            for kind in range(seconds.shape[1])
-        ]
-    )
+    omega = np.array([task.omega[task.kinds == kind].min(axis=0) for kind in kinds])
     found = []
     for price in _prices(budget):
         worth = (1 + price * (budget or 0.0)) / len(task.kinds) - price * omega

@@ -179,7 +179,7 @@ def certify_plan(request: PlanRequest, plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=[] if b < 2 else pytest.mark.slow) for b in range(40)]
+    "block", [pytest.param(b, marks=[] if b < 3 else pytest.mark.slow) for b in range(40)]
 )
 def test_fleets_equal_brute_force_over_all_partitions(block):
     split = [check_against_brute_force(seed) for seed in range(5 * block, 5 * block + 5)]
