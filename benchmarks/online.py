@@ -5,6 +5,7 @@
     python benchmarks/online.py --folder DIR --case arrivals         # Poisson and Azure arrivals
     python benchmarks/online.py --folder DIR --case overhead         # the engine alone, and HTTP
     python benchmarks/online.py --folder DIR --case orders           # queue orders: real, simulated
+    python benchmarks/online.py --folder DIR --case batched          # llama.cpp without its server
 
 The model is a random Llama of 125 M parameters. Servers run in turn on all cores, in rounds
 (A B C A B C ...); every round starts its servers anew, and the first requests only warm up. The
@@ -25,6 +26,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -96,7 +98,10 @@ def main() -> int:
             CASES[options.case](options, number)
         show(options)
     if options.output:
-        options.output.write_text(json.dumps(record(options), indent=1) + "\n")
+        text = json.dumps(record(options), indent=1)
+        # A sample a line.
+        text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+        options.output.write_text(text + "\n")
     return 0
 
 
@@ -317,7 +322,26 @@ def orders(options: argparse.Namespace, number: int) -> None:
             add(options, {"round": number, **what, "simulated": json.loads(text)["rates"][0]})
 
 
-CASES = {"closed": closed, "arrivals": arrivals, "overhead": overhead, "orders": orders}
+def batched(options: argparse.Namespace, number: int) -> None:
+    """Time llama.cpp's batched benchmark, an upper bound of what its server can make."""
+    for bits in options.bits:
+        for level in options.concurrency:
+            work = options.prompt_tokens, options.new_tokens
+            found = rivals.llama_cpp(
+                options.folder / "rivals", rivals.SERVER_CASE, str(bits), level, *work
+            )
+            speed = level * options.new_tokens / found["seconds"]
+            what = {"server": "llama.cpp batched", "bits": bits, "concurrency": level}
+            add(options, {"round": number, **what, "output_tokens_per_s": speed})
+
+
+CASES = {
+    "closed": closed,
+    "arrivals": arrivals,
+    "overhead": overhead,
+    "orders": orders,
+    "batched": batched,
+}
 
 
 # Requests
@@ -472,6 +496,14 @@ def tables(options: argparse.Namespace) -> list[Reply]:
     for key, (alone, ours) in best_runs(options, "overhead", ("bits", "concurrency")).items():
         if alone and ours:
             rows.append([*key, alone[0], ours[0], ours[0] / alone[0], ours[1] - alone[1]])
+    bound = best_runs(options, "batched", ("bits", "concurrency"), ("llama.cpp batched",))
+    found.append(
+        {
+            "title": "llama.cpp's batched benchmark",
+            "columns": ["bits", "sequences", "tokens/s with prompts"],
+            "rows": [[*key, runs[0][0]] for key, runs in bound.items() if runs[0]],
+        }
+    )
     head = ["bits", "concurrency", "engine tokens/s", "HTTP tokens/s", "ratio", "TTFT p50 more, ms"]
     return [*found, {"title": "What HTTP costs", "columns": head, "rows": rows}]
 

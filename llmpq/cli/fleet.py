@@ -7,17 +7,20 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.fleet import FleetPlan, plan_fleet
+from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import PlanRequest, Progress
 from llmpq.assigner.verify import TOLERANCE, verify_plan
 from llmpq.cli.common import print_json
+from llmpq.cli.options import with_described
 from llmpq.cli.render import aligned, compact_bits, rate_text
 from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.fields import read_json
-from llmpq.spec.fleet import Fleet, FleetMember, OtherCut, read_fleet, write_fleet
+from llmpq.spec.fleet import Fleet, FleetMember, read_fleet, write_fleet
 from llmpq.spec.plan import Plan, write_plan
 from llmpq.units import format_bytes
 
@@ -108,10 +111,7 @@ def _fleet(found: FleetPlan, request: PlanRequest, names: Sequence[str]) -> Flee
         bound=found.bound,
         status=found.status,
         quality_budget=found.quality_budget,
-        others=tuple(
-            OtherCut(name=one.name, replicas=one.replicas, requests_per_s=one.requests_per_s)
-            for one in found.rivals
-        ),
+        others=found.others,
         cluster=request.cluster,
     )
 
@@ -130,9 +130,10 @@ def check_fleet(options: argparse.Namespace) -> int:
     excess = 0
     warnings: list[str] = []
     for replica, plan in zip(fleet.replicas, plans, strict=True):
+        file = str(Path(path).parent / replica.strategy)
         checked = verify_plan(
-            plan,
-            str(Path(path).parent / replica.strategy),
+            replace(plan, cluster=with_described(plan.cluster, options, file)),
+            file,
             profile_dir=None if options.profile is None else Path(options.profile),
             omega_file=options.omega_file,
         )
@@ -210,7 +211,7 @@ def fleet_table(fleet: Fleet, plans: Sequence[Plan]) -> str:
         )
         for number, (replica, plan) in enumerate(zip(fleet.replicas, plans, strict=True), start=1)
     ]
-    gap = (fleet.bound - fleet.requests_per_s) / fleet.bound if fleet.bound else 0.0
+    gap = relative_gap(fleet.bound, fleet.requests_per_s)
     proof = "optimal" if fleet.status == "optimal" else f"at most {gap:.1%} below the best"
     budget = fleet.quality_budget
     limit = "" if budget is None else f"; no replica loses more than {budget:.3g}"

@@ -76,7 +76,7 @@ def entry(name: str, request: PlanRequest) -> Record:
             "gap": found.gap,
             "searches": found.searches,
             "replicas": [_devices(replica.devices, request) for replica in found.replicas],
-            "rivals": {one.name: one.requests_per_s for one in found.rivals},
+            "rivals": {one.name: one.requests_per_s for one in found.others},
         }
     return result
 

@@ -9,8 +9,6 @@ the time to first token is 5 to 10 times its unloaded value. Figures are means o
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +20,6 @@ from typing import Any
 
 from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import QueueOrder, queue_order
-from llmpq.errors import LlmpqError
 from llmpq.sim.engine import simulate_engine
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.trace import TraceRequest, load_trace, scale_rate
@@ -32,7 +29,7 @@ from scripts.reproduce.larry_cases import (
     draw_requests,
     h100_server,
 )
-from scripts.reproduce.output import Record, emit, say, table
+from scripts.reproduce.output import Record, run_on_traces, say, table
 
 SEEDS = 5
 REQUESTS = 800
@@ -130,22 +127,13 @@ def p95(figures: Figures) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print the tables."""
-    parser = argparse.ArgumentParser(prog="scripts.reproduce.larry", description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
-    options = parser.parse_args(argv)
-    try:
-        record = collect(options.traces)
-    except LlmpqError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return error.exit_status
-    if options.picture is not None:
-        from scripts.reproduce.larry_pictures import draw  # noqa: PLC0415  matplotlib is extra
+    return run_on_traces("larry", __doc__, collect, report, _draw, argv)
 
-        draw(record, options.picture)
-    emit(report(record), record, as_json=options.json)
-    return 0
+
+def _draw(record: Record, path: Path) -> None:
+    from scripts.reproduce.larry_pictures import draw  # noqa: PLC0415  matplotlib is extra
+
+    draw(record, path)
 
 
 def collect(folder: Path) -> Record:

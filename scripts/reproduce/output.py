@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llmpq.errors import LlmpqError
@@ -29,6 +30,31 @@ def run(
     except LlmpqError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_status
+    emit(report(record), record, as_json=options.json)
+    return 0
+
+
+def run_on_traces(
+    name: str,
+    description: str | None,
+    collect: Callable[[Path], Record],
+    report: Callable[[Record], str],
+    draw: Callable[[Record, Path], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Parse the options of an evaluation on traces, collect, draw, and print as ``run`` does."""
+    parser = argparse.ArgumentParser(prog=f"scripts.reproduce.{name}", description=description)
+    parser.add_argument("--traces", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    options = parser.parse_args(argv)
+    try:
+        record = collect(options.traces)
+    except LlmpqError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_status
+    if options.picture is not None:
+        draw(record, options.picture)
     emit(report(record), record, as_json=options.json)
     return 0
 

@@ -9,7 +9,6 @@ is 5 to 10 times its unloaded value. Seeds run on all cores.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +18,10 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from llmpq.errors import LlmpqError
 from llmpq.routing import load_balancer
 from llmpq.spec.trace import TraceRequest, load_trace
 from scripts.reproduce.larry import ALPHA, LAWS, METRICS, ORDERS, Figures, mean_of
-from scripts.reproduce.output import Record, emit, say, table
+from scripts.reproduce.output import Record, run_on_traces, say, table
 from scripts.reproduce.sal_cases import (
     ChangedSal,
     Fleet,
@@ -75,23 +73,18 @@ class Job:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print the tables."""
-    parser = argparse.ArgumentParser(prog="scripts.reproduce.sal", description=__doc__)
-    parser.add_argument("--traces", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
-    options = parser.parse_args(argv)
-    try:
-        with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            record = collect(options.traces, pool.map)
-    except LlmpqError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return error.exit_status
-    if options.picture is not None:
-        from scripts.reproduce.sal_pictures import draw  # noqa: PLC0415  matplotlib is extra
+    return run_on_traces("sal", __doc__, _collect, report, _draw, argv)
 
-        draw(record, options.picture)
-    emit(report(record), record, as_json=options.json)
-    return 0
+
+def _draw(record: Record, path: Path) -> None:
+    from scripts.reproduce.sal_pictures import draw  # noqa: PLC0415  matplotlib is extra
+
+    draw(record, path)
+
+
+def _collect(folder: Path) -> Record:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return collect(folder, pool.map)
 
 
 Play = Callable[[Callable[["Job"], Figures], Sequence["Job"]], Iterable[Figures]]

@@ -6,25 +6,15 @@ import numpy as np
 import pytest
 from helpers.brute_force import brute_force
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
-from helpers.certificate import certify
+from helpers.certificate import certify_plan
 
 from llmpq.assigner import METHODS, make_plan
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.request import PlanRequest, build_task, omega_of
-from llmpq.costmodel import build_costs
+from llmpq.assigner.request import PlanRequest, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.precision import BITS
 from llmpq.spec.workload import Workload
-
-
-def certify_plan(request: PlanRequest, plan) -> None:
-    omega = omega_of(request)
-    bits = tuple(sorted(set(request.bits), reverse=True))
-    costs = build_costs(
-        request.model, request.cluster, dtype=request.dtype, kv_bits=request.kv_bits
-    )
-    certify(plan, costs, lambda layer, width: float(omega[layer, bits.index(width)]))
 
 
 def random_request(seed: int) -> PlanRequest:

@@ -10,7 +10,19 @@ import math
 
 import pytest
 
+from llmpq.assigner.request import PlanRequest, omega_of
+from llmpq.costmodel import build_costs
 from llmpq.spec.precision import Phase
+
+
+def certify_plan(request: PlanRequest, plan) -> None:
+    """Certify a plan of a request, by the request's own cost models and degradation."""
+    omega = omega_of(request)
+    bits = tuple(sorted(set(request.bits), reverse=True))
+    costs = build_costs(
+        request.model, request.cluster, dtype=request.dtype, kv_bits=request.kv_bits
+    )
+    certify(plan, costs, lambda layer, width: float(omega[layer, bits.index(width)]))
 
 
 def certify(plan, costs, omega_of_layer) -> None:

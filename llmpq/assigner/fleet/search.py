@@ -31,6 +31,7 @@ from llmpq.assigner.request import (
     silent,
 )
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.fleet import OtherCut
 from llmpq.spec.plan import Plan, Status
 
 SEARCH_SHARE = 0.05
@@ -48,26 +49,13 @@ class PlannedReplica:
         plan: for its batch.
         requests_per_s: batch over predicted latency.
         without: requests a second without one device of a node and type, 0 where the rest does not
-            hold the model; empty for a single device.
+            hold the model; only what was proven in time.
     """
 
     devices: tuple[int, ...]
     plan: Plan
     requests_per_s: float
     without: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetRival:
-    """Another way to cut the cluster.
-
-    Attributes:
-        requests_per_s: 0 where no part holds the model, ``None`` where time was over.
-    """
-
-    name: str
-    replicas: int
-    requests_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +69,7 @@ class FleetPlan:
         bound: no fleet makes more requests a second.
         gap: ``(bound - requests_per_s) / bound``.
         status: ``optimal`` when proven.
-        rivals: other ways to cut the cluster, with the same budget.
+        others: other ways to cut the cluster, with the same budget.
         searches: parts of the cluster that were planned.
     """
 
@@ -91,7 +79,7 @@ class FleetPlan:
     bound: float
     gap: float
     status: Status
-    rivals: tuple[FleetRival, ...]
+    others: tuple[OtherCut, ...]
     searches: int
 
     @property
@@ -364,26 +352,28 @@ class _Search:
             bound=bound,
             gap=gap,
             status="optimal" if gap <= GAP_ROUNDING else "feasible",
-            rivals=tuple(self._rival(*item) for item in self._cuts().items()),
+            others=tuple(self._other(*item) for item in self._cuts().items()),
             searches=self._pricer.searches,
         )
 
     def _without(self, part: Counts, size: int) -> tuple[tuple[str, float], ...]:
-        if sum(part) == 1:
+        if sum(part) == 1 or self._request.deadline.has_passed:
             return ()
         found = []
         for pool, name in enumerate(self._pools.names()):
             if part[pool]:
                 rest = tuple(count - (place == pool) for place, count in enumerate(part))
-                found.append((name, self._pricer.price(rest, size).requests_per_s))
+                price = self._pricer.price(rest, size)
+                if price.proven:
+                    found.append((name, price.requests_per_s))
         return tuple(found)
 
     def _rate(self, key: Key) -> float:
         return float(self._lower[self._index[key]])
 
-    def _rival(self, name: str, parts: list[Counts]) -> FleetRival:
+    def _other(self, name: str, parts: list[Counts]) -> OtherCut:
         chosen, _ = self._pack(self._lower, parts)
         # A bound that is left says that nothing was proven.
         left = any(self._upper[self._index[part, size]] for part in parts for size in self._batches)
         value = float(self._lower[chosen].sum()) if chosen or not left else None
-        return FleetRival(name=name, replicas=len(chosen), requests_per_s=value)
+        return OtherCut(name=name, replicas=len(chosen), requests_per_s=value)

@@ -10,15 +10,13 @@ from functools import cache
 import numpy as np
 import pytest
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
-from helpers.certificate import certify
+from helpers.certificate import certify_plan
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.partition import Pools
 from llmpq.assigner.fleet.pricing import batches
-from llmpq.assigner.request import omega_of
-from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, Device, LinkSpec
 from llmpq.spec.workload import Workload
@@ -164,18 +162,9 @@ def check_against_brute_force(seed: int) -> bool:
         certify_plan(replace(priced, cluster=plan.cluster, workload=plan.workload), plan)
     if number is None:
         assert all(
-            rival.requests_per_s <= found.requests_per_s * (1 + TOLERANCE) for rival in found.rivals
+            other.requests_per_s <= found.requests_per_s * (1 + TOLERANCE) for other in found.others
         )
     return len(found.replicas) > 1
-
-
-def certify_plan(request: PlanRequest, plan) -> None:
-    omega = omega_of(request)
-    bits = tuple(sorted(set(request.bits), reverse=True))
-    costs = build_costs(
-        request.model, request.cluster, dtype=request.dtype, kv_bits=request.kv_bits
-    )
-    certify(plan, costs, lambda layer, width: float(omega[layer, bits.index(width)]))
 
 
 @pytest.mark.parametrize(
@@ -252,6 +241,6 @@ def test_large_clusters_end_in_time_with_a_valid_bound():
     assert 0 <= found.gap < 1
     assert found.requests_per_s <= found.bound
     assert all(
-        (rival.requests_per_s or 0.0) <= found.requests_per_s * (1 + TOLERANCE)
-        for rival in found.rivals
+        (other.requests_per_s or 0.0) <= found.requests_per_s * (1 + TOLERANCE)
+        for other in found.others
     )
