@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from workbench import unset_threading
+
 PACKAGE = "llama-cpp-python==0.3.36"
 BITS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0"}
 EPSILON = 1e-5
@@ -170,7 +172,8 @@ def llama_cpp(
             "-b", "2048", "-ub", "512", "-npp", str(prompt), "-ntg", str(new), "-npl",
             f"{rows},{rows}", "-t", threads, "--output-format", "jsonl",
         ],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
+        env=unset_threading(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        check=True,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     last: dict[str, Any] = lines[-1]
@@ -180,7 +183,7 @@ def llama_cpp(
 def transformers_pipeline(model_dir: Path, shape: tuple[int, int, int]) -> dict[str, float]:
     """Time ``generate`` over transformers' own pipeline: two ranks of one thread, split evenly."""
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        **unset_threading(), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29711", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     words = [sys.executable, __file__, "--folder", str(model_dir), "--rank", *map(str, shape)]

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rivals import SERVER_CASE, gguf_of
-from workbench import PASSIVE, ROOT, SMALL_LLAMA, cluster_text, command, make_model
+from workbench import (
+    PASSIVE,
+    ROOT,
+    SMALL_LLAMA,
+    cluster_text,
+    command,
+    make_model,
+    unset_threading,
+)
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
@@ -102,7 +110,8 @@ def llmpq_serve(
     port = free_port()
     program = [sys.executable, "-m", "llmpq.cli.commands.serve"]
     files = ["--strat_file_name", str(plan), "--model", str(model), "--port", str(port)]
-    with running([*program, *files, "--served_model_name", name, *words], port, log) as found:
+    program = [*program, *files, "--served_model_name", name, *words]
+    with running(program, port, log, variables=PASSIVE) as found:
         yield found
 
 
@@ -158,7 +167,7 @@ def running(
             stdout=file,
             stderr=file,
             cwd=ROOT,
-            env={**os.environ, **PASSIVE, **OFFLINE, **(variables or {})},
+            env={**unset_threading(), **OFFLINE, **(variables or {})},
         )
     try:
         end_s = time.monotonic() + START_TIMEOUT_S
