@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llmpq.batching import uniform_depth
 from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.cli.common import print_json, progress_bar
@@ -16,6 +17,7 @@ from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import POLL_S, FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.plan import Plan
+from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.trace import (
     ARRIVALS,
@@ -158,7 +160,7 @@ def run_engine(
             f"--replicas, --poll: found {options.replicas} and {options.poll:g}, expected at least "
             "1 and more than 0"
         )
-    limits = _limits(options, plan)
+    limits = simulated_limits(options, plan)
     order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
     requests = _with_arrivals(options, requests)
     room = limits.num_blocks * limits.block_size
@@ -222,7 +224,8 @@ def _slice(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(f"found '{text}', expected FIRST:END") from None
 
 
-def _limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
+def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
+    """Return the limits of the engine that runs a plan with these options."""
     work = plan.workload
     of_slots = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
     return EngineLimits(
@@ -232,7 +235,7 @@ def _limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
         block_size=KV_BLOCK_SIZE,
         watermark=options.watermark,
         prefix_caching=not options.no_prefix_caching,
-        steps_in_flight=len(plan.stages),
+        steps_in_flight=uniform_depth(len(plan.stages)).max_in_flight(Phase.DECODE),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
 from collections.abc import Sequence
 
@@ -11,11 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.assigner.even_plan import even_plan
 from llmpq.batching.engine_scheduler import EngineLimits, EngineScheduler, EngineStep
 from llmpq.batching.queue_order import queue_order
+from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
+from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.transport.frames import Row
 from llmpq.sim.costs import Hop
@@ -209,3 +214,14 @@ def test_orders_differ_on_the_same_arrivals(order):
     found = recorded(engine.scheduler)
     engine.run()
     assert found[0][1].chunks[0].request == (0 if order == "fcfs" else 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_command_simulates_as_many_steps_in_flight_as_the_engine_has(stages, tiny_model):
+    """A pipeline of the simulator with fewer steps in flight idles where the engine's does not."""
+    folder = tiny_model("llama")
+    plan = even_plan(folder, bits=(16,), stages=stages, shape=(2, 12, 4), micro_batch=(1, 2))
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    simulated = simulated_limits(parser.parse_args([]), plan)
+    assert simulated.steps_in_flight == engine_limits(plan, EngineOptions()).steps_in_flight
