@@ -28,6 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from workbench import call, cluster_text, command, make_model, write_prompts
 
+from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
@@ -223,7 +224,13 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
     master = load_master(model_dir, dtype=torch.bfloat16, device="cpu")
     cache = KVCache(kv_shapes(config, 0, layers), 0, dtype=torch.bfloat16,
                     num_blocks=rows * blocks_of(MAX_POSITIONS))  # fmt: skip
-    runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
+    runner = StageRunner(
+        layers=stage,
+        cache=cache,
+        device=torch.device("cpu"),
+        graphs=decode_steps_of(stage, cache, full_rows=rows),
+        is_last=True,
+    )
     sampler, states = Sampler(), [SamplingState() for _ in range(rows)]
 
     def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
