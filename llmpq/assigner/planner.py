@@ -193,6 +193,7 @@ def plan_of(
         workload=request.workload,
         dtype=request.dtype,
         kv_bits=request.kv_bits,
+        head_bits=None if request.head_width == 16 else request.head_width,
         micro_batching=solution.problem.costs.micro_batching,
         stages=stages,
         dropped_devices=tuple(

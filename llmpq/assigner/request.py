@@ -69,6 +69,7 @@ class PlanRequest:
         dtype: number format of whatever is not quantized.
         kv_bits: bits of a cached key or value.
         bits: bitwidths allowed.
+        head_bits: bits of the head's matrix; ``overrides`` may fix others.
         sensitivity: measured degradation, ``None`` for ``DEFAULT_OMEGA``.
         theta_s: seconds that one unit of degradation ("every layer at 4 bits") costs; ``None`` is 0
             under a quality budget, else ``default_theta``.
@@ -93,6 +94,7 @@ class PlanRequest:
     dtype: Dtype
     kv_bits: int
     bits: tuple[int, ...] = BITS
+    head_bits: int = 16
     sensitivity: SensitivityTable | None = None
     theta_s: float | None = None
     quality_budget: float | None = None
@@ -118,6 +120,12 @@ class PlanRequest:
         """The solver of integer programs, where the exact search does not apply."""
         return "highs" if self.solver == "exact" else self.solver
 
+    @property
+    def head_width(self) -> int:
+        """Bits of the head's matrix: those that were fixed, else ``head_bits``."""
+        fixed = self.overrides.head_bits
+        return self.head_bits if fixed is None else fixed
+
     def __post_init__(self) -> None:
         longest = self.model.max_positions
         if longest is not None and self.workload.max_context_tokens > longest:
@@ -127,6 +135,10 @@ class PlanRequest:
             )
         if not self.bits or not set(self.bits) <= set(BITS):
             raise SpecError(f"bits: found {list(self.bits)}, expected some of {list(BITS)}")
+        if self.head_width not in BITS:
+            raise SpecError(
+                f"--fix_bits head: found {self.head_width}, expected one of {list(BITS)}"
+            )
         if not 0 <= self.gap < 1:
             raise SpecError(f"gap: found {self.gap}, expected a share in [0, 1)")
         for name in ("theta_s", "quality_budget", "time_limit_s"):
@@ -284,6 +296,7 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
         request.cluster if cluster is None else cluster,
         dtype=request.dtype,
         kv_bits=request.kv_bits,
+        head_bits=request.head_width,
         profile_dir=request.profile_dir,
         latency=request.latency,
     )

@@ -65,6 +65,7 @@ def verify_plan(
         plan.cluster,
         dtype=plan.dtype,
         kv_bits=plan.kv_bits,
+        head_bits=plan.head_width,
         profile_dir=profile_dir,
         latency="fit" if is_fitted else "table",
     )
@@ -106,6 +107,10 @@ def _model(plan: Plan, where: str) -> ModelSpec | None:
 
 def _check_formats(plan: Plan, costs: ClusterCosts, where: str) -> None:
     """Check that every stage has a format and bits that its device computes."""
+    first = plan.device_of(plan.stages[0])
+    if plan.head_width not in (known := costs.specs[first.group].bits):
+        expected = f"some of {list(known)}, by which {first.label} multiplies"
+        raise bad_field(where, "head_bits", plan.head_width, expected)
     for stage in plan.stages:
         device, field = plan.device_of(stage), f"stages[{stage.rank}]"
         form = costs.format_of(device)

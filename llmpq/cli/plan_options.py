@@ -12,7 +12,7 @@ from typing import cast
 
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.overrides import HEAD, Overrides
 from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
@@ -220,9 +220,10 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         latency="fit" if options.fit else "table",
         overrides=overrides_of(options),
     )
+    fixes_layers = bool(request.overrides.layer_bits or request.overrides.device_bits)
     if model.stored:
-        for name in ("fix_bits", "average_bits"):
-            if getattr(options, name):
+        for name, given in (("fix_bits", fixes_layers), ("average_bits", options.average_bits)):
+            if given:
                 raise SpecError(
                     f"--{name}: found with {source}, whose layers are quantized already, expected "
                     "to leave them their bits, or the model it was made from"
@@ -230,7 +231,9 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         return with_stored_bits(request, "--bits")
     if options.average_bits is None:
         return request
-    for name in ("fix_bits", "quality_budget", "theta", "pareto"):
+    if fixes_layers:
+        raise SpecError("--average_bits: found together with --fix_bits, expected one of them")
+    for name in ("quality_budget", "theta", "pareto"):
         if getattr(options, name) is not None:
             raise SpecError(f"--average_bits: found together with --{name}, expected one of them")
     return with_average_bits(request, options.average_bits)
@@ -306,7 +309,8 @@ def _add_override_options(parser: argparse.ArgumentParser) -> None:
         "--fix_bits",
         nargs="+",
         metavar="LAYERS=BITS",
-        help="bits of layers FIRST:END, or of all layers of a DEVICE",
+        help="bits of layers FIRST:END, of all layers of a DEVICE, or of the LM head (head=8), and "
+        "of the embedding where it is the same matrix",
     )
     group.add_argument(
         "--micro_batch", nargs=2, type=int, metavar=("PREFILL", "DECODE"), help="micro-batch sizes"
@@ -319,6 +323,9 @@ def overrides_of(options: argparse.Namespace) -> Overrides:
     memory = _parsed("memory_gib", options.memory_gib, f"(.+)={number}", "DEVICE=GIB")
     layers = _parsed("fix_layers", options.fix_layers, r"(.+)=(\d+):(\d+)", "DEVICE=FIRST:END")
     bits = _parsed("fix_bits", options.fix_bits, r"(?:(\d+):(\d+)|(.+))=(\d+)", "LAYERS=BITS")
+    heads = [int(width) for _, _, name, width in bits if name == HEAD]
+    if len(heads) > 1:
+        raise SpecError(f"--fix_bits: found {HEAD} {len(heads)} times, expected it once")
     for name, size in memory:
         if not 0 < float(size) < 1e6:
             raise SpecError(f"--memory_gib: found '{name}={size}', expected more than 0 GiB")
@@ -330,7 +337,10 @@ def overrides_of(options: argparse.Namespace) -> Overrides:
         order=tuple(options.fix_order or ()),
         layers=tuple((name, int(first), int(end)) for name, first, end in layers),
         layer_bits=tuple((int(a), int(b), int(width)) for a, b, name, width in bits if not name),
-        device_bits=tuple((name, int(width)) for _, _, name, width in bits if name),
+        device_bits=tuple(
+            (name, int(width)) for _, _, name, width in bits if name not in (None, HEAD)
+        ),
+        head_bits=heads[0] if heads else None,
         micro_batching=sizes and MicroBatching(prefill=sizes[0], decode=sizes[1]),
     )
 

@@ -46,6 +46,7 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "cluster": plan.cluster.name,
         "workload": plan.workload.name,
         "dtype": plan.dtype,
+        "head_bits": plan.head_width,
         "omega": dict(plan.provenance.inputs).get("omega"),
     }
 
@@ -221,11 +222,19 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def _head_text(plan: Plan) -> list[str]:
+    """Return the line of a head that is quantized."""
+    if plan.head_width == 16:
+        return []
+    return [f"head           {plan.head_width} bits, on rank 0"]
+
+
 def _totals(plan: Plan) -> list[str]:
     estimate, search = plan.estimate, plan.search
     micro = plan.micro_batching
     lines = [
         f"micro-batches  prefill {micro.prefill}, decode {micro.decode}",
+        *_head_text(plan),
         f"latency        {estimate.latency_s:.4g} s for the whole batch, "
         f"{plan.throughput_tokens_per_s:.4g} tokens/s ({search.formula} formula)",
         f"quality        {estimate.quality:.4g} lost (0 = unquantized, 1 = every layer at 4 bits)",

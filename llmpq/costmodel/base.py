@@ -49,10 +49,11 @@ class LatencyModel(Protocol):
         """Return the seconds of ``layer_s`` with their uncertainty; raises as it does."""
         ...
 
-    def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
+    def master_s(self, phase: Phase, batch: int, tokens: float, head_bits: int = 16) -> float:
         """Return the seconds of the master's own work on one micro-batch.
 
         Embedding of every token, then final norm, head and sampling of one position a sequence.
+        ``head_bits`` are those of the head's matrix.
         """
         ...
 

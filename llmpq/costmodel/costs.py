@@ -72,6 +72,7 @@ class ClusterCosts:
         dtype: number format of unquantized weights and activations.
         specs, latency: figures and latency model of every group, by ``Device.group``.
         formats: number formats of stages on every group, by ``Device.group``; empty: ``dtype``.
+        head_bits: bits of the head's matrix.
         stage: seconds per micro-batch that a stage takes in addition to its layers (positions,
             masks, unpacking a message), by ``Device.group``.
     """
@@ -85,6 +86,7 @@ class ClusterCosts:
     comm: CommModel
     stage: tuple[StageOverhead, ...] = ()
     formats: tuple[Dtype, ...] = ()
+    head_bits: int = 16
 
     def format_of(self, device: Device | None) -> Dtype:
         """Return the number format in which a device computes; of no device the run's."""
@@ -122,7 +124,7 @@ class ClusterCosts:
 
     def master_s(self, device: Device, phase: Phase, batch: int, tokens: float) -> float:
         """Return the seconds of the master's own work on one micro-batch; see ``LatencyModel``."""
-        return self.latency[device.group].master_s(phase, batch, tokens)
+        return self.latency[device.group].master_s(phase, batch, tokens, self.head_bits)
 
     def stage_s(self, device: Device, phase: Phase) -> float:
         """Return the seconds per micro-batch of a stage in addition to layers and master."""
@@ -189,24 +191,31 @@ class ClusterCosts:
             is_last=is_last or len(self.cluster.devices) == 1,
             dense_layers=dense_layers,
             kv_bytes=kv_bytes,
+            head_bits=self.head_bits,
         )
         return device.members * each  # hidden states are whole on every device that shares layers
 
     def master_bytes(self, device: Device | None = None) -> int:
-        """Return the bytes of embeddings, final norm and head."""
-        return stored.master_bytes(self.model, self.format_of(device))
+        """Return the bytes of embeddings, final norm and head.
+
+        At bits of the head that the device does not multiply by, no memory is enough.
+        """
+        if device is not None and self.head_bits not in self.specs[device.group].bits:
+            return self.capacity_bytes(device) + 1
+        return stored.master_bytes(self.model, self.format_of(device), self.head_bits)
 
     def latency_source(self, device: Device) -> str:
         """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""
         return self.latency[device.group].source
 
 
-def build_costs(
+def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what was measured
     model: ModelSpec,
     cluster: Cluster,
     *,
     dtype: Dtype,
     kv_bits: int,
+    head_bits: int = 16,
     profile_dir: Path | None = None,
     latency: LatencySource = "table",
 ) -> ClusterCosts:
@@ -268,6 +277,7 @@ def build_costs(
         comm=read_links(profile_dir, cluster, tuple(specs)),
         stage=tuple(stages),
         formats=tuple(formats),
+        head_bits=head_bits,
     )
 
 

@@ -15,10 +15,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmpq.costmodel.stored import head_rows
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, default_precision, needs_scratch
 from llmpq.spec.runtime_constants import (
     ACTIVATION_BLOCK_VALUES,
     HEAD_LANES,
@@ -99,6 +100,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     is_last: bool = False,
     dense_layers: int | None = None,
     kv_bytes: int = 0,
+    head_bits: int = 16,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
@@ -139,7 +141,8 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     if device_kind == "cpu":
         links = (not is_master) + (not is_last)
         worst = max(_cpu_peak(step, is_master=is_master, links=links) for step in steps)
-        worst += _scratch_bytes(model, dtype) + read_buffer_bytes(steps)
+        worst += _scratch_bytes(model, dtype, head_bits if is_master else 16)
+        worst += read_buffer_bytes(steps)
         worst += MASTER_BYTES if is_master else 0
         if dense_layers is None or dense_layers:
             worst += product_bytes(steps)
@@ -398,8 +401,9 @@ def _logits(step: Step) -> Moment:
     return [scores * DTYPE_BYTES[step.dtype], scores * 4, scores * 4]
 
 
-def _scratch_bytes(model: ModelSpec, dtype: Dtype) -> int:
+def _scratch_bytes(model: ModelSpec, dtype: Dtype, head_bits: int) -> int:
     """Return the largest weight that no compiled kernel takes, widened; it stays allocated."""
+    head = head_rows(model), model.head_in_features
     widened = [
         op.out_features * op.in_features * DTYPE_BYTES[dtype]
         for layer in model.layer_types
@@ -407,6 +411,8 @@ def _scratch_bytes(model: ModelSpec, dtype: Dtype) -> int:
         for bits in BITS
         if op.quantizable and needs_scratch(model.precision(bits), op.out_features, op.in_features)
     ]
+    if needs_scratch(default_precision(head_bits), *head):
+        widened.append(math.prod(head) * DTYPE_BYTES[dtype])
     return max(widened, default=0)
 
 

@@ -14,7 +14,14 @@ from llmpq.costmodel.base import Estimate
 from llmpq.costmodel.stored import kv_scale_bytes
 from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, Precision, linear_bytes
+from llmpq.spec.precision import (
+    DTYPE_BYTES,
+    Dtype,
+    Phase,
+    Precision,
+    default_precision,
+    linear_bytes,
+)
 
 OVERLAP_LOSS = 0.15
 DECODE_ARITHMETIC = 0.5
@@ -87,14 +94,20 @@ class RooflineLatencyModel:
             relative_deviation=DEVIATION,
         )
 
-    def master_s(self, phase: Phase, batch: int, tokens: float) -> float:
+    def master_s(self, phase: Phase, batch: int, tokens: float, head_bits: int = 16) -> float:
         """Return the seconds of embedding, final norm, head and sampling; see ``LatencyModel``."""
         value_bytes = DTYPE_BYTES[self.dtype]
         rows = batch * tokens if phase is Phase.PREFILL else float(batch)
         embed_s = 2.0 * rows * self.model.hidden_size * value_bytes / self._stream
-        weights = self.model.vocab_size * self.model.head_in_features
-        compute_s = 2.0 * batch * weights / (self._arithmetic * DECODE_ARITHMETIC)
-        head_s = _overlapped(weights * value_bytes / self._stream, compute_s)
+        cost = self.device.precision_cost(head_bits)
+        share = DECODE_ARITHMETIC / cost.thin
+        weights = self.model.head_weights
+        compute_s = 2.0 * batch * weights * cost.compute / (self._arithmetic * share)
+        shape = self.model.vocab_size, self.model.head_in_features
+        stored = linear_bytes(*shape, default_precision(head_bits), value_bytes)
+        # As many rows as in decode: one position a sequence.
+        weights_s = stored / (self._stream * cost.stream_of(Phase.DECODE, batch))
+        head_s = _overlapped(weights_s, compute_s)
         sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
         return embed_s + head_s + sample_s + self.device.layer_overhead_s
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from llmpq.spec.model import LayerSpec, ModelSpec
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, stored_bytes
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, default_precision, stored_bytes
+from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE, KV_BLOCK_SIZE
 
 KV_SCALE_BYTES = 2
 """One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
@@ -58,6 +58,24 @@ def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
     return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
 
 
-def master_bytes(model: ModelSpec, dtype: Dtype) -> int:
-    """Return the bytes of embeddings, final norm and head, tied ones once."""
-    return model.master_parameters * DTYPE_BYTES[dtype]
+def master_bytes(model: ModelSpec, dtype: Dtype, head_bits: int = 16) -> int:
+    """Return the bytes of embeddings, final norm and head, tied ones once.
+
+    ``head_bits`` are those of the head's matrix, which is the token embedding's if they are tied.
+    """
+    if head_bits == 16:
+        return model.master_parameters * DTYPE_BYTES[dtype]
+    kept = (model.master_parameters - model.head_weights) * DTYPE_BYTES[dtype]
+    return kept + head_bytes(model, dtype, head_bits)
+
+
+def head_bytes(model: ModelSpec, dtype: Dtype, bits: int) -> int:
+    """Return the bytes of the head's matrix at less than 16 bits, its rows filled up."""
+    return stored_bytes(
+        None, default_precision(bits), dtype, head_rows(model), model.head_in_features
+    )
+
+
+def head_rows(model: ModelSpec) -> int:
+    """Return the rows of the head's matrix at less than 16 bits."""
+    return -(-model.vocab_size // HEAD_ROW_MULTIPLE) * HEAD_ROW_MULTIPLE

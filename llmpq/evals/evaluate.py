@@ -99,7 +99,15 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
             states = run.stream(
                 run.layers(task.model_dir, task.bits), master, task.kv_bits, "model"
             )
-        found = perplexity_and_kl(master, windows, states, reference)
+        bits = 16 if task.plan is None else task.plan.head_width
+        head = (
+            master
+            if bits == 16
+            else load_master(
+                task.model_dir, dtype=dtype, device=device, head_bits=bits, backend=task.kernel
+            )
+        )
+        found = perplexity_and_kl(head, windows, states, reference, reference_master=master)
     own = perplexity_and_kl(master, windows, reference)
     return {**found.to_json(), "perplexity_16bit": own.perplexity}
 

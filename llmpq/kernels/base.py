@@ -68,10 +68,12 @@ class KernelBackend(ABC):
     Attributes:
         name: the name a user gives; its key in the registry.
         capability: its row of the capability table.
+        reads_rows: whether it has ``rows``.
     """
 
     name: str
     capability: Capability
+    reads_rows: bool = False
 
     def supports(
         self,
@@ -119,6 +121,19 @@ class KernelBackend(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
+
+    def rows(self, weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of a weight, as an embedding looks them up.
+
+        Args:
+            weight: of this backend, whose ``reads_rows`` is True.
+            ids: rows, int64 ``[...]``.
+            dtype: of the result.
+
+        Returns:
+            ``[..., K]``, dequantized in float32 and rounded once.
+        """
+        raise NotImplementedError
 
     def check_supported(self, packed: PackedWeight) -> None:
         """Raise ``SpecError`` when the backend does not support ``packed``."""

@@ -6,6 +6,7 @@ Shape legend: N output features, K input features, G groups of a row.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class ReferenceBackend(KernelBackend):
     """Weight-only: the integers become floats of x's dtype, then the library's own matmul runs."""
 
     name = "reference"
+    reads_rows = True
     capability = Capability(
         device_types=(),
         bits=PACKED_BITS,
@@ -63,19 +65,31 @@ class ReferenceBackend(KernelBackend):
         zeros = () if packed.zeros is None else (packed.zeros,)
         return (packed.codes, packed.scales, *zeros)
 
+    def rows(self, weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of a weight; see ``KernelBackend``."""
+        flat = ids.reshape(-1)
+        chosen = _packed(weight, [tensor[flat] for tensor in weight.tensors])
+        return chosen.dequantize(dtype).view(*ids.shape, weight.in_features)
+
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
-        codes, scales, *zeros = weight.tensors
-        packed = PackedWeight(
-            out_features=weight.out_features,
-            in_features=weight.in_features,
-            precision=weight.precision,
-            codes=codes,
-            scales=scales,
-            zeros=zeros[0] if zeros else None,
-        )
+        packed = _packed(weight, weight.tensors)
+        codes = packed.codes
         if codes.device.type != "cpu":  # accelerators' allocators keep their memory mapped
             return F.linear(x, packed.dequantize(x.dtype), bias)
         dense = self._scratch.take(weight.out_features, weight.in_features, x.dtype)
         packed.dequantize_into(dense)
         return F.linear(x, dense, bias)
+
+
+def _packed(weight: PreparedWeight, tensors: Sequence[Tensor]) -> PackedWeight:
+    """Return the packed form of a weight, or of the rows of it that ``tensors`` hold."""
+    codes, scales, *zeros = tensors
+    return PackedWeight(
+        out_features=codes.shape[0],
+        in_features=weight.in_features,
+        precision=weight.precision,
+        codes=codes,
+        scales=scales,
+        zeros=zeros[0] if zeros else None,
+    )

@@ -39,6 +39,8 @@ def choose_backend(
     out_features: int,
     in_features: int,
     prefer: str | None = None,
+    *,
+    reads_rows: bool = False,
 ) -> KernelBackend:
     """Return the backend for a weight ``[out_features, in_features]``.
 
@@ -49,6 +51,7 @@ def choose_backend(
         out_features: N.
         in_features: K.
         prefer: a backend to use for every weight it supports; other weights get their default.
+        reads_rows: whether rows of the weight are read, too: it is an embedding.
 
     Raises:
         SpecError: ``prefer`` names no backend, or no backend supports the weight.
@@ -56,9 +59,11 @@ def choose_backend(
     if prefer is not None and prefer not in BACKENDS:
         raise SpecError(f"kernel backend: found '{prefer}', expected one of {sorted(BACKENDS)}")
     asked = (device_type, precision, dtype, out_features, in_features)
-    if prefer is not None and BACKENDS[prefer].supports(*asked):
-        return BACKENDS[prefer]
-    for backend in BACKENDS.values():
+    able = [one for one in BACKENDS.values() if one.reads_rows or not reads_rows]
+    for backend in able:
+        if backend.name == prefer and backend.supports(*asked):
+            return backend
+    for backend in able:
         if dtype in backend.capability.default_dtypes and backend.supports(*asked):
             return backend
     raise SpecError(

@@ -24,7 +24,7 @@ class Master(nn.Module):
     """The two ends of a pipeline; built on the meta device, weights from ``Checkpoint``.
 
     Submodules have their names in the decoder (``embed_tokens``, ``norm``, ...), and ``lm_head``
-    exists if the head is not tied.
+    exists if the head is not tied, or is quantized.
 
     Args:
         config: configuration from ``load_config``.
@@ -43,6 +43,11 @@ class Master(nn.Module):
         head = skeleton.model.get_submodule(skeleton.head_path)
         self.lm_head: nn.Module | None = None if is_tied(config) else head
         self.eval().requires_grad_(False)
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the token embedding, such as ``embed_tokens``."""
+        return self._family.embedding
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:

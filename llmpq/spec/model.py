@@ -132,7 +132,7 @@ class ModelSpec:
         layer_kinds: index into ``layer_types`` for every layer; its length is ``L``.
         embedding_parameters: token and position embeddings, their norm and projections.
         final_parameters: the norm before the head.
-        head_parameters: the LM head, 0 when tied to the token embedding.
+        head_parameters: the LM head, its matrix only if it is not tied to the token embedding.
         dtype: the checkpoint's own number format.
         stored: precision of every layer in a quantized checkpoint, empty for any other. Such a
             layer can be served only as it is stored.
@@ -174,6 +174,16 @@ class ModelSpec:
     def master_parameters(self) -> int:
         """Parameters of the master: embeddings, final norm and head."""
         return self.embedding_parameters + self.final_parameters + self.head_parameters
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the LM head's matrix, tied or not."""
+        return self.vocab_size * self.head_in_features
+
+    @property
+    def head_is_tied(self) -> bool:
+        """Whether the LM head and the token embedding are one matrix."""
+        return self.head_parameters < self.head_weights
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

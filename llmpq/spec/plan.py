@@ -215,6 +215,8 @@ class Plan:
     Attributes:
         dtype: number format of whatever is not quantized.
         kv_bits: bits of a cached key or value (the dtype's own width when not quantized).
+        head_bits: bits of the LM head, and of the token embedding where they are one matrix;
+            ``None`` for 16.
         stages: the pipeline in order; together they cover every layer once. Where prefill and
             decode have stages of their own (WAA), those that decode come first; either cover every
             layer once, with equal bits.
@@ -227,6 +229,7 @@ class Plan:
     model: ModelRef
     dtype: Dtype
     kv_bits: int
+    head_bits: int | None = None
     micro_batching: MicroBatching
     stages: tuple[StageAssignment, ...]
     dropped_devices: tuple[int, ...]
@@ -251,6 +254,11 @@ class Plan:
     def bits(self) -> tuple[int, ...]:
         """The bitwidth of every layer, in order."""
         return tuple(bits for stage in self.stages_of(Phase.DECODE) for bits in stage.bits)
+
+    @property
+    def head_width(self) -> int:
+        """Bits of the LM head: 16 unless the plan quantizes it."""
+        return 16 if self.head_bits is None else self.head_bits
 
     @property
     def is_split(self) -> bool:
@@ -298,6 +306,7 @@ class Plan:
         lines = [
             f"{self.model.name} on {self.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
             f"tokens, {work.new_tokens} new tokens each, {self.dtype}"
+            + ("" if self.head_width == 16 else f", head at {self.head_width} bits")
         ]
         for stage, cost in zip(self.stages, estimate.stages, strict=True):
             bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
@@ -417,6 +426,10 @@ def _check_sizes(plan: Plan) -> None:
             )
     if plan.kv_bits not in (8, 16, 32):
         raise SpecError(f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8, 16 or 32")
+    if plan.head_width not in BITS:
+        raise SpecError(
+            f"plan: field 'head_bits': found {plan.head_bits}, expected one of {list(BITS)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

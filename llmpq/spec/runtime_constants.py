@@ -28,5 +28,7 @@ PRODUCT_ROWS: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows that 16-bit matrix products on a CPU are split and filled up to. oneDNN keeps
 0.3 to 0.5 MB of compiled code for the life of the process for each combination of a number of rows
 and a weight shape, whatever the capacity of its primitive cache."""
+HEAD_ROW_MULTIPLE: Final = 16
+"""Rows of a quantized head are filled up to a multiple of it, which the compiled kernels need."""
 KV_BLOCK_SIZE: Final = 16
 """Tokens of a block of keys and values."""

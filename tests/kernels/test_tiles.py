@@ -19,6 +19,7 @@ from llmpq.kernels.cpu.tiles import (
     float_product,
     int8_product,
     prepared_tiles,
+    rows_of_tiles,
     to_tiles,
 )
 from llmpq.kernels.packed import PACKED_BITS, PackedWeight, pack_codes
@@ -264,3 +265,22 @@ def test_strided_and_empty_activations_are_taken():
 )
 def test_only_whole_tiles_fit(shape, group, fits):
     assert fits_tiles(*shape, group) is fits
+
+
+@settings(deadline=None, max_examples=40)
+@given(shape=shapes, precision=precisions, dtype=dtypes)
+def test_single_rows_are_those_of_the_dequantized_weight(shape, precision, dtype):
+    packed = random_packed(shape, precision, dtype)
+    if not fits_tiles(*shape, precision.effective_group(shape[1])):
+        return
+    ids = torch.tensor([[0, shape[0] - 1], [5, 5]])
+    found = rows_of_tiles(in_tiles(packed), ids, dtype)
+    expected = packed.dequantize(dtype)[ids]
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_row_that_does_not_exist_is_an_error():
+    packed = random_packed((16, 32), Precision(bits=4), torch.float32)
+    for row in (-1, 16):
+        with pytest.raises(IndexError, match="expected one of"):
+            rows_of_tiles(in_tiles(packed), torch.tensor([row]), torch.float32)

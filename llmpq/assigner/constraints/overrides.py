@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from llmpq.spec.plan import MicroBatching
 from llmpq.units import GIB
 
+HEAD = "head"
+"""Name of the head in ``--fix_bits``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
@@ -28,6 +31,7 @@ class Overrides:
         layers: a device and the half-open range ``first, end`` of its layers.
         layer_bits: half-open range ``first, end`` and the bits of its layers.
         device_bits: the bits of all layers of a device, by device or devices.
+        head_bits: the bits of the head's matrix.
         micro_batching: the two micro-batch sizes.
     """
 
@@ -38,6 +42,7 @@ class Overrides:
     layers: tuple[tuple[str, int, int], ...] = ()
     layer_bits: tuple[tuple[int, int, int], ...] = ()
     device_bits: tuple[tuple[str, int], ...] = ()
+    head_bits: int | None = None
     micro_batching: MicroBatching | None = None
 
     def __bool__(self) -> bool:
@@ -58,6 +63,8 @@ class Overrides:
             entries = getattr(self, field)
             for index, text in enumerate(texts):
                 yield text, replace(self, **{field: entries[:index] + entries[index + 1 :]})
+        if self.head_bits is not None:
+            yield f"--fix_bits {HEAD}={self.head_bits}", replace(self, head_bits=None)
         if self.order:
             yield f"--fix_order {' '.join(self.order)}", replace(self, order=())
         if self.micro_batching is not None:

@@ -42,14 +42,16 @@ def llama_cpp_commands(plan: Plan) -> Export:
             *("--outtype", dtype, "--outfile", _PLAIN_MODEL),
         ),
     )
-    is_quantized = set(plan.bits) != {16}
+    is_quantized = {*plan.bits, plan.head_width} != {16}
+    # Without a type of its own, a tied embedding gets the output's, any other the file's.
+    embedding = ("--token-embedding-type", dtype) if plan.head_width == 16 else ()
     quantize = Command(
         name="quantize",
         purpose="Gives every layer the number format that stands for its bits.",
         node=None,
         arguments=(
             *("llama-quantize", "--tensor-type-file", _TYPE_FILE),
-            *("--output-tensor-type", dtype, "--token-embedding-type", dtype),
+            *("--output-tensor-type", _TYPES.get(plan.head_width, dtype), *embedding),
             *(_PLAIN_MODEL, _MODEL, dtype.upper()),
         ),
     )

@@ -177,6 +177,12 @@ class _Servers:
                 "the engine has FP8 instead (plan without --kv_bits 8)"
             )
 
+        if plan.head_width != 16:
+            raise SpecError(
+                f"export to {engine}: found a head of {plan.head_width} bits, expected 16, as "
+                "llmpq-quantize writes it"
+            )
+
     def _check_stage(self, stage: StageAssignment) -> None:
         plan, engine = self.plan, self.engine
         own = plan.device_of(stage)

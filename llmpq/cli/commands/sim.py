@@ -157,6 +157,7 @@ def _costs(plan: Plan, profile: str | None) -> PlanCosts:
         plan.cluster,
         dtype=plan.dtype,
         kv_bits=plan.kv_bits,
+        head_bits=plan.head_width,
         profile_dir=None if profile is None else Path(profile),
     )
     return PlanCosts(plan, costs)

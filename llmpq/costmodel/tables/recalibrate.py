@@ -158,7 +158,9 @@ def _costs_with(table: Path, plan: Plan, node: str | None, model: str | None) ->
         return replace(one, devices=tuple(groups))
 
     cluster = replace(plan.cluster, nodes=tuple(profiled(one) for one in plan.cluster.nodes))
-    return build_costs(spec, cluster, dtype=plan.dtype, kv_bits=plan.kv_bits)
+    return build_costs(
+        spec, cluster, dtype=plan.dtype, kv_bits=plan.kv_bits, head_bits=plan.head_width
+    )
 
 
 def _matches(origin: dict[str, str], group: DeviceGroup) -> bool:

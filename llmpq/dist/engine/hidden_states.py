@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.kv.blocks import slot_blocks
-from llmpq.dist.launch.rank import DTYPES, RankContext, load_runner, ring_errors, torch_device
+from llmpq.dist.launch.rank import (
+    RankContext,
+    load_master_of,
+    load_runner,
+    ring_errors,
+    torch_device,
+)
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.stats import StageClock, synchronize
@@ -29,7 +35,6 @@ from llmpq.dist.transport.communicator import (
 )
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import SpecError, StageError
-from llmpq.quant.loading.loader import load_master
 from llmpq.spec.precision import Phase
 
 OnHidden = Callable[[int, Tensor], None]
@@ -82,9 +87,7 @@ class _TeacherForcing:
         self._device = torch_device(plan, 0)
         self._communicator: Communicator | None = context.communicator
         start = self._clock.now()
-        self._master = load_master(
-            context.job.model_dir, dtype=DTYPES[plan.dtype_of(plan.stages[0])], device=self._device
-        )
+        self._master = load_master_of(context, self._device)
         self._runner = load_runner(context, self._device)
         self._clock.load_s = self._clock.now() - start
         if self._communicator is not None:

@@ -192,7 +192,6 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     def report(done: int, total: int, _: str) -> None:
         context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
 
-    cached = None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
     layers = load_stage(
         job.model_dir,
         stage.first_layer,
@@ -202,7 +201,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         device=device,
         progress=report,
         backend=job.kernel,
-        weight_cache=cached,
+        weight_cache=_weight_cache(job),
     )
     num_slots, max_tokens = plan.slots_of(stage)
     engine = engine_limits_of(job, plan)
@@ -230,6 +229,23 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     )
 
 
+def load_master_of(context: RankContext, device: torch.device) -> Master:
+    """Load the master of a plan, whose head has the plan's bits."""
+    job, plan = context.job, context.plan
+    return load_master(
+        job.model_dir,
+        dtype=DTYPES[plan.dtype_of(plan.stages[0])],
+        device=device,
+        head_bits=plan.head_width,
+        backend=job.kernel,
+        weight_cache=_weight_cache(job),
+    )
+
+
+def _weight_cache(job: Job) -> WeightCache | None:
+    return None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
+
+
 def _load(
     context: RankContext, clock: StageClock, stack: contextlib.ExitStack
 ) -> tuple[StageRunner, Master | None]:
@@ -239,7 +255,7 @@ def _load(
     """
     plan, rank, start_s = context.plan, context.rank, clock.now()
     device, dtype = torch_device(plan, rank), DTYPES[plan.dtype_of(plan.stages[rank])]
-    master = None if rank else load_master(context.job.model_dir, dtype=dtype, device=device)
+    master = None if rank else load_master_of(context, device)
     runner = load_runner(context, device)
     stack.callback(runner.close)
     clock.load_s = clock.now() - start_s

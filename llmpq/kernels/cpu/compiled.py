@@ -21,6 +21,7 @@ from llmpq.kernels.cpu.tiles import (
     float_product,
     int8_product,
     prepared_tiles,
+    rows_of_tiles,
     to_tiles,
 )
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
@@ -30,6 +31,8 @@ from llmpq.spec.precision import Precision
 class TileBackend(KernelBackend):
     """A backend whose kernels read tiles."""
 
+    reads_rows = True
+
     def prepare(self, packed: PackedWeight) -> PreparedWeight:
         """Rearrange the codes into tiles."""
         self.check_supported(packed)
@@ -38,6 +41,10 @@ class TileBackend(KernelBackend):
     def wrap(self, weight: TiledWeight) -> PreparedWeight:
         """Return a weight in tiles without a copy; ``supports`` must be True for its shape."""
         return prepared_tiles(weight, self.name)
+
+    def rows(self, weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of a weight; see ``KernelBackend``."""
+        return rows_of_tiles(weight, ids, dtype)
 
 
 class CpuPackedBackend(TileBackend):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 8
+ABI = 9
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -175,6 +175,9 @@ def load(name: str) -> ctypes.CDLL:
         raise NotCompiledError(f"{path}: found another version of the kernels, expected {ABI}")
     loaded.kernels_pack.restype = None
     loaded.kernels_pack.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32)
+    loaded.kernels_rows.argtypes = (
+        POINTER(Weight), c_void_p, c_void_p, c_int64, c_int32, c_int32
+    )  # fmt: skip
     loaded.kernels_float.argtypes = (POINTER(Product),)
     loaded.kernels_round.argtypes = (POINTER(Rounding),)
     loaded.kernels_norm.restype = None

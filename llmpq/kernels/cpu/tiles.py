@@ -23,6 +23,8 @@ from llmpq.spec.precision import Precision
 
 TILE_ROWS = 16
 TILE_COLUMNS = 32
+ROWS_OF_THREAD = 16
+"""Rows to look up that justify one more thread."""
 
 
 def fits_tiles(out_features: int, in_features: int, group_size: int) -> bool:
@@ -142,6 +144,23 @@ def prepared_tiles(weight: TiledWeight, backend: str) -> PreparedWeight:
         tensors=tuple(weight.parts.values()),
         handle=handle,
     )
+
+
+def rows_of_tiles(weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows ``ids`` of a weight in tiles, dequantized: ``[..., K]`` in ``dtype``.
+
+    Raises:
+        IndexError: a row does not exist.
+    """
+    assert isinstance(weight.handle, Weight)
+    ids = ids.contiguous()
+    out = torch.empty((*ids.shape, weight.in_features), dtype=dtype)
+    count = ids.numel()
+    threads = max(1, min(torch.get_num_threads(), count // ROWS_OF_THREAD))
+    call = (ids.data_ptr(), out.data_ptr(), count, TYPES[dtype], threads)
+    if _kernels().kernels_rows(byref(weight.handle), *call) != DONE:
+        raise IndexError(f"found row {int(ids.max())}, expected one of [0, {weight.out_features})")
+    return out
 
 
 def float_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:

@@ -146,6 +146,14 @@ class _Int8Backend(KernelBackend):
     """What the two 8-bit backends share: the weights they take."""
 
     capability: Capability
+    reads_rows = True
+    scale_steps = 1.0  # steps between zero and what a stored scale stands for
+
+    def rows(self, weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of a weight; see ``KernelBackend``."""
+        codes, scales = weight.tensors  # [N, K], [N]
+        steps = scales[ids].to(torch.float32).unsqueeze(-1) / self.scale_steps
+        return codes[ids].to(torch.float32).mul_(steps).to(dtype)
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the weight is one of LLM.int8()'s and this machine can run it."""
@@ -229,6 +237,8 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         device_type: ``cuda`` or ``cpu``.
     """
 
+    scale_steps = 127.0  # the library keeps the largest weight of a channel
+
     def __init__(self, device_type: str) -> None:
         self.name = "bnb_int8" if device_type == "cuda" else f"bnb_int8_{device_type}"
         self.capability = Capability(
@@ -257,7 +267,7 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         """Return the tensors of ``packed`` as ``linear`` reads them."""
         return (
             packed.signed_rows(slice(None)),
-            packed.scales.view(-1).to(torch.float32) * 127,
+            packed.scales.view(-1).to(torch.float32) * self.scale_steps,
         )
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:

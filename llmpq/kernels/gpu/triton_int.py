@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import math
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -54,6 +54,7 @@ class TritonIntBackend(KernelBackend):
     """
 
     name = "triton_int"
+    reads_rows = True
 
     def __init__(self, device_type: str = "cuda") -> None:
         self.capability = Capability(
@@ -93,6 +94,17 @@ class TritonIntBackend(KernelBackend):
             planes[rows] = to_planes(packed.signed_rows(rows), bits)
         zeros = () if packed.zeros is None else (packed.zeros.t().contiguous(),)
         return (planes, packed.scales.t().contiguous(), *zeros)
+
+    def rows(self, weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows of a weight; see ``KernelBackend``."""
+        flat = ids.reshape(-1)
+        planes, *affine = weight.tensors  # [N, K b / 8], [G, N]
+        chosen = replace(
+            weight,
+            out_features=len(flat),
+            tensors=(planes[flat], *(one[:, flat].contiguous() for one in affine)),
+        )
+        return dequantize(chosen, dtype).view(*ids.shape, weight.in_features)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; x has the dtype and the device of the scales."""

@@ -21,6 +21,7 @@ from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
 from llmpq.quant.loading.assembly import Matrix
+from llmpq.quant.loading.head import HeadLoad, head_key, install_head_
 from llmpq.quant.loading.layer_reader import (
     Item,
     LayerEnd,
@@ -105,19 +106,47 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     return stage.to(device)
 
 
-def load_master(model_dir: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> Master:
-    """Load the embeddings, the final norm and the head, in ``dtype``; they are never quantized.
+def load_master(
+    model_dir: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    head_bits: int = 16,
+    backend: str | None = None,
+    weight_cache: WeightCache | None = None,
+) -> Master:
+    """Load the embeddings, the final norm and the head.
+
+    Args:
+        model_dir: directory of the weights.
+        dtype: of whatever is not quantized.
+        device: where they go.
+        head_bits: of the head's matrix, which is the token embedding's if they are tied.
+        backend: kernel backend to prefer for a quantized head.
+        weight_cache: of quantized weights; ``None`` for none.
 
     Raises:
-        SpecError: as ``Checkpoint``.
+        SpecError: as ``Checkpoint`` and ``install_head_``.
     """
     checkpoint = Checkpoint(model_dir)
     master = Master(checkpoint.config)
+    sources = checkpoint.master_sources()
+    head = sources.pop(head_key(master)) if head_bits != 16 else None
     state = {
         key: _cast(checkpoint.tensors.load(source).to(device), dtype)
-        for key, source in checkpoint.master_sources().items()
+        for key, source in sources.items()
     }
-    master.load_state_dict(state, assign=True)
+    master.load_state_dict(state, assign=True, strict=head is None)
+    if head is not None:
+        load = HeadLoad(
+            bits=head_bits,
+            dtype=dtype,
+            device=torch.device(device),
+            backend=backend,
+            cache=weight_cache,
+        )
+        with torch.no_grad(), _on(load.device):
+            install_head_(master, checkpoint, head, load)
     left = [name for name, buffer in master.named_buffers() if buffer.is_meta]
     if left:
         raise SpecError(f"{type(master).__name__}: buffer '{left[0]}' is neither stored nor known")

@@ -86,6 +86,19 @@ class QuantLinear(nn.Module):
         """Name of the backend that multiplies."""
         return self._backend.name
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the run that the weight was quantized for."""
+        return self._dtype
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows ``ids`` ``[...]`` of the weight, dequantized: ``[..., K]``.
+
+        The backend must read rows, and the columns must be in their own order.
+        """
+        assert self.order is None
+        return self._backend.rows(self._weight, ids, self._dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
         if self.order is not None:

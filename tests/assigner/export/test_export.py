@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,13 @@ def test_three_bits_need_compressed_tensors_in_vllm_and_are_refused_by_sglang():
         export_plan(plan, "sglang")
 
 
+def test_llama_cpp_gives_the_output_the_bits_of_the_head():
+    for bits, name in ((8, "q8_0"), (4, "q4_k")):
+        found = export_plan(replace(plan_of([(0, [16])]), head_bits=bits), "llama.cpp")
+        assert values(found.commands[1], "--output-tensor-type") == name
+        assert "--token-embedding-type" not in found.commands[1].arguments
+
+
 def test_sglang_has_the_layers():
     first = export_plan(plan_of([(0, [16] * 3), (1, [16])]), "sglang").commands[0]
     assert first.environment["SGLANG_PP_LAYER_PARTITION"] == "3,1"
@@ -170,6 +178,7 @@ CPU = {"a": ("cpu",), "b": ("T4-16G",)}
         ("sglang", plan_of([(0, [16])], on=cluster(CPU)), "of kind 'cpu'"),
         ("llama.cpp", plan_of([(0, [16])], on=cluster(tensor_parallel=2)), "one device a stage"),
         ("vllm", plan_of([(0, []), (1, [4])]), "no layers on stage 0"),
+        ("vllm", replace(plan_of([(0, [4])]), head_bits=8), "a head of 8 bits"),
     ],
 )
 def test_what_an_engine_cannot_run_is_refused_with_the_reason(engine, plan, message):

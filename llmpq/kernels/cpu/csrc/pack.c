@@ -1,4 +1,4 @@
-/* From rows of packed codes, each a little-endian bit stream, to tiles. */
+/* From rows of packed codes, each a little-endian bit stream, to tiles; and single rows read back. */
 #include "lanes.h"
 
 typedef struct {
@@ -76,6 +76,80 @@ void kernels_pack(const uint8_t *codes, uint8_t *tiles, int64_t rows, int64_t co
     run_parts(pack_rows, &packing, rows / TILE_ROWS, threads);
 }
 
+/* ---- rows, as an embedding looks them up -------------------------------------------------------- */
+
+enum { NO_ROW = 2 };
+
+typedef struct {
+    const Weight *weight;
+    const int64_t *rows;
+    uint8_t *out; /* [count, columns] of `type` */
+    int32_t type;
+} Lookup;
+
+INLINE uint32_t word_at(const uint8_t *tile, int vector, int64_t lane) {
+    uint32_t word;
+    memcpy(&word, tile + 64 * vector + 4 * lane, sizeof word);
+    return word;
+}
+
+/* The signed codes of one row of a tile. */
+INLINE void codes_of(const uint8_t *tile, int64_t lane, float *out, const int bits) {
+#pragma GCC unroll 32
+    for (int k = 0; k < TILE_COLUMNS; k++) {
+        const int half = k % 2 * 16;
+        uint32_t code = 0;
+        if (bits == 8) code = word_at(tile, k / 4, lane) >> (8 * (k % 4)) & 255;
+        else if (bits == 4) code = word_at(tile, k / 8, lane) >> (4 * (k % 8 / 2) + half) & 15;
+        else if (k < 30) code = word_at(tile, k / 10, lane) >> (3 * (k / 2 % 5) + half) & 7;
+        else
+            for (int i = 0; i < 3; i++) code |= (word_at(tile, i, lane) >> (15 + half) & 1) << i;
+        out[k] = (float)((int)code - (1 << (bits - 1)));
+    }
+}
+
+INLINE float number_at(const void *from, int64_t at, int type) {
+    if (type == TYPE_F32) return ((const float *)from)[at];
+    if (type == TYPE_F16) return (float)((const _Float16 *)from)[at];
+    uint32_t word = (uint32_t)((const uint16_t *)from)[at] << 16;
+    float number;
+    memcpy(&number, &word, sizeof number);
+    return number;
+}
+
+INLINE void look_up(const Lookup *l, int64_t item, const int bits) {
+    const Weight *w = l->weight;
+    int64_t row = l->rows[item];
+    for (int64_t column = 0; column < w->columns; column += TILE_COLUMNS) {
+        float codes[TILE_COLUMNS];
+        codes_of(tile_at(w, row, column), row % TILE_ROWS, codes, bits);
+        int64_t at = column / w->group * w->rows + row;
+        float scale = number_at(w->scales, at, w->scale_type);
+        float zero = w->zeros ? number_at(w->zeros, at, w->scale_type) : 0;
+        for (int k = 0; k < TILE_COLUMNS; k += LANES) {
+            vf value = load_lanes(codes, k, TYPE_F32) * scale + zero;
+            int64_t to = item * w->columns + column + k;
+            store_typed(l->out, to, LANES, typed_bits(value, l->type), l->type);
+        }
+    }
+}
+
+static void look_up_row(void *data, int64_t item) {
+    const Lookup *l = data;
+    if (l->weight->bits == 3) look_up(l, item, 3);
+    else if (l->weight->bits == 4) look_up(l, item, 4);
+    else look_up(l, item, 8);
+}
+
+int kernels_rows(const Weight *weight, const int64_t *rows, void *out, int64_t count, int type,
+                 int threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= weight->rows) return NO_ROW;
+    Lookup lookup = {weight, rows, out, type};
+    run_parts(look_up_row, &lookup, count, threads);
+    return DONE;
+}
+
 int kernels_abi(void) {
-    return 8;
+    return 9;
 }
