@@ -69,7 +69,7 @@ def main() -> None:
             model, cluster, dtype=dtype, kv_bits=8 * DTYPE_BYTES[dtype], latency="roofline"
         )  # type: ignore[arg-type]
         for one in table.samples:
-            if one.bits == MASTER_BITS:
+            if one.bits <= MASTER_BITS:
                 continue
             predicted_s = costs.layer_s(
                 costs.cluster.devices[0], one.phase, one.bits, one.batch, one.tokens, 0

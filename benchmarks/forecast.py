@@ -277,7 +277,7 @@ def print_layers(rows: list[tuple[LatencySample, float]]) -> None:
             ]
             name = {None: "all", MASTER_BITS: "master"}.get(bits, bits)
             print(f"| {phase} | {name} | {len(chosen)} | {line_of(chosen)} |")
-    layers = [abs(guess / one.seconds - 1) for one, guess in rows if one.bits != MASTER_BITS]
+    layers = [abs(guess / one.seconds - 1) for one, guess in rows if one.bits > MASTER_BITS]
     print(f"| both | all | {len(layers)} | {line_of(layers)} |")
 
 
@@ -290,7 +290,8 @@ def line_of(errors: list[float]) -> str:
 def predicted(costs: ClusterCosts, one: LatencySample) -> float:
     """Return what a plan is priced with at a shape."""
     device = costs.cluster.devices[0]
-    if one.bits == MASTER_BITS:
+    if one.bits <= MASTER_BITS:
+        costs = replace(costs, head_bits=-one.bits or 16)
         return costs.master_s(device, one.phase, one.batch, one.tokens)
     return costs.layer_s(device, one.phase, one.bits, one.batch, one.tokens, 0)
 

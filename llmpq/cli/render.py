@@ -444,6 +444,6 @@ def table_summary(table: LatencyTable) -> str:
         text = f"{sample.batch} x {sample.tokens}: {format_seconds(sample.seconds)}"
         seen.setdefault((sample.phase.value, sample.bits), []).append(text)
     for (phase, bits), texts in sorted(seen.items()):
-        what = str(bits) if bits else "master"
+        what = str(bits) if bits > 0 else f"head {-bits}" if bits else "master"
         lines.append(f"{phase:8} {what:>6}  {texts[0]:24}  {texts[-1]}")
     return "\n".join(lines)

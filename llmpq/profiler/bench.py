@@ -38,7 +38,7 @@ from llmpq.profiler.grid import Shape
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
-from llmpq.spec.tables import MASTER_BITS
+from llmpq.spec.tables import MASTER_BITS, master_bits
 
 MASTER_STEPS = 4
 """Decode steps after every prefill of the master; the first of them is not timed."""
@@ -55,17 +55,22 @@ small against the spread of one layer."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One micro-batch to time on layers in a row; no layers and ``MASTER_BITS``: the master."""
+    """One micro-batch to time on layers in a row; no layers and ``master_bits``: the master."""
 
     shape: Shape
     bits: int
     layers: int
 
+    @property
+    def is_master(self) -> bool:
+        """Whether the master's own work is timed."""
+        return self.bits <= MASTER_BITS
+
 
 def is_short(trial: Trial) -> bool:
     """Whether a run is so short that the state of the caches matters."""
     shape = trial.shape
-    return trial.bits != MASTER_BITS and (
+    return not trial.is_master and (
         shape.phase is Phase.DECODE or shape.batch * shape.tokens <= FEW_ROWS
     )
 
@@ -85,6 +90,7 @@ class LayerJob:
     Attributes:
         shapes: the grid.
         dtype: number format of activations and unquantized weights.
+        head_bits: bits below 16 at which the head is timed, too.
         layers: most decoder layers timed in a row; a third of them (at most 2) is timed too.
         budget_s: seconds to spend on timing; every point is timed at least three times.
         seed: order of the points.
@@ -95,6 +101,7 @@ class LayerJob:
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
     device: torch.device
+    head_bits: tuple[int, ...] = ()
     layers: int = 6
     budget_s: float = 60.0
     seed: int = 0
@@ -157,7 +164,12 @@ class Bench:
             if self.few < self.depth:
                 few = [stage.layers[index] for index in range(self.few)]
                 stages[width, self.few] = DecoderStage(stage.config, few, 0)
-        self._master: Master = load_master(job.model_dir, dtype=job.dtype, device=job.device)
+        self._masters: dict[int, Master] = {
+            master_bits(width): load_master(
+                job.model_dir, dtype=job.dtype, device=job.device, head_bits=width
+            )
+            for width in (16, *job.head_bits)
+        }
         self._cache = KVCache(
             kv_shapes(config, 0, self.depth), 0,
             num_blocks=job.max_batch * blocks_of(job.max_tokens + 1),
@@ -165,7 +177,7 @@ class Bench:
         )  # fmt: skip
         self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
-        self._hidden = self._master.embed(tokens, tokens)[:, :1]  # [1, 1, H]
+        self._hidden = self._masters[MASTER_BITS].embed(tokens, tokens)[:, :1]  # [1, 1, H]
         self._other = torch.ones(OTHER_SHAPE, device=job.device)
         tune_malloc_for_serving()  # as a rank does once it is loaded
 
@@ -173,12 +185,20 @@ class Bench:
         """Return the trials, one list per bitwidth; the master's is the last."""
         wide = [[t for s in self.job.shapes for t in self._depths(s, b)] for b in self.job.bits]
         prompts = [shape for shape in self.job.shapes if shape.phase is Phase.PREFILL]
-        missing = {shape.batch for shape in self.job.shapes} - {s.batch for s in prompts}
+        batches = {shape.batch for shape in self.job.shapes}
+        missing = batches - {s.batch for s in prompts}
         shortest = min((shape.tokens for shape in prompts), default=1)
         prompts += [
             Shape(phase=Phase.PREFILL, batch=batch, tokens=shortest) for batch in sorted(missing)
         ]
-        return [*wide, [Trial(shape=shape, bits=MASTER_BITS, layers=0) for shape in prompts]]
+        # With a quantized head decode steps are enough: a prefill scores as many positions.
+        steps = [Shape(phase=Phase.DECODE, batch=b, tokens=1) for b in sorted(batches)]
+        heads = [
+            [Trial(shape=shape, bits=master_bits(width), layers=0) for shape in steps]
+            for width in self.job.head_bits
+        ]
+        plain = [Trial(shape=shape, bits=MASTER_BITS, layers=0) for shape in prompts]
+        return [*wide, *heads, plain]
 
     def _depths(self, shape: Shape, bits: int) -> list[Trial]:
         few = Trial(shape=shape, bits=bits, layers=self.few)
@@ -191,8 +211,8 @@ class Bench:
     @torch.inference_mode()
     def run(self, trial: Trial) -> list[Timing]:
         """Time a trial once; a trial of the master also times decode steps of its batch."""
-        if trial.bits == MASTER_BITS:
-            return self._run_master(trial.shape)
+        if trial.is_master:
+            return self._run_master(trial.shape, trial.bits)
         if not is_short(trial):
             return [Timing(trial=trial, seconds=self._run_once(trial))]
         first_s, *seconds = [self._run_once(trial) for _ in range(1 + BURST)]
@@ -228,15 +248,18 @@ class Bench:
             graphs=decode_steps_of(stage, self._cache, full_rows=1),
         )
 
-    def _run_master(self, shape: Shape) -> list[Timing]:
-        """Let an engine answer prompts over a stage without layers; time its steps."""
+    def _run_master(self, shape: Shape, bits: int) -> list[Timing]:
+        """Let an engine answer prompts over a stage without layers; time its steps.
+
+        The prompts have as many tokens as the shape; of a decode shape only decode is timed.
+        """
         sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
         runner = _OtherMemory(
             layers=None, cache=None, device=self.job.device, is_last=True,
             other=self._other, spent_s=[],
         )  # fmt: skip
         engine = MasterEngine(
-            master=self._master,
+            master=self._masters[bits],
             runner=runner,
             communicator=None,
             policy=HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1),
@@ -260,10 +283,10 @@ class Bench:
             for (before, after), spent_s in zip(pairwise(step_ends_s), runner.spent_s, strict=True)
         ]
         decode = Shape(phase=Phase.DECODE, batch=shape.batch, tokens=1)
-        timed = [(shape, spans[0]), *((decode, span) for span in spans[2:])]
+        timed = [(shape, spans[0])] if shape.phase is Phase.PREFILL else []
+        timed += [(decode, span) for span in spans[2:]]
         return [
-            Timing(trial=Trial(shape=one, bits=MASTER_BITS, layers=0), seconds=span)
-            for one, span in timed
+            Timing(trial=Trial(shape=one, bits=bits, layers=0), seconds=span) for one, span in timed
         ]
 
 

@@ -21,7 +21,7 @@ from llmpq.logging import get_logger
 from llmpq.profiler.bench import Bench, LayerJob, Trial, is_short
 from llmpq.profiler.journal import Journal
 from llmpq.spec.precision import Phase
-from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable
+from llmpq.spec.tables import LatencySample, LatencyTable
 
 MIN_ROUNDS = 3
 FINISHED_ROUNDS = 7
@@ -115,7 +115,7 @@ class _Rounds:
         wanted = set(chain.from_iterable(self.groups))
         self.times: dict[Trial, list[float]] = {}
         for one in () if journal is None else journal.timings:
-            if one.trial in wanted or one.trial.bits == MASTER_BITS:
+            if one.trial in wanted or one.trial.is_master:
                 self.times.setdefault(one.trial, []).append(one.seconds)
 
     def run(self) -> Times:
@@ -187,7 +187,7 @@ def _stage_s(times: Times, phase: Phase) -> float:
     """Return the seconds of a stage in addition to its layers, from trials at two depths."""
     depths: dict[tuple[object, int], dict[int, float]] = {}
     for trial, values in times.items():
-        if trial.bits != MASTER_BITS and trial.shape.phase is phase:
+        if not trial.is_master and trial.shape.phase is phase:
             depths.setdefault((trial.shape, trial.bits), {})[trial.layers] = median(values)
     found = []
     for seconds in depths.values():
@@ -205,7 +205,7 @@ def _samples(times: Times, stage_s: Mapping[Phase, float]) -> tuple[LatencySampl
     samples = []
     for trial in deepest.values():
         measured_s = seconds = median(times[trial])
-        if trial.bits != MASTER_BITS:
+        if not trial.is_master:
             rest = measured_s - stage_s[trial.shape.phase]
             seconds = max(rest, _LEAST_SHARE * measured_s) / trial.layers
         samples.append(
@@ -228,7 +228,11 @@ def _provenance(
     rounds = sorted(len(values) for values in times.values())
     return (
         *job_identity(job),
-        ("seconds of", "one decoder layer; rows of 0 bits are the master's own work"),
+        (
+            "seconds of",
+            "one decoder layer; rows of 0 bits are the master's own work, of -8 bits that with a "
+            "head of 8 bits",
+        ),
         ("depth", str(depth)),
         ("stage_s", " ".join(f"{phase.value} {stage_s[phase]!r}" for phase in Phase)),
         ("rounds", f"{rounds[0]} to {rounds[-1]}, {sum(rounds)} timings"),

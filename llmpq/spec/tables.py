@@ -18,7 +18,8 @@ from llmpq.spec.fields import MAX_FILE_BYTES, write_text
 from llmpq.spec.precision import BITS, Phase
 
 MASTER_BITS = 0
-"""Bits of the rows that hold the master's own work: embedding, final norm, head, sampling."""
+"""Bits of the rows that hold the master's own work: embedding, final norm, head of 16 bits,
+sampling."""
 LATENCY_HEADER = ("phase", "bits", "batch", "tokens", "seconds")
 COMM_HEADER = ("from", "to", "bytes", "seconds")
 ENDS_KEY = "ends_s"
@@ -26,12 +27,24 @@ ENDS_KEY = "ends_s"
 _MAX_END_S = 3600.0
 
 
+def master_bits(head_bits: int) -> int:
+    """Return the bits of the rows that hold the master's own work with a head of ``head_bits``.
+
+    They are negative where the head is quantized: -8 for one of 8 bits.
+    """
+    return MASTER_BITS if head_bits == 16 else -head_bits
+
+
+TABLE_BITS = (*BITS, *map(master_bits, BITS))
+"""Bits of the rows of a latency table."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySample:
     """Median seconds of ONE decoder layer.
 
     Attributes:
-        bits: bitwidth of the layer's weights; 0 marks the master's own work (embedding, head).
+        bits: bitwidth of the layer's weights, or ``master_bits`` of the master's own work.
         batch: sequences in the micro-batch ``v``.
         tokens: prompt length ``s``, or context length ``s + t`` for decode.
     """
@@ -121,9 +134,11 @@ def read_latency_table(path: str | Path) -> LatencyTable:
         phase = row["phase"]
         if phase not in tuple(Phase):
             raise bad_field(where, "phase", phase, "prefill or decode")
-        bits = whole_number(where, "bits", row["bits"], minimum=0)
-        if bits not in (*BITS, 0):
-            raise bad_field(where, "bits", bits, f"one of {BITS}, or 0 for the master's work")
+        bits = whole_number(where, "bits", row["bits"], minimum=min(TABLE_BITS))
+        if bits not in TABLE_BITS:
+            raise bad_field(
+                where, "bits", bits, f"one of {BITS}, or 0, -8, -4, -3 for the master's work"
+            )
         samples.append(
             LatencySample(
                 phase=Phase(phase),

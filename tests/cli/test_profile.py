@@ -39,6 +39,15 @@ def test_fit_prints_one_object_of_errors_by_phase(table, capsys):
     assert found["decode"]["mean"] < 0.02
 
 
+def test_rows_of_other_bits_are_bad_input(table, capsys):
+    text = table.read_text()
+    table.write_text(text + "decode,-8,1,1,0.001\n")
+    assert main(["fit", "--table", str(table)]) == 0
+    table.write_text(text + "decode,-5,1,1,0.001\n")
+    assert main(["fit", "--table", str(table)]) == 2
+    assert "'bits': found -5, expected one of" in capsys.readouterr().err
+
+
 def test_fit_compares_with_a_hold_out(table, capsys):
     assert main(["--json", "fit", "--table", str(table), "--holdout", str(table)]) == 0
     assert json.loads(capsys.readouterr().out)["prefill"]["points"] == 16

@@ -80,6 +80,12 @@ def test_a_bitwidth_that_did_not_run_takes_its_phase_s_mean():
     assert dict(table.provenance)["device"] == "cpu"
 
 
+def test_the_master_has_one_factor_whatever_the_bits_of_its_head():
+    row = LatencySample(phase=Phase.DECODE, bits=-8, batch=2, tokens=1, seconds=0.5)
+    (found,) = corrected(LatencyTable(samples=(row,)), {(Phase.DECODE, 0): 3.0}).samples
+    assert found.seconds == 1.5
+
+
 def test_a_run_without_work_is_rejected():
     with pytest.raises(SpecError, match="no measured work"):
         correction_factors([])

@@ -119,6 +119,19 @@ def test_a_phase_without_samples_is_a_miss():
     assert model.source == "table in memory"
 
 
+def test_rows_of_negative_bits_are_the_masters_work_with_a_quantized_head():
+    model = table_model(
+        [sample(DECODE, 0, 4, 1, 0.25), sample(DECODE, -8, 4, 1, 0.15)]
+        + [sample(PREFILL, 0, 4, tokens, 1e-3 * tokens) for tokens in (100, 450)]
+    )
+    assert model.master_s(DECODE, 4, 1, 8) == 0.15
+    # A prefill scores as many positions as a decode step, and takes at least as long.
+    assert model.master_s(PREFILL, 4, 450, 8) == pytest.approx(0.35)
+    assert model.master_s(PREFILL, 4, 100, 8) == 0.15
+    ratio = ANALYTIC.master_s(DECODE, 4, 1, 4) / ANALYTIC.master_s(DECODE, 4, 1)
+    assert model.master_s(DECODE, 4, 1, 4) == pytest.approx(0.25 * ratio)
+
+
 def test_rows_of_zero_bits_are_the_masters_work():
     model = table_model([sample(DECODE, 0, 4, 100, 0.25), sample(DECODE, 16, 4, 100, 1.0)])
     assert model.master_s(DECODE, 4, 100) == 0.25

@@ -61,6 +61,12 @@ def test_profile_layer_times_every_point_at_every_bitwidth_and_the_master(job):
     assert 0 < shares[-1] <= 1
 
 
+def test_decode_with_the_head_at_other_bits_is_timed_too(job):
+    table = profile_layer(replace(job, bits=(16,), head_bits=(8, 4)))
+    found = {(s.phase, s.bits, s.batch, s.tokens) for s in table.samples if s.bits < MASTER_BITS}
+    assert found == {(Phase.DECODE, bits, batch, 1) for bits in (-8, -4) for batch in (1, 3)}
+
+
 def test_the_provenance_states_dtype_rounds_spread_and_stage_overhead(job):
     provenance = dict(profile_layer(job).provenance)
     assert provenance["dtype"] == "float32"

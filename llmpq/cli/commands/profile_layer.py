@@ -182,6 +182,7 @@ def _job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
         shapes=shapes,
         dtype=Checkpoint(options.model).dtype if dtype == "auto" else getattr(torch, dtype),
         device=torch.device(options.device),
+        head_bits=tuple(sorted({*options.bits} - {16})),
         layers=options.layers or _depth(options.model),
         budget_s=options.budget,
         seed=options.seed,

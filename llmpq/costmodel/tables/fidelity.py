@@ -85,7 +85,7 @@ def fidelity(
 
     reports = {}
     for phase in Phase:
-        asked = [one for one in held.samples if one.phase is phase and one.bits]
+        asked = [one for one in held.samples if one.phase is phase and one.bits > 0]
         if asked:
             forecasts = (model.seconds(phase, one.bits, one.batch, one.tokens) for one in asked)
             pairs = zip(forecasts, asked, strict=True)

@@ -20,7 +20,7 @@ from llmpq.costmodel.tables.law import Samples, fit_law, gather, paper_features
 from llmpq.costmodel.tables.nnls import Array, fit_relative
 from llmpq.errors import ProfileMissError
 from llmpq.spec.precision import Phase
-from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable
+from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable, master_bits
 
 LawName = Literal["hinged", "paper", "features"]
 
@@ -162,7 +162,7 @@ class PaperCurve:
 class RegressionLatencyModel:
     """Every phase and bitwidth of a table; each is fitted when it is first asked for.
 
-    ``bits`` 0 is the master's own work; ``file`` names the table in messages.
+    ``bits`` up to 0 are the master's own work; ``file`` names the table in messages.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class RegressionLatencyModel:
     def _curve(self, phase: Phase, bits: int) -> Curve | PaperCurve:
         if (phase, bits) not in self._curves:
             if not self.has(phase, bits):
-                known = sorted(width for one, width in self._samples if one is phase and width)
+                known = sorted(width for one, width in self._samples if one is phase and width > 0)
                 raise ProfileMissError(
                     f"{self._file}: found no {phase.value} samples at {bits} bits, only at "
                     f"{known}; profile that bitwidth, or leave it out of the search"
@@ -261,13 +261,20 @@ class TableLatencyModel:
     def master_s(self, phase: Phase, batch: int, tokens: float, head_bits: int = 16) -> float:
         """Return the seconds of the master's own work; see ``LatencyModel``.
 
-        Tables measure it with a head of 16 bits; at others the roofline's ratio counts.
+        Decode with a quantized head is measured. A prefill scores one position a sequence, too: it
+        changes by the same seconds. Without such rows the roofline's ratio counts.
         """
         asked_s = self.analytic.master_s(phase, batch, tokens, head_bits)
-        if not self._regression.has(phase, MASTER_BITS):
+        measured, rows = self._regression, master_bits(head_bits)
+        if measured.has(phase, rows):
+            return measured.seconds(phase, rows, batch, tokens)
+        if not measured.has(phase, MASTER_BITS):
             return asked_s
-        ratio = asked_s / self.analytic.master_s(phase, batch, tokens)
-        return ratio * self._regression.seconds(phase, MASTER_BITS, batch, tokens)
+        plain_s = measured.seconds(phase, MASTER_BITS, batch, tokens)
+        if not (measured.has(Phase.DECODE, rows) and measured.has(Phase.DECODE, MASTER_BITS)):
+            return plain_s * asked_s / self.analytic.master_s(phase, batch, tokens)
+        step_s = measured.seconds(Phase.DECODE, rows, batch, 1)
+        return max(step_s, plain_s + step_s - measured.seconds(Phase.DECODE, MASTER_BITS, batch, 1))
 
     def _ratio(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
         if kind == self.profiled_kind:

@@ -105,12 +105,13 @@ def correction_factors(observations: Sequence[Observation]) -> dict[tuple[Phase,
 def corrected(table: LatencyTable, factors: Factors) -> LatencyTable:
     """Return the table with its seconds multiplied, and the factors in its provenance.
 
-    A bitwidth that did not run takes the geometric mean of the phase's other factors.
+    A bitwidth that did not run takes the geometric mean of the phase's other factors. The master's
+    work has one factor, whatever the bits of its head.
     """
 
     def factor(sample: LatencySample) -> float:
-        known = factors.get((sample.phase, sample.bits))
-        if known is not None or sample.bits == MASTER_BITS:
+        known = factors.get((sample.phase, max(sample.bits, MASTER_BITS)))
+        if known is not None or sample.bits <= MASTER_BITS:
             return 1.0 if known is None else known
         others = [
             value for (phase, bits), value in factors.items() if phase is sample.phase and bits
