@@ -17,6 +17,7 @@ from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.plan_estimate import estimate_of, with_exact_memory
 from llmpq.assigner.request import (
+    DEFAULT_HEAD_LOSS,
     DEFAULT_OMEGA,
     OutOfTimeError,
     PlanningTask,
@@ -24,6 +25,7 @@ from llmpq.assigner.request import (
     Progress,
     Solution,
     build_task,
+    head_loss,
     silent,
 )
 from llmpq.errors import InfeasibleError, SpecError
@@ -86,11 +88,12 @@ def make_plan(
     check_method(request, method)
     started = time.perf_counter()
     request = request.with_deadline()
-    task = build_task(request)
     try:
-        return plan_task(task, method, command=command, progress=progress, started=started)
+        task, solution = solve_request(request, method, progress or silent)
     except InfeasibleError as error:
         raise explain_infeasible_overrides(request, method, error) from None
+    planning_s = time.perf_counter() - started
+    return plan_of(task, solution, method=method, command=command, planning_s=planning_s)
 
 
 def plan_task(
@@ -109,6 +112,54 @@ def plan_task(
     solution = solve_task(task, method, progress or silent)
     planning_s = time.perf_counter() - begun
     return plan_of(task, solution, method=method, command=command, planning_s=planning_s)
+
+
+def solve_request(
+    request: PlanRequest, method: str, progress: Progress = silent
+) -> tuple[PlanningTask, Solution]:
+    """Solve a request with each bitwidth that its head may have; return the best solution.
+
+    Its bound, status and counts are those of all searches together. Errors are those of
+    ``make_plan``.
+    """
+    tasks = _tasks_by_head(request)
+    if len(tasks) == 1:
+        return tasks[0], solve_task(tasks[0], method, progress)
+    found: list[tuple[PlanningTask, Solution]] = []
+    errors: list[InfeasibleError] = []
+    for task in tasks:
+        try:
+            found.append((task, solve_task(task, method, progress)))
+        except InfeasibleError as error:
+            errors.append(error)
+    if not found:
+        raise errors[-1]
+    task, best = min(found, key=lambda item: item[1].evaluation.objective_s)
+    solutions = [solution for _, solution in found]
+    bounds = [solution.bound_s for solution in solutions if solution.bound_s is not None]
+    is_late = any(isinstance(error, OutOfTimeError) for error in errors)
+    is_proven = not is_late and all(one.status == "optimal" for one in solutions)
+    return task, replace(
+        best,
+        status=best.status if is_proven or best.status != "optimal" else "feasible",
+        bound_s=None if is_late or len(bounds) < len(solutions) else min(bounds),
+        pairs_searched=sum(one.pairs_searched for one in solutions),
+        pairs_pruned=sum(one.pairs_pruned for one in solutions),
+    )
+
+
+def _tasks_by_head(request: PlanRequest) -> list[PlanningTask]:
+    """Return a task for each bitwidth of the head; one unit of degradation costs the same in all.
+
+    That is the price of the widest head with which the model may fit.
+    """
+    tasks = []
+    for bits in request.head_choices:
+        task = build_task(replace(request, head_bits=(bits,)))
+        if task.pairs:
+            request = replace(request, theta_s=task.theta_s)
+        tasks.append(task)
+    return tasks
 
 
 def solve_task(task: PlanningTask, method: str, progress: Progress = silent) -> Solution:
@@ -168,7 +219,7 @@ def explain_infeasible_overrides(
 def _has_plan(request: PlanRequest, method: str) -> bool:
     deadline = request.deadline.within(EXPLANATION_LIMIT_S)
     try:
-        solve_task(build_task(replace(request, gap=FIRST_PLAN_GAP, deadline=deadline)), method)
+        solve_request(replace(request, gap=FIRST_PLAN_GAP, deadline=deadline), method)
     except (InfeasibleError, SpecError):
         return False
     return True
@@ -263,6 +314,8 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
         ("omega", _omega_text(task)),
         ("bits", " ".join(str(width) for width in request.bits)),
     ]
+    if request.head_width != 16:
+        found.append(("head_loss", _head_loss_text(request)))
     if request.overrides:
         found.append(("overrides", " ".join(request.overrides.options())))
     own, devices = request.cluster.devices, task.cluster.devices
@@ -274,6 +327,13 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
         for members in task.groups
     ]
     return tuple(found)
+
+
+def _head_loss_text(request: PlanRequest) -> str:
+    """Return what the head loses, and where the figure comes from."""
+    table = request.sensitivity
+    source = DEFAULT_HEAD_LOSS if table is None or table.head is None else table.method
+    return f"{head_loss(request):.4g} ({source})"
 
 
 def _omega_text(task: PlanningTask) -> str:

@@ -44,6 +44,7 @@ from llmpq.spec.workload import Workload
 DEFAULT_GAP = 1e-3
 GAP_ROUNDING = 1e-9
 DEFAULT_OMEGA = "default: every layer alike, ((2^4 - 1) / (2^b - 1))^2"
+DEFAULT_HEAD_LOSS = "default: that of one layer"
 
 Progress = Callable[[int, int, float | None], None]
 """Called with candidates settled, candidates in all, and the best objective so far."""
@@ -69,7 +70,7 @@ class PlanRequest:
         dtype: number format of whatever is not quantized.
         kv_bits: bits of a cached key or value.
         bits: bitwidths allowed.
-        head_bits: bits of the head's matrix; ``overrides`` may fix others.
+        head_bits: bitwidths allowed for the head's matrix; ``overrides`` may fix another.
         sensitivity: measured degradation, ``None`` for ``DEFAULT_OMEGA``.
         theta_s: seconds that one unit of degradation ("every layer at 4 bits") costs; ``None`` is 0
             under a quality budget, else ``default_theta``.
@@ -94,7 +95,7 @@ class PlanRequest:
     dtype: Dtype
     kv_bits: int
     bits: tuple[int, ...] = BITS
-    head_bits: int = 16
+    head_bits: tuple[int, ...] = (16,)
     sensitivity: SensitivityTable | None = None
     theta_s: float | None = None
     quality_budget: float | None = None
@@ -121,10 +122,24 @@ class PlanRequest:
         return "highs" if self.solver == "exact" else self.solver
 
     @property
-    def head_width(self) -> int:
-        """Bits of the head's matrix: those that were fixed, else ``head_bits``."""
+    def head_choices(self) -> tuple[int, ...]:
+        """Bits that the head's matrix may have, widest first."""
         fixed = self.overrides.head_bits
-        return self.head_bits if fixed is None else fixed
+        return tuple(sorted(set(self.head_bits), reverse=True)) if fixed is None else (fixed,)
+
+    @property
+    def head_width(self) -> int:
+        """Bits of the head's matrix.
+
+        Raises:
+            SpecError: there is a choice.
+        """
+        if len(self.head_choices) > 1:
+            raise SpecError(
+                f"head_bits: found {list(self.head_choices)} to choose from, expected one: only "
+                "the search for a single plan has the choice"
+            )
+        return self.head_choices[0]
 
     def __post_init__(self) -> None:
         longest = self.model.max_positions
@@ -135,10 +150,9 @@ class PlanRequest:
             )
         if not self.bits or not set(self.bits) <= set(BITS):
             raise SpecError(f"bits: found {list(self.bits)}, expected some of {list(BITS)}")
-        if self.head_width not in BITS:
-            raise SpecError(
-                f"--fix_bits head: found {self.head_width}, expected one of {list(BITS)}"
-            )
+        if not self.head_choices or not set(self.head_choices) <= set(BITS):
+            found = ", ".join(map(str, self.head_choices)) or "none"
+            raise SpecError(f"--fix_bits head: found {found}, expected one of {list(BITS)}")
         if not 0 <= self.gap < 1:
             raise SpecError(f"gap: found {self.gap}, expected a share in [0, 1)")
         for name in ("theta_s", "quality_budget", "time_limit_s"):
@@ -264,7 +278,8 @@ def build_task(request: PlanRequest) -> PlanningTask:
     sizes = request.overrides.micro_batching
     candidates = micro_batch_pairs(request.workload.batch) if sizes is None else (sizes,)
     pairs = build_pairs(costs, request.workload, request.bits, candidates)
-    omega = omega_of(request)
+    # A constant for the planner: an equal share for each layer puts it into every sum.
+    omega = omega_of(request) + head_loss(request) / request.model.num_layers
     if request.layer_group > 1:
         pairs = tuple(pair.merged(compositions) for pair in pairs)
         omega = np.add.reduceat(omega, np.cumsum([0, *lengths[:-1]]), axis=0)
@@ -322,6 +337,24 @@ def default_omega(model: ModelSpec, bits: Sequence[int]) -> FloatArray:
     layers = model.num_layers
     row = [0.0 if width == 16 else (15 / (2**width - 1)) ** 2 / layers for width in bits]
     return np.tile(np.array(row), (layers, 1))
+
+
+def head_loss(request: PlanRequest) -> float:
+    """Return the normalised degradation by the request's head; see ``head_loss_at``."""
+    return head_loss_at(request.sensitivity, request.model, request.head_width)
+
+
+def head_loss_at(table: SensitivityTable | None, model: ModelSpec, bits: int) -> float:
+    """Return the normalised degradation by a head of ``bits``: measured, or that of one layer.
+
+    Raises:
+        SpecError: the head was measured, but not at these bits.
+    """
+    if bits == 16:
+        return 0.0
+    if table is None or table.head is None:
+        return float(default_omega(model, (bits,))[0, 0])
+    return table.normalised_head(bits)
 
 
 def omega_of(request: PlanRequest) -> FloatArray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmpq.assigner.plan_estimate import evaluate_plan
 from llmpq.assigner.problem import FloatArray
-from llmpq.assigner.request import DEFAULT_OMEGA, default_omega
+from llmpq.assigner.request import DEFAULT_OMEGA, default_omega, head_loss_at
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec import catalog
@@ -124,10 +124,14 @@ def _check_formats(plan: Plan, costs: ClusterCosts, where: str) -> None:
 
 
 def _omega(plan: Plan, model: ModelSpec, path: str | None) -> FloatArray | None:
-    """Return ``[L, B]`` over ``BITS``, ``None`` if the plan was made with a table not given."""
+    """Return ``[L, B]`` over ``BITS``, ``None`` if the plan was made with a table not given.
+
+    Every layer has an equal share of what the head loses.
+    """
     if path is None:
         is_default = dict(plan.provenance.inputs).get("omega") == DEFAULT_OMEGA
-        return default_omega(model, BITS) if is_default else None
+        head = head_loss_at(None, model, plan.head_width) / model.num_layers
+        return default_omega(model, BITS) + head if is_default else None
     table = read_sensitivity(path)
     if table.num_layers != model.num_layers:
         raise bad_field(path, "omega", f"{table.num_layers} layers", f"{model.num_layers} layers")
@@ -138,7 +142,7 @@ def _omega(plan: Plan, model: ModelSpec, path: str | None) -> FloatArray | None:
     found = np.zeros((model.num_layers, len(BITS)))
     columns = [BITS.index(width) for width in measured]
     found[:, columns] = np.array(table.normalised(measured))
-    return found
+    return found + head_loss_at(table, model, plan.head_width) / model.num_layers
 
 
 def _differences(plan: Plan, now: PlanEstimate, *, with_quality: bool) -> Iterator[str]:

@@ -199,6 +199,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     if profile_dir is not None and not profile_dir.is_dir():
         raise SpecError(f"--profile: {profile_dir}: no such folder")
     gap = 0.0 if options.solver == "exact" else DEFAULT_GAP
+    overrides, chooses_head = overrides_of(options)
     request = PlanRequest(
         model=model,
         model_source=source,
@@ -207,6 +208,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         dtype=dtype,
         kv_bits=8 if options.kv_bits == 8 else 8 * DTYPE_BYTES[dtype],
         bits=tuple(options.bits),
+        head_bits=tuple({16, *options.bits}) if chooses_head else (16,),
         sensitivity=_sensitivity(options, model, source),
         theta_s=options.theta,
         quality_budget=options.quality_budget,
@@ -218,7 +220,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         layer_group=options.group,
         profile_dir=profile_dir,
         latency="fit" if options.fit else "table",
-        overrides=overrides_of(options),
+        overrides=overrides,
     )
     fixes_layers = bool(request.overrides.layer_bits or request.overrides.device_bits)
     if model.stored:
@@ -309,28 +311,31 @@ def _add_override_options(parser: argparse.ArgumentParser) -> None:
         "--fix_bits",
         nargs="+",
         metavar="LAYERS=BITS",
-        help="bits of layers FIRST:END, of all layers of a DEVICE, or of the LM head (head=8), and "
-        "of the embedding where it is the same matrix",
+        help="bits of layers FIRST:END, of all layers of a DEVICE, or of the LM head (head=8; "
+        "head=auto: the best of 16 and --bits), and of the embedding where it is the same matrix",
     )
     group.add_argument(
         "--micro_batch", nargs=2, type=int, metavar=("PREFILL", "DECODE"), help="micro-batch sizes"
     )
 
 
-def overrides_of(options: argparse.Namespace) -> Overrides:
-    """Return the manual decisions of the options."""
+def overrides_of(options: argparse.Namespace) -> tuple[Overrides, bool]:
+    """Return the manual decisions of the options, and whether the head's bits are a choice."""
     number = r"(\d*\.?\d+(?:e-?\d+)?)"
     memory = _parsed("memory_gib", options.memory_gib, f"(.+)={number}", "DEVICE=GIB")
     layers = _parsed("fix_layers", options.fix_layers, r"(.+)=(\d+):(\d+)", "DEVICE=FIRST:END")
-    bits = _parsed("fix_bits", options.fix_bits, r"(?:(\d+):(\d+)|(.+))=(\d+)", "LAYERS=BITS")
+    pattern = rf"(?:(\d+):(\d+)|(.+))=(\d+)|({HEAD}=auto)"
+    parsed = _parsed("fix_bits", options.fix_bits, pattern, "LAYERS=BITS")
+    autos = sum(bool(auto) for *_, auto in parsed)
+    bits = [found for *found, auto in parsed if not auto]
     heads = [int(width) for _, _, name, width in bits if name == HEAD]
-    if len(heads) > 1:
-        raise SpecError(f"--fix_bits: found {HEAD} {len(heads)} times, expected it once")
+    if len(heads) + autos > 1:
+        raise SpecError(f"--fix_bits: found {HEAD} {len(heads) + autos} times, expected it once")
     for name, size in memory:
         if not 0 < float(size) < 1e6:
             raise SpecError(f"--memory_gib: found '{name}={size}', expected more than 0 GiB")
     sizes = options.micro_batch
-    return Overrides(
+    overrides = Overrides(
         memory=tuple((name, round(float(size) * GIB)) for name, size in memory),
         exclude=tuple(options.exclude or ()),
         use=tuple(options.use or ()),
@@ -343,6 +348,7 @@ def overrides_of(options: argparse.Namespace) -> Overrides:
         head_bits=heads[0] if heads else None,
         micro_batching=sizes and MicroBatching(prefill=sizes[0], decode=sizes[1]),
     )
+    return overrides, autos > 0
 
 
 def _parsed(

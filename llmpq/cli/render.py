@@ -47,6 +47,7 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "workload": plan.workload.name,
         "dtype": plan.dtype,
         "head_bits": plan.head_width,
+        "head_loss": dict(plan.provenance.inputs).get("head_loss"),
         "omega": dict(plan.provenance.inputs).get("omega"),
     }
 
@@ -226,7 +227,11 @@ def _head_text(plan: Plan) -> list[str]:
     """Return the line of a head that is quantized."""
     if plan.head_width == 16:
         return []
-    return [f"head           {plan.head_width} bits, on rank 0"]
+    loss = dict(plan.provenance.inputs).get("head_loss")
+    return [
+        f"head           {plan.head_width} bits, on rank 0"
+        + ("" if loss is None else f"; of the quality lost {loss}")
+    ]
 
 
 def _totals(plan: Plan) -> list[str]:

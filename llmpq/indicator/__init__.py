@@ -20,6 +20,7 @@ INDICATORS: dict[str, Indicator] = {
 
 __all__ = [
     "INDICATORS",
+    "Divergence",
     "Indicator",
     "Random",
     "Subject",

@@ -135,7 +135,12 @@ class Random:
 
 
 def sensitivity_table(
-    subject: Subject, method: str, scores: Scores, notes: Mapping[str, str] | None = None
+    subject: Subject,
+    method: str,
+    scores: Scores,
+    notes: Mapping[str, str] | None = None,
+    *,
+    head: Mapping[int, float] | None = None,
 ) -> SensitivityTable:
     """Return the sensitivity table of an indicator's scores.
 
@@ -144,6 +149,7 @@ def sensitivity_table(
         method: name of the indicator.
         scores: raw scores of the indicator.
         notes: additional provenance, such as the command.
+        head: raw scores of the head by bitwidth, ``None`` if it was not scored.
 
     Raises:
         SpecError: a score is not finite, or the 4-bit scores sum to 0.
@@ -164,10 +170,13 @@ def sensitivity_table(
         for key in ("precisions", "dtype", "calibration", "calibration_sha256"):
             provenance.pop(key, None)
     normalised = normalise(monotone(scores), str(subject.model_dir))
+    unit = sum(monotone(scores)[UNIT_BITS])
+    raised = monotone({} if head is None else {width: (value,) for width, value in head.items()})
     return SensitivityTable(
         model=model.name,
         method=method,
         omega=tuple((width, normalised[width]) for width in sorted(normalised)),
+        head=tuple((width, raised[width][0] / unit) for width in sorted(raised)) or None,
         provenance=tuple(provenance.items()),
     )
 

@@ -15,7 +15,7 @@ V vocabulary, C tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,18 +46,52 @@ class Divergence:
 
     def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
         """Run all streams layer by layer and compare their predictions."""
-        tokens = subject.tokens_for("divergence")
         count = load_config(subject.model_dir).num_hidden_layers
-        tokens.check(load_config(subject.model_dir).vocab_size, None)
-        streams = count * len(subject.bits) + 1
-        share = self.probe_tokens or tokens.tokens // streams
-        run = _Run(subject, count, cut_probe(tokens, share), progress)
+        run = _Run(subject, count, self._probe(subject, count), progress)
         for index in range(count):
             run.pass_layer(index)
         found = run.divergences()
         return {
             width: tuple(found[index, width] for index in range(count)) for width in subject.bits
         }
+
+    def score_head(self, subject: Subject, progress: Progress | None = None) -> Mapping[int, float]:
+        """Compare the predictions with the head at each bitwidth, on the tokens of the layers.
+
+        A token embedding that is the same matrix changes with it.
+
+        Raises:
+            SpecError: as ``score``, or the head cannot be quantized.
+        """
+        count = load_config(subject.model_dir).num_hidden_layers
+        batches = _batches_of(subject, self._probe(subject, count))
+        masters = {width: _master_of(subject, width) for width in (16, *subject.bits)}
+        states = {
+            width: [master.embed(ids, _positions_of(ids)) for ids in batches]
+            for width, master in masters.items()
+            if width == 16 or masters[16].lm_head is None
+        }
+        for index in range(count):
+            layer = _load(subject, index, 16)
+            for width, own in states.items():
+                states[width] = [layer.run_whole(hidden) for hidden in own]
+            del layer
+            if progress is not None:
+                progress(index + 1, count, f"head, layer {index}")
+        whole, tokens = states[16], sum(ids.numel() for ids in batches)
+        found = {}
+        for width in subject.bits:
+            pairs = zip(whole, states.get(width, whole), strict=True)
+            ends = masters[16], masters[width]
+            found[width] = sum(_divergence(ends, *pair) for pair in pairs) / tokens
+        return found
+
+    def _probe(self, subject: Subject, count: int) -> Tensor:
+        """Return the tokens ``[R, T]`` that every stream sees."""
+        tokens = subject.tokens_for("divergence")
+        tokens.check(load_config(subject.model_dir).vocab_size, None)
+        streams = count * len(subject.bits) + 1
+        return cut_probe(tokens, self.probe_tokens or tokens.tokens // streams)
 
 
 def cut_probe(tokens: CalibrationSet, share: int) -> Tensor:
@@ -83,9 +117,8 @@ class _Run:
         # Unit: one stream through one layer; the predictions of a stream count as one layer.
         passes = sum(1 + len(subject.bits) * (index + 1) for index in range(num_layers))
         self.total = passes + num_layers * len(subject.bits)
-        rows = max(1, subject.batch_tokens // probe.shape[1])
-        self.batches = list(torch.split(probe.to(subject.device), rows))
-        master = self._master()
+        self.batches = _batches_of(subject, probe)
+        master = _master_of(subject)
         self.states: dict[Key, list[Tensor]] = {
             _WHOLE: [master.embed(ids, _positions_of(ids)) for ids in self.batches]
         }
@@ -94,11 +127,11 @@ class _Run:
         """Start the streams that change layer ``index`` and run the others through it."""
         entering = self.states[_WHOLE]
         for width in self.subject.bits:
-            changed = self._load(index, width)
+            changed = _load(self.subject, index, width)
             self.states[index, width] = self._through(changed, entering)
             del changed
             self._report(f"layer {index} at {width} bits")
-        plain = self._load(index, 16)
+        plain = _load(self.subject, index, 16)
         for key, states in self.states.items():
             if key is _WHOLE or key[0] < index:
                 self.states[key] = self._through(plain, states)
@@ -106,14 +139,14 @@ class _Run:
 
     def divergences(self) -> dict[tuple[int, int], float]:
         """Return the mean divergence of every stream; frees the streams."""
-        master = self._master()
+        master = _master_of(self.subject)
         whole = self.states.pop(_WHOLE)
         found = {}
         for key in list(self.states):
             assert key is not None
             changed = self.states.pop(key)
             pairs = zip(whole, changed, strict=True)
-            total = sum(_divergence(master, one, other) for one, other in pairs)
+            total = sum(_divergence((master, master), one, other) for one, other in pairs)
             found[key] = max(0.0, total / sum(ids.numel() for ids in self.batches))
             self._report("predictions")
         return found
@@ -121,35 +154,38 @@ class _Run:
     def _through(self, layer: DecoderStage, states: list[Tensor]) -> list[Tensor]:
         return [layer.run_whole(hidden) for hidden in states]
 
-    def _load(self, index: int, width: int) -> DecoderStage:
-        subject = self.subject
-        return load_stage(
-            subject.model_dir,
-            index,
-            index + 1,
-            [width],
-            dtype=subject.dtype,
-            device=subject.device,
-        )
-
-    def _master(self) -> Master:
-        subject = self.subject
-        return load_master(subject.model_dir, dtype=subject.dtype, device=subject.device)
-
     def _report(self, what: str) -> None:
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total, what)
 
 
+def _load(subject: Subject, index: int, width: int) -> DecoderStage:
+    return load_stage(
+        subject.model_dir, index, index + 1, [width], dtype=subject.dtype, device=subject.device
+    )
+
+
+def _master_of(subject: Subject, head_bits: int = 16) -> Master:
+    return load_master(
+        subject.model_dir, dtype=subject.dtype, device=subject.device, head_bits=head_bits
+    )
+
+
+def _batches_of(subject: Subject, probe: Tensor) -> list[Tensor]:
+    """Return the probe ``[R, T]`` in parts of as many rows as run at once."""
+    rows = max(1, subject.batch_tokens // probe.shape[1])
+    return list(torch.split(probe.to(subject.device), rows))
+
+
 @torch.inference_mode()
-def _divergence(master: Master, whole: Tensor, changed: Tensor) -> float:
-    """Sum over tokens of ``KL(p16 || p)`` in nats, from hidden states ``[R, T, H]``."""
+def _divergence(masters: tuple[Master, Master], whole: Tensor, changed: Tensor) -> float:
+    """Sum over tokens of ``KL(p16 || p)`` in nats, from each master's states ``[R, T, H]``."""
     total = 0.0
-    pairs = zip(_chunks(master, whole), _chunks(master, changed), strict=True)
+    pairs = zip(*map(_chunks, masters, (whole, changed)), strict=True)
     for one, other in pairs:
-        expected = torch.log_softmax(master.logits(one), dim=-1)  # [C, V]
-        scores = torch.log_softmax(master.logits(other), dim=-1)
+        expected = torch.log_softmax(masters[0].logits(one), dim=-1)  # [C, V]
+        scores = torch.log_softmax(masters[1].logits(other), dim=-1)
         ratio = (expected - scores).mul_(expected.exp_())
         # Rounding can make the divergence of two nearly equal rows negative.
         total += float(ratio.sum(dim=-1).clamp_(min=0).sum(dtype=torch.float64))

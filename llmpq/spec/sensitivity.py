@@ -34,6 +34,8 @@ class SensitivityTable:
         model: name of the model it was measured on.
         method: indicator that made it.
         omega: for each bitwidth, one value a layer, raw; 16 bits is 0 and not listed.
+        head: for each bitwidth the LM head's value, with that of a token embedding which is the
+            same matrix; ``None`` where it was not measured.
         provenance: key and value pairs.
     """
 
@@ -45,6 +47,7 @@ class SensitivityTable:
         tuple[tuple[int, Annotated[tuple[float, ...], Rule(minimum=1)]], ...],
         Rule(minimum=1, choices=("3", "4", "8")),
     ]
+    head: Annotated[tuple[tuple[int, float], ...] | None, Rule(choices=("3", "4", "8"))] = None
     provenance: Annotated[tuple[tuple[str, Any], ...], Rule(optional=True)] = ()
 
     def __post_init__(self) -> None:
@@ -65,13 +68,7 @@ class SensitivityTable:
         Raises:
             SpecError: a bitwidth below 16 is not in the table, or the 4-bit column sums to zero.
         """
-        columns = dict(self.omega)
-        scale = sum(columns.get(4, ()))
-        if scale <= 0:
-            raise SpecError(
-                f"sensitivity table of {self.model}: found a 4-bit column that sums to {scale}, "
-                "expected a positive sum (it is the unit of quality)"
-            )
+        columns, scale = dict(self.omega), self._unit()
         rows = []
         for layer in range(self.num_layers):
             row = []
@@ -84,6 +81,32 @@ class SensitivityTable:
                 row.append(0.0 if width == 16 else columns[width][layer] / scale)
             rows.append(tuple(row))
         return tuple(rows)
+
+    def normalised_head(self, bits: int) -> float:
+        """Return the head's value at ``bits`` in the unit of ``normalised``.
+
+        Raises:
+            SpecError: the bitwidth is not in the table, or the 4-bit column sums to zero.
+        """
+        if bits == 16:
+            return 0.0
+        known = dict(self.head or ())
+        if bits not in known:
+            raise SpecError(
+                f"sensitivity table of {self.model}: field 'head': no value for {bits} bits, "
+                f"expected one of {sorted(known)}"
+            )
+        return known[bits] / self._unit()
+
+    def _unit(self) -> float:
+        """Return the sum of the 4-bit column."""
+        unit = sum(dict(self.omega).get(4, ()))
+        if unit <= 0:
+            raise SpecError(
+                f"sensitivity table of {self.model}: found a 4-bit column that sums to {unit}, "
+                "expected a positive sum (it is the unit of quality)"
+            )
+        return unit
 
 
 def read_sensitivity(path: str | Path) -> SensitivityTable:

@@ -16,6 +16,7 @@ MAX_WORDS_OF = {
     "docs/evidence/online.md": 250,
     "docs/evidence/sal.md": 280,
     "docs/how/fleets.md": 750,
+    "docs/how/head.md": 300,
     "docs/operations/kubernetes.md": 170,
     "docs/reference/api.md": 550,
     "docs/reference/applications.md": 500,

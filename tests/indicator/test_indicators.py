@@ -17,6 +17,7 @@ from llmpq.indicator import (
     Random,
     Subject,
     Variance,
+    sensitivity_table,
 )
 from llmpq.indicator import divergence as divergence_module
 from llmpq.indicator import hessian as hessian_module
@@ -130,6 +131,37 @@ def test_divergence_equals_that_of_a_model_with_one_layer_changed(tiny_model, fa
                 expected = (whole.exp() * (whole - changed)).sum(-1).mean()
                 assert found[bits][index] == pytest.approx(float(expected), rel=0.05, abs=2e-7)
             layer.load_state_dict(plain)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("opt", True)])
+def test_divergence_of_the_head_equals_that_of_a_model_with_its_weight_changed(
+    tiny_model, family, tied
+):
+    model_dir = tiny_model(family, seed=1, tie_word_embeddings=tied)
+    data = tokens(sequences=3, length=10)
+    found = Divergence(probe_tokens=30).score_head(subject(model_dir, data))
+    model = load_reference(model_dir)
+    weight = model.get_output_embeddings().weight
+    with torch.inference_mode():
+        whole = torch.log_softmax(model(data.token_ids).logits.double(), -1)
+        plain = weight.clone()
+        for bits in BITS:
+            weight.copy_(
+                quantize(plain, default_precision(bits), plain.dtype).dequantize(plain.dtype)
+            )
+            changed = torch.log_softmax(model(data.token_ids).logits.double(), -1)
+            expected = (whole.exp() * (whole - changed)).sum(-1).mean()
+            assert found[bits] == pytest.approx(float(expected), rel=0.05, abs=2e-7)
+
+
+def test_the_head_has_the_unit_of_the_layers(tiny_model):
+    one = subject(tiny_model("llama", seed=1), bits=(4, 8))
+    scores = {4: (3.0, 1.0), 8: (0.2, 0.1)}
+    table = sensitivity_table(one, "divergence", scores, head={8: 0.5, 4: 0.4})
+    assert dict(table.head) == {4: 0.125, 8: 0.125}  # fewer bits never score lower
+    assert table.normalised_head(16) == 0.0
+    with pytest.raises(SpecError, match="'head': no value for 3 bits"):
+        table.normalised_head(3)
 
 
 def dequantized(plain, model_dir, index, bits):

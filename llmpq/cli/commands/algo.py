@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
         "candidates",
         lambda show: make_plan(request, options.method, command=options.command, progress=show),
     )
+    request = replace(request, head_bits=(plan.head_width,))
     request, plan = scheduled(
         options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,15 @@ from llmpq.cli.common import (
 from llmpq.cli.options import add_calibration_options, calibration_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
+from llmpq.logging import get_logger
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.sensitivity import SensitivityTable, write_sensitivity
 
 if TYPE_CHECKING:
-    from llmpq.indicator import Indicator, Subject
+    from llmpq.indicator import Divergence, Indicator, Subject
+
+logger = get_logger(__name__)
 
 NAME = "llmpq-indicator"
 METHODS = ("divergence", "variance", "hessian", "random")
@@ -88,16 +91,18 @@ def _run(options: argparse.Namespace) -> int:
     os.environ.update(cpu_environment(threads))
     import torch
 
-    from llmpq.indicator import sensitivity_table
+    from llmpq.indicator import Divergence, sensitivity_table
 
     torch.set_num_threads(threads)
     subject = _subject(options)
     started = time.monotonic()
+    indicator = _indicator(method, options)
     with progress_bar(method) as show:
-        scores = _indicator(method, options).score(subject, show)
+        scores = indicator.score(subject, show)
+    head = _head_scores(indicator, subject) if isinstance(indicator, Divergence) else None
     elapsed_s = time.monotonic() - started
     notes = {"command": options.command, "elapsed_s": f"{elapsed_s:.2f}"}
-    table = sensitivity_table(subject, method, scores, notes)
+    table = sensitivity_table(subject, method, scores, notes, head=head)
     if options.output is not None:
         write_sensitivity(options.output, table)
     bits = None if options.average_bits is None else _at_average(options, table)
@@ -146,6 +151,16 @@ def _indicator(method: str, options: argparse.Namespace) -> Indicator:
     return Random(seed=options.seed) if method == "random" else INDICATORS[method]
 
 
+def _head_scores(indicator: Divergence, subject: Subject) -> Mapping[int, float] | None:
+    """Return the scores of the head, ``None`` with a warning for one that cannot be quantized."""
+    try:
+        with progress_bar("head") as show:
+            return indicator.score_head(subject, show)
+    except SpecError as error:
+        logger.warning("the head is not measured: %s", error)
+        return None
+
+
 def _at_average(options: argparse.Namespace, table: SensitivityTable) -> tuple[int, ...]:
     import numpy as np
 
@@ -170,6 +185,7 @@ def _report(
             "method": table.method,
             "elapsed_s": elapsed_s,
             "omega": {str(width): list(column) for width, column in columns.items()},
+            "head": None if table.head is None else {str(b): loss for b, loss in table.head},
             "calibration": provenance.get("calibration"),
             "output": options.output,
         }
@@ -183,6 +199,8 @@ def _report(
     print(f"layer{head}")
     for layer, values in enumerate(zip(*columns.values(), strict=True)):
         print(f"{layer:>5}" + "".join(f"{value:>12.3g}" for value in values))
+    if table.head is not None:
+        print(" head" + "".join(f"{value:>12.3g}" for _, value in table.head))
     print("unit           the loss of all layers at 4 bits together; 16 bits lose 0")
     print(f"calibration    {provenance.get('calibration', 'none')}")
     print(f"time           {elapsed_s:.1f} s")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from helpers.brute_force import brute_force
-from helpers.builders import plan_request
+from helpers.builders import plan_request, sensitivity
 
 from llmpq.assigner import make_plan
 from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.request import build_task
+from llmpq.assigner.request import build_task, omega_of
+from llmpq.cli.render import plan_table
 from llmpq.costmodel.stored import head_bytes, head_rows
 from llmpq.errors import SpecError
 from llmpq.spec.plan import plan_text, read_plan
@@ -29,6 +33,58 @@ def test_plans_equal_brute_force(bits, solver):
     plan = make_plan(request)
     assert plan.head_bits == bits
     assert plan.estimate.objective_s == pytest.approx(best, rel=1e-6)
+
+
+TABLE = replace(sensitivity(plan_request().model), head=((3, 9e-3), (4, 2e-3), (8, 1e-4)))
+WIDTHS = (16, 8, 4)
+
+
+@pytest.mark.parametrize("solver", ["exact", "highs"])
+@pytest.mark.parametrize(
+    ("theta_s", "budget"), [(0.0, None), (2e-3, None), (9.0, None), (0.0, 0.4)]
+)
+def test_the_best_head_is_that_of_brute_force(theta_s, budget, solver):
+    request = plan_request(
+        head_bits=WIDTHS,
+        sensitivity=TABLE,
+        theta_s=theta_s,
+        quality_budget=budget,
+        solver=solver,
+        bits=(16, 4),
+        layer_group=2,
+    )
+    layers = np.add.reduceat(omega_of(request), [0, 2, 4], axis=0)
+    best = {}
+    for bits in WIDTHS:
+        task, lost = build_task(replace(request, head_bits=(bits,))), TABLE.normalised_head(bits)
+        left = None if budget is None else budget - lost
+        problems = (task.problem(pair, order) for pair in task.pairs for order in task.orders())
+        found = [brute_force(replace(one, omega=layers, quality_budget=left)) for one in problems]
+        best[bits] = min(one[1].objective_s for one in found if one is not None) + theta_s * lost
+    plan = make_plan(request)
+    assert plan.estimate.objective_s == pytest.approx(min(best.values()), rel=1e-6)
+    assert best[plan.head_width] == pytest.approx(min(best.values()), rel=1e-6)
+    assert plan.search.status == "optimal"
+    assert plan.search.bound_s <= plan.estimate.objective_s * (1 + 1e-9)
+
+
+def test_what_the_head_loses_counts_in_the_plan_and_in_its_check():
+    found = {}
+    for head in (None, 4):
+        for table in (None, TABLE):
+            plan = make_plan(request_of(head, sensitivity=table, bits=(16,)))
+            found[head, table is TABLE] = plan.estimate.quality
+    assert found[None, False] == found[None, True] == 0.0
+    assert found[4, False] == pytest.approx(1 / 6)  # as one of six layers at 4 bits
+    assert found[4, True] == pytest.approx(TABLE.normalised_head(4))
+    plan = make_plan(request_of(4))
+    text = plan_table(plan, dict.fromkeys(plan.dropped_devices, ""))
+    assert "of the quality lost 0.1667 (default: that of one layer)" in text
+
+
+def test_a_choice_of_heads_is_for_a_single_plan():
+    with pytest.raises(SpecError, match="only the search for a single plan"):
+        build_task(plan_request(head_bits=WIDTHS))
 
 
 def test_a_narrower_head_takes_less_memory_and_time():

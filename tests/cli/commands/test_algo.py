@@ -350,3 +350,21 @@ def test_method_all_prints_one_table_and_writes_one_file_per_method(
     assert sorted(rows[1:]) == sorted(METHODS)
     assert rows[1] == "llmpq"
     assert files.count(".json") == len(list((tmp_path / "strategies").iterdir())) == len(METHODS)
+
+
+def test_the_head_has_the_bits_that_are_fixed_or_those_of_the_best_plan(capsys) -> None:
+    found = {}
+    for asked in ("8", "auto"):
+        assert main([*SMALL, *ONE, "--fix_bits", f"head={asked}", "--json"]) == 0
+        found[asked] = json.loads(capsys.readouterr().out)
+    assert found["8"]["head_bits"] == 8
+    assert found["8"]["head_loss"].endswith("(default: that of one layer)")
+    assert found["auto"]["objective_s"] <= found["8"]["objective_s"]
+    for wrong, message in (
+        (["--fix_bits", "head=8", "head=auto"], "found head 2 times"),
+        (["--fix_bits", "head=5"], "--fix_bits head: found 5"),
+        (["--fix_bits", "0:2=auto"], "found '0:2=auto'"),
+        (["--fix_bits", "head=auto", "--pareto", "3"], "only the search for a single plan"),
+    ):
+        assert main([*SMALL, *ONE, *wrong]) == 2
+        assert message in capsys.readouterr().err

@@ -47,6 +47,11 @@ def test_json_has_a_value_for_every_layer_and_bitwidth(capsys, tiny_model, text,
     assert record["elapsed_s"] >= 0
     assert record["omega"] == {str(width): list(column) for width, column in table.omega}
     assert sum(record["omega"]["4"]) == pytest.approx(1)
+    if method == "divergence":
+        assert record["head"] == {str(width): loss for width, loss in table.head}
+        assert record["head"]["3"] > record["head"]["4"] > record["head"]["8"] >= 0
+    else:
+        assert record["head"] is table.head is None
     for low, middle, high in zip(*(record["omega"][key] for key in "348"), strict=True):
         assert low >= middle >= high >= 0
 
