@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -41,6 +40,7 @@ from llmpq.dist.io.prompts import (
 )
 from llmpq.dist.io.results import FinishReason, Result, ResultWriter
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
+from llmpq.dist.launch.end_with_parent import end_with
 from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.dist.launch.rank import (
@@ -68,7 +68,6 @@ from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, read_plan
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 NAME = "llmpq-rank-"
 """Name of a rank's process in ``ps`` and ``top``, before its number."""
@@ -201,9 +200,7 @@ def die_with(launcher_pid: int) -> None:
     """Make the kernel end this process when its launcher ends, however that happens."""
     if launcher_pid == 0 or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # it ended before the line above
-        os._exit(1)
+    end_with(launcher_pid)
 
 
 def name_process(name: str) -> None:

@@ -10,6 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from llmpq.dist.launch.end_with_parent import ending_with_this_process
 from llmpq.errors import StageError
 from llmpq.routing import LoadBalancer
 from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
@@ -43,6 +44,7 @@ def run_fleet(
     """Start replicas and route requests to them until SIGTERM or Ctrl-C.
 
     Running answers end before the replicas do. A replica that ends early gets no more requests.
+    The kernel ends the replicas when this process is killed.
 
     Args:
         options: how the router listens.
@@ -80,7 +82,7 @@ async def _started(
         for number, command in enumerate(commands):
             # Ctrl-C reaches this process only, which ends the replicas after the last answer.
             process = await asyncio.create_subprocess_exec(
-                *command.words,
+                *ending_with_this_process(command.words),
                 stdout=PIPE,
                 stderr=PIPE,
                 env={**os.environ, **command.environment},

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from helpers.processes import is_running, wait_for
 from helpers.served import DEMO
 
 from llmpq import plan
@@ -48,6 +49,13 @@ import os, sys, time
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 sys.exit(3)
+"""
+LOADS = """
+import os, sys, time
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(60)
 """
 PARENT = """
 import sys
@@ -98,6 +106,18 @@ def test_a_replica_that_does_not_start_ends_the_others(tmp_path):
     assert "ready" not in out
     assert "replica 1 ended with status 3 before it was ready" in errors
     assert "replica 0: ended one" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them")
+def test_replicas_end_when_the_command_is_killed_even_while_they_load(tmp_path):
+    files = [tmp_path / "one", tmp_path / "two"]
+    with started(*((LOADS, str(file)) for file in files)) as process:
+        try:
+            wait_for(lambda: [file.exists() for file in files], all)
+        finally:
+            process.kill()
+    pids = [int(file.read_text()) for file in files]
+    wait_for(lambda: [pid for pid in pids if is_running(pid)], lambda left: not left, 5)
 
 
 def gpu_fleet(*nodes: str) -> Fleet:
