@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,3 +96,10 @@ def call(words: Sequence[str], variables: Mapping[str, str] = PASSIVE) -> str:
     if done.returncode:
         raise SystemExit(f"{words[:4]}: status {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+    lines = [line for line in found.splitlines() if line.startswith("Model name:")]
+    return lines[0].partition(":")[2].strip() if lines else platform.machine()

@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +16,14 @@ import aiohttp
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.routing import Replica, ReplicaCapacity, ReplicaStats, ReplicaView, RoutedRequest
+from llmpq.routing import (
+    Replica,
+    ReplicaCapacity,
+    ReplicaStats,
+    ReplicaView,
+    RoutedRequest,
+    WorkloadMeans,
+)
 from llmpq.server.metrics import Totals
 
 POLL_TIMEOUT_S = 2.0
@@ -173,6 +180,17 @@ def load_json(body: bytes) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("expected an object")
     return found
+
+
+def means_of(totals: Sequence[Totals]) -> WorkloadMeans:
+    """Return the mean lengths of all answers of some replicas."""
+    answers = sum(one.answers for one in totals)
+    if not answers:
+        return WorkloadMeans()
+    return WorkloadMeans(
+        prompt_tokens=sum(one.prompt_tokens for one in totals) / answers,
+        new_tokens=sum(one.new_tokens for one in totals) / answers,
+    )
 
 
 def report_of_load(found: Mapping[str, Any]) -> Report | None:

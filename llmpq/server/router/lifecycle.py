@@ -16,6 +16,9 @@ from llmpq.server.router.proxy import Router
 from llmpq.server.transport import Gate
 
 CONNECT_TIMEOUT_S = 2.0
+KEEP_ALIVE_S = 3.0
+"""Idle connections are closed before a replica does (uvicorn after 5 s): a request that is sent
+while the replica closes would have to go to another one."""
 
 
 def run_router(
@@ -68,7 +71,7 @@ async def connected(
 ) -> AsyncIterator[Router]:
     """Return a router whose replicas have been asked for their statistics."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, auto_decompress=False
     ) as session:

@@ -21,7 +21,7 @@ from yarl import URL
 from llmpq import __version__
 from llmpq.routing import LoadBalancer, RoutedRequest, WorkloadMeans
 from llmpq.server.errors import ApiError, dump_json, json_response
-from llmpq.server.router.backend import Backend
+from llmpq.server.router.backend import Backend, means_of
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.transport import until_disconnected
 
@@ -33,19 +33,19 @@ PREFIX_BLOCKS = 64
 MAX_REFUSAL_BYTES = 1 << 16
 BUSY = (429, 503)
 _TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[\s*\d')
-_HOP_BY_HOP = frozenset(
+HOP_BY_HOP = frozenset(
     {
         b"connection", b"content-length", b"host", b"keep-alive", b"proxy-authenticate",
         b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect",
     }
 )  # fmt: skip
-_FROM_REPLICA = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+_FROM_REPLICA = HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
 Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """The head of an answer."""
+class Answer:
+    """Status and headers of an answer to a request."""
 
     status: int
     headers: Headers
@@ -92,7 +92,7 @@ class Router:
         if self.is_draining:
             raise ApiError(503, "The router is shutting down.", retry_after_s=1)
         if not any(backend.is_ready for backend in self.backends):
-            raise ApiError(503, "No replica can take the request.", retry_after_s=1)
+            raise no_replica()
 
     def begin_drain(self) -> None:
         """Admit no new requests."""
@@ -134,7 +134,7 @@ class Router:
             await json_response({"server_load": self.num_open})(scope, receive, send)
         else:
             self.check_open()
-            body = await _body(receive)
+            body = await read_body(receive)
             self.num_open += 1
             try:
                 await until_disconnected(self._route(scope, body, send), receive)
@@ -144,7 +144,7 @@ class Router:
     async def _route(self, scope: Scope, body: bytes, send: Send) -> None:
         request = routed_request(body)
         tried: set[int] = set()
-        refusal: tuple[_Answer, bytes] | None = None
+        refusal: tuple[Answer, bytes] | None = None
         while (backend := self._choose(request, tried)) is not None:
             if tried:
                 self._metrics.retries.inc()
@@ -156,7 +156,7 @@ class Router:
             if attempt.has_begun:
                 return
         if refusal is None:
-            raise ApiError(503, "No replica can take the request.", retry_after_s=1)
+            raise no_replica()
         answer, text = refusal
         await _start(send, answer)
         await send({"type": "http.response.body", "body": text})
@@ -174,13 +174,7 @@ class Router:
 
     def means(self) -> WorkloadMeans:
         """Return the mean lengths of all answers of the replicas."""
-        answers = sum(one.totals.answers for one in self.backends)
-        if not answers:
-            return WorkloadMeans()
-        return WorkloadMeans(
-            prompt_tokens=sum(one.totals.prompt_tokens for one in self.backends) / answers,
-            new_tokens=sum(one.totals.new_tokens for one in self.backends) / answers,
-        )
+        return means_of([one.totals for one in self.backends])
 
 
 class _Attempt:
@@ -199,11 +193,11 @@ class _Attempt:
         self._scope = scope
         self._body = body
         self._send = send
-        self._answer: _Answer | None = None
+        self._answer: Answer | None = None
         self.has_begun = False
         self.outcome = "lost"
 
-    async def run(self, request: RoutedRequest) -> tuple[_Answer, bytes] | None:
+    async def run(self, request: RoutedRequest) -> tuple[Answer, bytes] | None:
         """Pass the answer on; return that of a replica which is busy.
 
         Raises:
@@ -218,10 +212,11 @@ class _Attempt:
             if isinstance(error, aiohttp.ClientConnectorError):
                 self._backend.fail()
             if self.has_begun:
-                await self._break_off()
+                assert self._answer is not None
+                await break_off(self._answer, self._send)
             return None
 
-    async def _pass_on(self) -> tuple[_Answer, bytes] | None:
+    async def _pass_on(self) -> tuple[Answer, bytes] | None:
         scope = self._scope
         query = b"?" + scope["query_string"] if scope["query_string"] else b""
         address = self._backend.url + (scope["raw_path"] + query).decode("latin-1")
@@ -232,8 +227,10 @@ class _Attempt:
             headers=_to_replica(scope["headers"], scope["state"]["request_id"]),
             allow_redirects=False,
         ) as found:
+            if not 200 <= found.status < 600:  # nothing that HTTP lets an answer have
+                raise aiohttp.ClientPayloadError(f"status {found.status}")
             headers = [(name.lower(), value) for name, value in found.raw_headers]
-            answer = _Answer(found.status, [one for one in headers if one[0] not in _FROM_REPLICA])
+            answer = Answer(found.status, [one for one in headers if one[0] not in _FROM_REPLICA])
             if answer.status in BUSY:
                 self.outcome = "busy"
                 return answer, await found.content.read(MAX_REFUSAL_BYTES)
@@ -254,13 +251,23 @@ class _Attempt:
             await _start(self._send, self._answer)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _break_off(self) -> None:
-        assert self._answer is not None
-        if not self._answer.is_stream:
-            raise ConnectionError("the answer of a replica broke off")
-        error = ApiError(500, "The replica was lost before the answer was complete.")
-        event = b"\n\ndata: " + dump_json(error.to_json()) + b"\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+async def break_off(answer: Answer, send: Send) -> None:
+    """End an answer whose replica was lost after its first byte.
+
+    Raises:
+        ConnectionError: the answer is no stream, and has no end that a client can read.
+    """
+    if not answer.is_stream:
+        raise ConnectionError("the answer of a replica broke off")
+    error = ApiError(500, "The replica was lost before the answer was complete.")
+    event = b"\n\ndata: " + dump_json(error.to_json()) + b"\n\n"
+    await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+def no_replica() -> ApiError:
+    """Return the refusal of a request that no replica can take."""
+    return ApiError(503, "No replica can take the request.", retry_after_s=1)
 
 
 def routed_request(body: bytes) -> RoutedRequest:
@@ -276,7 +283,12 @@ def _prefix(body: bytes) -> Iterable[int]:
         yield int.from_bytes(digest.digest(), "little")
 
 
-async def _body(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
+    """Return the whole body of a request.
+
+    Raises:
+        ConnectionError: the client has gone away.
+    """
     parts = []
     while True:
         message = await receive()
@@ -291,10 +303,10 @@ def _to_replica(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list
     kept = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
-        if name not in _HOP_BY_HOP and name not in (b"x-request-id", b"accept-encoding")
+        if name not in HOP_BY_HOP and name not in (b"x-request-id", b"accept-encoding")
     ]
     return [*kept, ("x-request-id", request_id), ("accept-encoding", "identity")]
 
 
-async def _start(send: Send, answer: _Answer) -> None:
+async def _start(send: Send, answer: Answer) -> None:
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -14,6 +17,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from helpers.fake_engine import FakeEngine
+from helpers.processes import wait_for
 from helpers.served import Served, make_service, serving
 
 from llmpq.cli.commands.route import main
@@ -26,11 +30,11 @@ def replicas() -> Iterator[list[Served]]:
         yield [one, two]
 
 
-@pytest.fixture(scope="module")
-def router(replicas: list[Served]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextlib.contextmanager
+def routing(replicas: list[Served], port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     words = ["--replica", *(one.url for one in replicas), "--balancer", "round_robin"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "llmpq.cli.commands.route", *words, "--port", "0"],
+        [sys.executable, "-m", "llmpq.cli.commands.route", *words, "--port", str(port)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -39,6 +43,12 @@ def router(replicas: list[Served]) -> Iterator[tuple[subprocess.Popen[str], str]
         assert process.stdout is not None
         yield process, process.stdout.readline().removeprefix("ready ").strip()
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def router(replicas: list[Served]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with routing(replicas) as found:
+        yield found
 
 
 def test_a_server_reports_what_the_router_reads(replicas):
@@ -73,10 +83,24 @@ def test_state_and_metrics_of_the_router(router):
     assert 'outcome="answered"' in text
 
 
-def test_a_signal_ends_the_router(router):
-    process = router[0]
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 0
+def test_a_router_goes_on_where_a_killed_one_was(replicas, router):
+    process, url = router
+    for one in replicas:
+        one.call(one.engine.starts.clear)
+    body = {"model": "demo", "prompt": "The", "max_tokens": 2}
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(httpx.post, f"{url}/v1/completions", json=body) for _ in range(4)]
+        wait_for(lambda: [len(one.engine.active) for one in replicas], [2, 2].__eq__)
+        process.kill()
+        assert all(isinstance(one.exception(10), httpx.HTTPError) for one in sent)
+    for one in replicas:
+        one.call(one.engine.starts.set)
+    wait_for(lambda: [one.engine.active for one in replicas], lambda left: not any(left), 10)
+    with routing(replicas, urlsplit(url).port or 0) as (process, again):
+        assert again == url
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
 
 
 @pytest.mark.parametrize(

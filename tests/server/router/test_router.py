@@ -12,126 +12,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp")
 
-import aiohttp
 import httpx
+from helpers.fake_replica import LOAD, fleet, http
 
 from llmpq.errors import SpecError
-from llmpq.routing import load_balancer
 from llmpq.server.router import backend as backend_module
 from llmpq.server.router.backend import Backend, report_of_load, report_of_metrics
-from llmpq.server.router.metrics import RouterMetrics
-from llmpq.server.router.proxy import Router, routed_request
-from llmpq.server.transport import Gate, TransportLimits
+from llmpq.server.router.proxy import routed_request
 
-LOAD = {
-    "server_load": 1, "is_ready": True, "running": 1, "waiting": 0, "queued_tokens": 7,
-    "free_kv_tokens": 900, "kv_tokens": 1000, "token_budget": 256, "prefill_step_s": 0.5,
-    "decode_step_s": 0.1, "prompt_tokens": 50, "new_tokens": 20, "answers": 5,
-}  # fmt: skip
 BODY = {"model": "m", "prompt": "a text", "max_tokens": 4}
-
-
-def http(body, status="200 OK", kind="application/json", length=True):
-    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
-    head += f"Content-Length: {len(body)}\r\n" if length else "Transfer-Encoding: chunked\r\n"
-    return head.encode() + b"\r\n" + body
-
-
-def chunk(data):
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
-
-
-class FakeReplica:
-    """Answers polls with its load, and requests with what a test says."""
-
-    def __init__(self, name):
-        self.name = name
-        self.load = http(json.dumps(LOAD).encode())
-        self.requests = []
-        self.writers = set()
-        self.answer = self.complete
-        self.released = asyncio.Event()
-
-    async def start(self, port=0):
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", port)
-        self.port = self.server.sockets[0].getsockname()[1]
-        return self
-
-    def stop(self):
-        self.released.set()
-        self.server.close()
-        for writer in self.writers:
-            writer.transport.abort()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
-
-    async def serve(self, reader, writer):
-        self.writers.add(writer)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                lines = [line.split(": ", 1) for line in head.split("\r\n")[1:] if line]
-                fields = {name.lower(): value for name, value in lines}
-                body = await reader.readexactly(int(fields.get("content-length", 0)))
-                path = head.split()[1]
-                if path == "/load":
-                    writer.write(self.load)
-                    continue
-                self.requests.append((path, fields, body))
-                await self.answer(writer)
-                await writer.drain()
-        self.writers.discard(writer)
-        writer.close()
-
-    async def complete(self, writer):
-        writer.write(http(json.dumps({"from": self.name}).encode()))
-
-    async def stream(self, writer):
-        parts = [b'data: {"n": 1}\n\n', b"data: [DONE]\n\n"]
-        text = b"".join(map(chunk, parts)) + chunk(b"")
-        writer.write(http(text, kind="text/event-stream", length=False))
-
-    async def be_busy(self, writer):
-        body = b'{"error": {"code": 503}}'
-        writer.write(http(body, status="503 Service Unavailable\r\nRetry-After: 9"))
-
-    async def close(self, writer):
-        writer.close()
-        raise ConnectionError
-
-    async def break_off_stream(self, writer):
-        text = chunk(b'data: {"n": 1}\n\n')
-        writer.write(http(text, kind="text/event-stream", length=False))
-        await writer.drain()
-        await self.close(writer)
-
-    async def break_off_json(self, writer):
-        writer.write(http(b'{"from": "a replica that ends"}')[:-5])
-        await writer.drain()
-        await self.close(writer)
-
-    async def hang(self, writer):
-        await self.released.wait()
-        await self.close(writer)
-
-
-@contextlib.asynccontextmanager
-async def fleet(count, balancer="round_robin"):
-    replicas = [await FakeReplica(str(number)).start() for number in range(count)]
-    async with aiohttp.ClientSession() as session:
-        backends = [Backend(number, one.url, session) for number, one in enumerate(replicas)]
-        router = Router(backends, load_balancer(balancer), session, RouterMetrics(backends))
-        for one in backends:
-            await one.poll()
-        app = Gate(router, TransportLimits(), router.check_open)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            yield replicas, router, client
-    for one in replicas:
-        one.stop()
-    await asyncio.sleep(0)  # the connections close
 
 
 def run(scenario):
