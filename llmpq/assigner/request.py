@@ -44,7 +44,10 @@ from llmpq.spec.workload import Workload
 DEFAULT_GAP = 1e-3
 GAP_ROUNDING = 1e-9
 DEFAULT_OMEGA = "default: every layer alike, ((2^4 - 1) / (2^b - 1))^2"
-DEFAULT_HEAD_LOSS = "default: that of one layer"
+DEFAULT_HEAD_LOSS = "default: half of what all layers lose"
+HEAD_SHARE = 0.5
+"""Loss of a head that was not measured, over that of all layers at its bits. The shipped model's
+is 0.57 at 4 bits (``docs/how/head.md``)."""
 
 Progress = Callable[[int, int, float | None], None]
 """Called with candidates settled, candidates in all, and the best objective so far."""
@@ -345,7 +348,7 @@ def head_loss(request: PlanRequest) -> float:
 
 
 def head_loss_at(table: SensitivityTable | None, model: ModelSpec, bits: int) -> float:
-    """Return the normalised degradation by a head of ``bits``: measured, or that of one layer.
+    """Return the normalised degradation by a head of ``bits``: measured, or ``HEAD_SHARE``.
 
     Raises:
         SpecError: the head was measured, but not at these bits.
@@ -353,7 +356,7 @@ def head_loss_at(table: SensitivityTable | None, model: ModelSpec, bits: int) ->
     if bits == 16:
         return 0.0
     if table is None or table.head is None:
-        return float(default_omega(model, (bits,))[0, 0])
+        return HEAD_SHARE * float(default_omega(model, (bits,)).sum())
     return table.normalised_head(bits)
 
 

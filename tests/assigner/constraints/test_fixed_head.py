@@ -75,11 +75,11 @@ def test_what_the_head_loses_counts_in_the_plan_and_in_its_check():
             plan = make_plan(request_of(head, sensitivity=table, bits=(16,)))
             found[head, table is TABLE] = plan.estimate.quality
     assert found[None, False] == found[None, True] == 0.0
-    assert found[4, False] == pytest.approx(1 / 6)  # as one of six layers at 4 bits
+    assert found[4, False] == pytest.approx(0.5)  # of what all layers lose at 4 bits
     assert found[4, True] == pytest.approx(TABLE.normalised_head(4))
     plan = make_plan(request_of(4))
     text = plan_table(plan, dict.fromkeys(plan.dropped_devices, ""))
-    assert "of the quality lost 0.1667 (default: that of one layer)" in text
+    assert "of the quality lost 0.5 (default: half of what all layers lose)" in text
 
 
 def test_a_choice_of_heads_is_for_a_single_plan():

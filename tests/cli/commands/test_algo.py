@@ -358,7 +358,7 @@ def test_the_head_has_the_bits_that_are_fixed_or_those_of_the_best_plan(capsys) 
         assert main([*SMALL, *ONE, "--fix_bits", f"head={asked}", "--json"]) == 0
         found[asked] = json.loads(capsys.readouterr().out)
     assert found["8"]["head_bits"] == 8
-    assert found["8"]["head_loss"].endswith("(default: that of one layer)")
+    assert found["8"]["head_loss"].endswith("(default: half of what all layers lose)")
     assert found["auto"]["objective_s"] <= found["8"]["objective_s"]
     for wrong, message in (
         (["--fix_bits", "head=8", "head=auto"], "found head 2 times"),
