@@ -154,14 +154,25 @@ class IterationModel:
             longest: longest request ``s`` [n].
         """
         sizes, total, most = (np.asarray(one, np.float64) for one in (batch, tokens, longest))
+        inputs = np.stack([np.ones_like(total), total, sizes * most], axis=-1)
+        found: Array = (self.weights(phase, sizes) * inputs).sum(-1)
+        return found
+
+    def weights(self, phase: Phase, batch: npt.ArrayLike) -> Array:
+        """Return the weights of 1, ``S`` and ``B s`` in the seconds of iterations [n, 3].
+
+        Args:
+            phase: of all of them.
+            batch: running requests ``B`` [n].
+        """
+        sizes = np.asarray(batch, np.float64)
         batches, weights = self._laws[phase]
-        inputs = np.stack([np.ones_like(total), total, sizes * most])
         high = np.clip(np.searchsorted(batches, sizes), 0, len(batches) - 1)
         low = np.where(batches[high] > sizes, np.maximum(high - 1, 0), high)
-        below, above = ((weights[at].T * inputs).sum(0) for at in (low, high))
         gap = np.maximum(batches[high] - batches[low], 1.0)
-        found = below + (above - below) * np.clip((sizes - batches[low]) / gap, 0.0, 1.0)
-        beyond: Array = found * np.maximum(1.0, sizes / batches[-1])
+        share = np.clip((sizes - batches[low]) / gap, 0.0, 1.0)[..., None]
+        found = weights[low] + (weights[high] - weights[low]) * share
+        beyond: Array = found * np.maximum(1.0, sizes / batches[-1])[..., None]
         return beyond
 
 
