@@ -15,6 +15,7 @@ from pathlib import Path
 from llmpq.assigner.exact import native as core
 from llmpq.compiled import NotCompiledError, library_path
 from llmpq.kernels.cpu import native
+from llmpq.multillm.engine import native as engine
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = ("-march=x86-64-v2",)
@@ -67,10 +68,14 @@ def compile_libraries(package: Path) -> list[Path]:
 
     They are compiled in this checkout, where later builds and runs find them.
     """
-    exact, cpu = (
-        Path(module.__file__).parent.relative_to(ROOT / "llmpq") for module in (core, native)
+    exact, apps, cpu = (
+        Path(file).parent.relative_to(ROOT / "llmpq")
+        for file in (core.__file__, engine.__file__, native.__file__)
     )
-    jobs = [(exact, "_core", "exact", (*core.FLAGS, *BASELINE))]
+    jobs = [
+        (exact, "_core", "exact", (*core.FLAGS, *BASELINE)),
+        (apps, "_engine", "engine", (*engine.FLAGS, *BASELINE)),
+    ]
     for name, flags in native.FLAGS.items():
         extra = BASELINE if name == "baseline" else ()
         jobs.append((cpu, f"_kernels-{name}", f"kernels-{name}", (*flags, *extra)))

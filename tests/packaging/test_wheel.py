@@ -58,6 +58,7 @@ def test_wheel_holds_the_libraries_of_every_instruction_set(built):
     for name in ("baseline", "avx2", "avx512", "avx512_bf16"):
         assert f"llmpq/kernels/cpu/_kernels-{name}.x86_64-linux-gnu.so" in names
     assert "llmpq/assigner/exact/_core.x86_64-linux-gnu.so" in names
+    assert "llmpq/multillm/engine/_engine.x86_64-linux-gnu.so" in names
     assert not [name for name in names if name.startswith("tests/")]
 
 

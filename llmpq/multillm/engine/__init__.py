@@ -1,0 +1,1 @@
+"""Continuous batching of a process of an application: limits, seconds and a compiled simulator."""
