@@ -1,0 +1,1 @@
+"""Planning of applications of several models: methods, bounds, schedules."""

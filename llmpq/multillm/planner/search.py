@@ -1,0 +1,181 @@
+"""Methods of planning: SamuLLM's, its rivals', and ours, the best of these improved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, get_args
+
+from llmpq.errors import SpecError
+from llmpq.multillm.candidates import Candidate
+from llmpq.multillm.planner.bound import device_seconds, lower_bound
+from llmpq.multillm.planner.exact import ExactSearch
+from llmpq.multillm.planner.greedy import greedy_stage
+from llmpq.multillm.planner.heuristics import max_stage, min_stage
+from llmpq.multillm.planner.problem import Choose, Problem, Solution, complete, stage_of
+
+Method = Literal["greedy", "samullm", "max", "min", "exact"]
+METHODS: tuple[Method, ...] = get_args(Method)
+IMPROVING = ("balanced", "staying")
+"""Rules that complete a plan of which one stage was changed."""
+TIME_LIMIT_S = 20.0
+"""Seconds for improving a plan and for the exact search, half for each."""
+SMALL_STAGES = 500
+"""Combinations of plans up to which all schedules are tried in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """A plan of an application and what is known about it.
+
+    Attributes:
+        solution: its stages.
+        bound_s: no plan is shorter.
+        is_optimal: whether no plan of these candidates is shorter.
+        search_s: seconds of the search.
+        others: makespans of the other methods that were tried.
+    """
+
+    solution: Solution
+    bound_s: float
+    is_optimal: bool
+    search_s: float
+    others: dict[str, float]
+
+
+def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMIT_S) -> Found:
+    """Plan an application.
+
+    Args:
+        problem: the application.
+        method: ``samullm``: Algorithm 1; ``max`` and ``min``: its rivals; ``greedy``: ours;
+            ``exact``: ours, then the search over all schedules, which small applications get in
+            any case.
+        limit_s: seconds for improving and for the exact search.
+
+    Raises:
+        SpecError: an unknown method.
+    """
+    if method not in METHODS:
+        raise SpecError(f"method: found '{method}', expected one of {', '.join(METHODS)}")
+    begun = time.monotonic()
+    rules = _rules(problem)
+    chosen = rules if method in ("greedy", "exact") else {method: rules[method]}
+    found = {name: complete(problem, choose) for name, choose in chosen.items()}
+    whole = {name: one for name, one in found.items() if one is not None}
+    best = min(whole.values(), key=lambda one: one.makespan_s)
+    is_optimal = False
+    if method in ("greedy", "exact"):
+        best = _improve(problem, best, time.monotonic() + limit_s / 2)
+        stages = prod(1 + len(own) for own in problem.candidates)
+        if method == "exact" or stages <= SMALL_STAGES:
+            search = ExactSearch(problem, best, limit_s / 2)
+            best, is_optimal = search.run(), search.is_complete
+    bound = lower_bound(problem.simulator.workload, problem.candidates, problem.devices)
+    return Found(
+        solution=best,
+        bound_s=bound,
+        is_optimal=is_optimal,
+        search_s=time.monotonic() - begun,
+        others={name: one.makespan_s for name, one in whole.items()},
+    )
+
+
+def _rules(problem: Problem) -> dict[str, Choose]:
+    """Return the rules that choose a next stage, by name.
+
+    ``balanced`` is Algorithm 1 with models weighted by the time that they take, ``staying`` this
+    without ever stopping a model.
+    """
+    weights, staying = _weights(problem), replace(problem, preemption=False)
+    return {
+        "samullm": lambda progress: greedy_stage(problem, progress),
+        "max": lambda progress: max_stage(problem, progress),
+        "min": lambda progress: min_stage(problem, progress),
+        "balanced": lambda progress: greedy_stage(problem, progress, weights),
+        "staying": lambda progress: greedy_stage(staying, progress, weights),
+    }
+
+
+def _weights(problem: Problem) -> list[float]:
+    """Return least device-seconds an operation, by model.
+
+    With these a model counts by the time that it takes and not by its operations, of which models
+    that use devices well have more.
+    """
+    work = problem.simulator.workload
+    seconds = device_seconds(work, problem.candidates)
+    found = []
+    for model, (own, needed) in enumerate(zip(problem.candidates, seconds, strict=True)):
+        chosen = work.model == model
+        law = own[0].law
+        tokens = float((work.prompt + work.answer)[chosen].sum())
+        keys = float((work.prompt[chosen] ** 2).sum())
+        keys += float((work.answer * (work.prompt + work.answer / 2))[chosen].sum())
+        operations = law.flops_token * tokens + law.flops_key * keys
+        found.append(needed / operations if operations else 0.0)
+    return found
+
+
+def _improve(problem: Problem, best: Solution, until_s: float) -> Solution:
+    """Change one stage at a time, complete the rest by a rule, and keep what is shorter."""
+    rules = _rules(problem)
+    place = 0
+    while place < len(best.stages) and time.monotonic() < until_s:
+        found = best
+        for stage in _neighbours(problem, best, place):
+            if time.monotonic() >= until_s:
+                break
+            if not set(stage) <= set(problem.ready(best.before[place], stage)):
+                continue
+            run = problem.simulator.run(best.before[place], stage)
+            if run is None or run.end_s >= found.makespan_s:
+                continue
+            after = problem.simulator.after(best.before[place], run)
+            start = Solution((*best.stages[:place], run), (*best.before[: place + 1], after))
+            for rule in IMPROVING:
+                whole = complete(problem, rules[rule], start=start, limit_s=found.makespan_s)
+                if whole is not None and whole.makespan_s < found.makespan_s:
+                    found = whole
+        if found is best:
+            place += 1
+        best = found
+    return best
+
+
+def _neighbours(problem: Problem, best: Solution, place: int) -> Iterator[dict[int, Candidate]]:
+    """Yield stages that differ from one of a plan in one model, and those of the rivals."""
+    progress = best.before[place]
+    fixed = problem.fixed(progress)
+    own = dict(stage_of(best.stages[place]))
+    yield dict(min_stage(problem, progress))
+    yield dict(max_stage(problem, progress))
+    for model in problem.ready(progress, own):
+        if model not in fixed:
+            yield from _changes(problem, own, model, fixed)
+
+
+def _changes(
+    problem: Problem,
+    own: dict[int, Candidate],
+    model: int,
+    fixed: Mapping[int, Candidate],
+) -> Iterator[dict[int, Candidate]]:
+    """Yield a stage with another plan of one model, or without it; others may make room."""
+    without = {key: value for key, value in own.items() if key != model}
+    if without and model in own:
+        yield without
+    for candidate in problem.candidates[model]:
+        if candidate is own.get(model):
+            continue
+        wider = {**without, model: candidate}
+        if problem.fits(wider.values()):
+            yield wider
+            continue
+        for other in without.keys() - fixed.keys():
+            for second in problem.candidates[other]:
+                both = {**wider, other: second}
+                if problem.fits(both.values()):
+                    yield both

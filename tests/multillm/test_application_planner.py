@@ -1,0 +1,106 @@
+"""Methods of planning: equal to brute force on small applications, never worse than the rivals."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+from helpers.random_apps import problem
+
+from llmpq.errors import SpecError
+from llmpq.multillm.planner.bound import lower_bound
+from llmpq.multillm.planner.greedy import greedy_stage
+from llmpq.multillm.planner.search import find
+
+
+def brute_force(own, progress=None, best=math.inf):
+    """Return the least makespan over all sequences of stages, without any bound."""
+    simulator = own.simulator
+    progress = progress or simulator.begin()
+    if not simulator.unfinished(progress):
+        return progress.time_s
+    for plans in product(*[(None, *plans) for plans in own.candidates]):
+        stage = {model: plan for model, plan in enumerate(plans) if plan is not None}
+        left = simulator.unfinished(progress)
+        if not stage or not set(stage) <= set(left) or not own.fits(stage.values()):
+            continue
+        if not set(stage) <= set(own.ready(progress, stage)):
+            continue
+        run = simulator.run(progress, stage)
+        if run is not None and run.end_s < best:
+            best = min(best, brute_force(own, simulator.after(progress, run), best))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_exact_search_equals_brute_force(seed):
+    own = problem(seed, models=2 + seed % 2, devices=2, requests=12)
+    found = find(own, "exact", limit_s=60.0)
+    assert found.is_optimal
+    assert found.solution.makespan_s == pytest.approx(brute_force(own))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_ours_is_close_to_the_best_and_no_bound_is_above_it(seed):
+    own = problem(seed, models=3, devices=2, requests=15)
+    best = find(own, "exact", limit_s=60.0)
+    ours = find(own, "greedy", limit_s=60.0)
+    assert best.is_optimal
+    assert ours.solution.makespan_s <= 1.1 * best.solution.makespan_s
+    assert best.bound_s <= best.solution.makespan_s * (1 + 1e-9)
+
+
+def never_worse(seed):
+    own = problem(seed, models=2 + seed % 4, devices=2 + seed % 3, requests=10 + seed % 20)
+    found = {
+        method: find(own, method, limit_s=0.5).solution.makespan_s
+        for method in ("greedy", "samullm", "max", "min")
+    }
+    assert found["greedy"] <= min(found.values())
+    assert lower_bound(own.simulator.workload, own.candidates, own.devices) <= found["greedy"]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_ours_is_never_worse_than_the_rivals(seed):
+    never_worse(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25, 200))
+def test_ours_is_never_worse_than_the_rivals_on_many_applications(seed):
+    never_worse(seed)
+
+
+@pytest.mark.parametrize("method", ["greedy", "min"])
+@pytest.mark.parametrize("seed", range(4))
+def test_without_preemption_no_model_is_stopped(method, seed):
+    own = problem(seed, models=4, devices=3, preemption=False)
+    found = find(own, method, limit_s=0.2).solution
+    begun = {}
+    for run, after in zip(found.stages, found.before[1:], strict=True):
+        for model, process in run.processes.items():
+            assert begun.setdefault(model, process) is process
+        assert set(after.processes) <= set(run.processes)
+    for run, later in zip(found.stages, found.stages[1:], strict=False):
+        unfinished = {model for model, end_s in run.ends.items() if end_s > run.end_s + 1e-6}
+        assert unfinished <= set(later.processes)
+
+
+def test_algorithm_1_takes_the_largest_gain_a_device():
+    own = problem(2, models=2, devices=1, requests=10)
+    progress = own.simulator.begin()
+    stage = greedy_stage(own, progress)
+
+    def rate(model, plan):
+        run = own.simulator.run(progress, {model: plan})
+        return sum(run.work.values()) / run.seconds
+
+    ready = own.ready(progress, ())
+    best = max((rate(model, plan), model) for model in ready for plan in own.candidates[model])
+    assert list(stage) == [best[1]]
+
+
+def test_an_unknown_method_is_an_error():
+    with pytest.raises(SpecError, match="method: found 'best'"):
+        find(problem(0), "best")
