@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Heads of fewer bits: milliseconds a decode step, and the perplexity that they cost.
 
     python benchmarks/head.py --folder DIR --json benchmarks/results/head.json

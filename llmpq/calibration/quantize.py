@@ -31,11 +31,14 @@ from llmpq.quant.checkpoint.format import from_integers, make_config
 from llmpq.quant.checkpoint.reader import is_gptq, stored_modules
 from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from llmpq.quant.loading.assembly import Matrix, matrices_of
+from llmpq.quant.loading.head import head_key
+from llmpq.quant.loading.loader import load_master
 from llmpq.quant.modules.layer import has_common_layout, quantizable_names
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.config import gguf_config
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.gptq import ZERO_OFFSETS
 from llmpq.spec.huggingface.quantization import FIELD
 from llmpq.spec.precision import Precision
@@ -45,6 +48,7 @@ Encode = Callable[[IntegerWeight], dict[str, Tensor]]
 
 # With fewer tokens per input feature, the Hessian is mostly noise.
 _MIN_TOKENS_PER_FEATURE = 0.25
+_HEAD_BLOCK_ROWS = 1 << 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class QuantizeJob:
     Attributes:
         model_dir: the checkpoint, not quantized.
         precisions: of every layer, in order.
+        head: of the LM head; ``None`` leaves it. A head that is tied to the token embedding gets a
+            matrix of its own, and the embedding stays as it is.
         calibration: tokens for GPTQ; ``None`` rounds to nearest.
         options: of GPTQ.
         format: of the result, ``gptq`` or ``compressed-tensors``.
@@ -62,6 +68,7 @@ class QuantizeJob:
 
     model_dir: Path
     precisions: tuple[Precision, ...]
+    head: Precision | None = None
     calibration: CalibrationSet | None = None
     options: GptqOptions = field(default_factory=GptqOptions)
     format: Format = "gptq"
@@ -96,23 +103,33 @@ def quantize_checkpoint(
             its layers, or as ``Checkpoint`` and the quantizers.
     """
     checkpoint = _source_of(job)
-    quantization = _quantization(job, checkpoint.skeleton.layers_name)
+    head_name = checkpoint.module_name(checkpoint.head_name("weight")).removesuffix(".weight")
+    head = None if job.head is None else (head_name, job.head)
+    quantization = _quantization(job, checkpoint.skeleton.layers_name, head)
     encode = _encoder(quantization)
     rounded: list[str] = []
     count = len(job.precisions)
+    walk = None
+    if job.calibration is not None:
+        walk = LayerWalk(job.model_dir, job.calibration, finish=head is not None)
     with CheckpointWriter(output, job.shard_bytes) as writer:
-        _copy_other_tensors(checkpoint, writer)
-        for index, weights in _quantized_layers(job, checkpoint, rounded):
+        _copy_other_tensors(checkpoint, writer, None if head is None else f"{head_name}.weight")
+        for index, weights in _quantized_layers(job, checkpoint, walk, rounded):
             _write_layer(checkpoint, index, weights, writer, encode)
             if progress is not None:
                 progress(index + 1, count, f"layer {index} at {job.precisions[index]}")
         config = gguf_config(job.model_dir) or read_json(job.model_dir / "config.json")
+        if job.head is not None:
+            _write_parts(head_name, encode, _quantized_head(job, job.head, walk), writer)
+            _untie(config)
         config[FIELD] = quantization
         writer.commit(config, job.model_dir)
     return QuantizeReport(weights_bytes=writer.total_bytes, rounded=tuple(rounded))
 
 
-def _quantization(job: QuantizeJob, layers_name: str) -> dict[str, Any]:
+def _quantization(
+    job: QuantizeJob, layers_name: str, head: tuple[str, Precision] | None
+) -> dict[str, Any]:
     """Return the ``quantization_config`` of the result.
 
     Raises:
@@ -120,10 +137,12 @@ def _quantization(job: QuantizeJob, layers_name: str) -> dict[str, Any]:
     """
     act_order = job.calibration is not None and job.options.order == "full"
     if job.format == "gptq":
-        return make_config(job.precisions, layers_name, act_order=act_order, meta=_meta(job))
+        return make_config(
+            job.precisions, layers_name, act_order=act_order, meta=_meta(job), head=head
+        )
     if act_order:
         raise SpecError("compressed-tensors: found --act_order, expected columns in order")
-    return compressed_config(job.precisions, layers_name, _meta(job))
+    return compressed_config(job.precisions, layers_name, _meta(job), head)
 
 
 def _encoder(quantization: Mapping[str, Any]) -> Encode:
@@ -151,25 +170,31 @@ def _source_of(job: QuantizeJob) -> Checkpoint:
         )
     for matrix in matrices_of(layer):
         for precision in set(job.precisions):
-            group = precision.group_size
-            if group is not None and matrix.in_features > group and matrix.in_features % group:
-                raise SpecError(
-                    f"{job.model_dir}: groups of {group} do not divide the {matrix.in_features} "
-                    f"inputs of {matrix.name}, as GPTQ files need; choose another group size, or "
-                    "-1 for one group"
-                )
+            _check_groups(job, precision, matrix.name, matrix.in_features)
+    if job.head is not None:
+        inputs = load_model_dir(job.model_dir).head_in_features
+        _check_groups(job, job.head, "the head", inputs)
     return checkpoint
 
 
+def _check_groups(job: QuantizeJob, precision: Precision, name: str, inputs: int) -> None:
+    group = precision.group_size
+    if group is not None and inputs > group and inputs % group:
+        raise SpecError(
+            f"{job.model_dir}: groups of {group} do not divide the {inputs} inputs of {name}, as "
+            "GPTQ files need; choose another group size, or -1 for one group"
+        )
+
+
 def _quantized_layers(
-    job: QuantizeJob, checkpoint: Checkpoint, rounded: list[str]
+    job: QuantizeJob, checkpoint: Checkpoint, walk: LayerWalk | None, rounded: list[str]
 ) -> Iterator[tuple[int, dict[str, IntegerWeight]]]:
     """Yield the index of every layer and its quantized operators by name, none at 16 bits."""
-    if job.calibration is None:
+    if walk is None:
         for index, precision in enumerate(job.precisions):
             yield index, {} if precision.bits == 16 else _rounded(checkpoint, index, precision)
         return
-    for layer in LayerWalk(job.model_dir, job.calibration):
+    for layer in walk:
         precision = job.precisions[layer.index]
         if precision.bits == 16:
             yield layer.index, {}
@@ -247,12 +272,41 @@ def _batches(layer: WalkedLayer, step: Sequence[str]) -> Iterator[Sequence[str]]
         yield step[start : start + size]
 
 
-def _copy_other_tensors(checkpoint: Checkpoint, writer: CheckpointWriter) -> None:
-    """Copy the tensors outside the layers, under the names of the whole model."""
+def _quantized_head(
+    job: QuantizeJob, precision: Precision, walk: LayerWalk | None
+) -> IntegerWeight:
+    """Quantize the head, calibrated on the outputs of the quantized layers; ``None`` rounds it.
+
+    Rows are independent: a block of them at a time needs little memory.
+    """
+    master = load_master(job.model_dir, dtype=torch.float32, device="cpu")
+    weight = master.get_parameter(head_key(master)).data
+    blocks = torch.split(weight, _HEAD_BLOCK_ROWS)
+    if walk is None:
+        return IntegerWeight.stacked([round_integers(block, precision) for block in blocks])
+    hessian = Hessian(weight.shape[1])
+    for hidden in walk.hidden:
+        hessian.add(master.head_inputs(hidden.flatten(0, 1)))
+    return IntegerWeight.stacked(
+        [gptq(block, hessian.matrix, precision, job.options) for block in blocks]
+    )
+
+
+def _untie(config: dict[str, Any]) -> None:
+    """State in a ``config.json`` that the head has a matrix of its own."""
+    config["tie_word_embeddings"] = False
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"]["tie_word_embeddings"] = False
+
+
+def _copy_other_tensors(
+    checkpoint: Checkpoint, writer: CheckpointWriter, replaced: str | None
+) -> None:
+    """Copy the tensors outside the layers, without one, under the names of the whole model."""
     count = checkpoint.config.num_hidden_layers
     layers = tuple(checkpoint.layer_prefix(index) for index in range(count))
     for name in checkpoint.tensors.names:
-        if not name.startswith(layers):
+        if not name.startswith(layers) and checkpoint.module_name(name) != replaced:
             writer.add(checkpoint.module_name(name), _load(checkpoint, name))
 
 
@@ -272,16 +326,23 @@ def _write_layer(
         weight = weights[_operator_of(matrix)]
         rows = weight.shape[0] // len(modules)
         for i, module in enumerate(modules):
-            try:
-                part_rows = weight.rows(slice(i * rows, (i + 1) * rows))
-                parts = encode(part_rows)
-            except SpecError as error:
-                raise SpecError(f"{module}: {error}") from error
-            for part, tensor in parts.items():
-                writer.add(f"{checkpoint.module_name(module)}.{part}", tensor)
+            part = weight.rows(slice(i * rows, (i + 1) * rows))
+            _write_parts(checkpoint.module_name(module), encode, part, writer)
     for name in checkpoint.tensors.names:
         if name.startswith(prefix) and name not in replaced:
             writer.add(checkpoint.module_name(name), _load(checkpoint, name))
+
+
+def _write_parts(
+    module: str, encode: Encode, weight: IntegerWeight, writer: CheckpointWriter
+) -> None:
+    """Write the tensors of one operator."""
+    try:
+        parts = encode(weight)
+    except SpecError as error:
+        raise SpecError(f"{module}: {error}") from error
+    for part, tensor in parts.items():
+        writer.add(f"{module}.{part}", tensor)
 
 
 def _modules_of(

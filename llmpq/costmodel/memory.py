@@ -19,7 +19,7 @@ from llmpq.costmodel.stored import head_rows
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, default_precision, needs_scratch
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
 from llmpq.spec.runtime_constants import (
     ACTIVATION_BLOCK_VALUES,
     HEAD_LANES,
@@ -411,7 +411,7 @@ def _scratch_bytes(model: ModelSpec, dtype: Dtype, head_bits: int) -> int:
         for bits in BITS
         if op.quantizable and needs_scratch(model.precision(bits), op.out_features, op.in_features)
     ]
-    if needs_scratch(default_precision(head_bits), *head):
+    if needs_scratch(model.head_precision(head_bits), *head):
         widened.append(math.prod(head) * DTYPE_BYTES[dtype])
     return max(widened, default=0)
 

@@ -19,7 +19,6 @@ from llmpq.spec.precision import (
     Dtype,
     Phase,
     Precision,
-    default_precision,
     linear_bytes,
 )
 
@@ -104,7 +103,7 @@ class RooflineLatencyModel:
         weights = self.model.head_weights
         compute_s = 2.0 * batch * weights * cost.compute / (self._arithmetic * share)
         shape = self.model.vocab_size, self.model.head_in_features
-        stored = linear_bytes(*shape, default_precision(head_bits), value_bytes)
+        stored = linear_bytes(*shape, self.model.head_precision(head_bits), value_bytes)
         # As many rows as in decode: one position a sequence.
         weights_s = stored / (self._stream * cost.stream_of(Phase.DECODE, batch))
         head_s = _overlapped(weights_s, compute_s)

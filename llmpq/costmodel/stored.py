@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from llmpq.spec.model import LayerSpec, ModelSpec
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, default_precision, stored_bytes
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, stored_bytes
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE, KV_BLOCK_SIZE
 
 KV_SCALE_BYTES = 2
@@ -72,7 +72,7 @@ def master_bytes(model: ModelSpec, dtype: Dtype, head_bits: int = 16) -> int:
 def head_bytes(model: ModelSpec, dtype: Dtype, bits: int) -> int:
     """Return the bytes of the head's matrix at less than 16 bits, its rows filled up."""
     return stored_bytes(
-        None, default_precision(bits), dtype, head_rows(model), model.head_in_features
+        None, model.head_precision(bits), dtype, head_rows(model), model.head_in_features
     )
 
 

@@ -82,9 +82,7 @@ class Master(nn.Module):
             ``[R, V]`` float32.
         """
         family = self._family
-        hidden = self._pass(family.final_norm, hidden)
-        hidden = self._pass(family.project_out, hidden)
-        scores = self._head(hidden)
+        scores = self._head(self.head_inputs(hidden))
         if family.logits_multiplier is not None:
             scores = scores * getattr(self.config, family.logits_multiplier)
         if family.logits_divisor is not None:
@@ -93,6 +91,12 @@ class Master(nn.Module):
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
         return scores.float()
+
+    @torch.inference_mode()
+    def head_inputs(self, hidden: Tensor) -> Tensor:
+        """Return what the head multiplies, ``[R, K]``, for ``hidden`` ``[R, H]``."""
+        hidden = self._pass(self._family.final_norm, hidden)
+        return self._pass(self._family.project_out, hidden)
 
     def _head(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:

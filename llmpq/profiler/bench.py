@@ -36,6 +36,7 @@ from llmpq.errors import SpecError
 from llmpq.models import DecoderStage, Master, kv_shapes, load_config
 from llmpq.profiler.grid import Shape
 from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.spec.huggingface.gptq import stored_head
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import MASTER_BITS, master_bits
@@ -164,11 +165,15 @@ class Bench:
             if self.few < self.depth:
                 few = [stage.layers[index] for index in range(self.few)]
                 stages[width, self.few] = DecoderStage(stage.config, few, 0)
+        # A head that is stored quantized has no other bits.
+        stored = stored_head(job.model_dir)
+        widths = (16, *job.head_bits) if stored is None else (stored.bits,)
+        self._plain_bits = master_bits(widths[0])
         self._masters: dict[int, Master] = {
             master_bits(width): load_master(
                 job.model_dir, dtype=job.dtype, device=job.device, head_bits=width
             )
-            for width in (16, *job.head_bits)
+            for width in widths
         }
         self._cache = KVCache(
             kv_shapes(config, 0, self.depth), 0,
@@ -177,7 +182,7 @@ class Bench:
         )  # fmt: skip
         self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
-        self._hidden = self._masters[MASTER_BITS].embed(tokens, tokens)[:, :1]  # [1, 1, H]
+        self._hidden = self._masters[self._plain_bits].embed(tokens, tokens)[:, :1]  # [1, 1, H]
         self._other = torch.ones(OTHER_SHAPE, device=job.device)
         tune_malloc_for_serving()  # as a rank does once it is loaded
 
@@ -194,10 +199,11 @@ class Bench:
         # With a quantized head decode steps are enough: a prefill scores as many positions.
         steps = [Shape(phase=Phase.DECODE, batch=b, tokens=1) for b in sorted(batches)]
         heads = [
-            [Trial(shape=shape, bits=master_bits(width), layers=0) for shape in steps]
-            for width in self.job.head_bits
+            [Trial(shape=shape, bits=bits, layers=0) for shape in steps]
+            for bits in self._masters
+            if bits != self._plain_bits
         ]
-        plain = [Trial(shape=shape, bits=MASTER_BITS, layers=0) for shape in prompts]
+        plain = [Trial(shape=shape, bits=self._plain_bits, layers=0) for shape in prompts]
         return [*wide, *heads, plain]
 
     def _depths(self, shape: Shape, bits: int) -> list[Trial]:

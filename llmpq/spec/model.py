@@ -136,6 +136,7 @@ class ModelSpec:
         dtype: the checkpoint's own number format.
         stored: precision of every layer in a quantized checkpoint, empty for any other. Such a
             layer can be served only as it is stored.
+        stored_head: the same of the LM head.
     """
 
     name: str
@@ -151,6 +152,7 @@ class ModelSpec:
     head_parameters: int
     dtype: Dtype
     stored: Annotated[tuple[Precision, ...], Rule(optional=True)] = ()
+    stored_head: Precision | None = None
 
     def __post_init__(self) -> None:
         if self.stored and len(self.stored) != len(self.layer_kinds):
@@ -180,10 +182,10 @@ class ModelSpec:
         """Weights of the LM head's matrix, tied or not."""
         return self.vocab_size * self.head_in_features
 
-    @property
-    def head_is_tied(self) -> bool:
-        """Whether the LM head and the token embedding are one matrix."""
-        return self.head_parameters < self.head_weights
+    def head_precision(self, bits: int) -> Precision:
+        """Return the precision of the head's matrix at ``bits``: the stored one, or the default."""
+        stored = self.stored_head
+        return default_precision(bits) if stored is None or stored.bits != bits else stored
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:

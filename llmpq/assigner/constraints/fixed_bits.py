@@ -20,7 +20,7 @@ from llmpq.spec.model import ModelSpec
 
 
 def with_stored_bits(request: PlanRequest, option: str = "bits") -> PlanRequest:
-    """Return the request with the stored bits of layers that are quantized already.
+    """Return the request with the stored bits of layers, and of a head, that are quantized already.
 
     Args:
         request: of a model.
@@ -38,8 +38,20 @@ def with_stored_bits(request: PlanRequest, option: str = "bits") -> PlanRequest:
             f"{option}: found {list(request.bits)}, expected {list(bits)} among them: layers of "
             f"{request.model_source} are stored at these bits and can be served at no others"
         )
-    request = replace(request, bits=bits)
+    request = replace(_with_stored_head(request), bits=bits)
     return request if len(bits) == 1 else _with_bits(request, widths)
+
+
+def _with_stored_head(request: PlanRequest) -> PlanRequest:
+    stored, fixed = request.model.stored_head, request.overrides.head_bits
+    if stored is None:
+        return request
+    if fixed not in (None, stored.bits):
+        raise SpecError(
+            f"--fix_bits head: found {fixed}, expected {stored.bits}, as the head of "
+            f"{request.model_source} is stored"
+        )
+    return replace(request, head_bits=(stored.bits,))
 
 
 def with_average_bits(request: PlanRequest, average: float) -> PlanRequest:

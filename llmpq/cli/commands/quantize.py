@@ -35,6 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     bits = parser.add_mutually_exclusive_group(required=True)
     bits.add_argument("--bits", type=int, choices=(3, 4, 8), help="bits of every layer")
     bits.add_argument("--strategy", metavar="FILE", help="bits of each layer, from llmpq-algo")
+    parser.add_argument(
+        "--head_bits",
+        type=int,
+        choices=(3, 4, 8),
+        help="bits of the LM head (default: those of --strategy, else 16); a tied embedding stays "
+        "at 16 bits",
+    )
     parser.add_argument("--output", required=True, metavar="DIR", help="new directory to write")
     parser.add_argument(
         "--method", choices=("gptq", "rtn"), default="gptq", help="quantizer (default gptq)"
@@ -78,6 +85,8 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     print(f"checkpoint     {options.output} ({format_bytes(report.weights_bytes)})")
     print(f"layers         {_layers_text(job.precisions)}")
+    if job.head is not None:
+        print(f"head           {job.head}")
     if job.calibration is not None:
         print(f"calibration    {job.calibration.source}")
     print(f"time           {elapsed_s:.1f} s")
@@ -114,9 +123,13 @@ def _job(options: argparse.Namespace) -> QuantizeJob:
 
     model_dir = Path(options.model)
     bits = _bits(options, load_config(model_dir).num_hidden_layers)
+    head = options.head_bits
+    if head is None and options.strategy is not None:
+        head = read_plan(options.strategy).head_bits
     return QuantizeJob(
         model_dir=model_dir,
         precisions=tuple(_precision(width, options) for width in bits),
+        head=None if head in (None, 16) else _precision(head, options),
         calibration=calibration_of(options),
         options=GptqOptions(damping=options.damping, order="full" if options.act_order else "none"),
         format=options.format,
@@ -163,6 +176,7 @@ def _record(
         "method": options.method,
         "format": options.format,
         "precisions": [str(precision) for precision in job.precisions],
+        "head": None if job.head is None else str(job.head),
         "weights_bytes": report.weights_bytes,
         "rounded": list(report.rounded),
         "calibration": None if calibration is None else calibration.source,

@@ -150,17 +150,21 @@ class Checkpoint:
             if key not in without
         }
 
-    def master_sources(self) -> dict[str, TensorSource]:
+    def master_sources(self, *, without: Collection[str] = ()) -> dict[str, TensorSource]:
         """Return the sources of :class:`Master`'s tensors; a tied head is there once.
+
+        ``without`` are keys to leave out, because they are stored as codes.
 
         Raises:
             SpecError: as :meth:`layer_sources`.
         """
         sources = {}
         for key, value in Master(self.config).state_dict().items():
+            if key in without:
+                continue
             stored = self._root + key
             if key.startswith("lm_head."):
-                stored = self._find_head(key.removeprefix("lm_head."))
+                stored = self.head_name(key.removeprefix("lm_head."))
             sources[key] = self._source(stored, value)
         return sources
 
@@ -231,8 +235,11 @@ class Checkpoint:
             f"a {self.config.model_type} model"
         )
 
-    def _find_head(self, suffix: str) -> str:
-        """Return the name of the head's tensor: the library's, a family's, or a wrapped one."""
+    def head_name(self, suffix: str) -> str:
+        """Return the stored name of a tensor of the head, such as its ``weight``.
+
+        It is the library's, a family's, or a wrapped one; the first of them if it is not stored.
+        """
         head = self.skeleton.head_path
         names = [f"{start}{head}.{suffix}" for start in ("", "model.", "language_model.")]
         if self.skeleton.family.stored_head is not None:

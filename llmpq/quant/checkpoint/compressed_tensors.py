@@ -52,7 +52,10 @@ def compressed_parts(weight: IntegerWeight) -> dict[str, Tensor]:
 
 
 def compressed_config(
-    precisions: Sequence[Precision], layers_name: str, meta: Mapping[str, Any]
+    precisions: Sequence[Precision],
+    layers_name: str,
+    meta: Mapping[str, Any],
+    head: tuple[str, Precision] | None = None,
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` of a model whose layers have these precisions.
 
@@ -62,6 +65,7 @@ def compressed_config(
         precisions: of every layer; layers of 16 bits are not quantized.
         layers_name: what the list of layers is called, such as ``layers``.
         meta: provenance of the file.
+        head: name and precision of the LM head if it is quantized, too.
 
     Raises:
         SpecError: no layer is quantized.
@@ -75,22 +79,26 @@ def compressed_config(
         raise SpecError(
             "compressed-tensors file: found only layers of 16 bits, expected some to be quantized"
         )
+    targets = {one: [_pattern(layers_name, found)] for one, found in quantized.items()}
+    if head is not None:
+        targets.setdefault(head[1], []).append(head[0])
     groups = {
         f"group_{number}": {
-            "targets": [_pattern(layers_name, found)],
+            "targets": own,
             "weights": _weights(precision),
             "input_activations": None,
             "output_activations": None,
             "format": "pack-quantized",
         }
-        for number, (precision, found) in enumerate(quantized.items())
+        for number, (precision, own) in enumerate(targets.items())
     }
+    left = [] if head is not None else ["lm_head"]
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head", _ROUTERS, *([_pattern(layers_name, plain)] if plain else [])],
+        "ignore": [*left, _ROUTERS, *([_pattern(layers_name, plain)] if plain else [])],
         "kv_cache_scheme": None,
         "meta": dict(meta),
     }

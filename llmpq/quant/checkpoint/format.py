@@ -96,9 +96,11 @@ def from_integers(weight: IntegerWeight, *, zero_offset: int = 1) -> dict[str, T
         codes = torch.empty_like(codes).index_copy_(1, order, codes)
         groups = torch.empty_like(groups).index_copy_(0, order, groups)
     stored_zeros = (weight.zero_points - zero_offset).T & ((1 << bits) - 1)  # [G, N]
+    # A single group may keep the stride of a column, which cannot be viewed as words.
+    stored_zeros = stored_zeros.to(torch.uint8).flatten().view(stored_zeros.shape)
     return {
         "qweight": pack_codes(codes, bits).view(torch.int32).T.contiguous(),
-        "qzeros": pack_codes(stored_zeros.to(torch.uint8).contiguous(), bits).view(torch.int32),
+        "qzeros": pack_codes(stored_zeros, bits).view(torch.int32),
         "scales": scales,
         "g_idx": groups,
     }
@@ -136,7 +138,12 @@ def concatenate_rows(parts: list[PackedWeight]) -> PackedWeight:
 
 
 def make_config(
-    precisions: Sequence[Precision], layers_name: str, *, act_order: bool, meta: Mapping[str, Any]
+    precisions: Sequence[Precision],
+    layers_name: str,
+    *,
+    act_order: bool,
+    meta: Mapping[str, Any],
+    head: tuple[str, Precision] | None = None,
 ) -> dict[str, Any]:
     """Return the ``quantization_config`` of a model whose layers have these precisions.
 
@@ -149,6 +156,7 @@ def make_config(
         layers_name: what the list of layers is called, such as ``layers``.
         act_order: whether groups of inputs are looked up in ``g_idx``.
         meta: provenance of the file.
+        head: name and precision of the LM head if it is quantized, too.
 
     Raises:
         SpecError: no layer is quantized.
@@ -160,7 +168,8 @@ def make_config(
     if not counts:
         raise SpecError("GPTQ file: found only layers of 16 bits, expected some to be quantized")
     common = counts.most_common(1)[0][0]
-    is_symmetric = all(precision.symmetric for precision in counts)
+    others = [] if head is None else [head[1]]
+    is_symmetric = all(precision.symmetric for precision in (*counts, *others))
     dynamic: dict[str, dict[str, Any]] = {}
     for precision, indices in layers.items():
         if precision == common:
@@ -169,9 +178,11 @@ def make_config(
         sign = "-" if precision.bits == 16 else "+"
         pattern = rf"{sign}:.*\.{re.escape(layers_name)}\.(?:{numbers})\..*"
         dynamic[pattern] = {} if precision.bits == 16 else _fields_of(precision)
+    if head is not None and head[1] != common:
+        dynamic[rf"+:{re.escape(head[0])}$"] = _fields_of(head[1])
     return _fields_of(common) | {
         "desc_act": act_order,
-        "lm_head": False,
+        "lm_head": head is not None,
         "quant_method": "gptq",
         "checkpoint_format": "gptq" if is_symmetric else "gptq_v2",
         "pack_dtype": "int32",

@@ -22,7 +22,7 @@ from llmpq.models import Checkpoint
 from llmpq.models.experts import part_spellings, stored_spellings
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
 from llmpq.quant.loading.assembly import Matrix, matrices_of
-from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config
+from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config, stored_head
 from llmpq.spec.huggingface.quantization import codes_config
 from llmpq.spec.precision import Precision
 
@@ -120,6 +120,18 @@ class GptqCheckpoint:
             return concatenate_rows(parts)
         except SpecError as error:
             raise SpecError(f"{self.directory}: {modules[0]}: {error}") from error
+
+    def packed_head(self, shape: tuple[int, int], scale_dtype: torch.dtype) -> PackedWeight | None:
+        """Read the LM head ``[V, K]``; ``None`` if it is stored at 16 bits.
+
+        Raises:
+            SpecError: tensors are missing or do not fit the model, or ``config.json`` differs.
+        """
+        precision = stored_head(self.directory)
+        if precision is None:
+            return None
+        module = self.checkpoint.head_name("qweight").removesuffix(".qweight")
+        return self._read(module, shape, precision, scale_dtype)
 
     def packed_keys(self, index: int) -> frozenset[str]:
         """Return the keys of a layer's ``state_dict`` that are stored as codes.

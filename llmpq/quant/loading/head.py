@@ -8,7 +8,7 @@ Shape legend: V vocabulary, K inputs, N rows of the quantized weight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from llmpq.kernels.registry import choose_backend
 from llmpq.models import Checkpoint, Master
 from llmpq.models.files.sources import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
+from llmpq.quant.loading.as_stored import is_as_stored, read_as_stored
 from llmpq.quant.loading.assembly import Matrix
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
@@ -33,7 +34,7 @@ from llmpq.quant.loading.weight_cache import (
 from llmpq.quant.modules.head import QuantEmbedding, QuantHead
 from llmpq.quant.modules.linear import QuantLinear
 from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.precision import default_precision
+from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
 
 BLOCK_WEIGHTS = 1 << 21
@@ -80,18 +81,67 @@ def install_head_(
     """
     embedding = master.get_submodule(master.embedding_name)
     is_tied = master.lm_head is None
-    vocab_size, columns = source.shape
-    rows = -(-vocab_size // HEAD_ROW_MULTIPLE) * HEAD_ROW_MULTIPLE
-    precision = default_precision(load.bits)
-    kernel = choose_backend(
-        load.device.type, precision, load.dtype, rows, columns, load.backend, reads_rows=is_tied
-    )
-    bias = None if is_tied else getattr(master.lm_head, "bias", None)
-    padded = None if bias is None else nn.functional.pad(bias, (0, rows - vocab_size))
-    linear = QuantLinear(_weight(checkpoint, source, rows, kernel, load), padded, kernel)
+    rows = _filled_rows(source.shape[0])
+    kernel = _kernel(default_precision(load.bits), rows, source.shape[1], load, is_tied=is_tied)
+    linear = _linear(master, _weight(checkpoint, source, rows, kernel, load), kernel)
     if is_tied:
         master.set_submodule(master.embedding_name, QuantEmbedding(linear, embedding))
-    master.lm_head = QuantHead(linear, vocab_size)
+    master.lm_head = QuantHead(linear, source.shape[0])
+
+
+def install_stored_head_(master: Master, weight: PackedWeight, load: HeadLoad) -> None:
+    """Put a head that is stored quantized into a master; the embedding has a matrix of its own.
+
+    Args:
+        master: whose other weights are loaded.
+        weight: of the head ``[V, K]``.
+        load: dtype and place.
+
+    Raises:
+        SpecError: no backend multiplies by such a weight.
+    """
+    vocab_size = weight.out_features
+    rows = _filled_rows(vocab_size)
+    kernel = _kernel(weight.precision, rows, weight.in_features, load, is_tied=False)
+    filled = _with_rows(weight, rows).to(load.device)
+    master.lm_head = QuantHead(_linear(master, filled, kernel), vocab_size)
+
+
+def _filled_rows(vocab_size: int) -> int:
+    return -(-vocab_size // HEAD_ROW_MULTIPLE) * HEAD_ROW_MULTIPLE
+
+
+def _kernel(
+    precision: Precision, rows: int, columns: int, load: HeadLoad, *, is_tied: bool
+) -> KernelBackend:
+    return choose_backend(
+        load.device.type, precision, load.dtype, rows, columns, load.backend, reads_rows=is_tied
+    )
+
+
+def _linear(
+    master: Master, weight: PackedWeight | TiledWeight, kernel: KernelBackend
+) -> QuantLinear:
+    """Return the operator of a filled weight, with the head's bias."""
+    bias = getattr(master.lm_head, "bias", None)
+    if bias is not None:
+        bias = nn.functional.pad(bias, (0, weight.out_features - len(bias)))
+    return QuantLinear(weight, bias, kernel)
+
+
+def _with_rows(weight: PackedWeight, rows: int) -> PackedWeight:
+    """Return a weight filled up with rows of zeros."""
+
+    def filled(tensor: Tensor) -> Tensor:
+        return nn.functional.pad(tensor, (0, 0, 0, rows - len(tensor)))
+
+    return replace(
+        weight,
+        out_features=rows,
+        codes=filled(weight.codes),
+        scales=filled(weight.scales),
+        zeros=None if weight.zeros is None else filled(weight.zeros),
+    )
 
 
 def _weight(
@@ -107,7 +157,8 @@ def _weight(
     fingerprint = None if cache is None else tensors.fingerprint([source])
     if cache is None or fingerprint is None:
         return _quantized(checkpoint, source, matrix, load, is_tiled=bool(tiled))
-    key = entry_key(fingerprint, [str(precision), str(load.dtype), f"head {bool(tiled)}"])
+    what = f"head {bool(tiled)}{' as stored' * is_as_stored(source, precision)}"
+    key = entry_key(fingerprint, [str(precision), str(load.dtype), what])
     layout = entry_layout([matrix], precision, load.dtype, tiled)
     found = cache.read(key, layout)
     if found is not None:
@@ -129,12 +180,20 @@ def _quantized(
     *,
     is_tiled: bool,
 ) -> PackedWeight | TiledWeight:
-    """Read and round the matrix, a block of rows at a time."""
+    """Read and round the matrix, a block of rows at a time, or keep its codes as stored."""
     precision, tensors = default_precision(load.bits), checkpoint.tensors
     each = max(1, BLOCK_WEIGHTS // (matrix.in_features * HEAD_ROW_MULTIPLE)) * HEAD_ROW_MULTIPLE
     shape = matrix.out_features, matrix.in_features
     tiles = TiledWeight.empty(*shape, precision, load.dtype) if is_tiled else None
     parts: list[PackedWeight] = []
+    if is_as_stored(source, precision):
+        kept = read_as_stored(source, precision, load.dtype, tensors.load)
+        if kept is not None:
+            filled = _with_rows(kept, matrix.out_features).to(load.device)
+            if tiles is None:
+                return filled
+            tiles.put_rows(0, filled)
+            return tiles
     for first in range(0, source.shape[0], each):
         block = source.block(first, min(first + each, source.shape[0]))
         rounded = _rounded(tensors.load(block, on_host), tensors.where(source.name), load)

@@ -21,7 +21,7 @@ from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
 from llmpq.quant.loading.assembly import Matrix
-from llmpq.quant.loading.head import HeadLoad, head_key, install_head_
+from llmpq.quant.loading.head import HeadLoad, head_key, install_head_, install_stored_head_
 from llmpq.quant.loading.layer_reader import (
     Item,
     LayerEnd,
@@ -36,6 +36,7 @@ from llmpq.quant.loading.weight_cache import BackgroundWriter, WeightCache
 from llmpq.quant.modules.layer import prepack_, quantize_layer_
 from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.quant.quantizers.rtn import quantize
+from llmpq.spec.huggingface.gptq import stored_head
 from llmpq.spec.precision import default_precision
 
 SLOTS = 2
@@ -111,7 +112,7 @@ def load_master(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    head_bits: int = 16,
+    head_bits: int | None = None,
     backend: str | None = None,
     weight_cache: WeightCache | None = None,
 ) -> Master:
@@ -121,31 +122,35 @@ def load_master(
         model_dir: directory of the weights.
         dtype: of whatever is not quantized.
         device: where they go.
-        head_bits: of the head's matrix, which is the token embedding's if they are tied.
+        head_bits: of the head's matrix, which is the token embedding's if they are tied;
+            ``None`` for those of the checkpoint.
         backend: kernel backend to prefer for a quantized head.
         weight_cache: of quantized weights; ``None`` for none.
 
     Raises:
-        SpecError: as ``Checkpoint`` and ``install_head_``.
+        SpecError: as ``Checkpoint`` and ``install_head_``, or the head is stored at other bits.
     """
     checkpoint = Checkpoint(model_dir)
     master = Master(checkpoint.config)
-    sources = checkpoint.master_sources()
-    head = sources.pop(head_key(master)) if head_bits != 16 else None
+    load = HeadLoad(
+        bits=head_bits or 16,
+        dtype=dtype,
+        device=torch.device(device),
+        backend=backend,
+        cache=weight_cache,
+    )
+    stored = _stored_head(model_dir, master, head_bits, dtype)
+    sources = checkpoint.master_sources(without=() if stored is None else (head_key(master),))
+    head = sources.pop(head_key(master)) if stored is None and load.bits != 16 else None
     state = {
         key: _cast(checkpoint.tensors.load(source).to(device), dtype)
         for key, source in sources.items()
     }
-    master.load_state_dict(state, assign=True, strict=head is None)
-    if head is not None:
-        load = HeadLoad(
-            bits=head_bits,
-            dtype=dtype,
-            device=torch.device(device),
-            backend=backend,
-            cache=weight_cache,
-        )
-        with torch.no_grad(), _on(load.device):
+    master.load_state_dict(state, assign=True, strict=head is None and stored is None)
+    with torch.no_grad(), _on(load.device):
+        if stored is not None:
+            install_stored_head_(master, stored, load)
+        elif head is not None:
             install_head_(master, checkpoint, head, load)
     left = [name for name, buffer in master.named_buffers() if buffer.is_meta]
     if left:
@@ -153,6 +158,27 @@ def load_master(
     fuse_norms_(master)
     prepack_(master)
     return master.to(device)
+
+
+def _stored_head(
+    model_dir: Path | str, master: Master, head_bits: int | None, dtype: torch.dtype
+) -> PackedWeight | None:
+    """Read the head of a checkpoint in GPTQ's format; ``None`` if it is not quantized."""
+    precision = stored_head(model_dir) if is_gptq(model_dir) else None
+    if precision is None:
+        return None
+    if head_bits not in (None, precision.bits):
+        raise SpecError(
+            f"{model_dir}: the head is stored at {precision.bits} bits and the plan wants "
+            f"{head_bits}; plan for the checkpoint's own bits, or serve the model it was made from"
+        )
+    if not isinstance(master.lm_head, nn.Linear):
+        raise SpecError(
+            f"{model_dir}: field 'tie_word_embeddings': found a head of its own, which is "
+            "quantized, expected false"
+        )
+    shape = master.lm_head.out_features, master.lm_head.in_features
+    return GptqCheckpoint(model_dir).packed_head(shape, dtype)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

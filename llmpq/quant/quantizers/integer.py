@@ -8,6 +8,7 @@ Shape legend: N output features, K input features, G groups of a row, b bits, C 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,17 @@ class IntegerWeight:
             scales=self.scales[rows],
             zero_points=self.zero_points[rows],
             order=self.order,
+        )
+
+    @staticmethod
+    def stacked(parts: Sequence[IntegerWeight]) -> IntegerWeight:
+        """Return parts with the same inputs, stacked along their outputs."""
+        return IntegerWeight(
+            precision=parts[0].precision,
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            zero_points=torch.cat([part.zero_points for part in parts]),
+            order=parts[0].order,
         )
 
     def dequantize(self) -> Tensor:

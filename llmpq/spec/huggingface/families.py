@@ -17,7 +17,7 @@ from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.config import HIDDEN, Config, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
-from llmpq.spec.huggingface.gptq import stored_precisions
+from llmpq.spec.huggingface.gptq import stored_head, stored_precisions
 from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.huggingface.variants import VARIANTS, Variant
 from llmpq.spec.model import LayerSpec, ModelSpec
@@ -29,7 +29,7 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     A directory of an unknown family may have a model file instead (``llmpq-profile describe``).
 
     Raises:
-        SpecError: as ``model_from_config`` and ``stored_precisions``.
+        SpecError: as ``model_from_config``, ``stored_precisions`` and ``stored_head``.
     """
     folder = Path(path)
     file = folder / "config.json"
@@ -40,7 +40,11 @@ def load_model_dir(path: str | Path) -> ModelSpec:
         model = replace(read_model_file(described), name=name)
     else:
         model = model_from_config(config, name, str(file))
-    return replace(model, stored=stored_precisions(folder, model.num_layers))
+    return replace(
+        model,
+        stored=stored_precisions(folder, model.num_layers),
+        stored_head=stored_head(folder),
+    )
 
 
 def model_types() -> tuple[str, ...]:

@@ -53,12 +53,14 @@ class GptqConfig:
         fields: ``bits``, ``group_size`` and ``sym`` of modules that no rule names.
         rules: exceptions, in order.
         zero_offset: amount subtracted from stored zero points.
+        has_head: whether the LM head is quantized, too.
     """
 
     where: str
     fields: Mapping[str, Any]
     rules: tuple[Rule, ...] = field(default=())
     zero_offset: int = 1
+    has_head: bool = False
 
     def precision(self, module: str) -> Precision | None:
         """Return the precision of a module by its full name; ``None``: it is not quantized.
@@ -110,10 +112,12 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
     Raises:
         SpecError: the method or packing is not GPTQ's, or a rule is malformed.
     """
-    expected = {"quant_method": ("gptq",), "pack_dtype": ("int32",), "lm_head": (False,)}
+    expected = {"quant_method": ("gptq",), "pack_dtype": ("int32",), "lm_head": (False, True)}
     for name, choices in expected.items():
         if fields.get(name, choices[0]) not in choices:
-            raise bad_field(where, f"{FIELD}.{name}", fields[name], f"'{choices[0]}'")
+            raise bad_field(
+                where, f"{FIELD}.{name}", fields[name], " or ".join(f"'{one}'" for one in choices)
+            )
     version = fields.get("checkpoint_format") or "gptq"
     if version not in ZERO_OFFSETS:
         raise bad_field(
@@ -128,6 +132,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
         },
         rules=_rules(fields.get("dynamic"), where),
         zero_offset=ZERO_OFFSETS[version],
+        has_head=bool(fields.get("lm_head")),
     )
 
 
@@ -154,6 +159,33 @@ def stored_precisions(model_dir: Path | str, num_layers: int) -> tuple[Precision
             raise SpecError(f"{config.where}: {name} is stored, expected 'dynamic' to say so")
         found.setdefault(int(layer[1]), set()).add(precision)
     return tuple(_of_layer(found.get(i, set()), directory, i) for i in range(num_layers))
+
+
+def stored_head(model_dir: Path | str) -> Precision | None:
+    """Return the stored precision of the LM head of a GPTQ checkpoint; ``None``: not quantized.
+
+    Raises:
+        SpecError: quantized in an unknown format, or the head's codes are not as ``lm_head`` says.
+    """
+    fields, directory = find_config(model_dir), Path(model_dir)
+    where = str(directory / "config.json")
+    if fields is None or codes_config(fields, where) is not None:
+        return None
+    config = parse_config(fields, where)
+    heads = [
+        name
+        for name in _tensor_names(directory)
+        if name.endswith(_CODES) and _LAYER.search(name) is None
+    ]
+    if config.has_head != bool(heads):
+        stored = f"'{heads[0]}'" if heads else "no codes of a head"
+        raise bad_field(where, f"{FIELD}.lm_head", config.has_head, f"what is stored, {stored}")
+    if not heads:
+        return None
+    found = config.precision(heads[0].removesuffix(_CODES))
+    if found is None:
+        raise SpecError(f"{where}: {heads[0]} is stored, expected 'dynamic' to say so")
+    return found
 
 
 def _of_layer(found: set[Precision], directory: Path, index: int) -> Precision:

@@ -7,6 +7,7 @@ import torch
 
 from llmpq.cli.commands.quantize import main
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
+from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
 
@@ -44,6 +45,13 @@ def test_rounding_needs_no_text(model_dir, tmp_path, capsys):
     assert "2 at w3-rtn-g32" in capsys.readouterr().out
     packed = GptqCheckpoint(tmp_path / "out").packed(0, "mlp.up_proj", torch.float32)
     assert str(packed.precision) == "w3-gptq-g32"  # the format does not say who chose the codes
+
+
+def test_the_head_has_bits_of_its_own(model_dir, tmp_path, capsys):
+    arguments = ["--model", model_dir, "--bits", "4", "--method", "rtn", "--head_bits", "8"]
+    assert main([str(a) for a in [*arguments, "--output", tmp_path / "out"]]) == 0
+    assert "head           w8-rtn-gc" in capsys.readouterr().out
+    assert str(load_model_dir(tmp_path / "out").stored_head) == "w8-gptq-gc"
 
 
 def test_eight_bits_are_symmetric_and_per_channel(model_dir, tmp_path, capsys):
