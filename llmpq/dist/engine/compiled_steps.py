@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.engine.cuda_graphs import graphs_of
-from llmpq.dist.kv.blocks import blocks_written_twice
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.logging import get_logger
@@ -105,12 +104,10 @@ class CompiledSteps:
         return self._hidden[None, :rows].clone()
 
     def _runs(self, hidden: Tensor, batch: PackedBatch) -> bool:
-        """Whether the rows are single tokens of different sequences, and few."""
+        """Whether the rows are single tokens, and few."""
         if not batch.is_decode or batch.rows > self._program.most_rows:
             return False
-        places = zip(batch.block_tables, batch.starts, batch.lengths, strict=True)
-        is_apart = not blocks_written_twice(places, self._cache.block_size)
-        return is_apart and hidden.dtype == self._cache.dtype and hidden.shape[1] == batch.rows
+        return hidden.dtype == self._cache.dtype and hidden.shape[1] == batch.rows
 
     def _append(self, index: int) -> None:
         layers = self._layers
@@ -205,7 +202,9 @@ def _check(layers: DecoderStage, cache: KVCache) -> None:
         PackedBatch(block_tables=tables, starts=starts, counts=_TRIED_CONTEXT),
         tried,
     )
-    batch = PackedBatch(block_tables=tables, starts=_TRIED_CONTEXT, counts=[1] * len(tables))
+    # The last row is the next token of the first sequence, as where drafts are verified.
+    tables, starts = [*tables, tables[0]], [*_TRIED_CONTEXT, _TRIED_CONTEXT[0] + 1]
+    batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables))
     hidden = random_rows(batch.rows)
     arguments = layers.step_arguments(hidden, batch, tried)
     for index in range(count):

@@ -3,7 +3,7 @@
 ``StepProgram`` is a list of operators on fixed buffers. Python appends them once; every step then
 passes the rows' block tables and positions and calls compiled code.
 
-Shapes: R rows (single tokens of different sequences), H heads, h KV heads, d head_dim.
+Shapes: R rows (single tokens), H heads, h KV heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_ROWS = 32
 """Most rows of a step."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """In the order of ``csrc/step.c``."""
-_NORM, _ADD, _ROTATE, _GATE, _PREPARE, _PRODUCTS, _ATTEND = range(7)
+_NORM, _ADD, _ROTATE, _GATE, _PREPARE, _STORE, _PRODUCTS, _ATTEND = range(8)
 _DENSE_BF16, _PLAIN_FLOAT, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8 = range(5)
 _BLOCK = 128  # columns of a sum: kernels.h
 _MOST_PRODUCTS = 3
@@ -250,17 +250,17 @@ class StepProgram:
             scaling=scaling,
             type=TYPES[self.dtype],
             stored=STORED_TYPES[heads.keys.dtype],
-            stores=1,
         )
         call.block_stride, call.head_stride = heads.keys.stride()[:2]
+        self._append(_STORE, call)
         self._append(_ATTEND, call)
 
     def run(self, block_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> None:
         """Run all operators for the first R rows of the buffers.
 
         Args:
-            block_tables: blocks of each row's sequence; no two rows share the block they write.
-            positions: of each row's token.
+            block_tables: blocks of each row's sequence.
+            positions: of each row's token; no two rows of a sequence have the same.
         """
         sizes = [len(table) for table in block_tables]
         blocks = np.fromiter((b for table in block_tables for b in table), np.int32, sum(sizes))

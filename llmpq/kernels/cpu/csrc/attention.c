@@ -302,7 +302,8 @@ void kernels_attend(const Attention *a) {
 
 /* ---- whole sequences ------------------------------------------------------------------------- */
 
-static void store_part(void *data, int64_t item) {
+/* Puts the new keys and values of one token into their block. */
+void store_part(void *data, int64_t item) {
     const Attention *a = data;
     for (int64_t head = 0; head < a->kv_heads; head++) keep_token(a, token_of(a, item), head);
 }

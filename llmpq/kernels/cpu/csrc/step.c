@@ -1,7 +1,8 @@
 /* A decode step: the operators of all layers of a stage in one call.
  *
- * The rows of a step are single tokens of different sequences. Operators that work on each row alone
- * follow each other in one thread; products and attention are spread over the threads in parts.
+ * The rows of a step are single tokens, of different sequences or consecutive ones of one sequence.
+ * Operators that work on each row alone follow each other in one thread; products and attention are
+ * spread over the threads in parts. All rows store their keys and values before any row attends.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
  * takes, and then sleep, so that other processes get the core. Every number is rounded where the
  * operators of torch and transformers round it. */
@@ -20,7 +21,7 @@
 #include <sched.h>
 #endif
 
-enum { NORM, ADD, ROTATE, GATE, PREPARE, PRODUCTS, ATTEND };
+enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, PRODUCTS, ATTEND };
 enum { DENSE_BF16, PLAIN_FLOAT, PACKED_BF16, PACKED_FLOAT, LLM_INT8 };
 enum { SILU, GELU, GELU_TANH, RELU };
 enum { MOST_PRODUCTS = 3, SPINS = 1000 };
@@ -210,6 +211,13 @@ static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
 #endif
 }
 
+INLINE Attention of_rows(const Step *step, const Attention *what) {
+    Attention a = *what;
+    a.tables = step->tables, a.starts = step->starts, a.lengths = step->lengths;
+    a.count = step->rows;
+    return a;
+}
+
 static void on_row(const Step *step, const Operator *operator, int64_t m) {
     const void *what = operator->what;
     switch (operator->kind) {
@@ -228,6 +236,11 @@ static void on_row(const Step *step, const Operator *operator, int64_t m) {
         break;
     case GATE: gate(what, m, step->type); break;
     case PREPARE: prepare(what, step->rows, m); break;
+    case STORE: {
+        Attention a = of_rows(step, what);
+        store_part(&a, m);
+        break;
+    }
     }
 }
 
@@ -266,9 +279,7 @@ static void multiply(Run *run, const Products *o) {
 }
 
 static void attend(Run *run, const Attention *what) {
-    Attention a = *what;
-    a.tables = run->step->tables, a.starts = run->step->starts, a.lengths = run->step->lengths;
-    a.count = run->step->rows;
+    Attention a = of_rows(run->step, what);
     int64_t all = a.count * a.kv_heads;
     for (int64_t item; (item = take(run)) < all;) attention_part(&a, item);
 }

@@ -50,6 +50,7 @@ typedef struct {
     int32_t type;    /* of x */
 } Prepared;
 
+void store_part(void *attention, int64_t item);
 void attention_part(const Attention *a, int64_t item);
 void norm_rows(const Norm *n, int64_t first, int64_t end);
 
