@@ -9,134 +9,27 @@ releases its blocks, keeps its tokens, returns to the head of the queue and is r
 
 A pipeline has several steps in flight; a sequence is in at most one of them. The steps must be
 computed in the order of their numbers: a block may be found by its content from the next step on.
+
+With speculative decoding, a sequence that decodes may have draft tokens after its next one. They
+take what is left of the budget after everything else, and free blocks only while no request waits.
+The blocks of rejected draft tokens stay with their sequence, for its next tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, next_key, root_key
+from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder, QueueState
-from llmpq.errors import CapacityError, LlmpqError, SpecError
+from llmpq.batching.speculation import MAX_STEP_TOKENS, DraftCredit
+from llmpq.errors import CapacityError, LlmpqError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Sequences and tokens that an engine computes in one step.
-
-    Attributes:
-        token_budget: tokens of all sequences in one step.
-        max_sequences: running sequences.
-        num_blocks: KV blocks.
-        block_size: tokens of a block.
-        watermark: share of the blocks that an admission leaves free while sequences run.
-        prefix_caching: reuse blocks of equal content.
-        steps_in_flight: steps that may be in the pipeline at once.
-    """
-
-    token_budget: int
-    max_sequences: int
-    num_blocks: int
-    block_size: int
-    watermark: float = 0.01
-    prefix_caching: bool = True
-    steps_in_flight: int = 1
-
-    def __post_init__(self) -> None:
-        for name in (
-            "token_budget",
-            "max_sequences",
-            "num_blocks",
-            "block_size",
-            "steps_in_flight",
-        ):
-            if getattr(self, name) < 1:
-                raise SpecError(
-                    f"engine limits: field '{name}': found {getattr(self, name)}, expected at "
-                    "least 1"
-                )
-        if not 0 <= self.watermark < 1:
-            raise SpecError(
-                f"engine limits: field 'watermark': found {self.watermark}, expected 0 to 1"
-            )
-
-    def blocks_for(self, tokens: int) -> int:
-        """Return the blocks of a number of tokens."""
-        return -(-tokens // self.block_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """A prompt, as the scheduler of an engine sees it, and how long its answer may be.
-
-    Attributes:
-        request: number, unique among the unfinished requests.
-        token_ids: the prompt; ``None`` in a simulation without content, where only a preempted
-            request finds its own blocks again.
-        prompt_tokens: length of the prompt, at least 1.
-        max_tokens: largest number of answer tokens, at least 1.
-        arrival_s: arrival on the clock given to :meth:`EngineScheduler.schedule`.
-        priority: a lower value is admitted earlier by the order ``priority``.
-        predicted_tokens: predicted answer tokens, for the order ``trail``.
-        cache_salt: requests share blocks only under the same salt.
-        skip_prefix_cache: compute the whole prompt, because every position has an output that is
-            needed (log-probabilities of the prompt).
-    """
-
-    request: int
-    token_ids: tuple[int, ...] | None
-    prompt_tokens: int
-    max_tokens: int
-    arrival_s: float
-    priority: int = 0
-    predicted_tokens: float | None = None
-    cache_salt: str = ""
-    skip_prefix_cache: bool = False
-
-    def __post_init__(self) -> None:
-        tokens = self.prompt_tokens if self.token_ids is None else len(self.token_ids)
-        if self.prompt_tokens < 1 or self.max_tokens < 1 or tokens != self.prompt_tokens:
-            raise SpecError(
-                f"request {self.request}: found {self.prompt_tokens} prompt tokens, {tokens} token "
-                f"ids and at most {self.max_tokens} new tokens, expected at least 1 of each"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Tokens ``[first, first + count)`` of a sequence in a step.
-
-    Attributes:
-        request: number of the request.
-        first: tokens before the chunk; their keys and values are in the blocks.
-        count: tokens to compute.
-        blocks: block ``i`` holds tokens ``[i * block_size, (i + 1) * block_size)``; it may have
-            more blocks than ``first + count`` tokens need.
-        makes_token: the chunk ends at the last token so far, so its output is the next one.
-    """
-
-    request: int
-    first: int
-    count: int
-    blocks: tuple[int, ...]
-    makes_token: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStep:
-    """Chunks of several sequences that an engine computes together.
-
-    Attributes:
-        number: counted from 0.
-        chunks: at least one; each of another sequence.
-        preempted: requests preempted since the step before.
-    """
-
-    number: int
-    chunks: tuple[ScheduledChunk, ...]
-    preempted: tuple[int, ...]
+Propose = Callable[[int, int], int]
+"""Returns how many draft tokens there are for a request, at most the given number."""
+NO_TOKENS: Mapping[int, Sequence[int]] = {}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -144,7 +37,7 @@ class _Sequence:
     """State of an unfinished request.
 
     ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
-    ``blocks``, the step in flight included.
+    ``blocks``, the step in flight with its draft tokens included.
     """
 
     request: EngineRequest
@@ -158,6 +51,7 @@ class _Sequence:
     last_step: int = -1
     is_aborted: bool = False
     was_admitted: bool = False
+    credit: DraftCredit = field(default_factory=DraftCredit)
 
 
 class EngineScheduler:
@@ -166,11 +60,16 @@ class EngineScheduler:
     Args:
         limits: of the engine.
         order: of the waiting queue.
+        propose: finds the draft tokens of a sequence that decodes, while a step is scheduled;
+            ``None`` for no speculative decoding.
     """
 
-    def __init__(self, limits: EngineLimits, order: QueueOrder) -> None:
+    def __init__(
+        self, limits: EngineLimits, order: QueueOrder, propose: Propose | None = None
+    ) -> None:
         self._limits = limits
         self._order = order
+        self._propose = propose
         self._allocator = BlockAllocator(limits.num_blocks)
         self._watermark = int(limits.watermark * limits.num_blocks)
         self._sequences: dict[int, _Sequence] = {}
@@ -186,6 +85,7 @@ class EngineScheduler:
         """Prompt tokens of admitted requests."""
         self.prefix_cache_hits = 0
         """Those of them whose keys and values were found."""
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -278,15 +178,21 @@ class EngineScheduler:
             chunks += self._admit(left, now_s)
         if not chunks:
             return None
+        if self._propose is not None:
+            self._add_drafts(chunks, self._propose)
         step = EngineStep(self._next_step, tuple(chunks), tuple(self._newly_preempted))
         self._newly_preempted.clear()
-        self._cache_full_blocks(chunks)
+        self._cache_filled_blocks(chunks)
         self._in_flight[step.number] = step.chunks
         self._next_step += 1
         return step
 
     def complete(
-        self, number: int, tokens: Mapping[int, int], finished: Collection[int] = ()
+        self,
+        number: int,
+        tokens: Mapping[int, int],
+        finished: Collection[int] = (),
+        accepted: Mapping[int, Sequence[int]] = NO_TOKENS,
     ) -> None:
         """Complete a step in flight.
 
@@ -294,6 +200,7 @@ class EngineScheduler:
             number: of the step.
             tokens: token id of each chunk that makes a token; aborted requests are ignored.
             finished: requests whose answer is complete with this token.
+            accepted: draft tokens of a request that come before its token, if there are any.
 
         Raises:
             LlmpqError: the step is not in flight, a token is missing, or an unfinished request has
@@ -305,6 +212,8 @@ class EngineScheduler:
         for chunk in chunks:
             sequence = self._sequences[chunk.request]
             sequence.in_step = None
+            if chunk.makes_token and self._propose is not None and not sequence.is_aborted:
+                self._verify(sequence, chunk, accepted.get(chunk.request, ()))
             if sequence.is_aborted or (chunk.makes_token and chunk.request in finished):
                 self._remove(sequence)
             elif chunk.makes_token:
@@ -324,12 +233,25 @@ class EngineScheduler:
                 self._to_head_of_queue(sequence)
         self._allocator.clear_cache()
 
+    def _verify(self, sequence: _Sequence, chunk: ScheduledChunk, accepted: Sequence[int]) -> None:
+        """Keep the accepted draft tokens and forget the others."""
+        sequence.credit.earn(len(accepted))
+        if not chunk.num_draft_tokens:
+            return
+        self.num_accepted_tokens += len(accepted)
+        known = sequence.computed - chunk.num_draft_tokens
+        sequence.tokens += len(accepted)
+        sequence.computed = known + len(accepted)
+        if sequence.ids is not None:
+            sequence.ids += accepted
+        self._cache_blocks(sequence, known, sequence.computed)
+
     def _append(self, sequence: _Sequence, tokens: Mapping[int, int]) -> None:
         request = sequence.request
         if request.request not in tokens:
             raise LlmpqError(f"engine scheduler: found no token of request {request.request}")
         sequence.tokens += 1
-        if sequence.tokens == request.prompt_tokens + request.max_tokens:
+        if sequence.tokens >= request.prompt_tokens + request.max_tokens:
             raise LlmpqError(
                 f"engine scheduler: request {request.request} has its {request.max_tokens} tokens, "
                 "expected to be finished"
@@ -458,18 +380,61 @@ class EngineScheduler:
         makes_token = end == sequence.tokens
         return ScheduledChunk(sequence.request.request, first, count, sequence.table, makes_token)
 
-    def _cache_full_blocks(self, chunks: list[ScheduledChunk]) -> None:
-        """Let the next steps find the blocks that this step fills."""
+    def _add_drafts(self, chunks: list[ScheduledChunk], propose: Propose) -> None:
+        """Add draft tokens to the chunks of sequences that decode."""
+        limits = self._limits
+        tokens = sum(chunk.count for chunk in chunks)
+        left = min(limits.token_budget, MAX_STEP_TOKENS) - tokens
+        for place, chunk in enumerate(chunks):
+            if left <= 0:
+                return
+            if chunk.count > 1 or not chunk.makes_token:
+                continue
+            sequence = self._sequences[chunk.request]
+            request, size = sequence.request, limits.block_size
+            free = len(sequence.table) * size - sequence.tokens
+            if not self.num_waiting:
+                free += size * max(0, self.free_blocks - self._watermark)
+            # The last token of an answer is never an input.
+            needed = request.prompt_tokens + request.max_tokens - 1 - sequence.tokens
+            credit = sequence.credit.longest(tokens)
+            most = min(limits.num_speculative_tokens, left, free, needed, credit)
+            count = propose(chunk.request, most) if most > 0 else 0
+            if count:
+                chunks[place] = self._with_drafts(sequence, chunk, count)
+                sequence.credit.spend(count, tokens)
+                left -= count
+
+    def _with_drafts(
+        self, sequence: _Sequence, chunk: ScheduledChunk, count: int
+    ) -> ScheduledChunk:
+        sequence.computed += count
+        missing = self._limits.blocks_for(sequence.computed) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self._allocator.allocate(missing)
+            sequence.table = tuple(sequence.blocks)
+        self.num_drafts += 1
+        self.num_draft_tokens += count
+        return ScheduledChunk(
+            chunk.request, chunk.first, chunk.count + count, sequence.table, True, count
+        )
+
+    def _cache_filled_blocks(self, chunks: list[ScheduledChunk]) -> None:
+        """Let the next steps find the blocks that this step fills with tokens that are known."""
+        size = self._limits.block_size
+        for chunk in chunks:
+            end = chunk.first + chunk.count - chunk.num_draft_tokens
+            if end // size > chunk.first // size:
+                self._cache_blocks(self._sequences[chunk.request], chunk.first, end)
+
+    def _cache_blocks(self, sequence: _Sequence, first: int, end: int) -> None:
+        """Let the next steps find the blocks that the tokens ``[first, end)`` fill."""
         if not self._limits.prefix_caching:
             return
         size = self._limits.block_size
-        for chunk in chunks:
-            end = chunk.first + chunk.count
-            if end // size > chunk.first // size:
-                sequence = self._sequences[chunk.request]
-                self._add_keys(sequence, end)
-                for index in range(chunk.first // size, end // size):
-                    self._allocator.cache(sequence.blocks[index], sequence.keys[index])
+        self._add_keys(sequence, end)
+        for index in range(first // size, end // size):
+            self._allocator.cache(sequence.blocks[index], sequence.keys[index])
 
     def _add_keys(self, sequence: _Sequence, tokens: int) -> None:
         """Compute the keys of the full blocks among the first tokens."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.batching.speculation import SpeculativeConfig, read_speculative_config
 from llmpq.dist.engine.policy import max_model_len as longest_sequence
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
@@ -142,6 +143,7 @@ class AsyncEngine:
         num_blocks: int | None = None,
         max_model_len: int | None = None,
         prefix_caching: bool = True,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         step_timeout_s: float = 10.0,
         max_restarts: int = DEFAULT_RESTARTS,
         store: Path | None = None,
@@ -164,6 +166,8 @@ class AsyncEngine:
                 longest sequence. Longer ones take more temporary memory than the plan states
                 (``llmpq.costmodel.memory.context_bytes``).
             prefix_caching: whether prompts reuse blocks of equal content.
+            speculative_config: draft tokens to verify, such as ``{"num_speculative_tokens": 5}``;
+                ``None`` for no speculative decoding.
             step_timeout_s: how long a rank may give no sign of life.
             max_restarts: starts in a row without a new token, after which the engine has failed.
             store: folder of quantized layers kept from run to run, ``None`` for none.
@@ -184,6 +188,8 @@ class AsyncEngine:
                 "plan: found stages of their own for prefill and decode, expected stages that do "
                 "both: a step of the engine mixes prefill and decode"
             )
+        if isinstance(speculative_config, Mapping):
+            speculative_config = read_speculative_config(speculative_config)
         options = EngineOptions(
             scheduler=scheduler,
             alpha=alpha,
@@ -192,6 +198,7 @@ class AsyncEngine:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
+            speculative_config=speculative_config,
         )
         longest_sequence(plan, options, model.max_positions)
         ranks = RankThread(plan, model_dir, progress)

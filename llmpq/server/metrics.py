@@ -212,6 +212,13 @@ class _EngineCollector(Collector):
             ("num_preemptions", stats.num_preemptions, "Preemptions"),
             ("prefix_cache_queries", stats.prefix_cache_queries, "Prompt tokens looked up"),
             ("prefix_cache_hits", stats.prefix_cache_hits, "Prompt tokens found in the cache"),
+            ("spec_decode_num_drafts", stats.num_drafts, "Drafts verified"),
+            ("spec_decode_num_draft_tokens", stats.num_draft_tokens, "Draft tokens verified"),
+            (
+                "spec_decode_num_accepted_tokens",
+                stats.num_accepted_tokens,
+                "Draft tokens that became tokens of an answer",
+            ),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QueueOrder, queue_order
 from llmpq.sim.engine import simulate_engine
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE

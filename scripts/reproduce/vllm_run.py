@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.sim.engine import simulate_engine

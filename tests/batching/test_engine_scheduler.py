@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import EngineLimits, EngineRequest, EngineScheduler
+from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.batching.speculation import DraftCredit
 from llmpq.errors import CapacityError, LlmpqError, SpecError
 
 
@@ -27,8 +29,8 @@ def _limits(**given_):
     return EngineLimits(**{**defaults, **given_})
 
 
-def _scheduler(name="fcfs", **given_):
-    return EngineScheduler(_limits(**given_), queue_order(name))
+def _scheduler(name="fcfs", propose=None, **given_):
+    return EngineScheduler(_limits(**given_), queue_order(name), propose)
 
 
 def _request(number, prompt, new=4, arrival_s=0.0, **given_):
@@ -48,10 +50,29 @@ def _next_token(prefix):
     return hash(("next", *prefix)) % 3
 
 
+class Drafts:
+    """Proposes tokens for an engine that is known later; some of them are right."""
+
+    def __init__(self, seed, share=0.7):
+        self.chance, self.share, self.engine, self.last = random.Random(seed), share, None, {}
+
+    def __call__(self, request, most):
+        sequence = list(self.engine.tokens[request])
+        draft = self.last[request] = []
+        for _ in range(self.chance.randint(0, most)):
+            is_right = self.chance.random() < self.share
+            draft.append(_next_token(sequence) if is_right else self.chance.randrange(3))
+            sequence.append(draft[-1])
+        return len(draft)
+
+
 class Engine:
     """Executes the steps of a scheduler in order, and checks every read."""
 
-    def __init__(self, scheduler, block_size):
+    def __init__(self, scheduler, block_size, drafts=None):
+        self.drafts = drafts
+        if drafts is not None:
+            drafts.engine = self
         self.scheduler, self.size = scheduler, block_size
         self.memory = {}  # (block, offset) -> prefix up to and including the token
         self.tokens = {}  # prompt and answer of every request
@@ -78,9 +99,14 @@ class Engine:
 
     def complete(self):
         step = self.steps.popleft()
-        new, finished = {}, set()
+        new, finished, accepted = {}, set(), {}
         for chunk in step.chunks:
             sequence = self.tokens[chunk.request]
+            known = len(sequence)
+            if chunk.num_draft_tokens:
+                assert (chunk.first + 1, chunk.count - 1) == (known, chunk.num_draft_tokens)
+                sequence = [*sequence, *self.drafts.last[chunk.request]]
+                assert chunk.first + chunk.count == len(sequence)
             end = chunk.first + chunk.count
             for place in range(chunk.first, end):
                 entry = chunk.blocks[place // self.size], place % self.size
@@ -90,12 +116,18 @@ class Engine:
                 assert self.memory[entry] == tuple(sequence[: place + 1])
             assert chunk.makes_token == (end == len(sequence))
             if chunk.makes_token and chunk.request not in self.done:
-                new[chunk.request] = _next_token(sequence)
-                if len(sequence) + 1 == self.wanted[chunk.request]:
+                wanted = self.wanted[chunk.request]
+                made = []
+                for place in range(known, len(sequence) + 1):
+                    made.append(_next_token(sequence[:place]))
+                    if place == len(sequence) or made[-1] != sequence[place]:
+                        break
+                *accepted[chunk.request], new[chunk.request] = made[: wanted - known]
+                if known + len(made) >= wanted:
                     finished.add(chunk.request)
-        self.scheduler.complete(step.number, new, finished)
+        self.scheduler.complete(step.number, new, finished, accepted)
         for request, token in new.items():
-            self.tokens[request].append(token)
+            self.tokens[request] += [*accepted[request], token]
         self.done |= finished
 
     def restart(self):
@@ -245,6 +277,75 @@ def test_queued_tokens_are_those_before_the_next_token_of_every_request():
     assert scheduler.queued_tokens == 1
 
 
+class WrongDrafts(Drafts):
+    """Proposes tokens that no sequence has."""
+
+    def __call__(self, request, most):
+        self.last[request] = [7] * most
+        return most
+
+
+def test_rejected_drafts_change_no_other_decision_and_keep_few_blocks(monkeypatch):
+    monkeypatch.setattr(DraftCredit, "longest", lambda *_: 100)
+    histories = []
+    for drafts in (None, WrongDrafts(0)):
+        limits = _limits(token_budget=12, num_speculative_tokens=9)
+        scheduler = EngineScheduler(limits, queue_order("fcfs"), drafts)
+        engine = Engine(scheduler, 4, drafts)
+        for number in range(3):
+            engine.add(_request(number, 3 + 9 * number, 20), 20)
+        while not scheduler.is_idle:
+            step = engine.schedule()
+            assert sum(chunk.count for chunk in step.chunks) <= 12
+            for chunk in step.chunks:
+                most = len(engine.tokens[chunk.request]) + 9
+                assert len(chunk.blocks) <= limits.blocks_for(most)
+            engine.complete()
+        assert scheduler.free_blocks == 100
+        histories.append(
+            [
+                [(chunk.request, chunk.first, chunk.count - chunk.num_draft_tokens)
+                 for chunk in step.chunks]
+                for step in engine.history
+            ]
+        )  # fmt: skip
+    assert histories[0] == histories[1]
+    assert scheduler.num_draft_tokens > 100
+    assert scheduler.num_accepted_tokens == 0
+
+
+def test_accepted_tokens_save_steps_and_are_found_by_their_content():
+    drafts = Drafts(0, 1.0)
+    limits = _limits(token_budget=100, num_speculative_tokens=5)
+    scheduler = EngineScheduler(limits, queue_order("fcfs"), drafts)
+    drafts.chance.randint = lambda _, most: most
+    engine = Engine(scheduler, 4, drafts)
+    engine.add(_request(0, (1, 2, 3), 40), 40)
+    engine.run()
+    assert len(engine.history) < 15
+    assert scheduler.num_accepted_tokens == scheduler.num_draft_tokens == 40 - len(engine.history)
+    assert scheduler.num_drafts <= len(engine.history)
+    answer = tuple(engine.tokens[0])
+    engine.add(_request(1, answer), 1)
+    # The last token was no input, and the last block that is full may end before it.
+    assert engine.schedule().chunks[0].first >= len(answer) - 1 - 4
+
+
+def test_drafts_take_only_free_blocks_and_what_is_left_of_the_budget(monkeypatch):
+    monkeypatch.setattr(DraftCredit, "longest", lambda *_: 100)
+    scheduler = _scheduler(
+        propose=lambda _, most: most, num_blocks=3, token_budget=6, num_speculative_tokens=9
+    )
+    scheduler.add(_request(0, (1, 2, 3), 9))
+    scheduler.complete(scheduler.schedule(0.0).number, {0: 4})
+    (chunk,) = scheduler.schedule(0.0).chunks
+    assert (chunk.first, chunk.count, chunk.num_draft_tokens) == (3, 6, 5)
+    scheduler.complete(1, {0: 4}, (), {0: [4, 4, 4, 4]})
+    (chunk,) = scheduler.schedule(0.0).chunks  # 3 of 9 answer tokens are left, 1 is no input
+    assert (chunk.first, chunk.num_draft_tokens) == (8, 2)
+    assert scheduler.free_blocks == 0
+
+
 def test_invalid_requests_and_steps_raise_errors():
     scheduler = _scheduler(num_blocks=2)
     with pytest.raises(CapacityError, match="need 3 KV blocks, more than the 2 available"):
@@ -261,6 +362,8 @@ def test_invalid_requests_and_steps_raise_errors():
         _request(0, ())
     with pytest.raises(SpecError, match="'token_budget': found 0"):
         _limits(token_budget=0)
+    with pytest.raises(SpecError, match="'num_speculative_tokens': found -1"):
+        _limits(num_speculative_tokens=-1)
     with pytest.raises(SpecError, match="'watermark': found 1"):
         _limits(watermark=1.0)
 
@@ -276,10 +379,10 @@ def test_answer_longer_than_its_limit_raises_an_error():
 class RandomRun:
     """Random arrivals, aborts, restarts and completions."""
 
-    def __init__(self, seed, scheduler, limits):
+    def __init__(self, seed, scheduler, limits, drafts=None):
         self.chance = random.Random(seed)
         self.scheduler, self.limits = scheduler, limits
-        self.engine = Engine(scheduler, limits.block_size)
+        self.engine = Engine(scheduler, limits.block_size, drafts)
         self.number, self.now_s, self.aborted = 0, 0.0, set()
         self.prefixes = [tuple(self.chance.randrange(2) for _ in range(20)) for _ in range(2)]
 
@@ -339,12 +442,15 @@ class RandomRun:
     watermark=st.sampled_from([0.0, 0.1, 0.3]),
     prefix_caching=st.booleans(),
     steps_in_flight=st.integers(1, 3),
+    num_speculative_tokens=st.sampled_from([0, 0, 1, 5]),
+    share=st.sampled_from([0.3, 0.95]),
     name=st.sampled_from(QUEUE_ORDERS),
 )
-def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(seed, name, **given_):
+def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(seed, name, share, **given_):
     limits = EngineLimits(**given_)
-    scheduler = EngineScheduler(limits, queue_order(name))
-    run = RandomRun(seed, scheduler, limits)
+    drafts = Drafts(seed, share) if limits.num_speculative_tokens else None
+    scheduler = EngineScheduler(limits, queue_order(name), drafts)
+    run = RandomRun(seed, scheduler, limits, drafts)
     for _ in range(80):
         run.act()
         assert scheduler.num_running <= limits.max_sequences

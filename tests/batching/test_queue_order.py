@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import EngineLimits, EngineRequest, EngineScheduler
+from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QueueState, queue_order
 from llmpq.errors import SpecError
 

@@ -15,7 +15,7 @@ import torch
 from helpers.block_steps import BlockSteps
 from helpers.ranks import make_plan
 
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.engine.online import OnlineEngine

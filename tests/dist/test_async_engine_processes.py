@@ -84,13 +84,24 @@ def test_streams_go_on_when_a_rank_is_killed(model_dir, expected, rank):
     asyncio.run(main())
 
 
-def test_answers_of_a_form_come_from_the_ranks(model_dir):
+def test_answers_of_a_form_and_with_drafts_come_from_the_ranks(model_dir):
     pytest.importorskip("llguidance")
 
     async def main() -> None:
         plan = make_plan((0, 3), batch=4, prompt_tokens=16, new_tokens=24)
-        engine = await AsyncEngine.start(plan, model_dir)
+        drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+        engine = await AsyncEngine.start(plan, model_dir, speculative_config=drafts)
         try:
+            same = SamplingParams(ignore_eos=True, max_tokens=20, logit_bias={5: 100.0})
+            item = GenerationRequest(id="b", prompt_token_ids=(3, 4), sampling=same)
+            async with aclosing(engine.generate(item)) as outputs:
+                found = [output async for output in outputs]
+            assert [token for output in found for token in output.token_ids] == [5] * 20
+            for _ in range(100):
+                if engine.stats.num_accepted_tokens:
+                    break
+                await asyncio.sleep(0.02)
+            assert engine.stats.num_draft_tokens >= engine.stats.num_accepted_tokens > 10
             params = SamplingParams(
                 structured_outputs=StructuredOutputsParams(choice=("yes", "no")), max_tokens=5
             )

@@ -18,6 +18,7 @@ MAX_WORDS_OF = {
     "docs/evidence/samullm.md": 300,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,
+    "docs/how/speculation.md": 400,
     "docs/operations/kubernetes.md": 170,
     "docs/reference/api.md": 550,
     "docs/reference/applications.md": 500,

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
 from llmpq.dist.io.sampling_params import TokenLogprobs
@@ -14,6 +15,17 @@ from llmpq.errors import StageError
 
 def number(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
+
+
+def merged(outputs: list[TokenOutput]) -> TokenOutput:
+    """Return several outputs of an answer as one."""
+    logprobs = tuple(item for output in outputs for item in output.logprobs or ())
+    return replace(
+        outputs[-1],
+        token_ids=tuple(token for output in outputs for token in output.token_ids),
+        logprobs=logprobs or None,
+        prompt_logprobs=outputs[0].prompt_logprobs,
+    )
 
 
 class FakeEngine:
@@ -33,6 +45,7 @@ class FakeEngine:
         aborted: ids of requests that were left before their end.
         made: number of tokens so far.
         fails_after: tokens of an answer after which the engine fails; ``None`` for never.
+        at_once: tokens of an output, as with speculative decoding.
     """
 
     def __init__(
@@ -49,6 +62,7 @@ class FakeEngine:
         self.step_s = step_s
         self.script = script
         self.fails_after: int | None = None
+        self.at_once = 1
         self.is_alive = True
         self.error: BaseException | None = None
         self.requests: dict[str, GenerationRequest] = {}
@@ -86,9 +100,13 @@ class FakeEngine:
         self.active.add(request.id)
         has_ended = False
         try:
+            pending: list[TokenOutput] = []
             async for output in self._outputs(request):
+                pending.append(output)
                 has_ended = output.finish_reason is not None
-                yield output
+                if has_ended or len(pending) == self.at_once:
+                    yield merged(pending)
+                    pending = []
         finally:
             self.active.remove(request.id)
             if not has_ended:

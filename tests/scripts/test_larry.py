@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from helpers.builders import uniform
 
-from llmpq.batching.engine_scheduler import ScheduledChunk
+from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.sim.engine_costs import step_shape
 from llmpq.spec.trace import draw_trace

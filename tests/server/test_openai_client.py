@@ -227,9 +227,10 @@ def test_chat_logprobs_have_bytes_and_best_tokens(client):
             assert item.top_logprobs[0].token == item.token
 
 
-def test_stop_string_ends_answer_and_frees_the_engine(served, client):
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_stop_string_ends_answer_and_frees_the_engine(served, client, at_once):
     words = demo_tokenizer().encode(" one two STOP three four five", add_special_tokens=False)
-    served.engine.script = words * 3
+    served.engine.script, served.engine.at_once = words * 3, at_once
     try:
         for stream in (False, True):
             answer = client.completions.create(
@@ -248,14 +249,15 @@ def test_stop_string_ends_answer_and_frees_the_engine(served, client):
         )
         assert kept.choices[0].text == " one two STOP"
     finally:
-        served.engine.script = None
+        served.engine.script, served.engine.at_once = None, 1
     assert not served.engine.active
     assert served.service.admission.num_choices == 0
 
 
-def test_stop_token_is_not_part_of_the_text(served, client):
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_stop_token_is_not_part_of_the_text(served, client, at_once):
     words = demo_tokenizer().encode(" one two three", add_special_tokens=False)
-    served.engine.script = words
+    served.engine.script, served.engine.at_once = words, at_once
     try:
         answer = client.completions.create(
             model="demo",
@@ -271,12 +273,13 @@ def test_stop_token_is_not_part_of_the_text(served, client):
         assert free.choices[0].finish_reason == "stop"
         assert free.choices[0].stop_reason is None
     finally:
-        served.engine.script = None
+        served.engine.script, served.engine.at_once = None, 1
 
 
-def test_last_token_of_a_complete_form_is_part_of_the_text(served, client):
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_last_token_of_a_complete_form_is_part_of_the_text(served, client, at_once):
     words = demo_tokenizer().encode(" one two three", add_special_tokens=False)
-    served.engine.script = words
+    served.engine.script, served.engine.at_once = words, at_once
     try:
         answer = client.completions.create(
             model="demo",
@@ -285,7 +288,7 @@ def test_last_token_of_a_complete_form_is_part_of_the_text(served, client):
             extra_body={"structured_outputs": {"choice": [" one two three"]}},
         )
     finally:
-        served.engine.script = None
+        served.engine.script, served.engine.at_once = None, 1
     assert answer.choices[0].text == " one two three"
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].stop_reason is None

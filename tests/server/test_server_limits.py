@@ -546,6 +546,8 @@ def test_metrics_have_the_names_and_values_of_vllm():
     assert value("vllm:inter_token_latency_seconds_count") == 18
     assert value("vllm:e2e_request_latency_seconds_count") == 6
     assert value("vllm:request_params_n_sum") == 6
+    for name in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert value(f"vllm:spec_decode_num_{name}_total") == 0
     assert value("vllm:num_requests_running") == 0
     assert value("vllm:num_requests_waiting") == 0
     assert value("vllm:kv_cache_usage_perc") == ServingStats().kv_cache_usage

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.routing import BALANCERS, WorkloadMeans, load_balancer
 from llmpq.sim.costs import Hop

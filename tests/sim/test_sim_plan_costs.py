@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
-from llmpq.batching.engine_scheduler import ScheduledChunk
+from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.sim import BatchShape
 from llmpq.sim.costs import batch_shape
 from llmpq.sim.engine_costs import StageLaw, step_shape

@@ -5,6 +5,11 @@ several at once where the pipeline has several stages. The engine holds the toke
 keeps nothing that a restart needs: the client adds its unfinished requests again, with the tokens
 that it has.
 
+With speculative decoding, the next token of a sequence and its draft tokens are rows of one token.
+The engine chooses the token after each of them in turn, as without a draft, and goes on while the
+draft has the token that was chosen. So the answer is the one of an engine without drafts, sampled
+or greedy, with the same log-probabilities, masks and ends.
+
 Shapes: R rows with an output, V vocabulary.
 """
 
@@ -21,19 +26,15 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from llmpq.batching.engine_scheduler import (
-    EngineLimits,
-    EngineRequest,
-    EngineScheduler,
-    EngineStep,
-    ScheduledChunk,
-)
+from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder
+from llmpq.batching.speculation import PromptLookup, SpeculativeConfig
 from llmpq.dist.engine.packed_steps import StepRunner
 from llmpq.dist.engine.sampler import (
     SampledToken,
-    Sampler,
     SamplingState,
+    ScoredRows,
     TokenMatcher,
     prompt_logprobs,
 )
@@ -78,6 +79,8 @@ class _Answer:
     Attributes:
         tokens: prompt and answer.
         prompt_logprobs: found so far, ``None`` when they are not asked for.
+        lookup: finds drafts, ``None`` without speculative decoding.
+        draft: the tokens proposed last.
     """
 
     added: AddedRequest
@@ -86,6 +89,8 @@ class _Answer:
     max_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None
     num_cached_tokens: int | None = None
+    lookup: PromptLookup | None = None
+    draft: list[int] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -106,6 +111,7 @@ class _StepOutputs:
 
     tokens: dict[int, int] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
+    accepted: dict[int, list[int]] = field(default_factory=dict)
     items: list[list[object]] = field(default_factory=list)
 
 
@@ -119,6 +125,7 @@ class OnlineEngine:
         order: of the waiting queue.
         model: what a request may be.
         grammars: compiles the forms of answers; ``None`` refuses requests that have one.
+        speculative: where drafts come from; ``None`` for no speculative decoding.
         clock: seconds, for arrivals.
     """
 
@@ -131,6 +138,7 @@ class OnlineEngine:
         order: QueueOrder,
         model: ModelLimits,
         grammars: GrammarCompiler | None = None,
+        speculative: SpeculativeConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -140,8 +148,9 @@ class OnlineEngine:
         self._grammars = grammars
         self._clock = clock
         self._start_s = clock()
-        self.scheduler = EngineScheduler(limits, order)
-        self._sampler = Sampler()
+        self._speculative = speculative
+        propose = None if speculative is None else self._propose
+        self.scheduler = EngineScheduler(limits, order, propose)
         self._answers: dict[int, _Answer] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
@@ -267,6 +276,7 @@ class OnlineEngine:
             state=state,
             max_tokens=max_tokens,
             prompt_logprobs=[] if added.needs_prompt_logprobs else None,
+            lookup=None if self._speculative is None else PromptLookup(self._speculative),
         )
 
     def _abort(self, id: str) -> None:
@@ -276,6 +286,13 @@ class OnlineEngine:
         if number is not None:
             self.scheduler.abort(number)
             del self._answers[number]
+
+    def _propose(self, number: int, most: int) -> int:
+        """Find draft tokens of a sequence; return how many."""
+        answer = self._answers[number]
+        assert answer.lookup is not None
+        answer.draft = answer.lookup.propose(answer.tokens, most)
+        return len(answer.draft)
 
     def _dispatch(self) -> bool:
         """Dispatch the step that the scheduler decides; return whether there is one."""
@@ -291,6 +308,7 @@ class OnlineEngine:
             if answer.num_cached_tokens is None:
                 answer.num_cached_tokens = chunk.first
             token_ids += answer.tokens[chunk.first : end]
+            token_ids += answer.draft[: chunk.num_draft_tokens]
             for row, position in self._rows(chunk, answer):
                 if position is not None:
                     outputs.append(len(rows))
@@ -303,6 +321,9 @@ class OnlineEngine:
     def _rows(self, chunk: ScheduledChunk, answer: _Answer) -> list[tuple[Row, int | None]]:
         """Return the rows of a chunk, each with the position whose scores are wanted."""
         last = chunk.first + chunk.count - 1
+        if chunk.num_draft_tokens:
+            places = range(chunk.first, last + 1)
+            return [(self._row(chunk, place, place + 1), place) for place in places]
         found = answer.prompt_logprobs
         needed = answer.num_prompt_tokens - 1
         if found is None or len(found) >= needed or chunk.first >= needed:
@@ -331,45 +352,56 @@ class OnlineEngine:
             for row, (chunk, position) in enumerate(dispatched.scored)
             if chunk.request in self._answers
         ]
-        last = [
-            (row, chunk.request)
-            for row, chunk, position in alive
-            if chunk.makes_token and position == chunk.first + chunk.count - 1
-        ]
         found = _StepOutputs()
         if scores is not None:
             self._read_prompt_logprobs(scores, alive)
-            states = [self._answers[number].state for _, number in last]
-            rows = scores if len(last) == len(scores) else scores[[row for row, _ in last]]
-            for (_, number), token in zip(last, self._sampler.sample(rows, states), strict=True):
-                self._append(number, token, found)
-        self.scheduler.complete(dispatched.step.number, found.tokens, found.finished)
+            self._choose(scores, alive, found)
+        self.scheduler.complete(
+            dispatched.step.number, found.tokens, found.finished, found.accepted
+        )
         if found.items:
             self._channel.send("tokens", outputs=found.items)
 
-    def _append(self, number: int, token: SampledToken, found: _StepOutputs) -> None:
-        """Add a new token to an answer, and end the answer where it is complete."""
+    def _choose(
+        self,
+        scores: Tensor,
+        alive: Sequence[tuple[int, ScheduledChunk, int]],
+        found: _StepOutputs,
+    ) -> None:
+        """Choose the new tokens of every sequence whose chunk makes one."""
+        rows: list[int] = []
+        places: dict[int, list[int]] = {}  # of each request in ``rows``
+        for row, chunk, position in alive:
+            first = chunk.first + chunk.count - 1 - chunk.num_draft_tokens
+            if chunk.makes_token and position >= first:
+                places.setdefault(chunk.request, []).append(len(rows))
+                rows.append(row)
+        scored = ScoredRows(scores if len(rows) == len(scores) else scores[rows])
+        for number, own in places.items():
+            sampled, reason = _sample(self._answers[number], scored, own)
+            self._extend(number, sampled, reason, found)
+
+    def _extend(
+        self,
+        number: int,
+        sampled: Sequence[SampledToken],
+        reason: GenerationEnd | None,
+        found: _StepOutputs,
+    ) -> None:
+        """Report new tokens of an answer, and end the answer where it is complete."""
         answer = self._answers[number]
-        params = answer.added.request.sampling
-        reason: GenerationEnd | None = None
-        stop: int | None = None
-        if token.error is not None:
-            _log.warning("request %s: %s", answer.added.request.id, token.error)
-            reason = "error"
-        else:
-            answer.state.accept(token.token_id)
-            answer.tokens.append(token.token_id)
-            found.tokens[number] = token.token_id
-            reason = answer.state.finish_reason(answer.max_tokens)
-            if reason == "stop" and token.token_id in params.stop_token_ids:
-                stop = token.token_id
-        logprobs = answer.prompt_logprobs
+        tokens = [token for token in sampled if token.error is None]
+        ids = [token.token_id for token in tokens]
+        if ids:
+            *found.accepted[number], found.tokens[number] = ids
+        stops = answer.added.request.sampling.stop_token_ids
+        prompt = answer.prompt_logprobs
         output = TokenOutput(
-            token_ids=() if token.error is not None else (token.token_id,),
-            logprobs=None if token.logprobs is None else (token.logprobs,),
-            prompt_logprobs=None if logprobs is None else (None, *logprobs),
+            token_ids=tuple(ids),
+            logprobs=tuple(token.logprobs for token in tokens if token.logprobs) or None,
+            prompt_logprobs=None if prompt is None else (None, *prompt),
             finish_reason=reason,
-            stop_reason=stop,
+            stop_reason=ids[-1] if reason == "stop" and ids[-1] in stops else None,
             num_cached_tokens=answer.num_cached_tokens or 0,
             is_form_complete=reason == "stop" and not answer.state.ends_with_stop_token,
         )
@@ -409,6 +441,9 @@ class OnlineEngine:
             num_blocks=limits.num_blocks,
             token_budget=limits.token_budget,
             block_size=limits.block_size,
+            num_drafts=scheduler.num_drafts,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def _send_stats(self) -> None:
@@ -421,3 +456,32 @@ class OnlineEngine:
         if stats != self._stats:
             self._stats = stats
             self._channel.send("stats", stats=asdict(stats))
+
+
+def _sample(
+    answer: _Answer, scored: ScoredRows, rows: Sequence[int]
+) -> tuple[list[SampledToken], GenerationEnd | None]:
+    """Choose tokens while the draft has them, and one more.
+
+    Args:
+        answer: gets the tokens.
+        scored: the scores of the step.
+        rows: of the answer's last token and of its draft tokens.
+
+    Returns:
+        The tokens, the last one of which may be an error; and why the answer ends, if it does.
+    """
+    tokens: list[SampledToken] = []
+    reason: GenerationEnd | None = None
+    for row, proposed in zip(rows, [*answer.draft[: len(rows) - 1], None], strict=True):
+        token = scored.sample(row, answer.state)
+        tokens.append(token)
+        if token.error is not None:
+            _log.warning("request %s: %s", answer.added.request.id, token.error)
+            return tokens, "error"
+        answer.state.accept(token.token_id)
+        answer.tokens.append(token.token_id)
+        reason = answer.state.finish_reason(answer.max_tokens)
+        if reason is not None or token.token_id != proposed:
+            break
+    return tokens, reason

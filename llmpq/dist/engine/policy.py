@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
@@ -79,6 +79,7 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
     work, sizes, num_stages = plan.workload, plan.micro_batching, len(plan.path(Phase.DECODE))
     blocks_of_sequence = -(-work.max_context_tokens // KV_BLOCK_SIZE)
     num_blocks = options.num_blocks or work.batch * blocks_of_sequence
+    config = options.speculative_config
     largest_step = max(sizes.prefill * work.prompt_tokens, sizes.decode)
     return EngineLimits(
         token_budget=options.token_budget or min(MAX_TOKEN_BUDGET, largest_step),
@@ -87,6 +88,7 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
         block_size=KV_BLOCK_SIZE,
         prefix_caching=options.prefix_caching,
         steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
+        num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
     )
 
 

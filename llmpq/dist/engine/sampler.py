@@ -206,16 +206,31 @@ class Sampler:
             logits: ``[R, V]`` float32, finite (or minus infinity for a forbidden token).
             states: of the rows' sequences.
         """
+        assert len(states) == len(logits)
+        rows = ScoredRows(logits)
+        return [rows.sample(row, state) for row, state in enumerate(states)]
+
+
+class ScoredRows:
+    """The scores of several positions, from which tokens are chosen one after the other.
+
+    Args:
+        logits: ``[R, V]``, as in :meth:`Sampler.sample`.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
         best = logits.argmax(dim=-1)  # [R]; a NaN, if there is one
-        is_nan = logits.gather(-1, best[:, None]).isnan()[:, 0].tolist()  # [R]
-        return [
-            SampledToken(-1, error=NAN_SCORES)
-            if nan
-            else SampledToken(token)
-            if state.is_plain
-            else _choose(row, state)
-            for row, token, nan, state in zip(logits, best.tolist(), is_nan, states, strict=True)
-        ]
+        self._logits = logits
+        self._is_nan: list[bool] = logits.gather(-1, best[:, None]).isnan()[:, 0].tolist()
+        self._best: list[int] = best.tolist()
+
+    def sample(self, row: int, state: SamplingState) -> SampledToken:
+        """Return the token of a row; the state does not change."""
+        if self._is_nan[row]:
+            return SampledToken(-1, error=NAN_SCORES)
+        if state.is_plain:
+            return SampledToken(self._best[row])
+        return _choose(self._logits[row], state)
 
 
 def _choose(logits: Tensor, state: SamplingState) -> SampledToken:

@@ -73,6 +73,9 @@ class ServingStats:
         num_blocks: KV blocks in all.
         block_size: tokens of a block.
         token_budget: tokens of all sequences in one step.
+        num_drafts: speculative decoding: drafts that were verified, since the start.
+        num_draft_tokens: their tokens.
+        num_accepted_tokens: those of them that became tokens of an answer.
     """
 
     running: int = 0
@@ -85,6 +88,9 @@ class ServingStats:
     num_blocks: int = 0
     block_size: int = 0
     token_budget: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class EngineClient(Protocol):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from llmpq.batching.length import ORACLE, Prediction
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json, to_json
@@ -80,6 +81,7 @@ class EngineOptions:
         num_blocks: KV blocks.
         max_model_len: most tokens of prompt and answer of a request.
         prefix_caching: whether prompts reuse blocks of equal content.
+        speculative_config: draft tokens to verify; ``None`` for none.
     """
 
     scheduler: str = "fcfs"
@@ -89,6 +91,7 @@ class EngineOptions:
     num_blocks: Annotated[int, Rule(minimum=1)] | None = None
     max_model_len: Annotated[int, Rule(minimum=2)] | None = None
     prefix_caching: bool = True
+    speculative_config: SpeculativeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmpq.batching import PipelineDepth
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
@@ -421,6 +421,7 @@ class MasterRank:
                 max_tokens=plan.workload.new_tokens,
             ),
             grammars=self._grammars,
+            speculative=job.engine.speculative_config,
         ).run()
 
     def check_stages(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from helpers.fake_engine import FakeEngine
 
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli import openai_batch
 from llmpq.cli.commands import dist, serve
-from llmpq.cli.engine_options import check_context_memory
+from llmpq.cli.engine_options import check_context_memory, speculative_config_of
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for
@@ -73,6 +74,30 @@ def test_ttft_bound_sets_the_queued_tokens(served, capsys):
     assert admission.prefill_tokens_per_s == prefill_tokens_per_s(plan)
     printed = json.loads(capsys.readouterr().out)
     assert printed["max_num_queued_tokens"] == admission.max_num_queued_tokens
+
+
+def test_speculative_config_has_vllms_fields():
+    text = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3}'
+    expected = SpeculativeConfig(num_speculative_tokens=7, prompt_lookup_max=3)
+    assert speculative_config_of(text) == expected
+    assert speculative_config_of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "--speculative_config: found no JSON"),
+        ("5", "found 5, expected a JSON object"),
+        ("{}", "'num_speculative_tokens': found 'nothing'"),
+        ('{"method": "eagle", "num_speculative_tokens": 2}', "'method': found 'eagle'"),
+        ('{"num_speculative_tokens": 2, "model": "x"}', "'model'"),
+        ('{"num_speculative_tokens": 99}', "'num_speculative_tokens': found 99"),
+        ('{"num_speculative_tokens": 2, "prompt_lookup_min": 6}', "prompt_lookup_min 6"),
+    ],
+)
+def test_a_speculative_config_that_cannot_be_used_names_its_field(capsys, text, message):
+    assert run("--speculative_config", text) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_itl_bound_sets_the_token_budget(served, capsys):

@@ -15,6 +15,8 @@ from helpers.tiny_models import generate_alone, load_reference
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmpq.batching import speculation
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
@@ -27,6 +29,8 @@ CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
 PREFIX = [(7 * number) % 90 + 3 for number in range(35)]
 PROMPTS = [PREFIX, [3, 4], [*PREFIX[:33], 5, 6], [50] * 18, [61], [*PREFIX[:20], 9]]
 FREE = SamplingParams(ignore_eos=True, max_tokens=8)
+WIDE = {"layers": 3, "hidden": 128, "intermediate": 192, "heads": 4, "kv_heads": 2}
+"""Wide enough for compiled decode steps."""
 _expected: dict[Path, list[list[int]]] = {}
 
 
@@ -127,6 +131,27 @@ def test_the_longest_request_fits_model_and_blocks(asked, positions):
             max_model_len(plan, options, positions)
     else:
         assert max_model_len(plan, options, positions) == asked
+
+
+@pytest.mark.parametrize(
+    ("family", "num_stages"), [("llama", 1), ("llama", 3), ("opt", 2), ("mistral", 2)]
+)
+def test_drafts_change_no_token(tiny_model, monkeypatch, family, num_stages):
+    """Drafts as rows of one token, in compiled decode steps (llama, mistral) and without."""
+    monkeypatch.setattr(speculation, "FIRST_CREDIT", 1e9)
+    monkeypatch.setattr(speculation, "MOST_CREDIT", 1e9)
+    options = {} if family == "opt" else {"shape": WIDE}
+    options |= {"sliding_window": 6} if family == "mistral" else {}
+    model_dir = tiny_model(family, seed=1, **options)
+    script = script_of(replace(FREE, max_tokens=16))
+    config = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1)
+    serve(model_dir, num_stages, script, num_blocks=14, speculative_config=config)
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    for number, prompt in enumerate(PROMPTS):
+        assert script.tokens(str(number)) == generate_alone(model, prompt, 16)[0][len(prompt) :]
+    made = [len(output.token_ids) for outputs in script.outputs.values() for output in outputs]
+    assert max(made) == 5
 
 
 def test_prefixes_are_found(tiny_model):

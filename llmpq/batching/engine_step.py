@@ -1,0 +1,133 @@
+"""Values of an engine of packed steps: its limits, its requests, and the chunks of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpq.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Sequences and tokens that an engine computes in one step.
+
+    Attributes:
+        token_budget: tokens of all sequences in one step.
+        max_sequences: running sequences.
+        num_blocks: KV blocks.
+        block_size: tokens of a block.
+        watermark: share of the blocks that an admission leaves free while sequences run.
+        prefix_caching: reuse blocks of equal content.
+        steps_in_flight: steps that may be in the pipeline at once.
+        num_speculative_tokens: draft tokens of a sequence in one step.
+    """
+
+    token_budget: int
+    max_sequences: int
+    num_blocks: int
+    block_size: int
+    watermark: float = 0.01
+    prefix_caching: bool = True
+    steps_in_flight: int = 1
+    num_speculative_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "token_budget",
+            "max_sequences",
+            "num_blocks",
+            "block_size",
+            "steps_in_flight",
+        ):
+            if getattr(self, name) < 1:
+                raise SpecError(
+                    f"engine limits: field '{name}': found {getattr(self, name)}, expected at "
+                    "least 1"
+                )
+        if self.num_speculative_tokens < 0:
+            raise SpecError(
+                f"engine limits: field 'num_speculative_tokens': found "
+                f"{self.num_speculative_tokens}, expected at least 0"
+            )
+        if not 0 <= self.watermark < 1:
+            raise SpecError(
+                f"engine limits: field 'watermark': found {self.watermark}, expected 0 to 1"
+            )
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks of a number of tokens."""
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """A prompt, as the scheduler of an engine sees it, and how long its answer may be.
+
+    Attributes:
+        request: number, unique among the unfinished requests.
+        token_ids: the prompt; ``None`` in a simulation without content, where only a preempted
+            request finds its own blocks again.
+        prompt_tokens: length of the prompt, at least 1.
+        max_tokens: largest number of answer tokens, at least 1.
+        arrival_s: arrival on the clock given to ``EngineScheduler.schedule``.
+        priority: a lower value is admitted earlier by the order ``priority``.
+        predicted_tokens: predicted answer tokens, for the order ``trail``.
+        cache_salt: requests share blocks only under the same salt.
+        skip_prefix_cache: compute the whole prompt, because every position has an output that is
+            needed (log-probabilities of the prompt).
+    """
+
+    request: int
+    token_ids: tuple[int, ...] | None
+    prompt_tokens: int
+    max_tokens: int
+    arrival_s: float
+    priority: int = 0
+    predicted_tokens: float | None = None
+    cache_salt: str = ""
+    skip_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        tokens = self.prompt_tokens if self.token_ids is None else len(self.token_ids)
+        if self.prompt_tokens < 1 or self.max_tokens < 1 or tokens != self.prompt_tokens:
+            raise SpecError(
+                f"request {self.request}: found {self.prompt_tokens} prompt tokens, {tokens} token "
+                f"ids and at most {self.max_tokens} new tokens, expected at least 1 of each"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens ``[first, first + count)`` of a sequence in a step.
+
+    Attributes:
+        request: number of the request.
+        first: tokens before the chunk; their keys and values are in the blocks.
+        count: tokens to compute.
+        blocks: block ``i`` holds tokens ``[i * block_size, (i + 1) * block_size)``; it may have
+            more blocks than ``first + count`` tokens need.
+        makes_token: the chunk has the last token so far, so its output is the next one.
+        num_draft_tokens: tokens at its end that are only proposed; each has an output, too.
+    """
+
+    request: int
+    first: int
+    count: int
+    blocks: tuple[int, ...]
+    makes_token: bool
+    num_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """Chunks of several sequences that an engine computes together.
+
+    Attributes:
+        number: counted from 0.
+        chunks: at least one; each of another sequence.
+        preempted: requests preempted since the step before.
+    """
+
+    number: int
+    chunks: tuple[ScheduledChunk, ...]
+    preempted: tuple[int, ...]
