@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmpq.batching import uniform_depth
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.cli.common import print_json, progress_bar
 from llmpq.errors import SpecError
@@ -77,6 +77,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--no_prefix_caching", action="store_true", help="do not reuse blocks of equal content"
+    )
+    group.add_argument(
+        "--num_speculative_tokens",
+        type=int,
+        default=0,
+        metavar="K",
+        help="speculative decoding: draft tokens of a sequence in a step (default 0)",
+    )
+    group.add_argument(
+        "--acceptance_rate",
+        type=float,
+        default=0.7,
+        metavar="A",
+        help="probability that a draft token is right, once those before it are (default 0.7)",
     )
     group.add_argument(
         "--max_tokens",
@@ -160,6 +174,8 @@ def run_engine(
             f"--replicas, --poll: found {options.replicas} and {options.poll:g}, expected at least "
             "1 and more than 0"
         )
+    if not 0 <= options.acceptance_rate <= 1:
+        raise SpecError(f"--acceptance_rate: found {options.acceptance_rate:g}, expected 0 to 1")
     limits = simulated_limits(options, plan)
     order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
     requests = _with_arrivals(options, requests)
@@ -169,7 +185,12 @@ def run_engine(
         Workload(batch=1, prompt_tokens=max(1, room - 1), new_tokens=1),
         options.too_long,
     )
-    replica = FleetReplica(costs=PlanEngineCosts(costs), limits=limits, order=order)
+    replica = FleetReplica(
+        costs=PlanEngineCosts(costs),
+        limits=limits,
+        order=order,
+        acceptance_rate=options.acceptance_rate if limits.num_speculative_tokens else None,
+    )
 
     def play(scale: float) -> FleetReport:
         with progress_bar(f"rate x {scale:.3g}") as show:
@@ -236,6 +257,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
         watermark=options.watermark,
         prefix_caching=not options.no_prefix_caching,
         steps_in_flight=uniform_depth(len(plan.stages)).max_in_flight(Phase.DECODE),
+        num_speculative_tokens=options.num_speculative_tokens,
     )
 
 
@@ -302,6 +324,10 @@ def _text(record: dict[str, Any]) -> str:
             f"  preempted    {row['preemption_rate']:.2%} of requests; "
             f"{row['prefix_cache_hit_rate']:.1%} of prompt tokens found in the cache",
         ]
+        if row["draft_tokens"]:
+            lines.append(
+                f"  drafts       {row['draft_tokens']} tokens, {row['accepted_tokens']} accepted"
+            )
     if "capacity" in record:
         found = record["capacity"]
         rate = found["requests_per_s"]

@@ -3,6 +3,9 @@
 The simulator runs the :class:`~llmpq.batching.engine_scheduler.EngineScheduler` of the runtime. As
 there, the master does one task at a time: it completes a step (head, sampling), or schedules and
 dispatches the next one (embedding, its own layers). Other stages compute the steps in order.
+
+Speculative decoding is simulated at a given acceptance: there is a draft whenever the scheduler has
+room for one.
 """
 
 from __future__ import annotations
@@ -10,18 +13,24 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.engine_scheduler import (
-    EngineLimits,
-    EngineRequest,
-    EngineScheduler,
-    EngineStep,
-)
+from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.sim.engine_costs import EngineCosts, StepShape, step_shape
 from llmpq.sim.engine_report import EngineReport
 from llmpq.spec.trace import HASH_BLOCK_TOKENS, TraceRequest
+
+Accepts = Callable[[int, int], bool]
+"""Returns whether a draft token is right, by the number of its request and its place there."""
+
+
+def random_acceptance(rate: float, seed: int = 0) -> Accepts:
+    """Return draft tokens each of which is right with a probability, once those before it are."""
+    chance = Random(seed)
+    return lambda _request, _place: chance.random() < rate
 
 
 def simulate_engine(
@@ -64,10 +73,19 @@ class SimulatedEngine:
         costs: seconds of a step.
         limits: of the engine.
         order: of the waiting queue.
+        accepts: which draft tokens are right; ``None`` for no speculative decoding.
     """
 
-    def __init__(self, costs: EngineCosts, limits: EngineLimits, order: QueueOrder) -> None:
-        self.scheduler = EngineScheduler(limits, order)
+    def __init__(
+        self,
+        costs: EngineCosts,
+        limits: EngineLimits,
+        order: QueueOrder,
+        accepts: Accepts | None = None,
+    ) -> None:
+        propose = None if accepts is None else lambda _request, most: most
+        self.scheduler = EngineScheduler(limits, order, propose)
+        self._accepts = accepts
         self.now_s = 0.0
         self._costs = costs
         self._free_s = [0.0] * costs.num_stages  # when each stage is done with its last step
@@ -124,6 +142,8 @@ class SimulatedEngine:
             preemptions=self.scheduler.num_preemptions,
             prefix_cache_queries=self.scheduler.prefix_cache_queries,
             prefix_cache_hits=self.scheduler.prefix_cache_hits,
+            draft_tokens=self.scheduler.num_draft_tokens,
+            accepted_tokens=self.scheduler.num_accepted_tokens,
         )
 
     def _dispatch(self, step: EngineStep) -> None:
@@ -155,14 +175,29 @@ class SimulatedEngine:
         now_s, times = self.now_s, self._times
         made: dict[int, int] = {}
         ended: set[int] = set()
+        accepted: dict[int, list[int]] = {}
         for chunk in step.chunks:
             if chunk.makes_token:
                 request = chunk.request
                 # Token ids below zero: no prompt continues an answer of the simulation.
                 made[request] = -1 - request
+                if chunk.num_draft_tokens:
+                    count = self._count_accepted(chunk)
+                    accepted[request] = [-1 - request] * count
+                    for _ in range(count):
+                        times[request].add_token(now_s)
                 if times[request].add_token(now_s):
                     ended.add(request)
-        self.scheduler.complete(step.number, made, ended)
+        self.scheduler.complete(step.number, made, ended, accepted)
+
+    def _count_accepted(self, chunk: ScheduledChunk) -> int:
+        """Return how many draft tokens become tokens of the answer; one more token follows them."""
+        assert self._accepts is not None
+        most = min(chunk.num_draft_tokens, self._times[chunk.request].left - 1)
+        for count in range(most):
+            if not self._accepts(chunk.request, chunk.first + 1 + count):
+                return count
+        return most
 
 
 class _Times:

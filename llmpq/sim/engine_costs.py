@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from llmpq.batching.engine_scheduler import ScheduledChunk
+from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.errors import SpecError
 from llmpq.sim.costs import BatchShape, Hop
 from llmpq.sim.plan_costs import PhaseSeconds, PlanCosts, prompt_s
@@ -39,9 +39,9 @@ class StepShape(NamedTuple):
     """Size of a packed step.
 
     Attributes:
-        rows: sequences, each with one output position.
+        rows: output positions: one of every sequence, and one of every draft token.
         tokens: tokens of all sequences.
-        decode_rows: sequences with one token.
+        decode_rows: tokens of sequences that decode, draft tokens included.
         decode_context: keys that those attend to, in all.
         prompts: first token and number of tokens of every other chunk.
     """
@@ -55,16 +55,21 @@ class StepShape(NamedTuple):
 
 def step_shape(chunks: Sequence[ScheduledChunk]) -> StepShape:
     """Return the size of a step."""
-    decode = context = tokens = 0
+    decode = context = tokens = drafts = 0
     prompts: list[tuple[int, int]] = []
     for chunk in chunks:
-        if chunk.count == 1:
+        count = chunk.count
+        if count == 1:
             decode += 1
             context += chunk.first + 1
+        elif chunk.num_draft_tokens:
+            drafts += chunk.num_draft_tokens
+            decode += count
+            context += count * chunk.first + count * (count + 1) // 2
         else:
-            prompts.append((chunk.first, chunk.count))
-            tokens += chunk.count
-    return StepShape(len(chunks), decode + tokens, decode, context, tuple(prompts))
+            prompts.append((chunk.first, count))
+            tokens += count
+    return StepShape(len(chunks) + drafts, decode + tokens, decode, context, tuple(prompts))
 
 
 class EngineCosts(Protocol):

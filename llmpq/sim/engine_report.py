@@ -25,6 +25,8 @@ class EngineReport:
         preemptions: number of preempted sequences.
         prefix_cache_queries: prompt tokens of admitted requests.
         prefix_cache_hits: those of them found in the cache.
+        draft_tokens: draft tokens of all steps.
+        accepted_tokens: those of them that became tokens of an answer.
     """
 
     requests: tuple[RequestRecord, ...]
@@ -34,6 +36,8 @@ class EngineReport:
     preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def makespan_s(self) -> float:
@@ -81,6 +85,8 @@ class EngineReport:
             "preemptions": self.preemptions,
             "preemption_rate": self.preemption_rate,
             "prefix_cache_hit_rate": self.prefix_cache_hits / max(1, self.prefix_cache_queries),
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "steps": self.steps,
             "tokens_per_step": self.step_tokens / max(1, self.steps),
             "busy_fractions": [busy_s * rates for busy_s in self.busy_s],
@@ -98,6 +104,8 @@ def merged(reports: Sequence[EngineReport]) -> EngineReport:
         preemptions=sum(report.preemptions for report in reports),
         prefix_cache_queries=sum(report.prefix_cache_queries for report in reports),
         prefix_cache_hits=sum(report.prefix_cache_hits for report in reports),
+        draft_tokens=sum(report.draft_tokens for report in reports),
+        accepted_tokens=sum(report.accepted_tokens for report in reports),
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.routing import (
     LoadBalancer,
@@ -16,7 +16,7 @@ from llmpq.routing import (
     RoutedRequest,
     WorkloadMeans,
 )
-from llmpq.sim.engine import SimulatedEngine
+from llmpq.sim.engine import SimulatedEngine, random_acceptance
 from llmpq.sim.engine_costs import EngineCosts, StepShape
 from llmpq.sim.engine_report import EngineReport, merged
 from llmpq.spec.trace import TraceRequest
@@ -33,11 +33,14 @@ class FleetReplica:
         costs: seconds of a step.
         limits: of the engine.
         order: of its waiting queue.
+        acceptance_rate: probability that a draft token is right, once those before it are;
+            ``None`` for no speculative decoding.
     """
 
     costs: EngineCosts
     limits: EngineLimits
     order: QueueOrder
+    acceptance_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def simulate_fleet(
         CapacityError: a request does not fit into the KV blocks of its replica.
     """
     means = _means(trace)
-    engines = [SimulatedEngine(item.costs, item.limits, item.order) for item in replicas]
+    engines = [_engine(number, item) for number, item in enumerate(replicas)]
     tracked = [Replica(replica_capacity(item.costs, item.limits, means)) for item in replicas]
     routed: list[int] = []
     poll = 0
@@ -151,6 +154,12 @@ def engine_stats(engine: SimulatedEngine, limits: EngineLimits) -> ReplicaStats:
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
     )
+
+
+def _engine(number: int, replica: FleetReplica) -> SimulatedEngine:
+    rate = replica.acceptance_rate
+    accepts = None if rate is None else random_acceptance(rate, number)
+    return SimulatedEngine(replica.costs, replica.limits, replica.order, accepts)
 
 
 def _advance(engine: SimulatedEngine, replica: Replica, until_s: float) -> None:

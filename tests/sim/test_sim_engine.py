@@ -1,12 +1,13 @@
 """Simulation of an engine: costs of packed steps at their ends, times in closed form, capacity."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from sim.test_sim_plan_costs import _plan
 
-from llmpq.batching.engine_scheduler import EngineLimits, ScheduledChunk
+from llmpq.batching.engine_step import EngineLimits, ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError
 from llmpq.sim.costs import Hop
@@ -52,6 +53,31 @@ def test_single_request_takes_its_chunks_and_steps():
     assert (record.start_s, record.first_token_s, record.end_s) == (2.0, 5.0, 9.0)
     assert (report.steps, report.makespan_s, report.busy_s) == (7, 7.0, (7.0,))
     assert report.to_json()["tokens_per_step"] == 14 / 7
+
+
+def test_draft_tokens_are_rows_of_a_decode_step():
+    drafted = step_shape([ScheduledChunk(0, 10, 4, (), True, 3), ScheduledChunk(1, 5, 1, (), True)])
+    assert drafted == _shape((10, 1), (11, 1), (12, 1), (13, 1), (5, 1))
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 9])
+def test_right_drafts_save_steps_and_wrong_ones_lose_few(accepted):
+    costs = WorkerCosts(lambda shape: 3.0 + shape.tokens)  # a row is a third of what is fixed
+    limits = replace(LIMITS, token_budget=16, num_speculative_tokens=3)
+    ends = []
+    for accepts in (None, lambda _, place: place % 10 < accepted):
+        engine = SimulatedEngine(costs, limits, FCFS, accepts)
+        engine.add(0, _request(0.0, 4, 100))
+        engine.advance(float("inf"))
+        (record,) = engine.report().requests
+        assert record.new_tokens == 100
+        ends.append(record.end_s - record.first_token_s)
+    assert ends[0] == 99 * 4.0
+    # The bound of DraftCredit: 0.25 steps and 2 % of the steps.
+    assert ends[1] <= 4.0 * (99 * 1.02 + 0.25)
+    if accepted == 9:
+        assert ends[1] < ends[0] / 1.8
+    assert engine.scheduler.free_blocks == LIMITS.num_blocks
 
 
 def test_request_that_arrives_during_a_step_is_in_the_next():

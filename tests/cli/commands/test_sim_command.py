@@ -137,6 +137,22 @@ def test_engine_finds_the_rate_of_a_bound(strategy, trace, capsys):
     assert "capacity " in text
 
 
+def test_engine_forecasts_the_gain_of_drafts(strategy, trace, capsys):
+    options = ("--strategy", strategy, "--trace", trace, "--engine", "--trace_slice", "0:6")
+    alone = (*options, "--arrivals", "poisson", "--rate", 0.01)
+    times = {}
+    for drafts, rate in ((0, 0), (5, 0), (5, 0.5), (5, 1)):
+        given = ("--num_speculative_tokens", drafts, "--acceptance_rate", rate)
+        (row,) = _run(capsys, *alone, *given)["rates"]
+        times[drafts, rate] = row["time_per_token_s"]["mean"]
+        share = row["accepted_tokens"] / max(1, row["draft_tokens"])
+        assert share == (rate if rate in (0, 1) else pytest.approx(0.3, abs=0.2))
+    assert times[5, 1] < times[5, 0.5] < times[0, 0]
+    assert times[5, 0] < 1.04 * times[0, 0]
+    assert sim([*map(str, alone), "--num_speculative_tokens", "5"]) == 0
+    assert "  drafts       " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [
@@ -146,6 +162,8 @@ def test_engine_finds_the_rate_of_a_bound(strategy, trace, capsys):
         (["--engine", "--ttft_bound", "1"], "all arrive at once"),
         (["--engine", "--num_blocks", "3"], "requests: found 16 of 16 too long"),
         (["--engine", "--token_budget", "0"], "'token_budget': found 0"),
+        (["--engine", "--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5"),
+        (["--engine", "--num_speculative_tokens", "-1"], "'num_speculative_tokens': found -1"),
     ],
 )
 def test_invalid_engine_options_are_named(strategy, capsys, options, found):

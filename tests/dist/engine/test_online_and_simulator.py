@@ -13,9 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.even_plan import even_plan
-from llmpq.batching.engine_scheduler import EngineLimits, EngineScheduler, EngineStep
+from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.engine_step import EngineLimits, EngineStep
 from llmpq.batching.queue_order import queue_order
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
+from llmpq.dist.engine import online
 from llmpq.dist.engine.online import OnlineEngine
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
@@ -29,6 +32,24 @@ from llmpq.sim.engine_costs import StepShape
 from llmpq.spec.trace import TraceRequest
 
 VOCAB = 5000
+
+
+def accepts(request: int, place: int) -> bool:
+    """Whether a draft token is right."""
+    return (7 * request + 5 * place) % 4 != 0
+
+
+class Drafts:
+    """Proposes tokens that name their request and their place."""
+
+    def __init__(self, _: SpeculativeConfig) -> None: ...
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        return [draft_token(tokens[0], len(tokens) + at) for at in range(most)]
+
+
+def draft_token(request: int, place: int) -> int:
+    return 1000 + 100 * request + place
 
 
 class Costs:
@@ -54,7 +75,7 @@ class Pipeline:
         self._costs = costs
         self.now_s = 0.0
         self._free_s = [0.0] * costs.num_stages
-        self._returning: deque[tuple[float, StepShape, int]] = deque()
+        self._returning: deque[tuple[float, StepShape, torch.Tensor]] = deque()
         self._arrivals = deque(requests)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -89,7 +110,22 @@ class Pipeline:
             if stage == 0:
                 self.now_s = done_s
             ready_s = done_s + self._costs.hop(stage, shape).delay_s
-        self._returning.append((ready_s, shape, len(outputs)))
+        self._returning.append((ready_s, shape, self._scores(token_ids, rows, outputs)))
+
+    def _scores(self, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> torch.Tensor:
+        """Return scores that are best for the next row's token where that is a right draft."""
+        scores = torch.randn(len(outputs), VOCAB, generator=self._generator)
+        last = np.cumsum([row.length - row.first for row in rows]) - 1
+        for place, index in enumerate(outputs):
+            if index + 1 == len(rows):
+                continue
+            row, after = rows[index], rows[index + 1]
+            token = int(token_ids[last[index + 1]])
+            if (after.first, after.blocks[0]) == (row.length, row.blocks[0]):
+                request = (token - 1000) // 100
+                assert token == draft_token(request, after.first)
+                scores[place, token] = 100.0 if accepts(request, after.first) else -100.0
+        return scores
 
     def has_result(self) -> bool:
         return bool(self._returning) and self._returning[0][0] <= self.now_s
@@ -102,10 +138,10 @@ class Pipeline:
         return self.has_result()
 
     def collect(self) -> torch.Tensor | None:
-        _, shape, outputs = self._returning.popleft()
+        _, shape, scores = self._returning.popleft()
         self.now_s += self._costs.project_s(shape)
         self._free_s[0] = self.now_s
-        return torch.randn(outputs, VOCAB, generator=self._generator) if outputs else None
+        return scores if len(scores) else None
 
     def check(self) -> None:
         assert not self._returning
@@ -139,9 +175,10 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     max_sequences=st.integers(1, 6),
     prefix_caching=st.booleans(),
     order=st.sampled_from(["fcfs", "spf", "no_preempt"]),
+    drafts=st.sampled_from([0, 0, 1, 5]),
 )
 def test_decisions_are_equal(
-    items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order
+    items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts
 ):
     limits = EngineLimits(
         token_budget=budget,
@@ -150,10 +187,13 @@ def test_decisions_are_equal(
         block_size=4,
         prefix_caching=prefix_caching,
         steps_in_flight=1 if num_stages == 1 else num_stages + 1,
+        num_speculative_tokens=drafts,
     )
     arrivals = np.cumsum([8.0 * gap for gap, _, _ in items]).tolist()
 
-    simulated = SimulatedEngine(Costs(num_stages), limits, queue_order(order))
+    simulated = SimulatedEngine(
+        Costs(num_stages), limits, queue_order(order), accepts if drafts else None
+    )
     expected = recorded(simulated.scheduler)
     requests = []
     for number, (arrival_s, (_, prompt, new)) in enumerate(zip(arrivals, items, strict=True)):
@@ -177,13 +217,28 @@ def test_decisions_are_equal(
         limits=limits,
         order=queue_order(order),
         model=ModelLimits(max_model_len=1000, vocab_size=VOCAB),
+        speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         clock=pipeline.clock,
     )
     found = recorded(engine.scheduler)
-    engine.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(online, "PromptLookup", Drafts)
+        engine.run()
     assert found == expected
     assert engine.scheduler.num_preemptions == simulated.scheduler.num_preemptions
+    assert engine.scheduler.num_accepted_tokens == simulated.scheduler.num_accepted_tokens
     assert engine.scheduler.free_blocks == num_blocks
+
+
+def test_the_comparison_sees_accepted_and_rejected_drafts():
+    limits = EngineLimits(
+        token_budget=8, max_sequences=4, num_blocks=20, block_size=4, num_speculative_tokens=3
+    )
+    simulated = SimulatedEngine(Costs(1), limits, queue_order("fcfs"), accepts)
+    simulated.add(1, TraceRequest(arrival_s=0.0, prompt_tokens=6, new_tokens=20))
+    simulated.advance(float("inf"))
+    assert 5 < simulated.scheduler.num_accepted_tokens < simulated.scheduler.num_draft_tokens
+    assert simulated.report().requests[0].new_tokens == 20
 
 
 def test_the_comparison_sees_preemptions():
