@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -85,7 +87,8 @@ def complete(
     choose: Choose,
     *,
     start: Solution | None = None,
-    limit_s: float = float("inf"),
+    limit_s: float = math.inf,
+    until_s: float = math.inf,
 ) -> Solution | None:
     """Choose stages until all requests are answered.
 
@@ -94,15 +97,16 @@ def complete(
         choose: returns the next stage; it must run some model that gets a request.
         start: stages so far.
         limit_s: give up at this time of the application.
+        until_s: give up at this time of ``time.monotonic``.
 
     Returns:
-        The whole plan, or ``None`` where the limit was reached.
+        The whole plan, or ``None`` where a limit was reached.
     """
     simulator = problem.simulator
     stages = [] if start is None else list(start.stages)
     before = [simulator.begin()] if start is None else list(start.before)
     while simulator.unfinished(before[-1]):
-        if before[-1].time_s >= limit_s:
+        if before[-1].time_s >= limit_s or time.monotonic() >= until_s:
             return None
         stage = choose(before[-1])
         run = simulator.run(before[-1], stage)

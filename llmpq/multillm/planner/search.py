@@ -136,7 +136,9 @@ def _improve(problem: Problem, best: Solution, until_s: float) -> Solution:
             after = problem.simulator.after(best.before[place], run)
             start = Solution((*best.stages[:place], run), (*best.before[: place + 1], after))
             for rule in IMPROVING:
-                whole = complete(problem, rules[rule], start=start, limit_s=found.makespan_s)
+                whole = complete(
+                    problem, rules[rule], start=start, limit_s=found.makespan_s, until_s=until_s
+                )
                 if whole is not None and whole.makespan_s < found.makespan_s:
                     found = whole
         if found is best:

@@ -94,7 +94,7 @@ def test_useful_operations_and_busy_time_rise_along_the_curve():
     assert run.made[:-1].tolist() == columns[2][:-1].tolist()
 
 
-def test_a_request_longer_than_the_memory_is_an_error():
+def test_a_request_longer_than_the_memory_is_refused():
     chance = np.random.default_rng(0)
     ready, prompt, answer, following, work = requests(chance)
     prompt[3] = 500

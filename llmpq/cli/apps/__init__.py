@@ -1,0 +1,1 @@
+"""llmpq-apps: applications of several models."""

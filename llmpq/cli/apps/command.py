@@ -1,0 +1,29 @@
+"""llmpq-apps: plan, simulate and run applications of several models."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from llmpq.cli.apps import plan
+from llmpq.cli.common import make_parser, run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``llmpq-apps``."""
+    return run_command(_parser(), lambda options: int(options.run(options)), argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("llmpq-apps", __doc__ or "")
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="plan|simulate")
+    plan.add_plan(verbs)
+    plan.add_simulate(verbs)
+    for verb in verbs.choices.values():
+        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
