@@ -88,13 +88,20 @@ class DecoderStage(nn.Module):
         return self._windows[index], self._chunks[index]
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, batch: PackedBatch, cache: KVStore | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        cache: KVStore | None = None,
+        only: Sequence[int] | None = None,
+    ) -> Tensor:
         """Run the layers on the tokens of one step.
 
         Args:
             hidden: ``[1, N, H]``.
             batch: rows of the step.
             cache: KV store of these layers; ``None`` runs whole sequences from position 0.
+            only: layers of the stage to run (from 0); by default all.
 
         Returns:
             ``[1, N, H]``.
@@ -104,7 +111,7 @@ class DecoderStage(nn.Module):
                 after position 0 without a cache.
         """
         arguments = self.step_arguments(hidden, batch, cache)
-        for index in range(len(self.layers)):
+        for index in range(len(self.layers)) if only is None else only:
             hidden = self.run_layer(index, hidden, arguments[index])
         return hidden
 

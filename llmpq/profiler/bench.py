@@ -125,13 +125,13 @@ class _OtherMemory(StageRunner):
     other: Tensor
     spent_s: list[float]
 
-    def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+    def run(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None = None) -> Tensor:
         synchronize(self.device)
         start = time.perf_counter()
         torch.mv(self.other, self.other[0])
         synchronize(self.device)
         self.spent_s.append(time.perf_counter() - start)
-        return StageRunner.run(self, hidden, rows)
+        return StageRunner.run(self, hidden, rows, only)
 
 
 class Bench:

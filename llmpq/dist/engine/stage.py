@@ -63,12 +63,13 @@ class StageRunner:
         if self.kv_connector is not None:
             self.kv_connector.release(rows)
 
-    def run(self, hidden: Tensor, rows: Sequence[Row]) -> Tensor:
+    def run(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None = None) -> Tensor:
         """Run the layers over the tokens of one step.
 
         Args:
             hidden: ``[1, N, H]``.
             rows: its sequences, one after the other.
+            only: layers of the stage to run (from 0), operator by operator; by default all.
 
         Returns:
             ``[1, N, H]``; from the last stage ``[1, R, H]``, the last token of each row.
@@ -76,10 +77,10 @@ class StageRunner:
         hidden = received(hidden, self.device, self.dtype)
         batch = packed_batch_of(rows)
         if self.layers is not None:
-            if self.graphs is not None:
+            if self.graphs is not None and only is None:
                 hidden = self.graphs.forward(hidden, batch)
             else:
-                hidden = self.layers(hidden, batch, self.cache)
+                hidden = self.layers(hidden, batch, self.cache, only)
         if self.is_last and not batch.is_decode:
             hidden = hidden[:, batch.last_tokens.to(self.device)]
         return hidden

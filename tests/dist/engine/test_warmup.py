@@ -23,9 +23,11 @@ class Runner:
         self.layers = layers
         self.device = CPU
         self.steps: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], int, int]]]] = []
+        self.only: list[list[int] | None] = []
 
-    def run(self, hidden, rows):
+    def run(self, hidden, rows, only=None):
         self.steps.append((tuple(hidden.shape), [(r.blocks, r.first, r.length) for r in rows]))
+        self.only.append(only)
         return hidden
 
 
@@ -41,6 +43,17 @@ def test_both_phases_run_once_at_the_sizes_of_the_plan():
     prefill, decode = runner.steps
     assert prefill == ((1, 14, 16), [((0,), 0, 7), ((1,), 0, 7)])
     assert decode == ((1, 3, 16), [((0,), 7, 8), ((1,), 7, 8), ((2,), 7, 8)])
+
+
+def test_prefill_runs_one_layer_of_each_bitwidth_on_a_cpu():
+    plan = plan_of()
+    stage = replace(plan.stages[0], bits=(8, 4, 8))
+    runner = Runner()
+    warm_up(plan, stage, runner, 16, torch.float32)
+    assert runner.only == [[0, 1], None]
+    runner.device = torch.device("meta")  # stands for an accelerator
+    warm_up(plan, stage, runner, 16, torch.float32)
+    assert runner.only[2:] == [None, None]
 
 
 def test_answers_of_one_token_have_no_decode_to_warm_up():
