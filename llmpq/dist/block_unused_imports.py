@@ -7,7 +7,10 @@ Packages that are already loaded stay.
 
 from __future__ import annotations
 
+import importlib
 import sys
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -16,3 +19,41 @@ UNUSED = ("scipy", "sklearn", *(() if torch.cuda.is_available() else ("triton",)
 for _name in UNUSED:
     # An import of the name now raises ImportError.
     sys.modules.setdefault(_name, None)  # type: ignore[arg-type]
+
+_COMPILER = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
+_MARKS = ("allow_in_graph", "assume_constant_result", "disable", "TransformGetItemToIndex")
+"""What torch and transformers apply to functions for the compiler."""
+
+
+def import_transformers() -> None:
+    """Import transformers' model code without torch's compiler and sharded tensors.
+
+    transformers marks functions for ``torch.compile`` and imports ``DTensor`` and accelerate. A
+    worker uses none of them, and with them its imports take half as long again. While transformers
+    is imported here, ``torch._dynamo`` is a module whose marks change nothing, and
+    ``torch.distributed`` is not available; later imports find the real ones.
+
+    For a process that only runs a rank. Does nothing where there is a CUDA device.
+    """
+    if torch.cuda.is_available():
+        return
+    compiler: Any = ModuleType(_COMPILER[0])
+    for mark in _MARKS:
+        setattr(compiler, mark, _unchanged)
+    absent = [name for name in _COMPILER if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent, compiler))
+    sys.modules.setdefault("accelerate", None)  # type: ignore[arg-type]
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        for name in ("modeling_utils", "masking_utils"):
+            importlib.import_module(f"transformers.{name}")
+    finally:
+        torch.distributed.is_available = is_available
+        for name in absent:
+            del sys.modules[name]
+
+
+def _unchanged(function: Any = None, *_: object, **__: object) -> Any:
+    """Return the function that is marked, or this mark if it has only options."""
+    return _unchanged if function is None else function

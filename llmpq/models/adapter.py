@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -81,7 +82,7 @@ class Skeleton:
 
     def build_layer(self, config: PreTrainedConfig, index: int) -> nn.Module:
         """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
-        with torch.device("meta"):
+        with torch.device("meta"), _QuickConstruction():
             layer = self.layer_class(config, index)
         _use_linear(layer)
         use_stacked_experts(layer, config)
@@ -150,6 +151,26 @@ class Skeleton:
                 )
 
 
+class _QuickConstruction(TorchFunctionMode):
+    """Keeps the construction of modules on the meta device from importing torch's compiler.
+
+    torch has no meta kernel of random numbers and of ``arange``: it imports the compiler for them,
+    which takes a second. Random numbers have no effect there, and ``arange``, from which
+    frequencies of positions are computed, runs on the CPU.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("normal_", "uniform_"):
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        if name == "arange":
+            given = {"device": "cpu", **given}
+        return func(*args, **given)
+
+
 def _one_layer_model(config: PreTrainedConfig) -> PreTrainedModel:
     model_type = config.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -160,7 +181,7 @@ def _one_layer_model(config: PreTrainedConfig) -> PreTrainedModel:
         small.num_hidden_layers = 1
         if getattr(small, "layer_types", None):
             small.layer_types = list(small.layer_types)[:1]
-        with torch.device("meta"):
+        with torch.device("meta"), _QuickConstruction():
             model = model_class._from_config(small)
     except Exception as error:  # a configuration can break a model's constructor in any way
         raise SpecError(f"model family {model_type}: cannot be built: {error}") from error

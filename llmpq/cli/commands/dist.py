@@ -11,11 +11,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from llmpq.cli import openai_batch, run_options
+from llmpq.cli import run_options
 from llmpq.cli.commands import dist_doctor
-from llmpq.cli.common import make_parser, print_json, require, run_command
+from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
@@ -43,10 +44,11 @@ logger = get_logger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    start_s = command_start_s(argv)
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["doctor"]:
         return dist_doctor.main(words[1:])
-    return run_command(_parser(), _run, argv)
+    return run_command(_parser(), lambda options: _run(options, start_s), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,14 +107,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, start_s: float) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
     if options.format == "openai_batch":
+        from llmpq.cli import openai_batch
+
         return openai_batch.answer_batch(options, plan)
     require("torch", "transformers")
     task = _own_task(options, plan)
-    job = _job(options, plan, task)
+    job = replace(_job(options, plan, task), start_s=start_s)
     measurement = _be_one_rank(job, plan, task) if task else _supervise(job, plan, options)
     if measurement is None:
         return 0
@@ -206,7 +210,8 @@ def _be_one_rank(job: Job, plan: Plan, task: Task) -> Measurement | None:
         check_job(job)
     os.environ.update(rank_environment(plan, rank, task.local_ranks))
     # Only now, for torch reads its environment when it is first imported.
-    from llmpq.dist.launch.worker import die_with, run_rank
+    from llmpq.dist.launch.rank_tasks import run_rank
+    from llmpq.dist.launch.worker import die_with
 
     die_with(os.getppid())
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -160,8 +160,11 @@ class OnlineEngine:
         self._stats = ServingStats()
         self._stats_s = -STATS_PERIOD_S
 
-    def run(self) -> None:
+    def run(self, start_s: Mapping[str, float] | None = None) -> None:
         """Serve until the channel is closed; steps in flight are completed.
+
+        Args:
+            start_s: seconds of each step of the start, for the other end.
 
         Raises:
             LlmpqError: a stage failed.
@@ -172,6 +175,7 @@ class OnlineEngine:
                     "ready",
                     max_model_len=self._model.max_model_len,
                     vocab_size=self._model.vocab_size,
+                    start_s=dict(start_s or {}),
                 )
                 while True:
                     self._step()

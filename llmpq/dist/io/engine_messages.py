@@ -1,9 +1,9 @@
 """Messages between ``AsyncEngine`` and the engine on the master, as fields of a control channel.
 
 To the engine: ``add`` (a request, with the tokens that its client has) and ``abort`` (``id``). From
-the engine: ``ready`` once all ranks are loaded, ``refused`` (``id``, ``message``) for a request
-that cannot be served, ``tokens`` (``outputs``) after a step, ``stats`` (``stats``) many times a
-second. Needs no torch.
+the engine: ``ready`` once all ranks are loaded (with ``start_s``, the seconds of each step of
+the start), ``refused`` (``id``, ``message``) for a request that cannot be served, ``tokens``
+(``outputs``) after a step, ``stats`` (``stats``) many times a second. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Print a model's tokenizer as one JSON object, in a process of its own.
 
-transformers knows all layouts of tokenizer files and imports torch; processes without torch start
-this program and read its output. The object has ``tokenizer`` (the content of a
-``tokenizer.json``), ``special_tokens`` (such as ``bos_token``) and ``chat_template``.
+transformers knows all layouts of tokenizer files; processes without it start this program and read
+its output. The object has ``tokenizer`` (the content of a ``tokenizer.json``), ``special_tokens``
+(such as ``bos_token``) and ``chat_template``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoTokenizer
 
 from llmpq.errors import SpecError
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments
@@ -27,6 +25,8 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
     arguments = tokenizer_arguments(model_dir)
     if arguments is None:
         return None
+    from transformers import AutoTokenizer  # noqa: PLC0415  not before ``main`` keeps torch out
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
     except Exception as error:  # tokenizers raise many types
@@ -48,8 +48,12 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
 
 def main(argv: list[str]) -> int:
     """Print the tokenizer of the directory ``argv[0]``."""
+    folder = Path(argv[0])
     try:
-        json.dump(export_tokenizer(Path(argv[0])), sys.stdout)
+        if "gguf_file" not in (tokenizer_arguments(folder) or {}):
+            # Only GGUF files are read by torch, whose import takes seconds.
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        json.dump(export_tokenizer(folder), sys.stdout)
     except SpecError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_status

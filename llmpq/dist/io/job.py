@@ -120,6 +120,8 @@ class Job:
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
         engine: options of the task ``online``.
+        start_s, launch_s: when the command began, and when it started the workers of this host, by
+            ``time.perf_counter``; ``None`` if that is not known.
         launcher_pid: the process that started the workers of this host; they end with it.
             0 under torchrun.
     """
@@ -145,6 +147,8 @@ class Job:
     skips_bad_prompts: bool = False
     drift: DriftHandling = TOLD_ONLY
     engine: EngineOptions = EngineOptions()
+    start_s: float | None = None
+    launch_s: float | None = None
     launcher_pid: int = 0
 
     def __post_init__(self) -> None:

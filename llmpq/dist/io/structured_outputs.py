@@ -11,13 +11,14 @@ import json
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.errors import SpecError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_GRAMMAR_BYTES = 1 << 20
 _FIELD = "structured_outputs"
@@ -125,6 +126,8 @@ class GrammarMatcher:
 
     def allowed(self, count: int) -> NDArray[np.bool_]:
         """Return which of ``count`` tokens may come next; none after an error."""
+        import numpy as np  # noqa: PLC0415  a launcher has no use for it
+
         if self._matcher.is_error():
             return np.zeros(count, dtype=bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -137,7 +137,7 @@ def launch(
         LlmpqError: the error of the rank that failed first, or a ``StageError`` that names a rank
             that was killed or hangs. All ranks have ended when the call returns.
     """
-    write_job(folder / "job.json", job)
+    write_job(folder / "job.json", replace(job, launch_s=time.perf_counter()))
     (folder / "job.json").chmod(0o600)
     reader, writer = os.pipe()
     workers: dict[int, subprocess.Popen[bytes]] = {}

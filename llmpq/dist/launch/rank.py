@@ -203,6 +203,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         backend=job.kernel,
         weight_cache=_weight_cache(job),
     )
+    context.recorder.mark("layers")
     num_slots, max_tokens = plan.slots_of(stage)
     engine = engine_limits_of(job, plan)
     cache = KVCache(
@@ -218,7 +219,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     channels = context.channels
     links = ((), ()) if channels is None else (channels.send_links, channels.receive_links)
     captures = job.captures and stage.computes(Phase.DECODE)
-    return StageRunner(
+    runner = StageRunner(
         layers=layers,
         cache=cache,
         device=device,
@@ -227,6 +228,8 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         graphs=decode_steps_of(layers, cache, plan.micro_batching.decode) if captures else None,
         dtype=dtype,
     )
+    context.recorder.mark("decode steps")
+    return runner
 
 
 def load_master_of(context: RankContext, device: torch.device) -> Master:
@@ -256,6 +259,7 @@ def _load(
     plan, rank, start_s = context.plan, context.rank, clock.now()
     device, dtype = torch_device(plan, rank), DTYPES[plan.dtype_of(plan.stages[rank])]
     master = None if rank else load_master_of(context, device)
+    context.recorder.mark("embeddings and head")
     runner = load_runner(context, device)
     stack.callback(runner.close)
     clock.load_s = clock.now() - start_s
@@ -276,6 +280,7 @@ def _load(
         warm_up_master(plan, master, runner)
         trace_calls(master, "embed", "embed", device)
         trace_calls(master, "logits", "project", device)
+    context.recorder.mark("warm-up")
     return runner, master
 
 
@@ -346,11 +351,13 @@ class MasterRank:
                 context.communicator, context.recorder, self._clock, context.progress
             )
             wait_until_ready(self._communicator)
+            context.recorder.mark("other ranks")
         folder = job.rendezvous.private_folder
         self._should_drain = None if folder is None else DrainFlag(folder)
         config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
         self._next_number = 0
+        self._has_tokens = False
         self._made = Measurement(
             requests=0,
             generated_tokens=0,
@@ -377,6 +384,9 @@ class MasterRank:
             on_finish(request, token_ids, reason)
 
         def count(tokens: Sequence[tuple[Request, int]]) -> None:
+            if tokens and not self._has_tokens:
+                self._has_tokens = True
+                self._context.recorder.mark("first token")
             progress.add(len(tokens))
             if on_tokens is not None:
                 on_tokens(tokens)
@@ -422,7 +432,7 @@ class MasterRank:
             ),
             grammars=self._grammars,
             speculative=job.engine.speculative_config,
-        ).run()
+        ).run(self._context.recorder.start.seconds)
 
     def check_stages(self) -> None:
         """Raise the error of another rank that failed between two batches."""
@@ -437,7 +447,8 @@ class MasterRank:
         stages = [self._clock.stats(0, self._runner.device)]
         if self._communicator is not None:
             stages += shut_down(self._communicator)
-        return replace(self._made, stages=tuple(stages))
+        start = tuple(self._context.recorder.start.steps)
+        return replace(self._made, stages=tuple(stages), start=start)
 
     def _engine(self, requests: Sequence[Request]) -> MasterEngine:
         plan, job, device = self._context.plan, self._context.job, self._runner.device

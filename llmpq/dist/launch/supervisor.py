@@ -207,7 +207,7 @@ class Supervisor:
             self._health.restarts = len(self._restarts)
             for path in self._folder.iterdir():  # files of the ranks that ended
                 path.unlink()
-            self._job = replace(self._job, resume=True)
+            self._job = replace(self._job, resume=True, start_s=None)
 
     def _final_error(self, error: StageError) -> LlmpqError | None:
         """Return the error to end with, ``None`` to start the ranks again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -96,6 +98,48 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartStep:
+    """What a rank did during a part of its start, in seconds of this host's monotonic clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class StartLog:
+    """The steps of a rank's start, one after the other, up to its first token.
+
+    Args:
+        begin_s: beginning of the first step.
+
+    Attributes:
+        steps: so far.
+    """
+
+    def __init__(self, begin_s: float) -> None:
+        self.steps: list[StartStep] = []
+        self._begin_s = begin_s
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each step by its name."""
+        return seconds_of(self.steps)
+
+    def mark(self, name: str, end_s: float | None = None) -> StartStep:
+        """End a step, now by default; the next one begins."""
+        end_s = time.perf_counter() if end_s is None else end_s
+        step = StartStep(name=name, begin_s=self._begin_s, end_s=end_s)
+        self.steps.append(step)
+        self._begin_s = end_s
+        return step
+
+
+def seconds_of(steps: Sequence[StartStep]) -> dict[str, float]:
+    """Return the seconds of each step by its name."""
+    return {step.name: step.end_s - step.begin_s for step in steps}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """Tokens of a run and the seconds of its phases, as measured.
 
@@ -112,6 +156,7 @@ class Measurement:
         not_served: requests that had not begun when the run was asked to end.
         refused: for each prompt that could not be served, where it is and why.
         restarts: of the run, before the ranks that measured this.
+        start: steps of rank 0, from the command to the first token.
     """
 
     requests: int
@@ -126,3 +171,4 @@ class Measurement:
     not_served: int = 0
     refused: tuple[str, ...] = ()
     restarts: tuple[Restart, ...] = ()
+    start: tuple[StartStep, ...] = ()

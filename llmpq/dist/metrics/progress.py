@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Literal, NoReturn, Protocol
+from typing import IO, TYPE_CHECKING, Literal, NoReturn, Protocol
 
-from tqdm import tqdm
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 EventKind = Literal["load", "tokens", "alive", "busy"]
 REPORT_S = 0.05
@@ -178,6 +179,8 @@ class BarProgress:
 
     def _draw(self, kind: EventKind, done: int, total: int) -> None:
         if self._kind != kind or self._bar is None:
+            from tqdm import tqdm  # noqa: PLC0415  only terminals show a bar
+
             self.close()
             self._kind = kind
             unit, label = ("layer", "loading") if kind == "load" else ("tok", "generating")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from llmpq.dist.metrics.measurement import StartLog, StartStep
 from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.stats import StageClock, synchronize
 from llmpq.dist.transport.communicator import Communicator
@@ -36,24 +37,49 @@ _Span = list[Any]
 class Recorder:
     """Keeps the spans of a rank if ``is_on``; on rank 0, those of all ranks.
 
-    ``clock_offset_s`` is added to this rank's clock to get rank 0's.
+    ``clock_offset_s`` is added to this rank's clock to get rank 0's. ``start`` has the steps of the
+    rank's start so far.
     """
 
-    def __init__(self, rank: int, *, is_on: bool, clock_offset_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        is_on: bool,
+        clock_offset_s: float = 0.0,
+        start: StartLog | None = None,
+    ) -> None:
         self.is_on = is_on
+        self.start = start or StartLog(time.perf_counter())
         self._rank = rank
         self._offset_s = clock_offset_s
         self._spans: dict[int, list[_Span]] = {rank: []}  # by rank
         self._unnamed = 0  # index of the first own span whose micro-batch is not known yet
         self._current: int | None = None
+        for step in self.start.steps:
+            self._add_step(step)
+
+    def mark(self, name: str) -> None:
+        """End a step of the rank's start."""
+        self._add_step(self.start.mark(name))
+
+    def _add_step(self, step: StartStep) -> None:
+        """Keep a step as a span that belongs to no micro-batch."""
+        if self.is_on:
+            span = self._span(step.name, step.begin_s, step.end_s, None)
+            self._spans[self._rank].insert(self._unnamed, span)
+            self._unnamed += 1
+
+    def _span(self, name: str, start_s: float, end_s: float, number: int | None) -> _Span:
+        start_us = round((start_s + self._offset_s) * _US)
+        return [name, start_us, round((end_s - start_s) * _US), number]
 
     def add(self, name: str, start_s: float, end_s: float, micro_batch: int | None = None) -> None:
         """Keep a span, timed by ``time.perf_counter``."""
         spans = self._spans[self._rank]
         if self.is_on and len(spans) < MAX_EVENTS:
             number = self._current if micro_batch is None else micro_batch
-            start_us = round((start_s + self._offset_s) * _US)
-            spans.append([name, start_us, round((end_s - start_s) * _US), number])
+            spans.append(self._span(name, start_s, end_s, number))
 
     def received(self, micro_batch: int) -> None:
         """Assign the following spans to this micro-batch."""

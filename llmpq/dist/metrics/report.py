@@ -6,7 +6,8 @@ stage, ``*_busy_s`` those of all micro-batches of a phase. Latency runs from the
 to the last token, without loading; the prediction is for a whole batch of full-length prompts.
 Predicted is the plan's forecast where it has one, else its formula. ``per_request`` holds mean and
 percentiles over the requests: latency from arrival, service from the start of the prompt, time to
-the first token and between tokens. ``llmpq-profile recalibrate`` corrects tables by ``work``.
+the first token and between tokens. ``start_s`` holds the seconds from the command to the first
+token, and those of each step of rank 0. ``llmpq-profile recalibrate`` corrects tables by ``work``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from llmpq.batching.workload_shift import (
     make_length_monitor,
 )
 from llmpq.dist.io.job import DriftHandling
-from llmpq.dist.metrics.measurement import Measurement, StageStats
+from llmpq.dist.metrics.measurement import Measurement, StageStats, seconds_of
 from llmpq.logging import get_logger
 from llmpq.spec.codec import to_json
 from llmpq.spec.fields import dump_json, write_text
@@ -59,6 +60,9 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
             "decode": {"predicted": forecast.decode_s, "measured": latency_s - prefill_s},
         }
+    if measurement.start:
+        steps = seconds_of(measurement.start)
+        report["start_s"] = {"total": sum(steps.values()), **steps}
     report["stages"] = [_stage_report(plan, stats, latency_s) for stats in measurement.stages]
     if measurement.restarts or measurement.not_served or measurement.refused:
         report["faults"] = {
@@ -81,6 +85,10 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
         f"latency: predicted {format_seconds(latency['predicted'])}, "
         f"measured {format_seconds(latency['measured'])}",
     ]
+    if "start_s" in report:
+        total_s, *steps = report["start_s"].items()
+        parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in steps)
+        lines.append(f"first token after {format_seconds(total_s[1])}: {parts}")
     if "faults" in report:
         lines += _fault_lines(report["faults"])
     if report["per_request"]:

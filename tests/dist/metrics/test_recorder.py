@@ -7,6 +7,7 @@ import torch
 from helpers.frames import SMALL, small_decode
 from helpers.in_process_ring import in_process_ring
 
+from llmpq.dist.metrics.measurement import StartLog
 from llmpq.dist.metrics.progress import Event
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.stats import StageClock
@@ -90,6 +91,21 @@ def test_spans_are_told_in_the_clock_of_rank_0():
         for rank in (0, 1)
     }
     assert min(starts[1]) - max(starts[0]) > 99e6
+
+
+def test_steps_of_the_start_belong_to_no_micro_batch():
+    start = StartLog(1.0)
+    start.mark("imports", 3.0)
+    recorder = Recorder(0, is_on=True, start=start)
+    recorder.add("embed", 5.0, 6.0)
+    recorder.mark("first token")
+    recorder.sent(7)
+    (_, *events) = (e for e in recorder.to_json(["master"])["traceEvents"] if e["ph"] == "X")
+    first = recorder.start.steps[-1]
+    assert [step.name for step in recorder.start.steps] == ["imports", "first token"]
+    assert (first.begin_s, recorder.start.seconds["imports"]) == (3.0, 2.0)
+    numbers = [(event["name"], event["args"].get("micro_batch")) for event in events]
+    assert numbers == [("first token", None), ("embed", 7)]
 
 
 def test_without_a_trace_only_waits_are_kept():

@@ -13,6 +13,7 @@ from llmpq.cli.plots import draw_run, run_groups
 from llmpq.dist.metrics.measurement import (
     Measurement,
     StageStats,
+    StartStep,
     WorkSample,
 )
 from llmpq.dist.metrics.report import build_report, format_report
@@ -49,6 +50,14 @@ MEASUREMENT = Measurement(
         ),
     ),
 )
+
+
+def test_steps_of_the_start_are_reported_with_their_sum():
+    steps = (("imports", 1.0, 3.0), ("layers", 3.0, 3.5))
+    start = tuple(StartStep(name=name, begin_s=begin, end_s=end) for name, begin, end in steps)
+    report = build_report(PLAN, replace(MEASUREMENT, start=start))
+    assert report["start_s"] == {"total": 2.5, "imports": 2.0, "layers": 0.5}
+    assert "first token after 2.50 s: imports 2.00 s, layers 500" in format_report(PLAN, report)
 
 
 def test_report_is_the_promised_object():
