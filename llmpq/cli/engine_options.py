@@ -131,16 +131,25 @@ def speculative_config_of(text: str | None) -> SpeculativeConfig | None:
 async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> EngineClient:
     """Start the ranks of a plan and return their engine once it is loaded.
 
+    Raises:
+        LlmpqError: an option cannot be used, or a rank did not start.
+    """
+    return await launch_engine(options, plan, model_dir).ready()
+
+
+def launch_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> AsyncEngine:
+    """Start the ranks of a plan and return their engine while they load.
+
     Options that the command does not have are left at their defaults.
 
     Raises:
-        LlmpqError: an option cannot be used, or a rank did not start.
+        SpecError: an option cannot be used.
     """
     given = vars(options)
     max_model_len = given.get("max_model_len")
     if max_model_len is not None:
         check_context_memory(plan, load_model_dir(model_dir), max_model_len)
-    return await AsyncEngine.start(
+    return AsyncEngine.launch(
         plan,
         model_dir,
         scheduler=given.get("scheduler", "fcfs"),

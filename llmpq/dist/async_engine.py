@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ class AsyncEngine:
         self.num_restarts = 0
         self._ranks = ranks
         self._max_restarts = max_restarts
-        self._loop = asyncio.get_running_loop()
+        self._listener = ranks.listen()
+        self._ended: Future[BaseException] = Future()  # of the thread that starts the ranks
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None  # of a loaded engine
         self._connection = asyncio.Lock()
@@ -131,7 +133,15 @@ class AsyncEngine:
         self._has_new_tokens = False
 
     @classmethod
-    async def start(  # noqa: PLR0913  what a run may set
+    async def start(cls, plan: Plan, model_dir: str | Path, **options: Any) -> AsyncEngine:
+        """Start the ranks of a plan; return once all of them are loaded.
+
+        The arguments and errors are those of :meth:`launch` and :meth:`ready`.
+        """
+        return await cls.launch(plan, model_dir, **options).ready()
+
+    @classmethod
+    def launch(  # noqa: PLR0913  what a run may set
         cls,
         plan: Plan,
         model_dir: str | Path,
@@ -151,7 +161,9 @@ class AsyncEngine:
         kernel: str | None = None,
         progress: RunProgress | None = None,
     ) -> AsyncEngine:
-        """Start the ranks of a plan; return once all of them are loaded.
+        """Start the ranks of a plan, and return while they load; :meth:`ready` waits for them.
+
+        Needs no event loop.
 
         Args:
             plan: the strategy; prefill and decode on the same stages.
@@ -176,9 +188,8 @@ class AsyncEngine:
             progress: receives loading events.
 
         Raises:
-            LlmpqError: ``SpecError`` for a plan that is not for this model, has stages of its own
-                for each phase or does not hold ``max_model_len``, ``CapacityError`` when memory ran
-                out, ``StageError`` when a rank died, hung or failed.
+            SpecError: the plan is not for this model, has stages of its own for each phase, or does
+                not hold ``max_model_len``.
         """
         model_dir = Path(model_dir).resolve()
         model = load_model_dir(model_dir)
@@ -202,23 +213,44 @@ class AsyncEngine:
         )
         longest_sequence(plan, options, model.max_positions)
         ranks = RankThread(plan, model_dir, progress)
+        job = replace(
+            ranks.job,
+            task="online",
+            step_timeout_s=step_timeout_s,
+            store=store,
+            store_limit_bytes=store_limit_bytes,
+            kernel=kernel,
+            engine=options,
+        )
         engine = cls(ranks, max_restarts)
-        try:
-            await engine._start(
-                replace(
-                    ranks.job,
-                    task="online",
-                    step_timeout_s=step_timeout_s,
-                    store=store,
-                    store_limit_bytes=store_limit_bytes,
-                    kernel=kernel,
-                    engine=options,
-                )
-            )
-        except BaseException:
-            await engine.close()
-            raise
+        ranks.start(lambda: engine._run_ranks(job), engine._ranks_ended)
         return engine
+
+    async def ready(self) -> AsyncEngine:
+        """Wait until all ranks are loaded; return this engine, which belongs to the running loop.
+
+        Raises:
+            LlmpqError: ``CapacityError`` when memory ran out, ``StageError`` when a rank died, hung
+                or failed.
+        """
+        try:
+            self._server = await asyncio.start_unix_server(
+                self._serve, sock=self._listener, limit=MAX_LINE_BYTES
+            )
+            ended = asyncio.wrap_future(self._ended)
+            ended.add_done_callback(lambda _: self._end(ended.result()))
+            await self._is_started.wait()
+            if self.error is not None:
+                raise self.error
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    def kill(self) -> None:
+        """End all ranks at once; for an engine whose :meth:`ready` was never called."""
+        self._ranks.stop(0.0)
+        self._ranks.close()
 
     @property
     def is_alive(self) -> bool:
@@ -290,15 +322,6 @@ class AsyncEngine:
             self._server.close()
         self._ranks.close()
 
-    async def _start(self, job: Job) -> None:
-        self._server = await asyncio.start_unix_server(
-            self._serve, sock=self._ranks.listen(), limit=MAX_LINE_BYTES
-        )
-        self._ranks.start(lambda: self._run_ranks(job), self._ranks_ended)
-        await self._is_started.wait()
-        if self.error is not None:
-            raise self.error
-
     def _check_open(self) -> None:
         if self.error is not None:
             raise StageError(f"the engine has ended: {self.error}")
@@ -356,6 +379,8 @@ class AsyncEngine:
                 self._forget(message["id"])
                 answer.fail(SpecError(message["message"]))
         elif kind == "ready":
+            steps = [f"{name} {seconds:.2f}" for name, seconds in message["start_s"].items()]
+            _log.info("ranks started, seconds: %s", ", ".join(steps))
             self.max_model_len, self.vocab_size = message["max_model_len"], message["vocab_size"]
             self._writer = writer
             for answer in self._answers.values():
@@ -365,8 +390,7 @@ class AsyncEngine:
     def _ranks_ended(self, error: BaseException | None) -> None:
         if error is None or isinstance(error, StoppedError):
             error = StageError("the engine is closed; start another one")
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._end, error)
+        self._ended.set_result(error)
 
     def _run_ranks(self, job: Job) -> None:
         """Start the ranks until the engine is closed or they fail for good; runs in a thread."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, require, run_command
-from llmpq.cli.engine_options import add_engine_options, check_engine_options, start_engine
+from llmpq.cli.engine_options import add_engine_options, check_engine_options, launch_engine
 from llmpq.cli.server_options import (
     add_address_options,
     add_listen_limits,
@@ -30,6 +30,7 @@ from llmpq.spec.fleet import Fleet, FleetMember, read_fleet
 from llmpq.spec.plan import Plan, read_plan
 
 if TYPE_CHECKING:
+    from llmpq.dist.async_engine import AsyncEngine
     from llmpq.server.admission import AdmissionLimits
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
@@ -112,13 +113,31 @@ def _run(options: argparse.Namespace) -> int:
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *SERVER_PACKAGES)
     from llmpq.server.admission import token_budget_for
-    from llmpq.server.lifecycle import ServerOptions, run_server
-    from llmpq.server.tokenizer import load_server_tokenizer
 
     admission = _admission(options, plan)
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
-    names = tuple(options.served_model_name or (plan.model.name,))
+    engine = launch_engine(options, plan, model_dir)
+    try:
+        _run_engine(options, engine, model_dir, (plan.model.name,), admission)
+    except BaseException:
+        engine.kill()
+        raise
+    return 0
+
+
+def _run_engine(
+    options: argparse.Namespace,
+    engine: AsyncEngine,
+    model_dir: Path,
+    names: tuple[str, ...],
+    admission: AdmissionLimits,
+) -> None:
+    """Serve an engine whose ranks load while the packages of the server are imported."""
+    from llmpq.server.lifecycle import ServerOptions, run_server
+    from llmpq.server.tokenizer import load_server_tokenizer
+
+    names = tuple(options.served_model_name or names)
     server = ServerOptions(
         **vars(listen_options(options)), model_dir=model_dir, names=names, admission=admission
     )
@@ -127,14 +146,12 @@ def _run(options: argparse.Namespace) -> int:
         "max_num_queued_tokens": admission.max_num_queued_tokens,
         "token_budget": options.token_budget,
     }
-
     run_server(
         server,
-        lambda: start_engine(options, plan, model_dir),
+        engine.ready,
         load_server_tokenizer,
         lambda url: say_ready(options, {"url": url, **record}),
     )
-    return 0
 
 
 def _check_names(options: argparse.Namespace) -> None:

@@ -30,11 +30,19 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``run_server`` was given."""
     found: dict[str, Any] = {}
 
+    class Engine:
+        async def ready(self) -> FakeEngine:
+            return FakeEngine()
+
+        def kill(self) -> None:
+            found.clear()
+
     def run_server(options: ServerOptions, start, load, on_ready) -> None:
         found.update(options=options, start=start)
         on_ready("http://127.0.0.1:8000")
 
     monkeypatch.setattr("llmpq.server.lifecycle.run_server", run_server)
+    monkeypatch.setattr(serve, "launch_engine", lambda *_: Engine())
     return found
 
 
