@@ -1,19 +1,21 @@
 """CompiledSteps: decode steps of a stage as one call of compiled code, on CPUs.
 
-The layers of transformers stay the definition: when a stage is loaded, every layer is computed both
-ways on random numbers, and a stage with a layer that differs runs operator by operator, with a
-logged reason. So does a stage whose layers the compiled step does not know.
+The layers of transformers stay the definition: when a stage is loaded, some layers of every kind
+are computed both ways on random numbers, and a stage with a layer that differs runs operator by
+operator, with a logged reason. So does a stage whose layers the compiled step does not know. Layers
+of one kind run the same code on weights of the same shapes and precisions.
 
 Shapes: R rows, H hidden size, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from types import NoneType
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.kv.cache import KVCache
@@ -21,12 +23,15 @@ from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.quant.modules.step_layer import LayerStep, append_layer
+from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Largest difference of what a layer adds to its input, relative to it (norms)."""
 _FEWEST_POSITIONS = 1024
+_PLAIN = (bool, int, float, str, torch.dtype, Precision, NoneType)
+"""Types of attributes that are compared by value."""
 _TRIED_SIZE = 0.05
 """Size of the random input: that of embeddings, so that rounding hides no part of a layer."""
 _TRIED_CONTEXT = (17, 3)
@@ -169,14 +174,40 @@ class _RotaryRows:
         return [kinds[id(table)] for table in made]
 
 
+def checked_layers(layers: DecoderStage) -> list[int]:
+    """Return the first two layers and the last one of every kind, by their index in the stage."""
+    kinds: dict[Hashable, list[int]] = {}
+    for index, layer in enumerate(layers.layers):
+        kinds.setdefault((layers.span_of(index), _form_of(layer)), []).append(index)
+    return sorted({index for kind in kinds.values() for index in (*kind[:2], kind[-1])})
+
+
+def _form_of(layer: nn.Module) -> Hashable:
+    """Return all that decides what a layer computes, but the values of its weights.
+
+    A function that one object has in place of its class's is a form of its own.
+    """
+    found: list[Hashable] = []
+    for name, part in layer.named_modules():
+        own = (
+            (key, value if isinstance(value, _PLAIN) else id(value))
+            for key, value in vars(part).items()
+            if key != "layer_idx" and (isinstance(value, _PLAIN) or callable(value))
+        )
+        tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        shapes = ((key, value.shape, value.dtype) for key, value in tensors)
+        found.append((name, type(part), *own, *shapes))
+    return tuple(found)
+
+
 @torch.inference_mode()
 def _check(layers: DecoderStage, cache: KVCache) -> None:
-    """Compute every layer both ways on random numbers.
+    """Compute the layers of :func:`checked_layers` both ways on random numbers.
 
     Raises:
         UnsupportedStepError: a layer differs by more than rounding.
     """
-    config, count = layers.config, len(layers.layers)
+    config, checked = layers.config, checked_layers(layers)
     generator = torch.Generator().manual_seed(0)
 
     def random_rows(tokens: int) -> Tensor:
@@ -201,13 +232,14 @@ def _check(layers: DecoderStage, cache: KVCache) -> None:
         random_rows(sum(_TRIED_CONTEXT)),
         PackedBatch(block_tables=tables, starts=starts, counts=_TRIED_CONTEXT),
         tried,
+        checked,
     )
     # The last row is the next token of the first sequence, as where drafts are verified.
     tables, starts = [*tables, tables[0]], [*_TRIED_CONTEXT, _TRIED_CONTEXT[0] + 1]
     batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables))
     hidden = random_rows(batch.rows)
     arguments = layers.step_arguments(hidden, batch, tried)
-    for index in range(count):
+    for index in checked:
         found = CompiledSteps(layers, tried, only=index).run(hidden, batch)
         expected = layers.run_layer(index, hidden, arguments[index])
         difference = float((found - expected).float().norm() / (expected - hidden).float().norm())

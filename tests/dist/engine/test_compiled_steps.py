@@ -9,7 +9,12 @@ import torch
 from helpers.tiny_models import generate_alone, load_master, load_reference
 
 from llmpq.dist.engine import compiled_steps
-from llmpq.dist.engine.compiled_steps import LIMITS, CompiledSteps, decode_steps_of
+from llmpq.dist.engine.compiled_steps import (
+    LIMITS,
+    CompiledSteps,
+    checked_layers,
+    decode_steps_of,
+)
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.native import has_attention, has_bf16_products, instruction_set, library
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
@@ -162,6 +167,19 @@ def test_a_layer_that_computes_something_else_runs_as_it_is(tiny_model, damage, 
     with caplog.at_level(logging.INFO):
         assert decode_steps_of(stage, cache, 1) is None
     assert "layer 1: does not compute what Llama's does" in caplog.text
+
+
+def test_layers_of_every_kind_are_checked(tiny_model):
+    shape = {**SHAPE, "layers": 8, "hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 1}
+    path = tiny_model("llama", shape=shape)
+    bits = [8, 4, 8, 8, 4, 8, 8, 8]
+    stage = load_stage(path, 0, 8, bits, dtype=torch.float32, device="cpu")
+    assert checked_layers(stage) == [0, 1, 2, 4, 7]
+    stage.layers[5].self_attn.scaling *= 2
+    assert checked_layers(stage) == [0, 1, 2, 4, 5, 7]
+    stage.layers[3].mlp.act_fn.forward = torch.nn.functional.gelu
+    stage.layers[6].mlp.act_fn.forward = lambda x: x
+    assert checked_layers(stage) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_wrong_addresses_are_found(tiny_model, monkeypatch):
