@@ -1,0 +1,254 @@
+"""Time a token with and without prompt lookup, on texts that repeat themselves more or less.
+
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/speculation.py --folder DIR --output FILE
+
+A random Llama of 125 M parameters runs in this process, with the engine of ``llmpq-serve``. Every
+step computes what it always computes; only the token that is chosen is replaced by that of a given
+text, so that acceptance is that of the text. Runs with and without drafts alternate; with one
+thread it is the processor time that counts, which other programs disturb little.
+
+Texts, of which the first half is the prompt and the second the answer, in tokens of the shipped
+tokenizer:
+
+* ``edit``: a module of this project, and the same module with another name for one thing;
+* ``prose``: two pages of the shipped text;
+* ``random``: tokens none of which comes twice;
+* ``hostile``: random tokens of an alphabet of three: a match at every token, mostly a wrong one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare_versions import machine
+from tokenizers import Tokenizer
+from workbench import ROOT, SMALL_LLAMA, make_model
+
+from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.queue_order import queue_order
+from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.engine import online
+from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.packed_steps import PipelineSteps
+from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows
+from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
+from llmpq.dist.io.generation import GenerationRequest
+from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.dist.kv.cache import KVCache
+from llmpq.models import kv_shapes
+from llmpq.quant.loading.loader import load_master, load_stage
+
+LENGTH = 192
+"""Tokens of a prompt, and of an answer."""
+TEXTS = ("edit", "prose", "random", "hostile")
+DTYPE = torch.bfloat16
+CPU = torch.device("cpu")
+BLOCKS = 16 * (2 * LENGTH // 16 + 4)
+
+
+def main() -> int:
+    """Measure, print a table, and write JSON when asked."""
+    options = _parser().parse_args()
+    torch.set_num_threads(options.threads)
+    model = options.folder / "llama-125m"
+    options.folder.mkdir(parents=True, exist_ok=True)
+    make_model(model)
+    rows: list[list[str]] = []
+    load = os.getloadavg()[0]
+    with torch.inference_mode():
+        master = load_master(model, dtype=DTYPE, device=CPU)
+        for bits in options.bits:
+            steps = PipelineSteps(master=master, runner=_runner(model, bits), communicator=None)
+            for batch in options.batches:
+                rows += _measure(options, steps, bits, batch)
+    if options.output is not None:
+        options.output.write_text(json.dumps(_record(options, rows, load), indent=1) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="of the random model")
+    parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--num_speculative_tokens", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+def _runner(model: Path, bits: int) -> StageRunner:
+    layers = SMALL_LLAMA["layers"]
+    stage = load_stage(model, 0, layers, [bits] * layers, dtype=DTYPE, device="cpu")
+    cache = KVCache(kv_shapes(stage.config, 0, layers), 0, num_blocks=BLOCKS, dtype=DTYPE)
+    graphs = decode_steps_of(stage, cache, 1)
+    return StageRunner(
+        layers=stage, cache=cache, device=CPU, is_last=True, graphs=graphs, dtype=DTYPE
+    )
+
+
+def _measure(
+    options: argparse.Namespace, steps: PipelineSteps, bits: int, batch: int
+) -> list[list[str]]:
+    """Return a row a text, and print it."""
+    rows = []
+    config = SpeculativeConfig(num_speculative_tokens=options.num_speculative_tokens)
+    for name in TEXTS:
+        texts = [text_of(name, number) for number in range(batch)]
+        times: dict[bool, list[float]] = {False: [], True: []}
+        accepted = (0, 0)
+        for number in range(options.rounds + 1):
+            for drafts in (number % 2 == 0, number % 2 == 1):
+                seconds, found = _run(steps, texts, config if drafts else None)
+                if number:  # the first round warms up
+                    times[drafts].append(1e3 * seconds / (LENGTH - 1))
+                accepted = found if drafts else accepted
+        plain, drafted = (statistics.median(times[drafts]) for drafts in (False, True))
+        gains = [one / other for one, other in zip(times[False], times[True], strict=True)]
+        drafts, right = accepted
+        rows.append([
+            str(bits), str(batch), name, f"{plain:.2f}", f"{drafted:.2f}",
+            f"{statistics.median(gains):.2f}", f"{min(gains):.2f}-{max(gains):.2f}",
+            f"{100 * right / max(1, drafts):.0f} %", f"{100 * right / batch / LENGTH:.0f} %",
+        ])  # fmt: skip
+        sys.stdout.write(" ".join(f"{cell:>10}" for cell in rows[-1]) + "\n")
+        sys.stdout.flush()
+    return rows
+
+
+def text_of(name: str, number: int) -> list[int]:
+    """Return the tokens of a prompt and its answer."""
+    chance = random.Random(number)
+    if name == "random":
+        return chance.sample(range(3, SMALL_LLAMA["vocab"]), 2 * LENGTH)
+    if name == "hostile":
+        return [chance.randrange(3, 6) for _ in range(2 * LENGTH)]
+    tokenizer = Tokenizer.from_file(str(ROOT / "models" / "demo" / "tokenizer.json"))
+    if name == "prose":
+        text = (ROOT / "models" / "demo" / "heldout.txt").read_text(encoding="utf-8")
+        start = len(text) // 20 * number
+        return list(tokenizer.encode(text[start : start + 20 * LENGTH]).ids[: 2 * LENGTH])
+    modules = sorted((ROOT / "llmpq" / "batching").glob("*.py"))
+    text = modules[number % len(modules)].read_text(encoding="utf-8")
+    changed = text.replace("self", "this").replace("tokens", "pieces")
+    first, second = (list(tokenizer.encode(one).ids[:LENGTH]) for one in (text, changed))
+    return (first + second + [3] * 2 * LENGTH)[: 2 * LENGTH]
+
+
+class Forced(ScoredRows):
+    """Chooses the tokens of given texts; a request's seed is the number of its text."""
+
+    texts: Sequence[Sequence[int]] = ()
+
+    def sample(self, row: int, state: SamplingState) -> SampledToken:
+        """Choose as always, and return the text's token."""
+        super().sample(row, state)
+        text = self.texts[state.params.seed or 0]
+        return SampledToken(text[LENGTH + len(state.token_ids)])
+
+
+class Channel:
+    """Adds all requests at once, and closes when all are answered."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        self.left = len(texts)
+        self.first_s = self.last_s = 0.0
+        self.stats: dict[str, Any] = {}
+        self.messages: list[dict[str, Any]] = []
+        for number, text in enumerate(texts):
+            sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=number)
+            request = GenerationRequest(
+                id=str(number), prompt_token_ids=tuple(text[:LENGTH]), sampling=sampling
+            )
+            self.messages.append({"kind": "add"} | added_to_json(AddedRequest(request=request)))
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Take the engine's messages."""
+        assert kind != "refused", fields
+        if kind == "tokens":
+            self.last_s = self.clock()
+            self.first_s = self.first_s or self.last_s
+            self.left -= sum(item[4] is not None for item in fields["outputs"])
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:  # noqa: ARG002
+        """Return the next request."""
+        if self.messages:
+            return self.messages.pop(0)
+        if not self.left:
+            raise EOFError
+        return None
+
+
+def _run(
+    steps: PipelineSteps, texts: Sequence[Sequence[int]], config: SpeculativeConfig | None
+) -> tuple[float, tuple[int, int]]:
+    """Return the seconds after the first tokens; draft tokens, and those accepted."""
+    channel = Channel(texts)
+    Forced.texts = texts
+    online.ScoredRows = Forced  # type: ignore[misc]
+    engine = online.OnlineEngine(
+        channel=channel,
+        runner=steps,
+        limits=EngineLimits(
+            token_budget=16 * LENGTH,
+            max_sequences=16,
+            num_blocks=BLOCKS,
+            block_size=16,
+            prefix_caching=False,
+            num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
+        ),
+        order=queue_order("fcfs"),
+        model=ModelLimits(max_model_len=2 * LENGTH, vocab_size=SMALL_LLAMA["vocab"]),
+        speculative=config,
+    )
+    engine.run()
+    scheduler = engine.scheduler
+    assert scheduler.free_blocks == BLOCKS
+    found = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+    return channel.last_s - channel.first_s, found
+
+
+def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> dict[str, Any]:
+    return {
+        "topic": "speculation",
+        "command": "python benchmarks/speculation.py --folder DIR --output FILE "
+        f"--batches {' '.join(map(str, options.batches))} --rounds {options.rounds} "
+        f"--threads {options.threads}",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{machine()}, load {load:.1f} at the start, real-time priority",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+        },
+        "tables": [
+            {
+                "title": f"Drafts of up to {options.num_speculative_tokens} tokens",
+                "columns": [
+                    "bits", "sequences", "text", "ms a token", "with drafts", "faster",
+                    "rounds", "draft tokens accepted", "of the answer",
+                ],
+                "rows": rows,
+            }
+        ],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
