@@ -56,6 +56,20 @@ def test_every_operator_has_a_type_that_vllm_supports(stored):
                 assert (found["bits"], found["group_size"], found["sym"]) == (*expected, True)
 
 
+def test_the_head_has_the_fields_that_vllm_looks_up(tiny_model, tmp_path):
+    shape = {**SHAPE, "vocab": 104}
+    job = QuantizeJob(
+        model_dir=tiny_model("llama", seed=1, shape=shape), precisions=(FOUR,) * 3, head=EIGHT
+    )
+    quantize_checkpoint(job, tmp_path / "gptq")
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())["quantization_config"]
+    assert config["lm_head"] is True
+    assert overridden(config, "lm_head")["bits"] == 8
+    assert overridden(config, "model.layers.0.mlp.down_proj")["bits"] == 4
+    codes = load_file(tmp_path / "gptq" / "model.safetensors")["lm_head.qweight"]
+    assert tuple(codes.shape) == (64 // 4, 104)
+
+
 def test_tensors_have_the_shapes_that_vllm_allocates(stored):
     _, tensors = stored
     for layer, (bits, groups) in enumerate([(4, 64 // 32), (8, 1)]):

@@ -122,6 +122,13 @@ def test_llama_cpp_gives_the_output_the_bits_of_the_head():
         assert "--token-embedding-type" not in found.commands[1].arguments
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(8, "gptq"), (3, "compressed-tensors")])
+def test_vllm_gets_a_checkpoint_with_the_head_of_the_plan(bits, kind):
+    found = export_plan(replace(plan_of([(0, [4])]), head_bits=bits), "vllm")
+    assert values(found.commands[0], "--strategy") == "plan.json"
+    assert values(found.commands[0], "--format") == kind
+
+
 def test_sglang_has_the_layers():
     first = export_plan(plan_of([(0, [16] * 3), (1, [16])]), "sglang").commands[0]
     assert first.environment["SGLANG_PP_LAYER_PARTITION"] == "3,1"
@@ -178,7 +185,8 @@ CPU = {"a": ("cpu",), "b": ("T4-16G",)}
         ("sglang", plan_of([(0, [16])], on=cluster(CPU)), "of kind 'cpu'"),
         ("llama.cpp", plan_of([(0, [16])], on=cluster(tensor_parallel=2)), "one device a stage"),
         ("vllm", plan_of([(0, []), (1, [4])]), "no layers on stage 0"),
-        ("vllm", replace(plan_of([(0, [4])]), head_bits=8), "a head of 8 bits"),
+        ("vllm", replace(plan_of([(0, [16])]), head_bits=8), "a head of 8 bits"),
+        ("sglang", replace(plan_of([(0, [4])]), head_bits=8), "a head of 8 bits"),
     ],
 )
 def test_what_an_engine_cannot_run_is_refused_with_the_reason(engine, plan, message):
