@@ -15,7 +15,7 @@ MAX_WORDS_OF = {
     "docs/evidence/larry.md": 250,
     "docs/evidence/online.md": 250,
     "docs/evidence/sal.md": 280,
-    "docs/evidence/samullm.md": 300,
+    "docs/evidence/samullm.md": 330,
     "docs/how/applications.md": 330,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,

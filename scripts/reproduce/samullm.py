@@ -1,0 +1,264 @@
+"""SamuLLM's evaluation (Sec. 5) by the estimate, on eight A100-80G from the authors' tables.
+
+    python -m scripts.reproduce.samullm --data FOLDER [--small] [--json]
+
+FOLDER holds ``iterations/<model>_tp<degree>.csv.gz``, ``model_load_seconds.json`` and
+``output_length_pdf_norobots.json``, as made from github.com/puddingfjz/vllm (Apache-2.0). Every
+application is planned with one sample of answer lengths and played with another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmpq.errors import LlmpqError
+from llmpq.multillm.candidates import resolve_models
+from llmpq.multillm.cost import IterationModel
+from llmpq.multillm.graph import load_application
+from llmpq.multillm.planner import Method, PlanOptions, plan_application
+from llmpq.multillm.planner.application import PlannedApplication, workload_of
+from llmpq.multillm.replay import candidate_finder, replay
+from llmpq.multillm.requests import load_items
+from llmpq.spec.cluster import load_cluster
+from scripts.reproduce.output import Record, emit, say, table
+from scripts.reproduce.samullm_cases import Cases
+
+PLANNED, PLAYED = 0, 1
+"""Seeds of the lengths that are planned with, and played."""
+METHODS: tuple[Method, ...] = ("greedy", "samullm", "max", "min")
+NAMES = {"greedy": "ours", "samullm": "Algorithm 1", "max": "Max", "min": "Min"}
+
+
+Published = tuple[str, str]
+"""Gains end to end over Max and over Min."""
+ENSEMBLE, ROUTING = ("1.1-2.4", "1.0-1.6"), ("1.4-1.8", "1.0-1.1")
+CHAIN, MIXED = ("1.0-1.3", "1.0-1.4"), ("1.2-1.4", "1.2-1.4")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """An application with what the paper publishes about it.
+
+    Attributes:
+        name: for the tables.
+        make: writes the application that is planned.
+        published: gains.
+        truth: writes the application whose lengths are played; the same by default.
+    """
+
+    name: str
+    make: Callable[[Cases], Path]
+    published: Published
+    truth: Callable[[Cases], Path] | None = None
+
+
+def _ensemble(requests: int, limit: int) -> Case:
+    return Case(
+        f"ensemble, {requests:,} requests, limit {limit}",
+        lambda cases: cases.ensemble(requests, limit),
+        ENSEMBLE,
+    )
+
+
+def _chain(documents: int, evaluations: int) -> Case:
+    return Case(
+        f"chain, {documents} documents, {evaluations} evaluations",
+        lambda cases: cases.chain(documents, evaluations),
+        CHAIN,
+    )
+
+
+def _mixed(documents: int, limit: int) -> Case:
+    return Case(
+        f"mixed, {documents} documents, 5,000 requests of limit {limit}",
+        lambda cases: cases.mixed(documents, 5000, limit),
+        MIXED,
+    )
+
+
+def _known(cases: Cases) -> Path:
+    return cases.routing(is_known=True)
+
+
+SAMPLED = Case(
+    "routing, lengths sampled", lambda cases: cases.routing(is_known=False), ROUTING, _known
+)
+KNOWN = Case("routing, distribution known", _known, ROUTING)
+SMALL = (
+    *(_ensemble(requests, 256) for requests in (1000, 10000)),
+    SAMPLED,
+    KNOWN,
+    *(_chain(documents, 4) for documents in (100, 500)),
+    _mixed(300, 256),
+)
+CASES = (
+    *(_ensemble(requests, limit) for limit in (256, 512) for requests in (1000, 5000, 10000)),
+    SAMPLED,
+    KNOWN,
+    *(_chain(*sizes) for sizes in ((100, 1), (100, 2), (100, 4), (300, 4), (500, 4))),
+    *(_mixed(documents, 256) for documents in (100, 300, 500)),
+)
+ABLATION = _mixed(500, 512)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan, play and print the tables."""
+    parser = argparse.ArgumentParser(prog="scripts.reproduce.samullm", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--small", action="store_true", help="some cases, without ablations")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds to improve a plan")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    options = parser.parse_args(argv)
+    try:
+        record = collect(options.data, options.limit, is_small=options.small)
+    except LlmpqError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_status
+    emit(report(record), record, as_json=options.json)
+    return 0
+
+
+def collect(data: Path, limit_s: float, *, is_small: bool = False) -> Record:
+    """Return the figures of all cases and ablations."""
+    fitted: dict[str, IterationModel] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = Cases(data, Path(folder))
+        bench = _Bench(cases, fitted, limit_s)
+        record: Record = {"cases": []}
+        for case in SMALL if is_small else CASES:
+            say(case.name)
+            record["cases"].append(bench.compare(case))
+        if not is_small:
+            say("ablations")
+            record["ablations"] = bench.ablations(ABLATION)
+    return record
+
+
+class _Bench:
+    def __init__(self, cases: Cases, fitted: dict[str, IterationModel], limit_s: float) -> None:
+        self._cases, self._fitted, self._limit_s = cases, fitted, limit_s
+        self._cluster = load_cluster(cases.cluster)
+
+    def compare(self, case: Case) -> Record:
+        """Return the figures of all methods."""
+        found: Record = {"name": case.name, "published": case.published}
+        for method in METHODS:
+            found[method] = self._figures(case, PlanOptions(method=method, pipelines=False))
+        return found
+
+    def ablations(self, case: Case) -> Record:
+        """Return the figures without preemption, and with known lengths."""
+        known: Record = {}
+        for method in ("greedy", "samullm", "min"):
+            base = PlanOptions(method=method, pipelines=False)
+            variants = {
+                "as planned": base,
+                "no preemption": replace(base, preemption=False),
+                "lengths known": replace(base, seed=PLAYED),
+            }
+            known[method] = {name: self._figures(case, one) for name, one in variants.items()}
+        return known
+
+    def _figures(self, case: Case, options: PlanOptions) -> Record:
+        path = case.make(self._cases)
+        planned = self._plan(path, options)
+        played = self._play(planned, path if case.truth is None else case.truth(self._cases))
+        schedule = planned.schedule
+        return {
+            "predicted_s": schedule.makespan_s,
+            "played_s": played,
+            "search_s": schedule.search_s,
+            "bound_s": schedule.bound_s,
+            "idle_s": schedule.idle_s,
+            "stages": len(schedule.stages),
+        }
+
+    def _plan(self, path: Path, options: PlanOptions) -> PlannedApplication:
+        app = load_application(path)
+        chosen = replace(options, limit_s=self._limit_s)
+        return plan_application(app, load_items(app), self._cluster, chosen, fitted=self._fitted)
+
+    def _play(self, planned: PlannedApplication, path: Path) -> float:
+        app = load_application(path)
+        models = resolve_models(app)
+        workload = workload_of(app, load_items(app), models, PLAYED)
+        finder = candidate_finder(models, self._cluster, workload, planned.problem.candidates)
+        return replay(workload, planned.schedule, self._cluster, finder).makespan_s
+
+
+def report(record: Record) -> str:
+    """Return the tables as Markdown."""
+    parts = [_gains(record["cases"]), _searches(record["cases"])]
+    if "ablations" in record:
+        parts.append(_ablations(record["ablations"]))
+    return "\n\n".join(parts)
+
+
+def _gains(cases: Sequence[Record]) -> str:
+    rows = []
+    for case in cases:
+        ours = case["greedy"]["played_s"]
+        rows.append(
+            [
+                case["name"],
+                *(f"{case[method]['played_s']:.0f}" for method in METHODS),
+                f"{case['samullm']['played_s'] / ours:.2f}",
+                f"{case['max']['played_s'] / ours:.2f}",
+                case["published"][0],
+                f"{case['min']['played_s'] / ours:.2f}",
+                case["published"][1],
+            ]
+        )
+    head = (
+        "application", *(f"{NAMES[method]}, s" for method in METHODS), "Algorithm 1 over ours",
+        "Max over ours", "published", "Min over ours", "published ",
+    )  # fmt: skip
+    return f"### Seconds as played, and gains\n\n{table(head, rows)}"
+
+
+def _searches(cases: Sequence[Record]) -> str:
+    rows = []
+    for case in cases:
+        ours = case["greedy"]
+        rows.append(
+            [
+                case["name"],
+                *(f"{case[method]['search_s']:.1f}" for method in METHODS),
+                f"{ours['predicted_s']:.0f}",
+                f"{ours['bound_s']:.0f}",
+                f"{1.0 - ours['bound_s'] / ours['predicted_s']:.0%}",
+                f"{ours['played_s'] / ours['predicted_s'] - 1.0:+.1%}",
+            ]
+        )
+    head = (
+        "application", *(f"search of {NAMES[method]}, s" for method in METHODS),
+        "ours predicted, s", "lower bound, s", "gap", "played over predicted",
+    )  # fmt: skip
+    return f"### Searches, bounds and estimates\n\n{table(head, rows)}"
+
+
+def _ablations(found: Record) -> str:
+    rows = []
+    for method, variants in found.items():
+        base = variants["as planned"]["played_s"]
+        for name, figures in variants.items():
+            rows.append(
+                [
+                    NAMES[method],
+                    name,
+                    f"{figures['played_s']:.0f}",
+                    f"{figures['played_s'] / base:.2f}",
+                    f"{figures['played_s'] / figures['predicted_s'] - 1.0:+.1%}",
+                ]
+            )
+    head = ("method", "variant", "played, s", "over as planned", "played over predicted")
+    return f"### Ablations: {ABLATION.name}\n\n{table(head, rows)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""SamuLLM's evaluation: its applications can be read, and have the published sizes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from llmpq.multillm.candidates import resolve_models
+from llmpq.multillm.graph import load_application
+from llmpq.multillm.planner.application import workload_of
+from llmpq.multillm.requests import load_items
+from llmpq.spec.cluster import load_cluster
+from scripts.reproduce.samullm import report
+from scripts.reproduce.samullm_cases import Cases
+
+LAWS = ("Llama-2-7b-chat-hf", "chatglm3-6b", "Mixtral-8x7B-v0.1")
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Return made-up data: one length of answers, one load time, no iterations."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pdfs = {name: [0.0] * 40 + [1.0] for name in LAWS}
+    (folder / "output_length_pdf_norobots.json").write_text(json.dumps(pdfs))
+    loads = {"THUDM/chatglm3-6b|tp1": [10.0, 11.5]}
+    (folder / "model_load_seconds.json").write_text(json.dumps(loads))
+    return folder
+
+
+def workload(path):
+    app = load_application(path)
+    return workload_of(app, load_items(app), resolve_models(app), seed=0)
+
+
+def test_applications_have_the_published_sizes(data, tmp_path):
+    folder = tmp_path / "cases"
+    folder.mkdir()
+    cases = Cases(data, folder)
+    assert len(load_cluster(cases.cluster).devices) == 8
+    ensemble = workload(cases.ensemble(500, 256))
+    assert len(ensemble) == 9 * 500
+    assert (ensemble.prompt.min(), ensemble.prompt.max() <= 127) == (5, True)
+    assert ensemble.prompt.mean() == pytest.approx(21, abs=2)
+    routed = workload(cases.routing(is_known=True))
+    assert np.bincount(routed.model).tolist() == [408, 1267, 2068, 456, 2657]
+    assert routed.prompt.mean() == pytest.approx(310, abs=5)
+    assert routed.answer.mean() == pytest.approx(199, abs=10)
+    assert (routed.answer.min() >= 3, routed.answer.max() <= 1585) == (True, True)
+    chain = workload(cases.chain(100, 2))
+    chunks = np.bincount(chain.item[chain.model == 0])
+    assert (chunks.max(), np.median(chunks)) == (60, 3)
+    assert (chain.model == 1).sum() == 200
+
+
+def test_the_tables_have_all_methods_and_cases():
+    figures = {
+        "predicted_s": 90.0, "played_s": 100.0, "search_s": 1.0, "bound_s": 60.0, "idle_s": 3.0,
+        "stages": 2,
+    }  # fmt: skip
+    methods = {name: dict(figures) for name in ("greedy", "samullm", "max", "min")}
+    methods["max"]["played_s"] = 150.0
+    text = report({"cases": [{"name": "one", "published": ("1.0-1.3", "1.0-1.4"), **methods}]})
+    assert "| one | 100 | 100 | 150 | 100 | 1.00 | 1.50 | 1.0-1.3 | 1.00 | 1.0-1.4 |" in text
+    assert "33%" in text
+    assert "+11.1%" in text
