@@ -164,7 +164,7 @@ def test_a_layer_that_computes_something_else_runs_as_it_is(tiny_model, damage, 
     cache = _cache(stage)
     assert decode_steps_of(stage, cache, 1) is not None
     damage(stage.layers[1])
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="llmpq"):
         assert decode_steps_of(stage, cache, 1) is None
     assert "layer 1: does not compute what Llama's does" in caplog.text
 
@@ -199,7 +199,7 @@ def test_wrong_addresses_are_found(tiny_model, monkeypatch):
 def test_other_families_run_operator_by_operator(tiny_model, family, caplog):
     path = tiny_model(family, shape=SHAPE)
     stage = load_stage(path, 0, 2, [16] * 2, dtype=torch.float32, device="cpu")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="llmpq"):
         assert decode_steps_of(stage, _cache(stage), 1) is None
     assert "decode steps run operator by operator" in caplog.text
 
