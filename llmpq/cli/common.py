@@ -38,6 +38,7 @@ EXTRAS = {
     "uvicorn": "server",
     "httptools": "server",
     "prometheus_client": "server",
+    "ray": "ray",
     "jinja2": "server",
     "matplotlib": "plot",
     "aiconfigurator_core": "profiles",
