@@ -45,9 +45,9 @@ _log = get_logger(__name__)
 class _Answer:
     """An unfinished answer: what its client has, and what waits for it."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, token_ids: Sequence[int]) -> None:
         self.request = request
-        self._token_ids: list[int] = []
+        self._token_ids = list(token_ids)
         self._needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._pending: list[TokenOutput] = []
         self._error: BaseException | None = None
@@ -159,6 +159,9 @@ class AsyncEngine:
         store: Path | None = None,
         store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES,
         kernel: str | None = None,
+        cores: Sequence[int] = (),
+        pins_workers: bool = True,
+        environment: Mapping[str, str] | None = None,
         progress: RunProgress | None = None,
     ) -> AsyncEngine:
         """Start the ranks of a plan, and return while they load; :meth:`ready` waits for them.
@@ -185,6 +188,9 @@ class AsyncEngine:
             store: folder of quantized layers kept from run to run, ``None`` for none.
             store_limit_bytes: most bytes it may hold.
             kernel: backend to prefer; ``None`` leaves it to the registry.
+            cores: CPU cores of the ranks, those of rank 0 first; none: all of this process.
+            pins_workers: whether CPU workers keep to cores of their own where there are enough.
+            environment: variables of the ranks besides those of this process.
             progress: receives loading events.
 
         Raises:
@@ -220,6 +226,9 @@ class AsyncEngine:
             store=store,
             store_limit_bytes=store_limit_bytes,
             kernel=kernel,
+            cores=tuple(cores),
+            pins_workers=pins_workers,
+            environment=tuple((environment or {}).items()),
             engine=options,
         )
         engine = cls(ranks, max_restarts)
@@ -257,11 +266,14 @@ class AsyncEngine:
         """Whether the engine answers now; false while it restarts."""
         return self._writer is not None
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(
+        self, request: GenerationRequest, token_ids: Sequence[int] = ()
+    ) -> AsyncGenerator[TokenOutput, None]:
         """Answer a request; leaving the iterator aborts it.
 
         Args:
             request: its id is that of no unfinished request.
+            token_ids: tokens of the answer that another engine made; they are not yielded again.
 
         Yields:
             What is new since the last output; the final output has a ``finish_reason``.
@@ -277,7 +289,7 @@ class AsyncEngine:
         self._check_open()
         if request.id in self._answers:
             raise SpecError(f"id: found {request.id!r} of an unfinished request, expected another")
-        answer = self._answers[request.id] = _Answer(request)
+        answer = self._answers[request.id] = _Answer(request, token_ids)
         self._is_idle.clear()
         self._add(answer)
         try:

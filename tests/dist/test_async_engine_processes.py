@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -51,10 +52,12 @@ def workers() -> list[int]:
     return sorted(found)
 
 
-async def tokens_of(engine: AsyncEngine, number: int, after: asyncio.Event | None = None):
+async def tokens_of(
+    engine: AsyncEngine, number: int, after: asyncio.Event | None = None, made: Sequence[int] = ()
+):
     item = GenerationRequest(id=str(number), prompt_token_ids=tuple(PROMPTS[number]), sampling=FREE)
     found: list[int] = []
-    async with aclosing(engine.generate(item)) as outputs:
+    async with aclosing(engine.generate(item, made)) as outputs:
         async for output in outputs:
             found += output.token_ids
             if after is not None and len(found) > 4:
@@ -71,6 +74,8 @@ def test_streams_go_on_when_a_rank_is_killed(model_dir, expected, rank):
             assert engine.max_model_len == 40
             found = await asyncio.gather(*(tokens_of(engine, n) for n in range(6)))
             assert found == expected
+            # An answer that another engine began goes on after its tokens.
+            assert await tokens_of(engine, 0, made=expected[0][:9]) == expected[0][9:]
             begun = asyncio.Event()
             tasks = [asyncio.create_task(tokens_of(engine, n, begun)) for n in range(6)]
             await begun.wait()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,10 @@ from llmpq.cli.server_options import (
     say_ready,
 )
 from llmpq.dist import model_dir_of
+from llmpq.dist.launch.local_devices import visible_devices
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
-from llmpq.spec import catalog
-from llmpq.spec.fleet import Fleet, FleetMember, read_fleet
+from llmpq.spec.fleet import read_fleet
 from llmpq.spec.plan import Plan, read_plan
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinj
 DEFAULT_BALANCER = "sal_seconds"
 POLL_S = 0.1
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-"""The variable that says which accelerators of a kind a process sees."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +183,9 @@ def _run_fleet(options: argparse.Namespace) -> int:
     fleet = read_fleet(options.fleet)
     for plan in fleet.plans(options.fleet):
         model_dir_of(plan, options.model)
-    environments = [visible_devices(fleet, one, os.environ) for one in fleet.replicas]
+    environments = [
+        visible_devices(fleet.cluster, one.devices, os.environ) for one in fleet.replicas
+    ]
     require(*FLEET_PACKAGES)
     from llmpq.server.router.fleet import ReplicaCommand, run_fleet
 
@@ -218,44 +218,6 @@ def replica_options(words: Sequence[str]) -> list[str]:
         parser.add_argument(f"--{name}")
     parser.add_argument("--json", action="store_true")
     return [*parser.parse_known_args(words)[1], "--host", "127.0.0.1", "--port", "0"]
-
-
-def visible_devices(
-    fleet: Fleet, replica: FleetMember, environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variables that show a replica its own accelerators.
-
-    Accelerators of a kind are numbered in the order of the fleet's cluster, among those that
-    ``environment`` shows.
-
-    Raises:
-        SpecError: the fleet has accelerators on several nodes, or more than are shown.
-    """
-    devices = [
-        (device.label, device.node, catalog.device(device.type, fleet.cluster).kind)
-        for device in fleet.cluster.devices
-    ]
-    nodes = {node for _, node, kind in devices if kind != "cpu"}
-    if len(nodes) > 1:
-        raise SpecError(
-            f"fleet: field 'cluster.nodes': found accelerators on {', '.join(sorted(nodes))}, "
-            "expected one node: start llmpq-serve on each host, and llmpq-route"
-        )
-    found = {}
-    for kind, variable in VISIBLE.items():
-        labels = [label for label, _, own in devices if own == kind]
-        if not labels:
-            continue
-        shown = environment.get(variable)
-        names = [str(i) for i in range(len(labels))] if shown is None else shown.split(",")
-        if len(names) < len(labels):
-            raise SpecError(
-                f"{variable}: found {shown}, expected the {len(labels)} devices of the fleet"
-            )
-        found[variable] = ",".join(
-            name for name, label in zip(names, labels, strict=False) if label in replica.devices
-        )
-    return found
 
 
 if __name__ == "__main__":

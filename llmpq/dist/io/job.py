@@ -117,6 +117,8 @@ class Job:
         kernel: backend to use wherever it can run; ``None`` lets the registry choose.
         captures: whether GPUs may capture decode steps as CUDA graphs, and CPUs run compiled ones.
         pins_workers: whether CPU workers keep to cores of their own where there are enough.
+        cores: CPU cores of the ranks, those of rank 0 first; none: all of the launcher's.
+        environment: variables of all ranks besides the launcher's.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
         engine: options of the task ``online``.
@@ -144,6 +146,8 @@ class Job:
     kernel: str | None = None
     captures: bool = True
     pins_workers: bool = True
+    cores: tuple[int, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
     skips_bad_prompts: bool = False
     drift: DriftHandling = TOLD_ONLY
     engine: EngineOptions = EngineOptions()

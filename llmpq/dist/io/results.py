@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
@@ -46,9 +46,9 @@ class LineWriter:
         done: ids of the lines that it holds.
     """
 
-    def __init__(self, path: str | Path, done: Iterable[RequestId] = ()) -> None:
+    def __init__(self, path: str | Path, done: Iterable[Hashable] = ()) -> None:
         self._path = Path(path)
-        self.done: frozenset[RequestId] = frozenset(done)
+        self.done: frozenset[Hashable] = frozenset(done)
         self._written = set(self.done)
         self._error: StageError | None = None
         try:
@@ -59,7 +59,7 @@ class LineWriter:
         except OSError as error:
             raise SpecError(f"{path}: cannot be written: {error.strerror}") from None
 
-    def write_line(self, id: RequestId, value: dict[str, Any]) -> None:
+    def write_line(self, id: Hashable, value: dict[str, Any]) -> None:
         """Append one line; ``StageError`` if the file cannot grow, which then takes no other."""
         assert id not in self._written, f"request {id!r} was answered twice"
         if self._error is not None:
@@ -117,15 +117,17 @@ def finished_ids(path: str | Path, *, resume: bool, id_field: str = "id") -> lis
         raise SpecError(f"{path}: already exists; expected a new file, or --resume to continue it")
     if id_field == "id":
         return [result.id for result in read_results(path)]
-    return [fields.text(id_field) for fields in _fields_of(path)]
+    return [fields.text(id_field) for fields in read_lines(path)]
 
 
 def read_results(path: str | Path) -> list[Result]:
     """Read a result file; a last line without its end is left out."""
-    return [result_from_fields(fields) for fields in _fields_of(Path(path))]
+    return [result_from_fields(fields) for fields in read_lines(path)]
 
 
-def _fields_of(path: Path) -> Iterator[Fields]:
+def read_lines(path: str | Path) -> Iterator[Fields]:
+    """Yield the objects of a file of JSON lines; a last line without its end is left out."""
+    path = Path(path)
     for number, line in enumerate(_whole_lines(path).split(b"\n"), start=1):
         if line.strip():
             yield parse_line(path, number, line)

@@ -97,11 +97,21 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
     return [stage.rank for stage in plan.stages if plan.device_of(stage).node == nodes[node_rank]]
 
 
-def rank_environment(plan: Plan, rank: int, local_ranks: Sequence[int]) -> dict[str, str]:
-    """Return the variables of one rank: torchrun's and those of the numeric libraries."""
+def rank_environment(
+    plan: Plan, rank: int, local_ranks: Sequence[int], cores: Sequence[int] = ()
+) -> dict[str, str]:
+    """Return the variables of one rank: torchrun's and those of the numeric libraries.
+
+    Args:
+        plan: of the run.
+        rank: one of ``local_ranks``.
+        local_ranks: those of this host.
+        cores: that they share; none: all of this process.
+    """
     device = plan.device_of(plan.stages[rank])
-    own = bool(_cores(plan, rank, local_ranks))
-    threads = _threads(plan, rank, local_ranks)
+    cores = cores or sorted(os.sched_getaffinity(0))
+    own = bool(_cores(plan, rank, local_ranks, cores))
+    threads = _threads(plan, rank, local_ranks, cores)
     return cpu_environment(threads, device.cpu_isa, has_own_cores=own) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(plan.stages)),
@@ -165,7 +175,9 @@ def _start(
     # The workers import the package from where it is now.
     package_parent = str(Path(llmpq.__file__).resolve().parents[1])
     paths = [package_parent, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | rank_environment(plan, rank, ranks)
+    available = job.cores or sorted(os.sched_getaffinity(0))
+    own = rank_environment(plan, rank, ranks, available) | dict(job.environment)
+    environment = os.environ | own
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if job.rendezvous.file is not None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -181,7 +193,7 @@ def _start(
             stderr=log,
             pass_fds=(events,),
         )
-    cores = _cores(plan, rank, ranks) if job.pins_workers else set()
+    cores = _cores(plan, rank, ranks, available) if job.pins_workers else set()
     if cores:
         with contextlib.suppress(ProcessLookupError):  # its end is noticed elsewhere
             os.sched_setaffinity(worker.pid, cores)
@@ -198,21 +210,20 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _threads(plan: Plan, rank: int, local_ranks: Sequence[int]) -> int:
+def _threads(plan: Plan, rank: int, local_ranks: Sequence[int], available: Sequence[int]) -> int:
     """Return the threads of a worker: the cluster file's, else an equal share of the cores."""
     given = plan.device_of(plan.stages[rank]).threads
-    return given or max(1, len(os.sched_getaffinity(0)) // len(local_ranks))
+    return given or max(1, len(available) // len(local_ranks))
 
 
-def _cores(plan: Plan, rank: int, ranks: Sequence[int]) -> set[int]:
+def _cores(plan: Plan, rank: int, ranks: Sequence[int], available: Sequence[int]) -> set[int]:
     """Return a CPU worker's own cores; none if there are too few, which the kernel then shares."""
     workers = [
         other
         for other in ranks
         if device_spec(plan.device_of(plan.stages[other]).type, plan.cluster).kind == "cpu"
     ]
-    threads = {other: _threads(plan, other, ranks) for other in workers}
-    available = sorted(os.sched_getaffinity(0))
+    threads = {other: _threads(plan, other, ranks, available) for other in workers}
     if rank not in threads or sum(threads.values()) > len(available):
         return set()
     first = sum(threads[other] for other in workers[: workers.index(rank)])

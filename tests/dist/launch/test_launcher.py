@@ -84,9 +84,9 @@ def test_threads_wait_awake_for_each_other_on_cores_of_their_own_alone():
 def test_cores_are_shared_out_only_when_they_suffice():
     available = sorted(os.sched_getaffinity(0))
     plan = make_plan((0, 3))
-    assert _cores(plan, 0, [0]) == {available[0]}
+    assert _cores(plan, 0, [0], available) == {available[0]}
     many = make_plan((0, 3), cluster=_of_threads(4096))
-    assert _cores(many, 0, [0]) == set()
+    assert _cores(many, 0, [0], available) == set()
 
 
 @pytest.mark.parametrize("pins", [True, False])

@@ -17,7 +17,8 @@ from helpers.processes import is_running, wait_for
 from helpers.served import DEMO
 
 from llmpq import plan
-from llmpq.cli.commands.serve import main, replica_options, visible_devices
+from llmpq.cli.commands.serve import main, replica_options
+from llmpq.dist.launch.local_devices import visible_devices
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
@@ -136,13 +137,13 @@ def gpu_fleet(*nodes: str) -> Fleet:
 def test_a_replica_sees_its_own_accelerators():
     fleet = gpu_fleet("n")
     one = fleet.replicas[0]
-    assert visible_devices(fleet, one, {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert visible_devices(fleet.cluster, one.devices, {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
     shown = {"CUDA_VISIBLE_DEVICES": "5,6,7"}
-    assert visible_devices(fleet, one, shown) == {"CUDA_VISIBLE_DEVICES": "5,7"}
+    assert visible_devices(fleet.cluster, one.devices, shown) == {"CUDA_VISIBLE_DEVICES": "5,7"}
     with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES: found 5,6, expected the 3 devices"):
-        visible_devices(fleet, one, {"CUDA_VISIBLE_DEVICES": "5,6"})
+        visible_devices(fleet.cluster, one.devices, {"CUDA_VISIBLE_DEVICES": "5,6"})
     with pytest.raises(SpecError, match="found accelerators on n, other, expected one node"):
-        visible_devices(gpu_fleet("n", "other"), one, {})
+        visible_devices(gpu_fleet("n", "other").cluster, one.devices, {})
 
 
 def test_replicas_get_the_options_that_are_not_the_routers():
