@@ -1,0 +1,69 @@
+"""llmpq-apps run on bad input: one clear error, before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.ranks import cpu_cluster, make_plan
+from helpers.schedules import schedule_on
+
+from llmpq.cli.apps.command import main
+from llmpq.multillm.graph import Application, AppModel, Edge, Node
+from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
+from llmpq.spec.codec import to_json
+
+CLUSTER = cpu_cluster(2)
+PLAN = make_plan((0, 3), prompt_tokens=30, new_tokens=10)
+
+
+def app_of() -> Application:
+    return Application(
+        name="graded",
+        models=(AppModel(name="w", model="m"), AppModel(name="g", model="m")),
+        nodes=(
+            Node(name="draft", model="w", requests="r.jsonl", max_new_tokens=8),
+            Node(name="grade", model="g", templates=("Grade: {draft}",), max_new_tokens=2),
+        ),
+        edges=(Edge(source="draft", target="grade"),),
+    )
+
+
+def schedule_of(app: Application):
+    labels = [device.label for device in CLUSTER.devices]
+    entries = [
+        ScheduledModel(
+            model=model, nodes=(node,), replicas=(ModelReplica(devices=(label,), plan=PLAN),)
+        )
+        for model, node, label in zip("wg", ("draft", "grade"), labels, strict=True)
+    ]
+    return schedule_on(app, CLUSTER, entries)
+
+
+def command(folder: Path, app: dict, *words: str) -> int:
+    """Run the command on files of an application and a schedule of another graph."""
+    (folder / "r.jsonl").write_text('{"id": 1, "prompt": "x"}\n')
+    (folder / "app.json").write_text(json.dumps(app))
+    (folder / "cluster.json").write_text(json.dumps(to_json(CLUSTER)))
+    write_schedule(folder / "schedule.json", schedule_of(app_of()))
+    files = {"cluster": "cluster.json", "schedule": "schedule.json", "output": "out"}
+    options = [word for name, file in files.items() for word in (f"--{name}", str(folder / file))]
+    return main(["run", str(folder / "app.json"), *options, *words])
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        ({}, ["--model", "w"], "--model: found 'w', expected NAME=DIR"),
+        ({}, ["--model", "w=nowhere"], "nowhere: no such directory, expected weights of 'w'"),
+        ({}, [], "model 'w': found no folder of weights in "),
+        ({"name": "other"}, [], "field 'application_digest': found "),
+        ({"edges": [{"from": "draft", "to": "grade"}, {"from": "grade", "to": "draft"}]}, [],
+         "app.json: field 'nodes[0].requests': found 'r.jsonl', expected none"),
+    ],
+)  # fmt: skip
+def test_the_command_says_what_is_wrong(tmp_path, capsys, change, words, message):
+    assert command(tmp_path, to_json(app_of()) | change, *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
