@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from llmpq.cli.apps import plan
+from llmpq.cli.apps import plan, run
 from llmpq.cli.common import make_parser, run_command
 
 
@@ -17,9 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-apps", __doc__ or "")
-    verbs = parser.add_subparsers(dest="what", required=True, metavar="plan|simulate")
+    verbs = parser.add_subparsers(dest="what", required=True, metavar="plan|simulate|run")
     plan.add_plan(verbs)
     plan.add_simulate(verbs)
+    run.add_run(verbs)
     for verb in verbs.choices.values():
         verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     return parser

@@ -20,7 +20,7 @@ from llmpq.spec.plan import Plan
 
 
 class ReplicaEngine(Protocol):
-    """A loaded replica."""
+    """Answers the requests of a replica whose model is loaded."""
 
     def generate(
         self, request: GenerationRequest, token_ids: Sequence[int] = ()
@@ -34,7 +34,7 @@ class ReplicaEngine(Protocol):
 
 
 class StartEngine(Protocol):
-    """Starts a replica."""
+    """Loads the model of a replica on given devices."""
 
     async def __call__(self, plan: Plan, model_dir: Path, devices: Sequence[str]) -> ReplicaEngine:
         """Load a model by a plan on these devices; return once it answers.

@@ -27,7 +27,7 @@ ANSWERS, RUN = "answers.jsonl", "run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to one request.
+    """Tokens and text of one finished request, a line of the journal.
 
     Attributes:
         token_ids: the new tokens, a stop token included.

@@ -97,7 +97,7 @@ def test_what_cannot_be_loaded_is_named_before(folders, tmp_path):
 def test_a_plan_that_its_device_does_not_hold_is_refused(folders):
     group = DeviceGroup(type="cpu", count=2, threads=1, memory_bytes=4)
     small = Cluster(name="small", nodes=(Host(name="here", devices=(group,)),))
-    with pytest.raises(CapacityError, match=r"model 'w' needs 5 bytes on here/cpu#0, which has 4"):
+    with pytest.raises(CapacityError, match=r"model 'w' needs 5 B on here/cpu#0, which has 4 B"):
         prepared(app_of(), folders, cluster=small)
 
 

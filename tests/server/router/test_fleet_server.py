@@ -121,36 +121,6 @@ def test_replicas_end_when_the_command_is_killed_even_while_they_load(tmp_path):
     wait_for(lambda: [pid for pid in pids if is_running(pid)], lambda left: not left, 5)
 
 
-def gpu_fleet(*nodes: str) -> Fleet:
-    cluster = Cluster(
-        name="box",
-        nodes=tuple(
-            Node(name=name, devices=(DeviceGroup(type="T4-16G", count=3),)) for name in nodes
-        ),
-    )
-    member = FleetMember(strategy="a.json", devices=("n/T4-16G#0", "n/T4-16G#2"), requests_per_s=1)
-    return Fleet(
-        model="m", replicas=(member,), requests_per_s=1, bound=1, status="optimal", cluster=cluster
-    )
-
-
-def test_a_replica_sees_its_own_accelerators():
-    fleet = gpu_fleet("n")
-    one = fleet.replicas[0]
-    assert visible_devices(fleet.cluster, one.devices, {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
-    shown = {"CUDA_VISIBLE_DEVICES": "5,6,7"}
-    assert visible_devices(fleet.cluster, one.devices, shown) == {"CUDA_VISIBLE_DEVICES": "5,7"}
-    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES: found 5,6, expected the 3 devices"):
-        visible_devices(fleet.cluster, one.devices, {"CUDA_VISIBLE_DEVICES": "5,6"})
-    with pytest.raises(SpecError, match="found accelerators on n, other, expected one node"):
-        visible_devices(gpu_fleet("n", "other").cluster, one.devices, {})
-
-
-def test_replicas_get_the_options_that_are_not_the_routers():
-    words = ["--fleet", "f.json", "--port=80", "--host", "0.0.0.0", "--alpha", "2", "--json"]
-    assert replica_options(words) == ["--alpha", "2", "--host", "127.0.0.1", "--port", "0"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -208,3 +178,33 @@ def test_two_real_replicas_answer_as_one_server(tmp_path):
             assert process.wait(60) == 0
         finally:
             process.kill()
+
+
+def gpu_fleet(*nodes: str) -> Fleet:
+    cluster = Cluster(
+        name="box",
+        nodes=tuple(
+            Node(name=name, devices=(DeviceGroup(type="T4-16G", count=3),)) for name in nodes
+        ),
+    )
+    member = FleetMember(strategy="a.json", devices=("n/T4-16G#0", "n/T4-16G#2"), requests_per_s=1)
+    return Fleet(
+        model="m", replicas=(member,), requests_per_s=1, bound=1, status="optimal", cluster=cluster
+    )
+
+
+def test_a_replica_sees_its_own_accelerators():
+    fleet = gpu_fleet("n")
+    one = fleet.replicas[0]
+    assert visible_devices(fleet.cluster, one.devices, {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    shown = {"CUDA_VISIBLE_DEVICES": "5,6,7"}
+    assert visible_devices(fleet.cluster, one.devices, shown) == {"CUDA_VISIBLE_DEVICES": "5,7"}
+    with pytest.raises(SpecError, match="CUDA_VISIBLE_DEVICES: found 5,6, expected the 3 devices"):
+        visible_devices(fleet.cluster, one.devices, {"CUDA_VISIBLE_DEVICES": "5,6"})
+    with pytest.raises(SpecError, match="found accelerators on n, other, expected one node"):
+        visible_devices(gpu_fleet("n", "other").cluster, one.devices, {})
+
+
+def test_replicas_get_the_options_that_are_not_the_routers():
+    words = ["--fleet", "f.json", "--port=80", "--host", "0.0.0.0", "--alpha", "2", "--json"]
+    assert replica_options(words) == ["--alpha", "2", "--host", "127.0.0.1", "--port", "0"]

@@ -1,0 +1,237 @@
+"""llmpq-apps run: answer all requests of an application by a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.apps.gantt import Span, draw_schedule
+from llmpq.cli.common import print_json, progress_bar, require
+from llmpq.cli.options import add_step_timeout_option
+from llmpq.cli.render import aligned
+from llmpq.cli.run_options import (
+    DEFAULT_MAX_RESTARTS,
+    MAX_LISTED,
+    add_store_options,
+    store_directory,
+    store_limit_bytes,
+)
+from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.errors import SpecError
+from llmpq.multillm.dynamic import DynamicScheduler
+from llmpq.multillm.graph import Application, load_application
+from llmpq.multillm.requests import load_items
+from llmpq.multillm.running.batch_files import write_batch_files
+from llmpq.multillm.running.coordinator import Coordinator
+from llmpq.multillm.running.dataflow import Dataflow
+from llmpq.multillm.running.engines import LocalEngines
+from llmpq.multillm.running.journal import Journal, identity_of
+from llmpq.multillm.running.prepare import check_prompts, prepare_models
+from llmpq.multillm.running.report import build_report, time_left_s
+from llmpq.multillm.running.timeline import Timeline
+from llmpq.multillm.schedule import ApplicationSchedule, load_schedule
+from llmpq.spec.cluster import load_cluster
+from llmpq.spec.codec import to_json
+from llmpq.units import format_seconds
+
+PACKAGES = ("torch", "transformers", "tokenizers", "jinja2")
+
+
+def add_run(verbs: Any) -> None:
+    """Add the command to those of ``llmpq-apps``."""
+    parser = verbs.add_parser("run", help="answer all requests", description=__doc__)
+    parser.set_defaults(run=_run)
+    files = parser.add_argument_group("files")
+    files.add_argument("application", metavar="APP.json", help="application file")
+    files.add_argument("--cluster", required=True, metavar="FILE", help="devices of this host")
+    files.add_argument("--schedule", required=True, metavar="FILE", help="schedule file")
+    files.add_argument(
+        "--output", required=True, metavar="DIR", help="folder of the answers (answers.jsonl)"
+    )
+    files.add_argument(
+        "--resume", action="store_true", help="go on with the folder of a run that was ended"
+    )
+    files.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="folder of the weights of a model of the application (default: its own)",
+    )
+    files.add_argument(
+        "--format",
+        choices=("llmpq", "openai_batch"),
+        default="llmpq",
+        help="openai_batch: write the answers of every node as a file of OpenAI's Batch API, too "
+        "(default llmpq); requests are read in both formats",
+    )
+    files.add_argument("--plot", metavar="FILE.png", help="draw the stages, predicted and measured")
+    sampling = parser.add_argument_group("sampling (greedy by default)")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    sampling.add_argument(
+        "--top_p", type=float, default=1.0, help="share of probability to keep (default 1)"
+    )
+    faults = parser.add_argument_group("when something fails")
+    faults.add_argument(
+        "--overflow",
+        choices=("refuse", "skip"),
+        default="refuse",
+        help="refuse: load nothing if a prompt does not fit the context of its model, or answers "
+        "may be too long for the next prompt; skip: leave such requests out and report them "
+        "(default refuse)",
+    )
+    faults.add_argument(
+        "--max_restarts",
+        type=int,
+        default=DEFAULT_MAX_RESTARTS,
+        metavar="N",
+        help="restart the ranks of a model up to N times in a row after one of them died or hung "
+        f"(default {DEFAULT_MAX_RESTARTS})",
+    )
+    add_step_timeout_option(faults)
+    add_store_options(parser.add_argument_group("loading"))
+
+
+def _run(options: argparse.Namespace) -> int:
+    app = load_application(options.application)
+    items = load_items(app)
+    cluster = load_cluster(options.cluster)
+    schedule = load_schedule(options.schedule)
+    schedule.check(app, cluster)
+    require(*PACKAGES)
+    from llmpq.server.tokenizer import load_server_tokenizer
+
+    models, plans = prepare_models(
+        app, schedule, cluster, _folders(options.model), cache(load_server_tokenizer)
+    )
+    check_prompts(app, items, models, refuses_overflow=options.overflow == "refuse")
+    sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
+    output = Path(options.output)
+    identity = identity_of(app, items, to_json(sampling))
+    flow, timeline = Dataflow(app, items), Timeline()
+    engines = LocalEngines(
+        cluster=cluster,
+        step_timeout_s=options.step_timeout,
+        max_restarts=options.max_restarts,
+        store=store_directory(options.store, os.environ),
+        store_limit_bytes=store_limit_bytes(options.store_limit),
+        kernel=options.kernel,
+    )
+    with Journal(output, identity, resume=options.resume) as journal, progress_bar("run") as show:
+        run = Coordinator(
+            app=app,
+            flow=flow,
+            scheduler=lambda done: DynamicScheduler(app, schedule, cluster, done),
+            models=models,
+            plans=plans,
+            start_engine=engines,
+            journal=journal,
+            timeline=timeline,
+            sampling=sampling,
+            on_progress=lambda found: _show(found, schedule, show),
+        )
+        asyncio.run(_until_signal(run))
+    errors = {f"{key.node}/{key.item}/{key.part}": text for key, text in flow.errors.items()}
+    report = build_report(
+        schedule, timeline, num_devices=len(cluster.devices), requests=run.done, errors=errors
+    )
+    if options.format == "openai_batch":
+        write_batch_files(output, app, flow.errors)
+    if options.plot is not None:
+        draw_schedule(schedule, options.plot, list(_spans(timeline)))
+    if options.json:
+        print_json(report)
+    else:
+        print(_text(app, report, output))
+    return _report_errors(errors)
+
+
+async def _until_signal(run: Coordinator) -> None:
+    """Run; SIGTERM and Ctrl-C end it with what is answered in the journal."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, run.stop, signal.Signals(number).name)
+    await run.run()
+
+
+def _folders(words: list[str]) -> dict[str, Path]:
+    found = {}
+    for word in words:
+        name, equals, folder = word.partition("=")
+        if not (name and equals and folder):
+            raise SpecError(f"--model: found '{word}', expected NAME=DIR")
+        if not Path(folder).is_dir():
+            raise SpecError(f"--model: {folder}: no such directory, expected weights of '{name}'")
+        found[name] = Path(folder)
+    return found
+
+
+def _show(run: Coordinator, schedule: ApplicationSchedule, show: Callable[..., None]) -> None:
+    """Show how far every node is; the bar is the predicted time."""
+    counts = ", ".join(f"{name} {n}/{run.flow.known(name)}" for name, n in run.done.items())
+    text = f"stage {run.stage + 1}/{len(schedule.stages)}, {counts}"
+    left_s, total_s = time_left_s(schedule, run.done), schedule.makespan_s
+    if any(one.requests for _, one in schedule.entries()) and total_s > 0:
+        show(total_s - left_s, total_s, text)
+    else:
+        show(sum(run.done.values()), sum(map(run.flow.known, run.done)), text)
+
+
+def _text(app: Application, report: Mapping[str, Any], output: Path) -> str:
+    """Return the report of a run as text."""
+    rows = [("stage", "from", "to", "model", "plan", "devices", "requests")]
+    for stage in report["stages"]:
+        for one in stage["models"]:
+            counts = ", ".join(f"{node} {n}" for node, n in one["nodes"].items())
+            rows.append(
+                (
+                    str(stage["stage"] + 1),
+                    f"{stage['start_s']:.1f} s",
+                    f"{stage['end_s']:.1f} s",
+                    one["model"],
+                    one["plan"],
+                    " ".join(one["devices"]),
+                    counts or "-",
+                )
+            )
+    makespan, loads = report["makespan_s"], [one["load_s"] or 0.0 for one in report["replicas"]]
+    done = ", ".join(f"{name} {count}" for name, count in report["requests"].items())
+    return "\n".join(
+        [
+            f"{app.name}: {done}",
+            "",
+            *aligned(rows),
+            "",
+            f"makespan       {format_seconds(makespan['measured'])}, predicted "
+            f"{format_seconds(makespan['predicted'])}",
+            f"idle           {report['idle_s']:.1f} device-seconds",
+            f"loading        {len(loads)} times, {sum(loads):.1f} s in all",
+            f"tokens         {report['generated_tokens']}",
+            f"written        {output / 'answers.jsonl'}",
+        ]
+    )
+
+
+def _spans(timeline: Timeline) -> Iterator[Span]:
+    """Yield what each device did: loading until a replica is ready, then answering."""
+    for one in timeline.replicas:
+        end_s = min(timeline.makespan_s, one.end_s or timeline.makespan_s)
+        ready_s = end_s if one.ready_s is None else min(one.ready_s, end_s)
+        for device in one.devices:
+            yield Span(device, one.model, one.start_s, ready_s, True)
+            yield Span(device, one.model, ready_s, end_s)
+
+
+def _report_errors(errors: Mapping[str, str]) -> int:
+    for text in list(errors.values())[:MAX_LISTED]:
+        print(f"llmpq-apps: error: not asked: {text}", file=sys.stderr)
+    if len(errors) > MAX_LISTED:
+        print(f"llmpq-apps: error: {len(errors)} in all", file=sys.stderr)
+    return SpecError.exit_status if errors else 0
