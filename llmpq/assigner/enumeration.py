@@ -218,8 +218,11 @@ class _PairBuilder:
         dense = None if 16 in self.bits else 0
 
         def temporary_bytes(item: Device) -> int:
-            return self.costs.temporary_bytes(
-                item, self.workload, pair, is_master, dense_layers=dense
+            # Which layers a stage has is not known yet: enough for the copies of any.
+            work = self.workload
+            copies = self.costs.copied_kv_bytes(work.batch, work.max_context_tokens, item)
+            return copies + self.costs.temporary_bytes(
+                item, work, pair, is_master, dense_layers=dense
             )
 
         return _integers(temporary_bytes, self.devices)

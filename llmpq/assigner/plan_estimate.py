@@ -111,6 +111,7 @@ def stage_memory(
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
     slots, tokens = plan.slots_of(stage)
     kv = sum(costs.layer_kv_bytes(kind, slots, tokens, device) for kind in kinds)
+    kv += costs.copied_kv_bytes(slots, tokens, device, (stage.first_layer, stage.end_layer))
     return MemoryParts(
         weights=sum(
             costs.layer_weight_bytes(device, kind, bits)

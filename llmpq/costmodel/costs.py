@@ -140,12 +140,12 @@ class ClusterCosts:
     def send_s(
         self, source: Device, target: Device, phase: Phase, batch: int, tokens: int
     ) -> float:
-        """Return the seconds to send a micro-batch's hidden states ``[batch, tokens, h]``.
+        """Return the seconds to send a micro-batch's hidden states, and what travels with them.
 
         In decode one token per sequence is sent, whatever ``tokens`` is.
         """
         rows = batch * tokens if phase is Phase.PREFILL else batch
-        size_bytes = rows * self.model.hidden_size * DTYPE_BYTES[self.format_of(source)]
+        size_bytes = rows * self.model.message_features * DTYPE_BYTES[self.format_of(source)]
         return self.comm.send_s(source, target, size_bytes)
 
     def layer_weight_bytes(self, device: Device, kind: int, bits: int) -> int:
@@ -163,6 +163,25 @@ class ClusterCosts:
         """Return the bytes of one layer's preallocated KV blocks for ``slots`` sequences."""
         bits = self.kv_bits_of(device)
         return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits)
+
+    def copied_kv_bytes(
+        self,
+        slots: int,
+        max_tokens: int,
+        device: Device | None = None,
+        layers: tuple[int, int] | None = None,
+    ) -> int:
+        """Return the bytes of the copies of earlier layers' keys and values that a stage keeps.
+
+        ``layers`` are the first and end layer of the stage; by default the most that any keeps.
+        """
+        model = self.model
+        if layers is None:
+            sources = {layer.kv_source for layer in model.layer_types}
+            kinds = tuple(model.layer_kinds[index] for index in sources if index is not None)
+        else:
+            kinds = model.copied_kinds(*layers)
+        return sum(self.layer_kv_bytes(kind, slots, max_tokens, device) for kind in kinds)
 
     def token_kv_bytes(self, kind: int, tokens: int) -> int:
         """Return the bytes of one layer's keys and values of so many tokens."""

@@ -87,6 +87,11 @@ class Step:
         """Bytes of the hidden states."""
         return self.of(self.model.hidden_size)
 
+    @property
+    def message(self) -> int:
+        """Bytes that a stage sends: the hidden states, and what travels with them."""
+        return self.of(self.model.message_features)
+
 
 def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     model: ModelSpec,
@@ -181,14 +186,19 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
     Hidden states are held for each link that carries whole ones: received or on their way out,
     large ones in buffers shared with the neighbour. One stage alone holds its embedded tokens.
     """
-    held = SHARED_BUFFERS if step.hidden >= SHARED_FROM_BYTES else 1
+    held = SHARED_BUFFERS if step.message >= SHARED_FROM_BYTES else 1
     found = [
         sum(_shared(step, layer)) + max(map(_with_holes, _moments(step, layer)))
         for layer in step.model.layer_types
     ]
     if is_master:  # by then the layers' own tensors are gone
         found.append(_with_holes(_logits(step)))
-    return max(1, links * held) * step.hidden + max(found)
+    return max(1, links * held) * step.message + _apart(step) + max(found)
+
+
+def _apart(step: Step) -> int:
+    """Return the bytes of a message being taken apart, or put together again; 0 for one part."""
+    return 2 * step.message if step.model.sent_features else 0
 
 
 def _with_holes(moment: Moment) -> int:
@@ -335,7 +345,7 @@ def _quantized(step: Step, layer: LayerSpec) -> Moment:
 
 def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
     """The inner tensors of the feed-forward, the layer's input, the residual, the normed copy."""
-    *ups, down = [op for op in layer.linears if not _is_attention(op)]
+    *ups, down = [op for op in layer.linears if not _is_attention(op) and not _is_beside(op)]
     inner = step.of(down.in_features)
     residual = [step.hidden] * 2
     alive = STEPWISE_ACTIVATION.get(step.model.family)
@@ -422,8 +432,16 @@ _ATTENTION_PREFIXES = (
 )
 
 
+_BESIDE_PREFIXES = ("per_layer_", "laurel.", "altup.")
+"""What layers of Gemma 3n and 4 have beside attention and feed-forward; all of it is narrower."""
+
+
 def _is_attention(op: LinearSpec) -> bool:
     return op.name.startswith(_ATTENTION_PREFIXES)
+
+
+def _is_beside(op: LinearSpec) -> bool:
+    return op.name.startswith(_BESIDE_PREFIXES)
 
 
 def _gpu_peak(step: Step, *, is_master: bool) -> int:
@@ -441,7 +459,7 @@ def _gpu_peak(step: Step, *, is_master: bool) -> int:
         )
         peaks.append(worst + widened)
     logits = step.batch * step.model.vocab_size * (value_bytes + 8) if is_master else 0
-    return 4 * step.hidden + max(peaks) + logits
+    return 2 * (step.hidden + step.message) + _apart(step) + max(peaks) + logits
 
 
 def _gpu_attention(step: Step, layer: LayerSpec) -> int:

@@ -154,7 +154,7 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
         rows=rows,
         linear_flops=2.0 * layer.active_weight_parameters,
         attention_flops=4.0 * rows * tokens * width,
-        kv_values=float(batch * tokens * layer.kv_values_per_token),
+        kv_values=float(batch * tokens * layer.read_values_per_token),
     )
 
 

@@ -55,7 +55,8 @@ def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> in
 
 def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
     """Return the bytes of the scales of one token's keys and values in a layer."""
-    return 2 * layer.num_kv_heads * KV_SCALE_BYTES if kv_bits == 8 else 0
+    cached = 0 if layer.kv_source is not None else 2 * layer.num_kv_heads
+    return cached * KV_SCALE_BYTES if kv_bits == 8 else 0
 
 
 def master_bytes(model: ModelSpec, dtype: Dtype, head_bits: int = 16) -> int:

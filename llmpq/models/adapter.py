@@ -1,8 +1,8 @@
 """Skeleton: the parts of a decoder-only model of transformers.
 
-A one-layer copy of the model on the meta device (milliseconds, no memory) shows its classes and
-module paths. No code of a model directory is imported. Encoder-decoder models, hybrids without
-attention and models with parts outside a pipeline of equal layers raise an error.
+A copy of the model on the meta device, of one layer where possible (milliseconds, no memory), shows
+its classes and module paths. No code of a model directory is imported. Encoder-decoder models,
+hybrids without attention and models with parts outside a pipeline of equal layers raise an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCALES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Skeleton:
-    """A model with one layer and without weights.
+    """A model without weights, with one layer where the parts around the layers allow it.
 
     Attributes:
         model: the whole model on the meta device.
@@ -57,7 +57,7 @@ class Skeleton:
         Raises:
             SpecError: the model is not a plain decoder.
         """
-        model = _one_layer_model(config)
+        model = _small_model(config)
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
         if not lists:
             raise SpecError(f"model family {config.model_type}: found no list of decoder layers")
@@ -113,7 +113,11 @@ class Skeleton:
             family.final_norm,
             family.project_out,
         )
-        return tuple(name for name in names if name is not None)
+        optional = (*family.own_embeddings, *family.streams)
+        return (
+            *(name for name in names if name is not None),
+            *(name for name in optional if hasattr(self.decoder, name)),
+        )
 
     def _reject_unknown_parts(self, model_type: str) -> None:
         """Raise an error for weights outside the known parts: they would be ignored silently."""
@@ -171,16 +175,20 @@ class _QuickConstruction(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _one_layer_model(config: PreTrainedConfig) -> PreTrainedModel:
+def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     model_type = config.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or config.is_encoder_decoder:
         raise SpecError(f"model family {model_type}: expected a decoder-only language model")
     small = copy.deepcopy(config)
     try:
-        small.num_hidden_layers = 1
-        if getattr(small, "layer_types", None):
-            small.layer_types = list(small.layer_types)[:1]
+        # The tables of Gemma 3n and 4 have a part for every layer.
+        if not getattr(small, "hidden_size_per_layer_input", None):
+            small.num_hidden_layers = 1
+            if getattr(small, "layer_types", None):
+                small.layer_types = list(small.layer_types)[:1]
+            if getattr(small, "num_kv_shared_layers", None):
+                small.num_kv_shared_layers = 0
         with torch.device("meta"), _QuickConstruction():
             model = model_class._from_config(small)
     except Exception as error:  # a configuration can break a model's constructor in any way

@@ -172,6 +172,10 @@ class KVView(Protocol):
         """Store ``[1, h, N, d]`` of a layer; return what its attention receives."""
         ...
 
+    def select(self, layer_idx: int) -> None:
+        """Let the next calls read a layer that has been updated and attended to in this step."""
+        ...
+
     def attend(
         self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
     ) -> Tensor:

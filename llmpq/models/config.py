@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
-from llmpq.models.families import TESTED, UNSUPPORTED
+from llmpq.models.families import TESTED, UNSUPPORTED, family_of
 from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.language import language_fields
 
@@ -115,18 +116,43 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 
 def _check_hand_over(config: PreTrainedConfig) -> None:
-    """Raise an error if a layer needs more of earlier layers than their output (Gemma 3n, 4)."""
+    """Raise an error if layers need more than hidden states, in a way that is not known here."""
     needs = {
         "num_kv_shared_layers": "layers read keys and values of earlier layers",
         "hidden_size_per_layer_input": "every layer has embeddings of its own",
+        "altup_num_inputs": "a token has several hidden states",
     }
     for field, reason in needs.items():
         value = getattr(config, field, None)
-        if value:
+        if value and not family_of(config.model_type).sends_more:
             raise SpecError(
                 f"model family {config.model_type}: field '{field}' = {value}: {reason}, which "
-                "stages do not hand on; such a model is planned, not run"
+                "stages send on for Gemma 3n and Gemma 4 only; such a model is planned, not run"
             )
+    kv_sources(config)
+
+
+def kv_sources(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return for every layer the earlier layer whose keys and values it reads.
+
+    The last ``num_kv_shared_layers`` layers read those of the last layer of their kind before them
+    (Gemma 3n, Gemma 4); other layers read their own: ``None``.
+
+    Raises:
+        SpecError: there is no such layer before them.
+    """
+    count: int = config.num_hidden_layers
+    shared: int = getattr(config, "num_kv_shared_layers", None) or 0
+    if not shared:
+        return (None,) * count
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    first = count - shared
+    last_of_kind = {kind: index for index, kind in enumerate(kinds[: max(0, first)])}
+    if any(kind not in last_of_kind for kind in kinds) or len(kinds) != count:
+        raise bad_field(
+            "config.json", "num_kv_shared_layers", shared, "layers of every kind before them"
+        )
+    return tuple(None if index < first else last_of_kind[kind] for index, kind in enumerate(kinds))
 
 
 def layer_window(config: PreTrainedConfig, index: int) -> int | None:
@@ -175,14 +201,26 @@ def has_latent_attention(config: PreTrainedConfig) -> bool:
 
 
 def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tuple[KVShape, ...]:
-    """Return the KV shapes of layers ``[first_layer, end_layer)``."""
-    return tuple(_kv_shape(_of_layer(config, i)) for i in range(first_layer, end_layer))
+    """Return the KV shapes of layers ``[first_layer, end_layer)``.
+
+    Of several layers that read keys and values of one layer, only the first keeps a copy, and none
+    if that layer is among them: the others have no heads.
+    """
+    sources, kept, found = kv_sources(config), set(range(first_layer, end_layer)), []
+    for index in range(first_layer, end_layer):
+        source = sources[index]
+        shape = layer_kv_shape(config, index if source is None else source)
+        is_read_elsewhere = source is not None and source in kept
+        found.append(replace(shape, heads=0) if is_read_elsewhere else shape)
+        if source is not None:
+            kept.add(source)
+    return tuple(found)
 
 
-def _of_layer(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Return the fields of one layer, where layers differ (Gemma 4)."""
+def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
+    """Return the shape of the keys and values that a layer makes."""
     layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
-    return config if layers is None else layers[index]
+    return _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
 
 
 def _kv_shape(config: PreTrainedConfig) -> KVShape:

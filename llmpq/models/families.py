@@ -44,6 +44,9 @@ class Family:
         attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
             heads of a group next to each other.
         stored_head: name of the head in checkpoints, if it differs from that in transformers.
+        sends_more: whether stages may send more than hidden states (``models.token_layout``).
+        own_embeddings: what makes the embeddings of single layers; optional in a model.
+        streams: what makes the hidden states of a token from its embedding, and one of them again.
     """
 
     embedding: str = "embed_tokens"
@@ -61,6 +64,9 @@ class Family:
     applied_scales: tuple[str, ...] = ()
     attends_to_cache: bool = True
     stored_head: str | None = None
+    sends_more: bool = False
+    own_embeddings: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
 
 
 DEFAULT = Family()
@@ -71,8 +77,9 @@ DEFAULT = Family()
 TESTED = frozenset((
     "afmoe", "apertus", "arcee", "bitnet", "bloom", "codegen", "cohere", "cohere2", "dbrx",
     "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm",
-    "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "gptj",
+    "exaone_moe", "falcon", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox",
+    "gpt_oss", "gptj",
     "granite", "granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3",
     "iquestcoder", "jais2", "jetmoe", "llama", "llama4_text", "mellum", "minicpm3", "minimax_m2",
     "ministral", "ministral3", "mistral", "mixtral", "mpt", "nanochat", "nemotron", "olmo", "olmo2",
@@ -89,6 +96,11 @@ UNSUPPORTED = {
 
 _GPT2 = Family(embedding="wte", positions="wpe", final_norm="ln_f")
 _GPTJ = Family(embedding="wte", final_norm="ln_f")
+_OWN_EMBEDDINGS = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
 _GRANITE = Family(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling")
 
 FAMILIES: dict[str, Family] = {
@@ -113,6 +125,12 @@ FAMILIES: dict[str, Family] = {
     "diffllama": Family(attends_to_cache=False),  # the two halves of its heads attend separately
     "jetmoe": Family(attends_to_cache=False),  # query heads of a group are far from each other
     "falcon": Family(embedding="word_embeddings", final_norm="ln_f"),
+    "gemma3n_text": Family(
+        sends_more=True,
+        own_embeddings=_OWN_EMBEDDINGS,
+        streams=("altup_projections", "altup_unembed_projections"),
+    ),
+    "gemma4_text": Family(sends_more=True, own_embeddings=_OWN_EMBEDDINGS),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gptj": _GPTJ,

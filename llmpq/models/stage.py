@@ -9,6 +9,7 @@ Shapes: R rows, N tokens of the step, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from llmpq.errors import SpecError
 from llmpq.models.adapter import Skeleton, accepts
 from llmpq.models.alibi import alibi_bias
 from llmpq.models.attention import KVStore, KVView, PackedBatch
-from llmpq.models.config import has_latent_attention, layer_chunk, layer_window
+from llmpq.models.config import has_latent_attention, kv_sources, layer_chunk, layer_window
 from llmpq.models.families import TESTED, Family, family_of
 from llmpq.models.own_attention import use_own_attention
 from llmpq.models.packed_attention import (
@@ -29,9 +30,10 @@ from llmpq.models.packed_attention import (
     use_packed_attention,
 )
 from llmpq.models.rotary import RotaryTables, Table, build_rotary
+from llmpq.models.token_layout import SharedKV, TokenLayout, layout_of
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE
 
-LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | dict[str, object] | None]
+LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | SharedKV | None]
 """Keyword arguments of a layer."""
 
 
@@ -69,6 +71,14 @@ class DecoderStage(nn.Module):
             and not has_latent_attention(config)
         )
         indices = range(first_layer, first_layer + len(layers))
+        self.layout = layout_of(config)
+        self._sources = [kv_sources(config)[index] for index in indices]
+        # The layer of the stage that keeps the keys and values of each source: itself, or the first
+        # that reads them.
+        self._keepers: dict[int, int] = {}
+        for index, source in zip(indices, self._sources, strict=True):
+            if source is not None:
+                self._keepers.setdefault(source, source if source in indices else index)
         self._windows = [layer_window(config, index) for index in indices]
         self._chunks = [layer_chunk(config, index) for index in indices]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
@@ -98,19 +108,21 @@ class DecoderStage(nn.Module):
         """Run the layers on the tokens of one step.
 
         Args:
-            hidden: ``[1, N, H]``.
+            hidden: ``[1, N, H]``, or the messages ``[1, N, W]`` of ``layout``.
             batch: rows of the step.
             cache: KV store of these layers; ``None`` runs whole sequences from position 0.
-            only: layers of the stage to run (from 0); by default all.
+            only: layers of the stage to run (from 0); by default, and with a ``layout``, all.
 
         Returns:
-            ``[1, N, H]``.
+            The same shape.
 
         Raises:
             SpecError: ``hidden`` and ``batch`` differ in their number of tokens, or a row starts
                 after position 0 without a cache.
         """
         arguments = self.step_arguments(hidden, batch, cache)
+        if self.layout is not None:
+            return self._run_messages(hidden, arguments, self.layout)
         for index in range(len(self.layers)) if only is None else only:
             hidden = self.run_layer(index, hidden, arguments[index])
         return hidden
@@ -172,10 +184,31 @@ class DecoderStage(nn.Module):
 
     @torch.inference_mode()
     def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
-        """Run layer ``index`` of the stage (from 0) on ``[1, N, H]``; return the same shape."""
+        """Run layer ``index`` of the stage (from 0) on hidden states; return the same shape."""
         output = self.layers[index](hidden, **arguments)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
+
+    def _run_messages(
+        self, messages: Tensor, arguments: Sequence[LayerArguments], layout: TokenLayout
+    ) -> Tensor:
+        """Run the layers on messages ``[1, N, W]``, which have more than hidden states."""
+        state = layout.split(messages, self.first_layer)
+        for index, own in enumerate(arguments):
+            if state.own is not None:
+                own["per_layer_input"] = state.own[:, :, self.first_layer + index]
+            own["shared_kv_states"] = state.shared
+            source, view = self._sources[index], cast("KVView", own[self._cache_arguments[index]])
+            if source is not None and view is not None:
+                keeper = self._keepers[source]
+                if keeper == self.first_layer + index:
+                    pair = layout.made_by(source, state.shared)
+                    assert pair is not None, "the source has run"
+                    view.update(*pair, keeper)
+                else:
+                    view.select(keeper)
+            state.hidden = self.run_layer(index, state.hidden, own)
+        return layout.join(state)
 
     def _arguments(
         self,

@@ -18,8 +18,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError
-from llmpq.models.config import read_config
+from llmpq.models.config import kv_sources, read_config
 from llmpq.models.expert_layouts import use_stacked_experts
+from llmpq.models.token_layout import layout_of
 from llmpq.quant.modules.layer import has_plain_experts, is_router
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.config import Config
@@ -59,7 +60,10 @@ def describe(config: PreTrainedConfig, name: str, dtype: Dtype) -> ModelSpec:
     for part in layers:
         use_stacked_experts(part, model.config)
     cached = _cached(model, config)
-    found = [_layer(layer, config, cached[index]) for index, layer in enumerate(layers)]
+    found = [
+        _layer(layer, config, cached[index if source is None else source], source)
+        for index, (layer, source) in enumerate(zip(layers, kv_sources(config), strict=True))
+    ]
     kinds = tuple(dict.fromkeys(found))
     head = model.get_output_embeddings()
     is_tied = head.weight is model.get_input_embeddings().weight
@@ -68,6 +72,7 @@ def describe(config: PreTrainedConfig, name: str, dtype: Dtype) -> ModelSpec:
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
     final = _final_parameters(model, path)
+    layout = layout_of(config)
     return ModelSpec(
         name=name,
         family=config.model_type,
@@ -81,6 +86,7 @@ def describe(config: PreTrainedConfig, name: str, dtype: Dtype) -> ModelSpec:
         final_parameters=final,
         head_parameters=head_parameters,
         dtype=dtype,
+        sent_features=None if layout is None else layout.features,
     )
 
 
@@ -123,6 +129,10 @@ def _cached(model: Any, config: PreTrainedConfig) -> list[_Cached]:
         own: Any = getattr(part, "config", None)
         if hasattr(own, "_experts_implementation"):
             own._experts_implementation = "batched_mm"
+        if hasattr(
+            part, "activation_sparsity"
+        ):  # of Gemma 3n: it changes no size, but reads a value
+            part.activation_sparsity = 0.0
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
@@ -170,7 +180,9 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
-def _layer(layer: nn.Module, config: PreTrainedConfig, cached: _Cached) -> LayerSpec:
+def _layer(
+    layer: nn.Module, config: PreTrainedConfig, cached: _Cached, source: int | None
+) -> LayerSpec:
     linears = tuple(_linears(layer, config))
     counted = sum(op.weight_parameters + op.bias_parameters for op in linears)
     has_heads = cached.heads > 0
@@ -183,6 +195,7 @@ def _layer(layer: nn.Module, config: PreTrainedConfig, cached: _Cached) -> Layer
         sliding_window=cached.window,
         value_dim=None if cached.value_dim == cached.key_dim else cached.value_dim,
         state_values=cached.state_values,
+        kv_source=source,
     )
 
 

@@ -71,6 +71,8 @@ class LayerSpec:
             one head: the latent vector as key, the rotated part of the keys as value.
         state_values: numbers that a sequence keeps in this layer whatever its length (state-space
             layers, linear attention).
+        kv_source: the earlier layer whose keys and values this layer reads in place of its own
+            (Gemma 3n, Gemma 4); heads and window are those of what it reads.
     """
 
     linears: tuple[LinearSpec, ...]
@@ -81,12 +83,18 @@ class LayerSpec:
     sliding_window: Annotated[int | None, Rule(minimum=1)] = None
     value_dim: Annotated[int | None, Rule(minimum=1)] = None
     state_values: Annotated[int, Rule(optional=True)] = 0
+    kv_source: Annotated[int | None, Rule(optional=True)] = None
+
+    @property
+    def read_values_per_token(self) -> int:
+        """Numbers of one token in the keys and values that this layer reads (``2 k d`` in most)."""
+        value_dim = self.head_dim if self.value_dim is None else self.value_dim
+        return self.num_kv_heads * (self.head_dim + value_dim)
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that one token leaves in this layer's cache (``2 k d`` in most)."""
-        value_dim = self.head_dim if self.value_dim is None else self.value_dim
-        return self.num_kv_heads * (self.head_dim + value_dim)
+        """Numbers that one token leaves in this layer's cache; 0 where it reads another layer's."""
+        return self.read_values_per_token if self.kv_source is None else 0
 
     @property
     def parameters(self) -> int:
@@ -137,6 +145,8 @@ class ModelSpec:
         stored: precision of every layer in a quantized checkpoint, empty for any other. Such a
             layer can be served only as it is stored.
         stored_head: the same of the LM head.
+        sent_features: numbers that a stage sends for each token, where more than the hidden states
+            travel: embeddings of single layers, keys and values that later layers read.
     """
 
     name: str
@@ -153,6 +163,7 @@ class ModelSpec:
     dtype: Dtype
     stored: Annotated[tuple[Precision, ...], Rule(optional=True)] = ()
     stored_head: Precision | None = None
+    sent_features: Annotated[int | None, Rule(minimum=1)] = None
 
     def __post_init__(self) -> None:
         if self.stored and len(self.stored) != len(self.layer_kinds):
@@ -161,6 +172,27 @@ class ModelSpec:
             raise SpecError(f"model {self.name}: found no decoder layers, expected at least one")
         if not all(0 <= kind < len(self.layer_types) for kind in self.layer_kinds):
             raise SpecError(f"model {self.name}: a layer names a kind that does not exist")
+        for index, layer in enumerate(self.layers):
+            source = layer.kv_source
+            if source is not None and not 0 <= source < index:
+                raise SpecError(
+                    f"model {self.name}: layer {index} reads keys and values of layer {source}, "
+                    "expected an earlier one"
+                )
+
+    @property
+    def message_features(self) -> int:
+        """Numbers that a stage sends for each token: ``h``, and what travels beside it."""
+        return self.sent_features or self.hidden_size
+
+    def copied_kinds(self, first_layer: int, end_layer: int) -> tuple[int, ...]:
+        """Return the kinds of earlier layers whose keys and values a stage keeps a copy of.
+
+        They are those that layers ``[first_layer, end_layer)`` read and that are before them.
+        """
+        sources = (layer.kv_source for layer in self.layers[first_layer:end_layer])
+        before = {source for source in sources if source is not None and source < first_layer}
+        return tuple(self.layer_kinds[source] for source in sorted(before))
 
     @property
     def num_layers(self) -> int:

@@ -65,6 +65,14 @@ OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 60,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5],
+    },
     "gemma4_text": {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "global_head_dim": 24,
@@ -94,15 +102,20 @@ GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 """Fields that give Gemma 4 experts."""
+SHARED_LAYERS = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+}
+"""Fields that let the last layers of Gemma 3n and 4 read keys and values of layers 1 and 2."""
+GEMMA3N_SHARED = {**SHARED_LAYERS, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0, 0.0, 0.5]}
 GEMMA4_SHARED = {
-    "num_hidden_layers": 5,
-    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
-    "num_kv_shared_layers": 2,
+    **SHARED_LAYERS,
     "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 60,
+    "vocab_size_per_layer_input": 100,
 }
-"""Fields that let layers of Gemma 4 share keys and values and have their own embeddings."""
+"""Such layers, with embeddings of their own (E2B, E4B)."""
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:

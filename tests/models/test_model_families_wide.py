@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.tiny_configs import GEMMA4_EXPERTS, GEMMA4_SHARED, tiny_config
+from helpers.tiny_configs import GEMMA4_EXPERTS, tiny_config
 from helpers.tiny_models import (
     Pipeline,
     Sequences,
@@ -27,6 +27,7 @@ from llmpq.spec.precision import default_precision
 torch.set_num_threads(1)
 
 PROMPTS = {"long": (3, [1, 2, 3, 4, 5, 11, 12, 13, 14]), "short": (0, [7, 8]), "one": (4, [61])}
+LATER = {"later": (0, [21, 5, 60])}
 CHUNKED = (1, [9, 3, 27, 44, 5, 5, 90, 12, 31, 2])
 CUTS = ([0, 3], [0, 1, 3], [0, 1, 2, 3])
 MORE = {
@@ -70,9 +71,12 @@ def test_tested_family_generates_the_tokens_of_transformers(case, tmp_path):
     run.slots["chunked"], run.logits["chunked"] = slot, [scores]
     run.tokens["chunked"] = [*prompt, int(scores.argmax())]
     run.decode([*PROMPTS, "chunked"], 4)
+    # Two sequences end, and another one takes the blocks of the first.
+    run.prefill(LATER)
+    run.decode([*LATER, "long", "chunked"], 1)
 
     reference = load_reference(folder)
-    for name, (_, tokens) in {**PROMPTS, "chunked": CHUNKED}.items():
+    for name, (_, tokens) in {**PROMPTS, "chunked": CHUNKED, **LATER}.items():
         expected, logits = generate_alone(reference, tokens, len(run.logits[name]))
         assert run.tokens[name] == expected
         assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
@@ -127,7 +131,8 @@ def test_latent_attention_stores_a_latent_vector_for_all_heads(tmp_path):
         KVCache(shapes, 0, num_blocks=1, dtype=torch.float32, kv_bits=8)
 
 
-def test_layers_that_share_keys_and_values_are_not_run(tmp_path):
-    tiny_config("gemma4_text", **GEMMA4_SHARED).save_pretrained(tmp_path)
-    with pytest.raises(SpecError, match=r"'num_kv_shared_layers' = 2: .*planned, not run"):
+@pytest.mark.parametrize("field", ["num_kv_shared_layers", "hidden_size_per_layer_input"])
+def test_families_whose_layers_need_more_than_hidden_states_are_named(field, tmp_path):
+    tiny_config("llama", **{field: 2}).save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match=f"'{field}' = 2: .*planned, not run"):
         load_config(tmp_path)

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers.tiny_configs import GEMMA4_EXPERTS, GEMMA4_SHARED, stored_fields, tiny_config
+from helpers.tiny_configs import (
+    GEMMA3N_SHARED,
+    GEMMA4_EXPERTS,
+    GEMMA4_SHARED,
+    stored_fields,
+    tiny_config,
+)
 from transformers import CONFIG_MAPPING
 from transformers.models.jetmoe import modeling_jetmoe
 
@@ -30,6 +36,10 @@ CASES = {
     "ernie4_5_moe range": ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
     "falcon heads": ("falcon", {"multi_query": False, "bias": True}),
     "falcon serial": ("falcon", {"parallel_attn": False}),
+    "gemma3n shared": (
+        "gemma3n_text",
+        {**GEMMA3N_SHARED, "intermediate_size": [64] * 3 + [32] * 3},
+    ),
     "gemma4 experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gemma4 joined": ("gemma4_text", {"attention_k_eq_v": False, "attention_bias": True}),
     "gemma4 shared": ("gemma4_text", GEMMA4_SHARED),

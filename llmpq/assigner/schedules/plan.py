@@ -299,6 +299,11 @@ def _search_rra(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound
 
 def _search_waa(plan: Plan, costs: ClusterCosts, request: ScheduleRequest, bound_s: float) -> Plan:
     """Return the best of all splits of the devices into encoders and decoders."""
+    if any(layer.kv_source is not None for layer in costs.model.layer_types):
+        raise InfeasibleError(
+            "no WAA schedule: layers read keys and values of earlier layers, which stages for "
+            "prefill do not send to those for decode; choose --policy rra"
+        )
     best: tuple[Plan, ChosenSchedule] | None = None
     failures: list[tuple[float, InfeasibleError]] = []
     for candidate in split_plans(

@@ -78,7 +78,7 @@ class CompiledSteps:
     """
 
     def __init__(self, layers: DecoderStage, cache: KVCache, only: int | None = None) -> None:
-        if not (cache.attends and layers.attends_to_cache):
+        if not (cache.attends and layers.attends_to_cache and layers.layout is None):
             raise UnsupportedStepError("its attention has no compiled kernel here")
         self._layers = layers
         self._cache = cache

@@ -276,10 +276,11 @@ def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGra
     """Return a stage's decode graphs; ``None`` where they are not possible.
 
     That is on a CPU, where positions depend on the length of a row, which the host reads in every
-    step, and where a layer changes its cached keys and values.
+    step, where a layer changes its cached keys and values, and where layers pass more to each other
+    than hidden states.
     """
     depends_on_length = layers.rotary is not None and layers.rotary.depends_on_length
-    is_fixed = layers.attends_to_cache and not depends_on_length
+    is_fixed = layers.attends_to_cache and layers.layout is None and not depends_on_length
     if cache.device.type != "cuda" or not is_fixed:
         return None
     capture = CudaCapture(cache.device)

@@ -209,16 +209,25 @@ class KVCache:
             StageError: the layer is not of this stage.
             SpecError: the keys or values do not have the configured heads.
         """
-        layer = layer_idx - self.first_layer
-        if not 0 <= layer < len(self._layers):
-            raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
-        shape = self._layers[layer].shape
+        layer = self.layer(layer_idx)
+        shape = layer.shape
         for new, dim in zip((key, value), shape.dims, strict=True):
             if (new.shape[1], new.shape[3]) != (shape.heads, dim):
                 raise SpecError(
                     f"KV cache: layer {layer_idx} makes {new.shape[1]} heads of {new.shape[3]}, "
                     f"its configuration says {shape.heads} of {dim}"
                 )
+        return layer
+
+    def layer(self, layer_idx: int) -> KVStorage:
+        """Return the storage of a layer.
+
+        Raises:
+            StageError: the layer is not of this stage.
+        """
+        layer = layer_idx - self.first_layer
+        if not 0 <= layer < len(self._layers):
+            raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
         return self._layers[layer]
 
 
@@ -270,6 +279,10 @@ class KVCacheView:
             keys, values = self.read(row)
             parts.append((keys.clone(), values.clone()))  # the next read overwrites them
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
+
+    def select(self, layer_idx: int) -> None:
+        """Let the next calls read a layer that has been updated and attended to in this step."""
+        self._layer = self._cache.layer(layer_idx), self._cache.dtype
 
     def attend(
         self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
@@ -355,6 +368,10 @@ class TensorView:
         layer.write(TokenIndex(block=block, offset=self._positions % size), key, value)
         self._layer = layer, key.dtype
         return key, value
+
+    def select(self, layer_idx: int) -> None:
+        """Let the next calls read a layer that has been updated in this step."""
+        self._layer = self._cache.layer(layer_idx), self._cache.dtype
 
     def attend(
         self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None

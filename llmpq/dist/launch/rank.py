@@ -52,6 +52,8 @@ from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import SpecError, StageError
 from llmpq.models import Master, kv_shapes, load_config
+from llmpq.models.config import kv_sources
+from llmpq.models.token_layout import message_features
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
@@ -93,6 +95,11 @@ def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
     """Read the model's configuration; ``SpecError`` if the plan is for another model."""
     config = load_config(model_dir)
     check_plan(plan, model_dir, config.num_hidden_layers)
+    if plan.is_split and any(source is not None for source in kv_sources(config)):
+        raise SpecError(
+            f"{model_dir}: layers read keys and values of earlier layers, which stages that only "
+            "prefill do not send to others; expected a plan without --policy waa"
+        )
     return config
 
 
@@ -121,7 +128,7 @@ def frame_limits(
         prefill_rows=plan.micro_batching.prefill,
         prefill_tokens=plan.workload.prompt_tokens,
         decode_rows=plan.micro_batching.decode,
-        hidden_size=config.hidden_size,
+        hidden_size=message_features(config),
         dtype=dtype,
         other_dtypes=tuple(DTYPES[name] for name in plan.dtypes if name != plan.dtype),
         # A row has at least one token.
@@ -274,7 +281,7 @@ def _load(
     tune_malloc_for_serving()
     trace_calls = context.recorder.trace_calls
     if layers is not None:
-        warm_up(plan, plan.stages[rank], runner, layers.config.hidden_size, dtype)
+        warm_up(plan, plan.stages[rank], runner, message_features(layers.config), dtype)
         trace_calls(runner.graphs or layers, "forward", "compute", device)
     if master is not None:
         warm_up_master(plan, master, runner)

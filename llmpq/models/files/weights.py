@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightRenaming
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.models.adapter import TransposedLinear
-from llmpq.models.config import load_skeleton
+from llmpq.models.config import kv_sources, load_skeleton
 from llmpq.models.experts import find_stored, fused_source, is_expert_part
 from llmpq.models.files.gguf_files import GgufFiles
 from llmpq.models.files.quantized_files import QuantizedFiles
@@ -36,6 +36,8 @@ _logger = get_logger(__name__)
 
 # Constants that older versions of transformers stored with the weights.
 _CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
+# Weights of keys and values that Gemma 3n and 4 store also for layers that read those of others.
+_UNUSED = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 
 
 def open_tensors(model: Path) -> TensorFiles:
@@ -141,7 +143,9 @@ class Checkpoint:
         layer = layer or self.empty_layer(index)
         state = layer.state_dict()
         prefix = self.layer_prefix(index)
-        self._warn_of_others(prefix, state.keys(), without)
+        reads_others = kv_sources(self.config)[index] is not None
+        known = _CONSTANTS + (_UNUSED if reads_others else ())
+        self._warn_of_others(prefix, state.keys(), without, known)
         transposed = {
             f"{name}.weight"
             for name, module in layer.named_modules()
@@ -199,14 +203,16 @@ class Checkpoint:
         self._check(source, wanted)
         return source
 
-    def _warn_of_others(self, prefix: str, keys: Iterable[str], without: Iterable[str]) -> None:
-        """Warn of stored tensors that the layer does not have, except known constants."""
+    def _warn_of_others(
+        self, prefix: str, keys: Iterable[str], without: Iterable[str], ignored: tuple[str, ...]
+    ) -> None:
+        """Warn of stored tensors that the layer does not have, except known endings."""
         known = {prefix + key for key in keys}
         read_by_others = tuple(prefix + key.removesuffix("weight") for key in without)
         for name in self.tensors.names:
             if not name.startswith(prefix) or name in known or name.startswith(read_by_others):
                 continue
-            if name.endswith(_CONSTANTS) or is_expert_part(name):
+            if name.endswith(ignored) or is_expert_part(name):
                 continue
             if name not in {self._renamed.get(key) for key in known}:
                 _logger.warning("%s is not part of the layer, left out", self.tensors.where(name))

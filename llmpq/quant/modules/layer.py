@@ -20,7 +20,12 @@ from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear, Q
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 
-_ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate"})
+_ROUTER_NAMES = frozenset(
+    {
+        *("gate", "router", "shared_expert_gate"),
+        *("modality_router", "correction_coefs", "prediction_coefs"),  # AltUp of Gemma 3n
+    }
+)
 EXPERT_ROWS = 16
 """The rows of a 16-bit expert are padded to a multiple of it, so that few shapes occur."""
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})

@@ -28,6 +28,7 @@ class Attention:
     head_dim: int
     value_dim: int | None = None
     state_values: int = 0
+    kv_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,7 @@ def _read(variant: Variant, fields: Config, family: str, name: str) -> ModelSpec
         final_parameters=variant.final_parameters(fields),
         head_parameters=variant.head_parameters(fields),
         dtype=fields.dtype(),
+        sent_features=variant.sent_features(fields),
     )
 
 
@@ -106,6 +107,7 @@ def _layers(variant: Variant, fields: Config) -> list[LayerSpec]:
             sliding_window=window,
             value_dim=attention.value_dim,
             state_values=attention.state_values,
+            kv_source=attention.kv_source,
         )
         for attention, feed_forward, window in zip(*parts, strict=True)
     ]

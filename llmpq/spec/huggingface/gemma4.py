@@ -1,6 +1,6 @@
-"""Gemma 4: the operators, windows and embeddings of its layers.
+"""Gemma 4: the operators, windows and embeddings of its layers, and what Gemma 3n shares with it.
 
-Heads differ by kind of layer, the last layers may share keys and values of earlier ones, and a
+Heads differ by kind of layer, the last layers may read keys and values of earlier ones, and a
 layer may have experts beside its feed-forward and embeddings of its own.
 """
 
@@ -21,21 +21,48 @@ _GLOBAL_HEAD_DIM = 512
 
 def attention(fields: Config) -> Sequence[Attention]:
     """Return the attention of every layer."""
-    first_shared = fields.layers() - _shared_layers(fields)
+    kinds = _kinds(fields)
     return [
-        _attention(fields, index, is_full=kind == FULL, is_shared=index >= first_shared)
-        for index, kind in enumerate(_kinds(fields))
+        _attention(fields, index, is_full=kind == FULL, source=source)
+        for index, (kind, source) in enumerate(zip(kinds, kv_sources(fields, kinds), strict=True))
     ]
 
 
 def windows(fields: Config) -> Sequence[int | None]:
-    """Return the window of every layer; none where keys and values of another layer are read."""
-    first_shared = fields.layers() - _shared_layers(fields)
+    """Return the window of every layer."""
     window = fields.size("sliding_window")
-    return [
-        window if kind == SLIDING and index < first_shared else None
-        for index, kind in enumerate(_kinds(fields))
-    ]
+    return [window if kind == SLIDING else None for kind in _kinds(fields)]
+
+
+def kv_sources(fields: Config, kinds: Sequence[str]) -> list[int | None]:
+    """Return for every layer the earlier layer whose keys and values it reads.
+
+    The last ``num_kv_shared_layers`` layers read those of the last layer of their kind before them;
+    other layers read their own: ``None``.
+    """
+    shared = _shared_layers(fields)
+    first = fields.layers() - shared
+    last_of_kind = {kind: index for index, kind in enumerate(kinds[:first])}
+    missing = next((kind for kind in kinds if kind not in last_of_kind), None)
+    if missing is not None:
+        raise fields.error("num_kv_shared_layers", shared, f"a layer of {missing} before them")
+    return [None if index < first else last_of_kind[kind] for index, kind in enumerate(kinds)]
+
+
+def sent_features(fields: Config) -> int | None:
+    """Return the numbers that a stage sends for each token; ``None`` for the hidden states alone.
+
+    Embeddings of single layers, and keys and values that later layers read, travel with them.
+    """
+    return sent_beside(fields, attention(fields), fields.size(*HIDDEN))
+
+
+def sent_beside(fields: Config, layers: Sequence[Attention], hidden: int) -> int | None:
+    """Return the numbers that a stage sends for each token, ``hidden`` of them hidden states."""
+    sources = {layer.kv_source for layer in layers if layer.kv_source is not None}
+    read = sum(2 * layers[source].num_kv_heads * layers[source].head_dim for source in sources)
+    total = hidden + fields.layers() * _own_size(fields) + read
+    return None if total == fields.size(*HIDDEN) else total
 
 
 def feed_forward(fields: Config) -> Sequence[FeedForward]:
@@ -43,7 +70,7 @@ def feed_forward(fields: Config) -> Sequence[FeedForward]:
     count, width = fields.layers(), fields.size("intermediate_size")
     is_wide = fields.flag_or("use_double_wide_mlp", default=False)
     first_wide = count - _shared_layers(fields) if is_wide else count
-    beside = [_experts(fields), _own_embedding(fields)]
+    beside = [_experts(fields), own_embedding(fields)]
     found = []
     for index in range(count):
         dense = Gated().of_width(fields, 2 * width if index >= first_wide else width)
@@ -66,7 +93,7 @@ def embedding_parameters(fields: Config) -> int:
     return rows * fields.layers() * size + size
 
 
-def _attention(fields: Config, index: int, *, is_full: bool, is_shared: bool) -> Attention:
+def _attention(fields: Config, index: int, *, is_full: bool, source: int | None) -> Attention:
     hidden, heads, bias = (
         fields.size(*HIDDEN),
         fields.size(*HEADS),
@@ -74,17 +101,18 @@ def _attention(fields: Config, index: int, *, is_full: bool, is_shared: bool) ->
     )
     head_dim, kv_heads = _heads(fields, index, is_full=is_full)
     joins = is_full and fields.flag_or("attention_k_eq_v", default=False)
-    names = () if is_shared else ("k_proj",) if joins else ("k_proj", "v_proj")
+    names = () if source is not None else ("k_proj",) if joins else ("k_proj", "v_proj")
     return Attention(
         linears=(
             linear("self_attn.q_proj", heads * head_dim, hidden, bias),
             *(linear(f"self_attn.{name}", kv_heads * head_dim, hidden, bias) for name in names),
             linear("self_attn.o_proj", hidden, heads * head_dim, bias),
         ),
-        others=head_dim if is_shared else 2 * head_dim,
-        num_heads=0 if is_shared else heads,
-        num_kv_heads=0 if is_shared else kv_heads,
-        head_dim=0 if is_shared else head_dim,
+        others=2 * head_dim if source is None else head_dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        kv_source=source,
     )
 
 
@@ -145,7 +173,7 @@ def _experts(fields: Config) -> FeedForward:
     )
 
 
-def _own_embedding(fields: Config) -> FeedForward:
+def own_embedding(fields: Config) -> FeedForward:
     """Return what adds a layer's own embedding of the token to its output."""
     size, hidden = _own_size(fields), fields.size(*HIDDEN)
     if not size:

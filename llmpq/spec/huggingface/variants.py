@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from llmpq.spec.huggingface import gemma4, mixers, mixtures, windows
+from llmpq.spec.huggingface import gemma3n, gemma4, mixers, mixtures, windows
 from llmpq.spec.huggingface.attention import Attentions, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, Config
 from llmpq.spec.huggingface.feed_forward import (
@@ -34,6 +34,11 @@ def hidden_of(fields: Config) -> int:
     return fields.size(*HIDDEN)
 
 
+def nothing(fields: Config) -> None:
+    """Return ``None``: no last position, or nothing sent but hidden states."""
+    del fields
+
+
 _LLAMA_ATTENTION, _LLAMA_FEED_FORWARD = SelfAttention(), Gated()
 
 
@@ -50,7 +55,8 @@ class Variant:
             without a table.
         max_positions: longest sequence; ``None`` when unlimited.
         embedding_norms: norms of the embeddings.
-        other_embeddings: further parameters before the first layer (Gemma 4).
+        other_embeddings: further parameters before the first layer (Gemma 3n, Gemma 4).
+        sent_features: numbers that a stage sends for each token; ``None`` for the hidden states.
         width: features of an embedding.
         head_bias: whether the head has a bias.
     """
@@ -65,6 +71,7 @@ class Variant:
     max_positions: Callable[[Config], int | None] = positions_of
     embedding_norms: int = 0
     other_embeddings: int | Callable[[Config], int] = 0
+    sent_features: Callable[[Config], int | None] = nothing
     width: Callable[[Config], int] = hidden_of
     head_bias: bool | str = False
 
@@ -137,10 +144,6 @@ def _falcon_norms(fields: Config) -> int:
     return fields.size("num_ln_in_parallel_attn", default=2 if is_new else 1)
 
 
-def _no_limit(fields: Config) -> None:
-    del fields
-
-
 _PROJECTED = ("query_key_value", "dense")
 _FC = Plain(names=("c_fc", "c_proj"), widths=("n_inner",), bias=True)
 _JOINED = Gated(names=("gate_up_proj", "down_proj"), joined=True)
@@ -155,14 +158,16 @@ _LLAMA = Variant(feed_forward=Gated(bias="mlp_bias"))
 _MISTRAL = Variant(attention=_NO_BIAS, windows=windows.uniform)
 _GEMMA2 = Variant(norms=4, windows=windows.by_period(2))
 _COHERE = Variant(norms=1)
+_GPT_ATTENTION = SelfAttention(
+    prefix="attn", head_dim=Config.head_share, kv_heads=lambda fields: fields.kv_heads("n_head")
+)
+_GPTJ_ATTENTION = replace(
+    _GPT_ATTENTION, names=("k_proj", "v_proj", "q_proj", "out_proj"), bias=False
+)
+_GPT2_ATTENTION = replace(_GPT_ATTENTION, names=("c_attn", "c_proj"), bias=True)
+_GPT2 = Variant(attention=_GPT2_ATTENTION, feed_forward=_FC, norm_tensors=2, positions=0)
 _GPTJ = Variant(
-    attention=SelfAttention(
-        prefix="attn",
-        names=("k_proj", "v_proj", "q_proj", "out_proj"),
-        bias=False,
-        head_dim=Config.head_share,
-        kv_heads=lambda fields: fields.kv_heads("n_head"),
-    ),
+    attention=_GPTJ_ATTENTION,
     feed_forward=Plain(names=("fc_in", "fc_out"), widths=("n_inner",), bias=True),
     norms=1,
     norm_tensors=2,
@@ -209,18 +214,9 @@ VARIANTS: dict[str, Variant] = {
         feed_forward=replace(_NEOX_MLP, widths=("n_inner",)),
         norm_tensors=2,
         embedding_norms=1,
-        max_positions=_no_limit,  # ALiBi has no last position
+        max_positions=nothing,  # ALiBi has no last position
     ),
-    "codegen": replace(
-        _GPTJ,
-        attention=SelfAttention(
-            prefix="attn",
-            names=("qkv_proj", "out_proj"),
-            bias=False,
-            head_dim=Config.head_share,
-            kv_heads=lambda fields: fields.kv_heads("n_head"),
-        ),
-    ),
+    "codegen": replace(_GPTJ, attention=replace(_GPTJ_ATTENTION, names=("qkv_proj", "out_proj"))),
     "cohere": replace(_COHERE, attention=SelfAttention(norm="rows", norm_if="use_qk_norm")),
     "cohere2": replace(_COHERE, windows=windows.by_period(4, "sliding_window_pattern")),
     "deepseek_v2": _LATENT,
@@ -269,12 +265,21 @@ VARIANTS: dict[str, Variant] = {
         attention=SelfAttention(norm="heads"),
         windows=windows.by_period(6, "sliding_window_pattern"),
     ),
+    "gemma3n_text": Variant(
+        attention=gemma3n.attention,
+        feed_forward=gemma3n.feed_forward,
+        windows=gemma3n.windows,
+        norms=4,
+        other_embeddings=gemma3n.embedding_parameters,
+        sent_features=gemma3n.sent_features,
+    ),
     "gemma4_text": Variant(
         attention=gemma4.attention,
         feed_forward=gemma4.feed_forward,
         windows=gemma4.windows,
         norms=4,
         other_embeddings=gemma4.embedding_parameters,
+        sent_features=gemma4.sent_features,
     ),
     "glm": Variant(attention=SelfAttention(out_bias=False), feed_forward=_JOINED),
     "glm4": Variant(attention=SelfAttention(out_bias=False), feed_forward=_JOINED, norms=4),
@@ -283,30 +288,8 @@ VARIANTS: dict[str, Variant] = {
         feed_forward=_SHARED,
     ),
     "glm4_moe_lite": replace(_LATENT, feed_forward=replace(_SHARED, layers=after_first(default=1))),
-    "gpt2": Variant(
-        attention=SelfAttention(
-            prefix="attn",
-            names=("c_attn", "c_proj"),
-            bias=True,
-            head_dim=Config.head_share,
-            kv_heads=lambda fields: fields.kv_heads("n_head"),
-        ),
-        feed_forward=_FC,
-        norm_tensors=2,
-        positions=0,
-    ),
-    "gpt_bigcode": Variant(
-        attention=SelfAttention(
-            prefix="attn",
-            names=("c_attn", "c_proj"),
-            bias=True,
-            head_dim=Config.head_share,
-            kv_heads=_gpt_bigcode_heads,
-        ),
-        feed_forward=_FC,
-        norm_tensors=2,
-        positions=0,
-    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": replace(_GPT2, attention=replace(_GPT2_ATTENTION, kv_heads=_gpt_bigcode_heads)),
     "gpt_neox": Variant(
         attention=SelfAttention(prefix="attention", names=_PROJECTED, head_dim=Config.head_share),
         feed_forward=_NEOX_MLP,
@@ -392,7 +375,7 @@ VARIANTS: dict[str, Variant] = {
             kv_heads=lambda fields: fields.kv_heads("n_heads"),
         ),
         feed_forward=Plain(prefix="ffn", widths=("inner_size",)),
-        max_positions=_no_limit,
+        max_positions=nothing,
     ),
     "nanochat": Variant(feed_forward=Plain(names=("fc1", "fc2")), norm_tensors=0),
     "nemotron": Variant(feed_forward=Plain(bias="mlp_bias"), norm_tensors=2),
