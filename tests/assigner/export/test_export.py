@@ -1,5 +1,6 @@
 """Exports hold the plan's layers, order and bits as the other engine reads them."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -226,6 +227,26 @@ def test_files_are_scripts_and_records_of_the_same_commands(engine, tmp_path):
         assert shown == [str(program), *command["arguments"][1:], visible]
     with pytest.raises(SpecError, match="exists already"):
         write_export(plan, engine, tmp_path / "out")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs sglang")
+def test_sglang_parses_the_command_and_splits_the_layers(monkeypatch):
+    from sglang.srt.distributed.utils import get_pp_indices  # noqa: PLC0415
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    plan = plan_of(FOUR)
+    for rank, command in enumerate(export_plan(plan, "sglang").commands[1:]):
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        found = ServerArgs.from_cli_args(parser.parse_args(command.arguments[3:]))
+        assert (found.pp_size, found.tp_size) == (len(plan.stages), 1)
+        assert (found.nnodes, found.node_rank, found.dist_init_addr) == (2, rank, "a:29501")
+        assert found.max_running_requests == plan.workload.batch
+        assert (found.context_length, found.dtype) == (48, "float16")
+        monkeypatch.setenv(*next(iter(command.environment.items())))
+        for stage in plan.stages:
+            split = get_pp_indices(plan.model.num_layers, stage.rank, len(plan.stages))
+            assert split == (stage.first_layer, stage.end_layer)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")
