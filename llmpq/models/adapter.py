@@ -7,6 +7,7 @@ hybrids without attention and models with parts outside a pipeline of equal laye
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from dataclasses import dataclass
@@ -183,13 +184,15 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     small = copy.deepcopy(config)
     try:
         # The tables of Gemma 3n and 4 have a part for every layer.
-        if not getattr(small, "hidden_size_per_layer_input", None):
+        has_own_embeddings = bool(getattr(small, "hidden_size_per_layer_input", None))
+        if not has_own_embeddings:
             small.num_hidden_layers = 1
             if getattr(small, "layer_types", None):
                 small.layer_types = list(small.layer_types)[:1]
             if getattr(small, "num_kv_shared_layers", None):
                 small.num_kv_shared_layers = 0
-        with torch.device("meta"), _QuickConstruction():
+        quick = contextlib.nullcontext() if has_own_embeddings else _QuickConstruction()
+        with torch.device("meta"), quick:
             model = model_class._from_config(small)
     except Exception as error:  # a configuration can break a model's constructor in any way
         raise SpecError(f"model family {model_type}: cannot be built: {error}") from error
