@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +161,20 @@ def add_words(writer: Any, kinds: Any, vocabulary: int) -> None:
     writer.add_add_bos_token(False)
 
 
-def llama_cpp(
-    folder: Path, case: str, bits: str, rows: int, prompt: int, new: int
+def llama_cpp(  # noqa: PLR0913  what a run is, and how
+    folder: Path, case: str, bits: str, rows: int, prompt: int, new: int, words: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Time llama.cpp: seconds of prompts and answers, and of the answers alone."""
+    """Time llama.cpp: seconds of prompts and answers, and of the answers alone.
+
+    ``words`` are further options of its benchmark.
+    """
     context = 2 * rows * (prompt + new)
     threads = str(len(os.sched_getaffinity(0)))
     done = subprocess.run(
         [
             str(bench_of(folder)), "-m", str(gguf_of(folder, case, bits)), "-c", str(context),
             "-b", "2048", "-ub", "512", "-npp", str(prompt), "-ntg", str(new), "-npl",
-            f"{rows},{rows}", "-t", threads, "--output-format", "jsonl",
+            f"{rows},{rows}", "-t", threads, "--output-format", "jsonl", *words,
         ],
         env=unset_threading(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         check=True,

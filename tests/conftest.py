@@ -28,9 +28,12 @@ def one_switch_of_kernels() -> Iterator[None]:
     """Rows switch between bf16 kernels at the same count everywhere: nothing hangs on timings."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:  # folders without torch tests need not import it
-            from llmpq.kernels.cpu import compiled as cpu_compiled  # noqa: PLC0415
+            from llmpq.kernels.cpu import compiled, dense, step  # noqa: PLC0415
 
-            patch.setattr(cpu_compiled, "few_rows_limit", lambda bits: 0 if bits == 8 else 8)
+            patch.setattr(compiled, "few_rows_limit", lambda bits: 0 if bits == 8 else 8)
+            for module in (compiled, step):
+                patch.setattr(module, "is_float_faster", lambda: False)
+            patch.setattr(dense, "is_dense_float_faster", lambda: False)
         yield
 
 

@@ -23,6 +23,7 @@ from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.io.job import MIN_STEP_TIMEOUT_S
 from llmpq.errors import SpecError
+from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
@@ -173,9 +174,12 @@ def check_context_memory(plan: Plan, model: ModelSpec, max_model_len: int) -> No
         SpecError: the plan leaves too little memory free on a device.
     """
     planned = plan.workload.max_context_tokens
-    token_bytes = context_bytes(model, plan.dtype, 1)
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
+        kind = catalog.device(plan.device_of(stage).type, plan.cluster).kind
+        token_bytes = context_bytes(model, plan.dtype, 1, kind)
         free = estimate.capacity_bytes - estimate.memory.total
+        if not token_bytes:  # longer sequences take blocks alone
+            continue
         longest = planned + max(0, free) // token_bytes
         if stage.num_layers and max_model_len > max(planned, longest):
             raise SpecError(

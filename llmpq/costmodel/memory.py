@@ -157,11 +157,13 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
 
 
-def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int) -> int:
+def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: DeviceKind) -> int:
     """Return the temporary bytes with which a chunk of a prompt attends to ``tokens`` before it.
 
-    Keys and values are gathered from the blocks of one sequence at a time, layer by layer; in
-    multiples of ``tokens``, with ``e`` bytes a value and ``T`` queries of a block::
+    On a CPU a kernel reads keys and values in place: 4 bytes of a token for the bias of a head,
+    where there is one. Elsewhere, and for heads that the kernel does not take, they are gathered
+    from the blocks of one sequence at a time, layer by layer; in multiples of ``tokens``, with
+    ``e`` bytes a value and ``T`` queries of a block::
 
         2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups, else 0
         8 q d + 12 T q                   in float32 and scores, where scores are written out
@@ -170,6 +172,10 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int) -> int:
     most, value_bytes = 0, DTYPE_BYTES[dtype]
     for layer in model.layer_types:
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        bias = 4 * heads if model.family in BIASED_ATTENTION else 0
+        if device_kind == "cpu" and _fits_kernel(layer) and layer.value_dim is None:
+            most = max(most, bias)
+            continue
         own = 2 * (kv_heads + (heads if kv_heads < heads else 0)) * dim * value_bytes
         own += SCORE_BLOCK_TOKENS + 8
         if model.family in SCORES_ATTENTION:
@@ -258,8 +264,6 @@ def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
     ]
     if step.kv_bits == 8 and not _fits_kernel(layer):
         found.append(_quantized(step, layer))
-    elif step.kv_bits == 8 and step.tokens > 1:
-        found.append(_read_row(step, layer))
     has_experts = any(op.count > 1 for op in layer.linears if op.quantizable)
     if layer.value_dim is not None:
         found.append(_expanded_latents(step, layer))
@@ -275,15 +279,16 @@ def _shared(step: Step, layer: LayerSpec) -> Moment:
 
 
 def _attention(step: Step, layer: LayerSpec) -> Moment:
-    """Queries and keys being rotated, or keys repeated for groups; or scores of a block.
+    """Queries and keys being rotated; where no kernel reads blocks in place, what is copied there.
 
-    Prompts attend to their own new keys and values, repeated for every query head where heads are
-    grouped. The kernel that reads blocks in place copies nothing from them in decode; elsewhere
-    they are gathered.
+    Without the kernel prompts attend to their own new keys and values, repeated for every query
+    head where heads are grouped; in decode they are gathered. Scores are those of a block.
     """
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    if _fits_kernel(layer) and step.model.family in BIASED_ATTENTION:
+        return [*[step.hidden] * 2, step.of(query + 2 * key), step.of(query)]
     own = [*[step.hidden] * 2, *[step.of(query)] * 4, *[step.of(key)] * 2]
-    if step.tokens == 1 and _fits_kernel(layer):
+    if _fits_kernel(layer):
         return own
     value_bytes = DTYPE_BYTES[step.dtype]
     cached = step.batch * step.context * value_bytes
@@ -322,15 +327,6 @@ def _biased_attention(step: Step, layer: LayerSpec, picked: Moment) -> Moment:
 def _fits_kernel(layer: LayerSpec) -> bool:
     """Whether the kernel that reads blocks in place takes a layer's heads."""
     return layer.head_dim % HEAD_LANES == 0 and layer.head_dim <= MAX_PAGED_HEAD_DIM
-
-
-def _read_row(step: Step, layer: LayerSpec) -> Moment:
-    """A prompt's 8-bit keys and values, read and repeated for groups, and its output."""
-    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    one = step.context * DTYPE_BYTES[step.dtype]
-    repeated = [one * query] * 2 if key < query else []
-    held = [*[step.hidden] * 2, *[step.of(query)] * 2, *[step.of(key)] * 2]
-    return [*held, *[one * key] * 2, *repeated, one * query]
 
 
 def _quantized(step: Step, layer: LayerSpec) -> Moment:

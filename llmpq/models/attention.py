@@ -176,17 +176,8 @@ class KVView(Protocol):
         """Let the next calls read a layer that has been updated and attended to in this step."""
         ...
 
-    def attend(
-        self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        """Attend with single tokens to the stored keys and values.
-
-        Args:
-            query: ``[1, H, N, d]``.
-            options: of the scores.
-            chosen: int64 indices of the tokens; ``None`` for all.
-            out: ``[1, N, H, d]``, written at these tokens; by default a new one.
-        """
+    def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
+        """Attend to the stored keys and values: ``[1, N, H, d]`` from ``[1, H, N, d]``."""
         ...
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:

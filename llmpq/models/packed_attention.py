@@ -1,9 +1,9 @@
 """The attention function of a stage's layers, registered in transformers by name.
 
 Every other operator of a layer works on tokens alone. The layer passes its mask argument on, which
-here is a :class:`LayerAttention` with the rows of the step. Rows from position 0 on attend to their
-own new keys and values; single tokens and short chunks may attend to the blocks of the KV store in
-place; for other rows the blocks are gathered.
+here is a :class:`LayerAttention` with the rows of the step. Where the KV store attends, all rows
+attend to its blocks in place. Elsewhere rows from position 0 on attend to their own new keys and
+values, and the blocks of other rows are gathered.
 
 Shapes: R rows of one length, T queries of a row, S keys of a row, N tokens of the step, H heads,
 h KV heads, d head_dim.
@@ -29,8 +29,6 @@ from llmpq.spec.runtime_constants import SCORE_BLOCK_TOKENS
 
 PACKED_ATTENTION = "llmpq_packed"
 """Name of :func:`attend` in the registry of transformers."""
-MAX_PAGED_CHUNK = 16
-"""Longest chunk of a prompt whose tokens attend in place one by one; longer ones are gathered."""
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 
 
@@ -123,17 +121,12 @@ class StepAttention:
         self._batch = batch
         self._view = view
         self._returns_all = returns_all
-        paged: list[int] = []
         self._single: list[int] = []  # rows
         others = list(range(batch.rows))
-        if view is not None and view.attends and not returns_all:
-            paged = self._tokens_of([row for row in others if self._is_short(row)])
-            others = [row for row in others if not self._is_short(row)]
-        elif view is not None and not returns_all:
+        self._is_paged = view is not None and view.attends and not returns_all
+        if view is not None and not returns_all:
             self._single = [row for row in others if batch.counts[row] == 1]
             others = [row for row in others if batch.counts[row] > 1]
-        self._is_paged = len(paged) == batch.tokens
-        self._paged = torch.tensor(paged, dtype=torch.int64)
         self._groups = self._grouped(others)
         is_one = len(self._groups) == 1 and len(self._groups[0]) == batch.rows
         self._is_uniform = is_one and not returns_all
@@ -142,15 +135,12 @@ class StepAttention:
         """Return ``[1, N, H, d]``; see :class:`Attention`."""
         if self._is_paged:
             assert self._view is not None
-            return self._view.attend(query, options, None, None)
+            return self._view.attend(query, options)
         _, heads, tokens, _ = query.shape
         if self._is_uniform:
             made = self._attend_rows(self._groups[0], (query, key, value), options)
             return made.transpose(1, 2).reshape(1, tokens, heads, -1)
         out = query.new_empty(1, tokens, heads, value.shape[-1])
-        if len(self._paged):
-            assert self._view is not None
-            self._view.attend(query, options, self._paged, out)
         if self._single:
             self._attend_single(query, options, out)
         if self._returns_all:
@@ -162,14 +152,6 @@ class StepAttention:
             span = slice(first, first + len(rows) * count)
             out[0, span].view(len(rows), count, heads, -1).copy_(made.transpose(1, 2))
         return out
-
-    def _is_short(self, row: int) -> bool:
-        count = self._batch.counts[row]
-        return count == 1 or (self._batch.starts[row] > 0 and count <= MAX_PAGED_CHUNK)
-
-    def _tokens_of(self, rows: Sequence[int]) -> list[int]:
-        spans = [(self._batch.offsets[row], self._batch.counts[row]) for row in rows]
-        return [token for first, count in spans for token in range(first, first + count)]
 
     def _grouped(self, rows: Sequence[int]) -> list[list[int]]:
         """Group rows that are computed together: neighbours from position 0 on, of one length."""

@@ -87,8 +87,11 @@ RAGGED = (4, 250, [0] * 4, [250, 249, 248, 247])
 DECODE = (8, 1, [299 - row for row in range(8)], [1] * 8)
 
 
-def lived_bytes(folder, step, *, bits, dtype, kv_bits):
-    """Return the most bytes of tensors alive while one layer runs, its input among them."""
+def lived_bytes(folder, step, *, bits, dtype, kv_bits, size=1.0):
+    """Return the most bytes of tensors alive while one layer runs, its input among them.
+
+    ``size`` is that of the input's numbers; at 0 every token goes to the same experts.
+    """
     config = load_config(folder)
     layer = build_layer(config, 0).to_empty(device="cpu")
     for parameter in layer.parameters():
@@ -102,7 +105,7 @@ def lived_bytes(folder, step, *, bits, dtype, kv_bits):
     rows, _, starts, counts = step
     tables = [slot_blocks(slot, 300, 300) for slot in reversed(range(rows))]
     batch = PackedBatch(block_tables=tables, starts=starts, counts=counts)
-    hidden = torch.randn(1, batch.tokens, 128).to(dtype)
+    hidden = (torch.randn(1, batch.tokens, 128) * size).to(dtype)
     cache.view(batch)  # the first one looks for the processor's kernels
     peaks = []
     for _ in range(2):  # a tool that measures coverage holds a tensor for a moment, in one of them
@@ -172,9 +175,10 @@ def test_a_longer_context_of_a_chunk_takes_what_is_counted(tmp_path, family, kv_
     (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))
     sizes = [(1, 40, [before], [40]) for before in (256, 160)]
     long, short = (
-        lived_bytes(tmp_path, size, bits=16, dtype=torch.float32, kv_bits=kv_bits) for size in sizes
+        lived_bytes(tmp_path, size, bits=16, dtype=torch.float32, kv_bits=kv_bits, size=0.0)
+        for size in sizes
     )
-    counted = context_bytes(load_model_dir(tmp_path), "float32", 96)
+    counted = context_bytes(load_model_dir(tmp_path), "float32", 96, "cpu")
     assert 0.5 * counted <= long - short <= counted
 
 

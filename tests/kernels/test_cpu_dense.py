@@ -22,7 +22,7 @@ from llmpq.kernels.cpu.dense import (
 )
 from llmpq.kernels.cpu.native import has_bf16_products, library
 from llmpq.kernels.cpu.switch import TRIED_ROWS
-from llmpq.kernels.cpu.tiles import dense_product, panels_of
+from llmpq.kernels.cpu.tiles import dense_product, float_product, panels_of
 from llmpq.spec.runtime_constants import PRODUCT_ROWS
 
 torch.set_num_threads(1)
@@ -44,16 +44,19 @@ def _drawn(seed: int, *shape: int, scale: float = 1.0) -> torch.Tensor:
     rows=st.integers(1, 40),
     has_bias=st.booleans(),
     threads=st.integers(1, 3),
+    product=st.sampled_from([dense_product, float_product]),
     seed=st.integers(0, 2**31),
 )
-def test_errs_by_the_rounding_of_the_answer_alone(panels, columns, rows, has_bias, threads, seed):
+def test_errs_by_the_rounding_of_the_answer_alone(
+    panels, columns, rows, has_bias, threads, product, seed
+):
     out_features, in_features = 64 * panels, 64 * columns
     plain = _drawn(seed, out_features, in_features, scale=0.05)
     x = _drawn(seed + 1, rows, in_features, scale=3.0)
     bias = _drawn(seed + 2, out_features) if has_bias else None
     weight = prepack(plain)
 
-    y = dense_product(x, weight, bias, threads=threads)
+    y = product(x, weight, bias, threads=threads)
 
     exact = x.double() @ plain.double().T + (0 if bias is None else bias.double())
     # Half a step of bf16, and what a sum of K products in float32 may lose of their sizes.
@@ -137,6 +140,18 @@ def test_rows_beyond_the_switch_and_long_ones_are_onednns(monkeypatch):
         for rows in (1, 6, 7, 16, 17):
             prepacked_linear(_drawn(11, rows, columns), weight, None)
     assert asked == [1, 6, 7, 16, 1, 6]
+
+
+@needs_kernel
+def test_many_rows_are_multiplied_as_float32_where_that_is_faster(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 4)
+    monkeypatch.setattr(cpu_dense, "is_dense_float_faster", lambda: True)
+    monkeypatch.setattr(cpu_dense, "float_product", lambda x, *_: asked.append(len(x)))
+    weight = prepack(_drawn(14, 64, 128))
+    for rows in (1, 4, 5, 300):
+        prepacked_linear(_drawn(15, rows, 128), weight, None)
+    assert asked == [5, 300]
 
 
 @needs_kernel

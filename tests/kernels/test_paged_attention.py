@@ -108,17 +108,6 @@ def test_tokens_of_a_chunk_attend_as_single_ones(stored):
     assert torch.equal(together.keys, alone.keys)
     assert torch.equal(together.values, alone.values)
 
-    chosen = torch.tensor([12, 4])
-    out = torch.zeros_like(made)
-    call.attend(query, together, scaling=0.2, chosen=chosen, out=out)
-    assert torch.equal(out[:, chosen], made[:, chosen])
-    assert int((out != 0).any(-1).any(-1).sum()) == 2
-
-    last, whole = call.read(11, together, torch.float32), _dense(together.keys, tables[1])[:, :39]
-    if stored == torch.int8:
-        whole = whole * _dense(together.key_scales, tables[1])[:, :39, None].float()
-    assert torch.equal(last[0][0], whole.float())
-
 
 def test_what_follows_in_a_block_is_never_read():
     keys, values = (torch.full((3, 1, 16, 16), math.nan) for _ in range(2))
@@ -217,3 +206,42 @@ def test_a_bias_of_the_keys_is_added_to_the_scores_of_its_head(window):
     assert not torch.allclose(made, plain, atol=0.1)
     unbiased = _call(tables, lengths).attend(query, heads, scaling=0.3, window=window)
     assert torch.equal(plain, unbiased)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("window", "sinks"), [(None, True), (1500, False), (700, True)])
+def test_pieces_of_a_long_sequence_are_put_together(stored, window, sinks):
+    torch.manual_seed(5)
+    lengths, heads, kv_heads, dim = [1024, 3333, 1, 2049], 6, 2, 16
+    tables = _tables(lengths, 16, 5)
+    size = (sum(map(len, tables)), kv_heads, 16, dim)
+    keys, values = (torch.randint(-127, 128, size).to(stored) for _ in range(2))
+    scales = [torch.rand(size[:3]).div(50).bfloat16() for _ in range(2)]
+    if stored == torch.float32:
+        blocks = PagedHeads(keys=keys.div(50), values=values)
+        wide = blocks.keys, values
+    else:
+        blocks = PagedHeads(keys=keys, values=values, key_scales=scales[0], value_scales=scales[1])
+        pairs = zip((keys, values), scales, strict=True)
+        wide = tuple(part.float() * scale.float()[..., None] for part, scale in pairs)
+    query = torch.randn(1, heads, 4, dim) * 3
+    sink = torch.randn(heads) * 3 if sinks else None
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(
+            _call(tables, lengths).attend(query, blocks, scaling=0.3, window=window, sinks=sink)
+        )
+    torch.set_num_threads(1)
+
+    assert torch.equal(*found)
+    for row, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        dense = [_dense(part, table)[:, :length] for part in wide]
+        first = max(0, length - window) if window else 0
+        seen = [part[:, first:].double().repeat_interleave(heads // kv_heads, 0) for part in dense]
+        scores = torch.einsum("hd,htd->ht", query[0, :, row].double(), seen[0]) * 0.3
+        if sink is not None:
+            scores = torch.cat((scores, sink[:, None].double()), 1)
+        weights = scores.softmax(-1)[:, : seen[1].shape[1]]
+        right = torch.einsum("ht,htd->hd", weights, seen[1])
+        assert torch.allclose(found[0][0, row].double(), right, rtol=1e-4, atol=1e-4)

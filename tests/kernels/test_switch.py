@@ -66,6 +66,17 @@ def test_a_file_that_is_not_ours_is_measured_anew(kept, found, monkeypatch):
     assert all(value in (4, 8) for value in known.values())
 
 
+def test_whether_float32_is_faster_is_kept(kept, monkeypatch):
+    monkeypatch.setattr(switch, "_measure_float", lambda: 1)
+    switch.is_float_faster.cache_clear()
+    assert switch.is_float_faster()
+    switch.is_float_faster.cache_clear()
+    monkeypatch.setattr(switch, "_measure_float", lambda: pytest.fail("measured again"))
+    assert switch.is_float_faster()
+    switch.is_float_faster.cache_clear()
+    assert list(json.loads(kept.read_text()).values()) == [1]
+
+
 def test_eight_bits_are_always_decoded_first(kept):
     assert switch.few_rows_limit(8) == 0
     assert not kept.exists()

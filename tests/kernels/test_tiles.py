@@ -91,14 +91,15 @@ def test_float_products_are_those_of_the_dequantized_weight(precision, shape, co
     shape=shapes,
     count=row_counts,
     few_limit=st.sampled_from([0, 1000]),
+    in_float=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_bf16_products_round_once(precision, shape, count, few_limit, seed):
+def test_bf16_products_round_once(precision, shape, count, few_limit, in_float, seed):
     packed = random_packed(shape, precision, torch.bfloat16, seed)
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(count, shape[1], generator=rng).to(torch.bfloat16)
     bias = torch.randn(shape[0], generator=rng).to(torch.bfloat16)
-    y = bf16_product(x, in_tiles(packed), bias, few_limit)
+    y = bf16_product(x, in_tiles(packed), bias, few_limit, in_float=in_float)
     # The answer is rounded to 8 bits of mantissa; everything before is float32.
     assert worst_error(y, x, packed, bias) < 2**-8
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.kv.cache import KVCache
+from llmpq.kernels.cpu.native import has_steps, instruction_set
 from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
@@ -78,7 +79,8 @@ class CompiledSteps:
     """
 
     def __init__(self, layers: DecoderStage, cache: KVCache, only: int | None = None) -> None:
-        if not (cache.attends and layers.attends_to_cache and layers.layout is None):
+        is_compiled = cache.attends and has_steps(instruction_set())
+        if not (is_compiled and layers.attends_to_cache and layers.layout is None):
             raise UnsupportedStepError("its attention has no compiled kernel here")
         self._layers = layers
         self._cache = cache

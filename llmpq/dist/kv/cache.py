@@ -284,10 +284,8 @@ class KVCacheView:
         """Let the next calls read a layer that has been updated and attended to in this step."""
         self._layer = self._cache.layer(layer_idx), self._cache.dtype
 
-    def attend(
-        self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        """Attend with single tokens in place; see ``KVView``."""
+    def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
+        """Attend to the blocks in place; see ``KVView``."""
         layer, _ = self._last_update()
         new, self._new = self._new, None  # not kept beyond the layer
         assert self._call is not None
@@ -301,17 +299,12 @@ class KVCacheView:
             softcap=options.softcap,
             sinks=options.sinks,
             bias=options.bias,
-            chosen=chosen,
-            out=out,
         )
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
         """Return ``[1, h, S, d]`` of a row; valid until the next read."""
         layer, dtype = self._last_update()
         batch = self._batch
-        if self._call is not None:
-            last = batch.offsets[row] + batch.counts[row] - 1
-            return self._call.read(last, layer.paged_heads, dtype)
         length = batch.lengths[row]
         table = batch.block_tables[row][: blocks_of(length, self._cache.block_size)]
         tables = torch.tensor([list(table)], device=self._cache.device)
@@ -373,9 +366,7 @@ class TensorView:
         """Let the next calls read a layer that has been updated in this step."""
         self._layer = self._cache.layer(layer_idx), self._cache.dtype
 
-    def attend(
-        self, query: Tensor, options: ScoreOptions, chosen: Tensor | None, out: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
         """Not available; see ``attends``."""
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import has_bf16_products, library
-from llmpq.kernels.cpu.switch import few_rows_limit
+from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 from llmpq.kernels.cpu.tiles import (
     TiledWeight,
     bf16_product,
@@ -50,8 +50,9 @@ class TileBackend(KernelBackend):
 class CpuPackedBackend(TileBackend):
     """Weight-only: codes are decoded in registers or a cache-sized panel, scaled in float32.
 
-    bf16 activations are multiplied as bf16 pairs where the processor can, and in float32
-    elsewhere; so are float16 ones, for which torch itself has no fast matmul on a CPU.
+    bf16 activations are multiplied as bf16 pairs where the processor can, many rows only where that
+    is faster than float32; all others in float32, also float16 ones, for which torch itself has no
+    fast matmul on a CPU.
     """
 
     name = "cpu_packed"
@@ -75,13 +76,14 @@ class CpuPackedBackend(TileBackend):
         """Return a weight in tiles; the first call on a machine also measures the switch."""
         if weight.dtype == torch.bfloat16 and has_bf16_products():
             few_rows_limit(weight.precision.bits)
+            is_float_faster()
         return super().wrap(weight)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
         if x.dtype == torch.bfloat16 and has_bf16_products():
             limit = few_rows_limit(weight.precision.bits)
-            return bf16_product(x, weight, bias, limit)
+            return bf16_product(x, weight, bias, limit, in_float=is_float_faster())
         return float_product(x, weight, bias)
 
 

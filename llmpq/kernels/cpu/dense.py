@@ -3,8 +3,9 @@
 A plain ``F.linear`` reorders the weight at every call, half of the time of one row. For few rows
 oneDNN reads the weight at half of the memory bandwidth, so a compiled kernel
 (``csrc/dense_bf16.c``) reads oneDNN's layout in place, after a check of every number that the
-layout is the expected one. oneDNN computes everything else. Weights that oneDNN would pad are not
-prepacked.
+layout is the expected one. Many rows are oneDNN's, except on processors where products of bf16
+pairs take longer than float32 ones: there another compiled kernel (``csrc/panel_float.c``) widens
+the same layout. Weights that oneDNN would pad are not prepacked.
 
 Shape legend: N output features, K input features.
 """
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.native import Weight, has_bf16_products, library
-from llmpq.kernels.cpu.switch import crossing, fastest, kept_limit
-from llmpq.kernels.cpu.tiles import dense_product, panels_of
+from llmpq.kernels.cpu.switch import MANY_ROWS, crossing, fastest, kept_limit
+from llmpq.kernels.cpu.tiles import dense_product, float_product, panels_of
 from llmpq.spec.precision import default_precision
 from llmpq.spec.runtime_constants import PRODUCT_ROWS
 
@@ -53,6 +54,7 @@ def prepack(weight: Tensor) -> PreparedWeight:
     handle = _readable(layout, plain)
     if handle is not None:
         few_dense_rows()
+        is_dense_float_faster()
     return _prepared(layout, plain, handle)
 
 
@@ -63,6 +65,8 @@ def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> 
         passes = -(-x.numel() // (_AT_ONCE * weight.in_features))
         worth = passes * weight.nbytes // _THREAD_BYTES
         return dense_product(x, weight, bias, threads=max(1, min(torch.get_num_threads(), worth)))
+    if weight.handle is not None and x.dtype == torch.bfloat16 and is_dense_float_faster():
+        return float_product(x, weight, bias)
     return _onednn_product(x, weight, bias)
 
 
@@ -114,6 +118,12 @@ def few_dense_rows() -> int:
     return kept_limit("16 bits", _measure)
 
 
+@cache
+def is_dense_float_faster() -> bool:
+    """Return whether many rows are multiplied as float32 here, and not by oneDNN."""
+    return bool(kept_limit("16 bits, float32", _measure_float))
+
+
 def _most_rows(weight: PreparedWeight) -> int:
     return few_dense_rows() if weight.in_features <= _LONGEST else min(few_dense_rows(), _AT_ONCE)
 
@@ -139,14 +149,26 @@ def _readable(layout: Tensor, plain: Tensor) -> Weight | None:
     return panels_of(int(address_of(layout)), plain)
 
 
-def _measure() -> int:
+def _tried_weight() -> PreparedWeight:
     plain = torch.zeros(_TRIED_SHAPE, dtype=torch.bfloat16)
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
-    own = _prepared(layout, plain, _readable(layout, plain))
+    return _prepared(layout, plain, _readable(layout, plain))
+
+
+def _measure_float() -> int:
+    own = _tried_weight()
+    x = torch.ones(MANY_ROWS, _TRIED_SHAPE[1], dtype=torch.bfloat16)
+    theirs = fastest(partial(_compiled_product, x, own, None))
+    return int(fastest(partial(float_product, x, own, None)) < theirs)
+
+
+def _measure() -> int:
+    own = _tried_weight()
 
     def timed(count: int) -> tuple[float, float]:
         x = torch.ones(count, _TRIED_SHAPE[1], dtype=torch.bfloat16)
         few = fastest(partial(dense_product, x, own, None))
-        return few, fastest(partial(_compiled_product, x, own, None))
+        many = [partial(call, x, own, None) for call in (_compiled_product, float_product)]
+        return few, min(map(fastest, many))
 
     return crossing(timed)

@@ -8,7 +8,8 @@ it.
 One library holds the kernels for one instruction set, named by the newest extensions it may use:
 
 * ``avx512_bf16``: products of bf16 pairs and of bytes (VNNI), dense ones too, all kernels;
-* ``avx512``, ``avx2``, ``baseline``: the float32 kernel, the first of them attention too.
+* ``avx512``, ``avx2``, ``baseline``: the float32 kernel and attention, the first of them whole
+  decode steps too.
 
 The choice follows the vector extensions that torch uses in this process, so a process limited to
 older ones (``llmpq.dist.launch.process_environment``) gets the older library.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 9
+ABI = 10
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -60,7 +61,7 @@ class Product(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "x", "bias", "y")),
         ("count", c_int64),
-        ("threads", c_int32),
+        *((name, c_int32) for name in ("threads", "in_float")),
     )
 
 
@@ -70,8 +71,9 @@ class Attention(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("query", "out", "new_key", "new_value", "keys", "values")),
         *((name, c_void_p) for name in ("key_scales", "value_scales", "tables")),
-        *((name, c_void_p) for name in ("starts", "lengths", "chosen")),
-        *((name, c_int64) for name in ("count", "kv_heads", "group", "dim", "block_bits")),
+        *((name, c_void_p) for name in ("starts", "lengths", "chosen", "runs")),
+        *((name, c_int64) for name in ("count", "run_count", "kv_heads", "group", "dim")),
+        ("block_bits", c_int64),
         *((name, c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, c_int64) for name in ("value_token", "value_head", "block_stride", "head_stride")),
         *((name, c_int64) for name in ("window", "chunk")),
@@ -148,8 +150,8 @@ def u8_matmul(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
     return y
 
 
-def has_attention(name: str) -> bool:
-    """Return whether an instruction set's library has attention; on AVX2 torch's own is faster."""
+def has_steps(name: str) -> bool:
+    """Return whether an instruction set's library runs whole decode steps (``csrc/step.c``)."""
     return name.startswith("avx512")
 
 
@@ -178,14 +180,14 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_rows.argtypes = (
         POINTER(Weight), c_void_p, c_void_p, c_int64, c_int32, c_int32
     )  # fmt: skip
-    loaded.kernels_float.argtypes = (POINTER(Product),)
+    loaded.kernels_float.argtypes = (POINTER(Product), c_int32)
     loaded.kernels_round.argtypes = (POINTER(Rounding),)
     loaded.kernels_norm.restype = None
     loaded.kernels_norm.argtypes = (POINTER(Norm),)
-    if has_attention(name):
-        for function in (loaded.kernels_attend, loaded.kernels_store, loaded.kernels_read):
-            function.restype = None
-            function.argtypes = (POINTER(Attention),)
+    for function in (loaded.kernels_attend, loaded.kernels_store):
+        function.restype = None
+        function.argtypes = (POINTER(Attention),)
+    if has_steps(name):
         loaded.kernels_step.restype = None
         loaded.kernels_step.argtypes = (c_void_p,)
     if name == "avx512_bf16":

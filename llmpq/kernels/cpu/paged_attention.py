@@ -1,8 +1,9 @@
-"""Attention of single tokens on the blocks of a KV cache (compiled, CPU).
+"""Attention on the blocks of a KV cache (compiled, CPU).
 
 torch's attention needs sequences of one length in one tensor: blocks are gathered, groups repeated,
-a mask built, and every row costs as much as the longest. ``csrc/attention.c`` reads the blocks of
-each sequence in place, up to the position of its query.
+a mask built, and every row costs as much as the longest. The kernels read the blocks of each
+sequence in place, up to the position of its query: ``csrc/attention.c`` for single tokens,
+``csrc/prefill_attention.c`` for runs of neighbouring tokens, such as prompts.
 
 Shapes: N tokens of the step, H heads, h KV heads, d head_dim, B tokens of a block, S tokens read.
 """
@@ -17,11 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.kernels.cpu.native import TYPES, Attention, has_attention, instruction_set, library
+from llmpq.kernels.cpu.native import TYPES, Attention, library
 from llmpq.spec.runtime_constants import HEAD_LANES, MAX_PAGED_HEAD_DIM
 
+IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 STORED_TYPES = {**TYPES, torch.int8: 3}
-"""Numbers of the types of stored heads in ``csrc/attention.c``."""
+"""Numbers of the types of stored heads in ``csrc/attention.h``."""
+MAX_SINGLE_TOKENS = 16
+"""Most tokens of a row that attend one by one."""
+_RUN_VALUES = 192 * 128
+"""Values of the queries, at most 192, that share a tile of keys (``prefill_attention.c``)."""
 
 
 def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int, block_size: int) -> bool:
@@ -29,7 +35,7 @@ def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int, block_siz
     fits = head_dim % HEAD_LANES == 0 and head_dim <= MAX_PAGED_HEAD_DIM
     fits &= block_size >= HEAD_LANES and block_size & (block_size - 1) == 0
     is_known = dtype in TYPES and stored in STORED_TYPES
-    return fits and is_known and library() is not None and has_attention(instruction_set())
+    return fits and is_known and library() is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,7 +80,9 @@ class PagedCall:
             offsets = np.repeat(offsets, counts)
             lengths = np.repeat(lengths, counts) + own
         self._blocks, self._offsets, self._lengths = blocks, offsets, lengths
-        self._chosen: Tensor | None = None  # referenced while its address is in use
+        self._counts = counts
+        self._single = _single_tokens(counts)
+        self._runs: dict[int, IntArray] = {}  # by the tokens of a run
         self._call = Attention(
             tables=blocks.ctypes.data,
             starts=offsets.ctypes.data,
@@ -93,9 +101,7 @@ class PagedCall:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         bias: Tensor | None = None,
-        chosen: Tensor | None = None,
         new: tuple[Tensor, Tensor] | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
         """Attend to all tokens of a query's sequence up to its own position.
 
@@ -109,25 +115,23 @@ class PagedCall:
             sinks: ``[H]``, one more score of each head, without a value; ``None`` for none.
             bias: float32 ``[H, S]``, added to the scores of a sequence's first S tokens, at least
                 as many as the longest has; ``None`` for none.
-            chosen: int64 indices of the tokens to attend with; ``None`` for all.
             new: keys and values of the tokens, ``[1, h, N, d]`` in the query's dtype, to be
-                written first; the sequences of the chosen tokens must then differ.
-            out: ``[1, N, H, d]``, contiguous, written at the chosen tokens; by default a new one.
+                written first; the sequences of all tokens must then differ.
 
         Returns:
-            ``out``.
+            ``[1, N, H, d]``.
         """
         query = _dense(query)
         _, count, tokens, dim = query.shape
-        if out is None:
-            out = torch.empty((1, tokens, count, dim), dtype=query.dtype)
-        self._set_heads(heads, chosen)
+        out = torch.empty((1, tokens, count, dim), dtype=query.dtype)
+        self._set_heads(heads)
         kept = None if new is None else self._set_new(new)
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
         call = self._call
         call.query, call.out, call.type = query.data_ptr(), out.data_ptr(), TYPES[query.dtype]
         call.group = count // call.kv_heads
+        self._set_tokens()
         call.query_head, call.query_token = query.stride()[1:3]
         call.window, call.chunk = window or 0, chunk or 0
         call.scaling, call.softcap = scaling, softcap or 0.0
@@ -143,25 +147,13 @@ class PagedCall:
 
     def store(self, new: tuple[Tensor, Tensor], heads: PagedHeads) -> None:
         """Write the new keys and values ``[1, h, N, d]`` of all tokens into their blocks."""
-        self._set_heads(heads, None)
+        self._set_heads(heads)
+        self._call.chosen, self._call.count = None, len(self._lengths)
         kept = self._set_new(new)
         loaded = library()
         assert loaded is not None
         loaded.kernels_store(byref(self._call))
         del kept
-
-    def read(self, token: int, heads: PagedHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the keys and values up to a token of its sequence, ``[1, h, S, d]`` each."""
-        _, kv_heads, _, dim = heads.keys.shape
-        shape = (1, kv_heads, int(self._lengths[token]), dim)
-        key, value = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-        self._set_heads(heads, torch.tensor([token]))
-        call = self._call
-        call.query, call.out, call.type = key.data_ptr(), value.data_ptr(), TYPES[dtype]
-        loaded = library()
-        assert loaded is not None
-        loaded.kernels_read(byref(call))
-        return key, value
 
     def _set_new(self, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Set the fields of new keys and values; return the tensors whose addresses are set."""
@@ -173,10 +165,21 @@ class PagedCall:
         call.type = TYPES[key.dtype]
         return key, value
 
-    def _set_heads(self, heads: PagedHeads, chosen: Tensor | None) -> None:
-        call, self._chosen = self._call, chosen
-        call.chosen = None if chosen is None else chosen.data_ptr()
-        call.count = len(self._lengths) if chosen is None else len(chosen)
+    def _set_tokens(self) -> None:
+        """Set the tokens that attend one by one, and the runs of the others, the longest first."""
+        call = self._call
+        call.chosen = None if self._single is None else self._single.ctypes.data
+        call.count = len(self._lengths) if self._single is None else len(self._single)
+        if self._single is None:
+            return
+        size = max(1, min(192, _RUN_VALUES // call.dim) // call.group)
+        if size not in self._runs:
+            self._runs[size] = _runs(self._counts, self._lengths, size)
+        runs = self._runs[size]
+        call.runs, call.run_count = runs.ctypes.data, len(runs)
+
+    def _set_heads(self, heads: PagedHeads) -> None:
+        call = self._call
         call.keys, call.values = heads.keys.data_ptr(), heads.values.data_ptr()
         if heads.key_scales is not None and heads.value_scales is not None:
             call.key_scales = heads.key_scales.data_ptr()
@@ -185,6 +188,25 @@ class PagedCall:
         call.block_bits = block_size.bit_length() - 1
         call.block_stride, call.head_stride = heads.keys.stride()[:2]
         call.stored = STORED_TYPES[heads.keys.dtype]
+
+
+def _single_tokens(counts: Sequence[int]) -> IntArray | None:
+    """Return the tokens of short rows; ``None`` if that is all."""
+    if max(counts) <= MAX_SINGLE_TOKENS:
+        return None
+    is_short = np.repeat(np.array(counts) <= MAX_SINGLE_TOKENS, counts)
+    return np.flatnonzero(is_short).astype(np.int64)
+
+
+def _runs(counts: Sequence[int], lengths: IntArray, size: int) -> IntArray:
+    """Return first token and number of tokens of each run of long rows, ``[runs, 2]``."""
+    parts = []
+    for first, count in zip(np.cumsum([0, *counts[:-1]]), counts, strict=True):
+        if count > MAX_SINGLE_TOKENS:
+            starts = np.arange(first, first + count, size)
+            parts.append(np.stack((starts, np.minimum(size, first + count - starts)), axis=1))
+    runs = np.concatenate(parts)
+    return np.ascontiguousarray(runs[np.argsort(-lengths[runs[:, 0]], kind="stable")])
 
 
 def _dense(part: Tensor) -> Tensor:

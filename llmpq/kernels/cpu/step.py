@@ -28,7 +28,7 @@ from llmpq.kernels.cpu.native import (
     library,
 )
 from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads
-from llmpq.kernels.cpu.switch import few_rows_limit
+from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 
 MOST_ROWS = 32
 """Most rows of a step."""
@@ -209,6 +209,7 @@ class StepProgram:
                 x=x.data_ptr(),
                 bias=None if bias is None else self._address(bias.to(self.dtype)),
                 y=y.data_ptr(),
+                in_float=kernel == _PACKED_BF16 and is_float_faster(),
             )
         self._append(_PRODUCTS, call)
 

@@ -1,10 +1,12 @@
-"""Up to how many rows the kernel for few rows is faster: measured once for each machine.
+"""Which kernel is the fastest for a number of rows: measured once for each machine.
 
 With few rows the codes are decoded while multiplying, again for every eight rows; with more rows it
 pays to decode a panel once. The crossing depends on the processor, so both algorithms are timed on
 a small weight (ten milliseconds) when the first weight is prepared. The result is stored next to
 the compiled library under the processor's name, for every process of the machine. Both algorithms
-give the same bits. ``cpu.dense`` measures its own two algorithms in the same way.
+give the same bits. Whether many rows are multiplied as float32 is measured likewise: some
+processors multiply bf16 pairs at half the rate of float32. The order of its sums differs.
+``cpu.dense`` measures its own algorithms in the same way.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ try:
 except ImportError:  # no Unix
     fcntl = None  # type: ignore[assignment]
 
+from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.native import instruction_set, kernels_path
 from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
@@ -32,6 +35,8 @@ from llmpq.spec.precision import default_precision
 
 TRIED_ROWS = (2, 4, 6, 8, 12, 16, 20, 24, 32)
 ROUNDS = 7
+MANY_ROWS = 128
+"""Rows of the product that decides whether many rows are multiplied as float32."""
 _SHAPE = (512, 1024)  # [N, K]: as large as a core's own cache allows, as decoding loads it
 
 
@@ -42,6 +47,12 @@ def few_rows_limit(bits: int) -> int:
     0 at 8 bits, whose codes are always decoded first.
     """
     return 0 if bits == 8 else kept_limit(f"{bits} bits", partial(_measure, bits))
+
+
+@cache
+def is_float_faster() -> bool:
+    """Return whether many rows of bf16 activations are multiplied as float32."""
+    return bool(kept_limit("float32", _measure_float))
 
 
 def kept_limit(name: str, measure: Callable[[], int]) -> int:
@@ -76,7 +87,32 @@ def _alone(kept: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _measure_float() -> int:
+    weight = _tried_weight(4)
+    x = torch.ones(MANY_ROWS, _SHAPE[1], dtype=torch.bfloat16)
+    pairs, wide = (
+        fastest(partial(bf16_product, x, weight, None, 0, in_float=in_float, threads=1))
+        for in_float in (False, True)
+    )
+    return int(wide < pairs)
+
+
 def _measure(bits: int) -> int:
+    weight = _tried_weight(bits)
+
+    def timed(count: int) -> tuple[float, float]:
+        x = torch.ones(count, _SHAPE[1], dtype=torch.bfloat16)
+        few = fastest(partial(bf16_product, x, weight, None, count, threads=1))
+        many = [
+            partial(bf16_product, x, weight, None, 0, in_float=in_float, threads=1)
+            for in_float in (False, True)
+        ]
+        return few, min(map(fastest, many))
+
+    return crossing(timed)
+
+
+def _tried_weight(bits: int) -> PreparedWeight:
     rows, columns = _SHAPE
     precision = default_precision(bits)
     groups = columns // precision.effective_group(columns)
@@ -90,14 +126,7 @@ def _measure(bits: int) -> int:
         scales=scales,
         zeros=torch.zeros_like(scales),
     )
-    weight = prepared_tiles(to_tiles(packed), "cpu_packed")
-
-    def timed(count: int) -> tuple[float, float]:
-        x = torch.ones(count, columns, dtype=torch.bfloat16)
-        few = fastest(partial(bf16_product, x, weight, None, count, threads=1))
-        return few, fastest(partial(bf16_product, x, weight, None, 0, threads=1))
-
-    return crossing(timed)
+    return prepared_tiles(to_tiles(packed), "cpu_packed")
 
 
 def crossing(timed: Callable[[int], tuple[float, float]]) -> int:

@@ -163,10 +163,18 @@ def rows_of_tiles(weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Te
     return out
 
 
-def float_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
-    """Return ``x @ weight.T + bias`` in float32 arithmetic, ``[..., N]`` in x's dtype."""
-    wide = None if bias is None else bias.to(torch.float32)
-    return _multiply(_kernels().kernels_float, x.to(torch.float32), weight, wide).to(x.dtype)
+def float_product(
+    x: Tensor, weight: PreparedWeight, bias: Tensor | None, threads: int | None = None
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` in float32 arithmetic, rounded once to x's dtype.
+
+    Args:
+        x: ``[..., K]``.
+        weight: in tiles, or a bf16 one in panels.
+        bias: ``[N]``.
+        threads: threads to use, torch's by default.
+    """
+    return _multiply(_kernels().kernels_float, x, weight, bias, TYPES[x.dtype], threads=threads)
 
 
 def bf16_product(
@@ -174,6 +182,8 @@ def bf16_product(
     weight: PreparedWeight,
     bias: Tensor | None,
     few_limit: int,
+    *,
+    in_float: bool = False,
     threads: int | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` for bf16 ``x``; needs the newest instruction set.
@@ -183,9 +193,11 @@ def bf16_product(
         weight: in tiles.
         bias: ``[N]``.
         few_limit: up to so many rows are multiplied while the codes are decoded.
+        in_float: whether more rows are multiplied as float32.
         threads: threads to use, torch's by default.
     """
-    return _multiply(_kernels().kernels_bf16, x, weight, bias, few_limit, threads=threads)
+    kernel = _kernels().kernels_bf16
+    return _multiply(kernel, x, weight, bias, few_limit, threads=threads, in_float=in_float)
 
 
 def int8_product(
@@ -224,6 +236,7 @@ def _multiply(
     bias: Tensor | None,
     *options: float,
     threads: int | None = None,
+    in_float: bool = False,
 ) -> Tensor:
     x = x.contiguous()
     bias = None if bias is None else bias.to(x.dtype).contiguous()
@@ -239,6 +252,7 @@ def _multiply(
         y.data_ptr(),
         x.numel() // weight.in_features,
         threads or torch.get_num_threads(),
+        in_float,
     )
     if kernel(byref(product), *options) != DONE:
         raise MemoryError(f"found no memory for the temporaries of {x.shape[:-1].numel()} rows")

@@ -66,7 +66,7 @@ def test_a_request_longer_than_the_plan_needs_free_memory():
     plan, model = read_plan(PLAN), catalog.model("facebook/opt-13b")
     planned = plan.workload.max_context_tokens
     free = [one.capacity_bytes - one.memory.total for one in plan.estimate.stages]
-    room = planned + min(free) // context_bytes(model, plan.dtype, 1)
+    room = planned + min(free) // context_bytes(model, plan.dtype, 1, "cuda")
     for fits in (1, planned, room):
         check_context_memory(plan, model, fits)
     with pytest.raises(SpecError, match=f"--max_model_len: found {room + 1}, .* at most {room}: "):

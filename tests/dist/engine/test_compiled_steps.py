@@ -16,11 +16,11 @@ from llmpq.dist.engine.compiled_steps import (
     decode_steps_of,
 )
 from llmpq.dist.kv.cache import KVCache
-from llmpq.kernels.cpu.native import has_attention, has_bf16_products, instruction_set, library
+from llmpq.kernels.cpu.native import has_bf16_products, has_steps, instruction_set, library
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
 
-HAS_STEPS = library() is not None and has_attention(instruction_set())
+HAS_STEPS = library() is not None and has_steps(instruction_set())
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C compiler")
 
 SHAPE = {"layers": 2, "hidden": 128, "intermediate": 192, "heads": 4, "kv_heads": 2}

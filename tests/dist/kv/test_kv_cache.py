@@ -86,7 +86,7 @@ def test_rows_read_what_they_wrote(steps, free, kv_bits, dtype, shape):
         view = cache.view(batch)
         view.update(key, -key, 5)
         if view.attends and batch.is_decode:  # stored when it attends
-            view.attend(torch.zeros_like(key), ScoreOptions(scaling=1.0), None, None)
+            view.attend(torch.zeros_like(key), ScoreOptions(scaling=1.0))
         for row, i in enumerate(chosen):
             own = key[0, :, batch.offsets[row] : batch.offsets[row] + chosen[i]]
             if kv_bits == 8:

@@ -5,100 +5,16 @@
  * of a group share each key and value that is read. New keys and values are put into their blocks by
  * the same call, or by kernels_store before. Sums, the softmax (online: Milakov and Gimelshein 2018)
  * and its weights are float32 whatever is stored; 8-bit codes are scaled once a token, not once a
- * number. */
-#include "step.h"
+ * number. Long sequences are read in pieces of PIECE tokens, by several threads; the last one to
+ * finish puts the pieces together, in their order (FlashDecoding: Dao et al. 2023). */
+#include "attention.h"
+#include <stdlib.h>
+
 #ifdef __AVX512F__
-#include <math.h>
 
-enum { LANES = 16, STEP = 64, RUNS = STEP / LANES, QUERIES = 4, MOST_DIM = 512, TYPE_INT8 = 3 };
-
-/* Where 16 tokens from position `at` (a multiple of 16) of a head begin. */
-INLINE int64_t place_of(const Attention *a, const int32_t *table, int64_t head, int64_t at) {
-    int64_t inside = at & (((int64_t)1 << a->block_bits) - 1);
-    return table[at >> a->block_bits] * a->block_stride + head * a->head_stride + inside * a->dim;
-}
-
-INLINE int64_t token_of(const Attention *a, int64_t item) {
-    return a->chosen ? a->chosen[item] : item;
-}
-
-INLINE v16f load_stored(const void *from, int64_t at, const int type) {
-    if (type != TYPE_INT8) return load_typed(from, at, type);
-    typedef int8_t v16b __attribute__((vector_size(16)));
-    v16b codes;
-    memcpy(&codes, (const int8_t *)from + at, sizeof codes);
-    return __builtin_convertvector(codes, v16f);
-}
-
-INLINE void store_typed(void *to, int64_t at, v16f v, int type) {
-    if (type == TYPE_F32) {
-        store_floats((float *)to + at, v);
-    } else if (type == TYPE_BF16) {
-        v16h narrow = narrowed(v);
-        memcpy((uint16_t *)to + at, &narrow, sizeof narrow);
-    } else {
-        for (int i = 0; i < 16; i++) {
-            _Float16 number = (_Float16)v[i];
-            memcpy((uint16_t *)to + at + i, &number, sizeof number);
-        }
-    }
-}
-
-INLINE float scale_of(const void *scales, int64_t at) {
-    uint32_t word = (uint32_t)((const uint16_t *)scales)[at] << 16;
-    float scale;
-    memcpy(&scale, &word, sizeof scale);
-    return scale;
-}
-
-/* ---- the new token --------------------------------------------------------------------------- */
-
-static void keep_codes(const Attention *a, const void *new, int64_t from, void *store, int64_t to,
-                       uint16_t *scale) {
-    float x[MOST_DIM] __attribute__((aligned(64))), peak = 0;
-    for (int64_t k = 0; k < a->dim; k += 16) store_floats(x + k, load_typed(new, from + k, a->type));
-    for (int64_t k = 0; k < a->dim; k++) {
-        float size = fabsf(x[k]);
-        if (size > peak || size != size) peak = size; /* what is not a number stays one */
-    }
-    v16f spread = (v16f){0} + peak * (float)(1.0 / 127);
-    *scale = narrowed(spread)[0];
-    float step = scale_of(scale, 0);
-    if (step < 1.17549435e-38f) step = 1.17549435e-38f;
-    for (int64_t k = 0; k < a->dim; k++) {
-        float code = rintf(x[k] / step);
-        ((int8_t *)store)[to + k] = code == code ? (int8_t)code : 0;
-    }
-}
-
-static void keep(const Attention *a, const void *new, int64_t from, void *store, int64_t to,
-                 void *scales) {
-    if (a->stored == TYPE_INT8) {
-        keep_codes(a, new, from, store, to, (uint16_t *)scales + to / a->dim);
-        return;
-    }
-    for (int64_t k = 0; k < a->dim; k += 16)
-        store_typed(store, to + k, load_typed(new, from + k, a->type), a->stored);
-}
-
-static void keep_token(const Attention *a, int64_t token, int64_t head) {
-    int64_t at = a->lengths[token] - 1, inside = at & (LANES - 1);
-    int64_t to = place_of(a, a->tables + a->starts[token], head, at - inside) + inside * a->dim;
-    keep(a, a->new_key, token * a->key_token + head * a->key_head, a->keys, to, a->key_scales);
-    keep(a, a->new_value, token * a->value_token + head * a->value_head, a->values, to,
-         a->value_scales);
-}
+enum { STEP = 64, RUNS = STEP / LANES, QUERIES = 4, PIECE = 1024 };
 
 /* ---- softmax --------------------------------------------------------------------------------- */
-
-/* cap * tanh(x / cap) */
-INLINE v16f capped(v16f x, float cap) {
-    v16f doubled = x * (-2 / cap);
-    v16i flips = doubled > 0;
-    v16f low = (v16f)((flips & (v16i)-doubled) | (~flips & (v16i)doubled));
-    v16f e = exponential(low), y = (1 - e) / (1 + e) * cap;
-    return (v16f)((flips & (v16i)-y) | (~flips & (v16i)y));
-}
 
 INLINE float lanes_most(v16f v) {
     float most = v[0];
@@ -218,25 +134,39 @@ INLINE void fetch(const Attention *a, int64_t at, const int type) {
     }
 }
 
-INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t first, const int n,
-                   const int type) {
+/* Where the result of a query goes: to the answers, or as weight, most and total to `partial`. */
+INLINE void put_result(const Attention *a, int64_t token, int64_t head, const float *total,
+                       float most, float weight, float *partial) {
+    int64_t to = (token * a->kv_heads * a->group + head) * a->dim;
+    if (partial) partial[0] = weight, partial[1] = most, partial += 2;
+    for (int64_t k = 0; k < a->dim; k += 16) {
+        v16f sum = load_floats(total + k);
+        if (partial) store_floats(partial + k, sum);
+        else store_typed(a->out, to + k, LANES, typed_bits(sum / weight, a->type), a->type);
+    }
+}
+
+/* The queries [first, first + n) of a KV head on the tokens [from, to) of those that they see. */
+INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t first, int64_t from,
+                   int64_t to, float *partial, const int n, const int type) {
     float query[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float total[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float score[QUERIES][STEP] __attribute__((aligned(64)));
     float most[QUERIES], weight[QUERIES];
     int64_t head = kv_head * a->group + first, at[RUNS];
     for (int q = 0; q < n; q++) {
-        int64_t from = token * a->query_token + (head + q) * a->query_head;
+        int64_t place = token * a->query_token + (head + q) * a->query_head;
         for (int64_t k = 0; k < a->dim; k += 16) {
-            store_floats(query[q] + k, load_typed(a->query, from + k, a->type) * a->scaling);
+            store_floats(query[q] + k, load_any(a->query, place + k, a->type) * a->scaling);
             store_floats(total[q] + k, (v16f){0});
         }
-        most[q] = a->sinks ? a->sinks[head + q] : -INFINITY;
-        weight[q] = a->sinks ? 1 : 0;
+        int has_sink = a->sinks && !partial; /* pieces get it when they are put together */
+        most[q] = has_sink ? a->sinks[head + q] : -INFINITY;
+        weight[q] = has_sink;
     }
     const int32_t *table = a->tables + a->starts[token];
-    int64_t end = a->lengths[token], start = a->window && end > a->window ? end - a->window : 0;
-    if (a->chunk && (end - 1) / a->chunk * a->chunk > start) start = (end - 1) / a->chunk * a->chunk;
+    int64_t start = first_seen(a, a->lengths[token]), end = to;
+    if (start < from) start = from;
     for (int64_t t = start & ~(int64_t)(LANES - 1); t < end; t += STEP) {
         int64_t count = end - t < STEP ? end - t : STEP, skip = t < start ? start - t : 0;
         for (int64_t u = 0; u < count; u += LANES) at[u / LANES] = place_of(a, table, kv_head, t + u);
@@ -265,85 +195,143 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
         for (; k < a->dim; k += 16) add_values(a, at, skip, count, score, total, n, 1, k, type);
     }
     for (int q = 0; q < n; q++)
-        for (int64_t k = 0; k < a->dim; k += 16) {
-            int64_t to = (token * a->kv_heads * a->group + head + q) * a->dim + k;
-            store_typed(a->out, to, load_floats(total[q] + k) / weight[q], a->type);
-        }
+        put_result(a, token, head + q, total[q], most[q], weight[q],
+                   partial ? partial + (first + q) * (a->dim + 2) : 0);
 }
 
+typedef void (*Attend)(const Attention *, int64_t, int64_t, int64_t, int64_t, float *);
 #define ATTEND(TYPE)                                                                             \
-    static void attend_##TYPE(const Attention *a, int64_t token, int64_t head) {                 \
+    static void attend_##TYPE(const Attention *a, int64_t token, int64_t head, int64_t from,     \
+                              int64_t to, float *partial) {                                      \
         int64_t q = 0;                                                                           \
-        for (; q + 4 <= a->group; q += 4) attend(a, token, head, q, 4, TYPE);                      \
-        if (a->group - q == 3) attend(a, token, head, q, 3, TYPE);                                 \
-        if (a->group - q == 2) attend(a, token, head, q, 2, TYPE);                                 \
-        if (a->group - q == 1) attend(a, token, head, q, 1, TYPE);                                 \
+        for (; q + 4 <= a->group; q += 4) attend(a, token, head, q, from, to, partial, 4, TYPE); \
+        if (a->group - q == 3) attend(a, token, head, q, from, to, partial, 3, TYPE);            \
+        if (a->group - q == 2) attend(a, token, head, q, from, to, partial, 2, TYPE);            \
+        if (a->group - q == 1) attend(a, token, head, q, from, to, partial, 1, TYPE);            \
     }
 ATTEND(TYPE_F32) ATTEND(TYPE_F16) ATTEND(TYPE_BF16) ATTEND(TYPE_INT8)
 
-typedef void (*Attend)(const Attention *, int64_t, int64_t);
 static const Attend attends[] = {attend_TYPE_F32, attend_TYPE_F16, attend_TYPE_BF16,
                                  attend_TYPE_INT8};
 
-/* One token's queries of one KV head: item = token * kv_heads + head. */
-void attention_part(const Attention *a, int64_t item) {
-    int64_t token = token_of(a, item / a->kv_heads), head = item % a->kv_heads;
-    if (a->stores) keep_token(a, token, head);
-    attends[a->stored](a, token, head);
+/* ---- pieces of long sequences ---------------------------------------------------------------- */
+
+/* Puts the pieces of a query together: `partial` is the first, others follow `stride` apart. */
+static void join(const Attention *a, int64_t token, int64_t head, const float *partial,
+                 int64_t stride, int64_t count) {
+    float total[MOST_DIM] __attribute__((aligned(64))) = {0}, sink = a->sinks ? a->sinks[head] : 0;
+    float most = a->sinks ? sink : -INFINITY;
+    for (int64_t i = 0; i < count; i++) {
+        float own = partial[i * stride + 1];
+        if (own > most || own != own) most = own;
+    }
+    float weight = a->sinks ? expf(sink - most) : 0;
+    for (int64_t i = 0; i < count; i++, partial += stride) {
+        if (partial[0] == 0) continue; /* before the window */
+        float share = expf(partial[1] - most);
+        weight += partial[0] * share;
+        for (int64_t k = 0; k < a->dim; k++) total[k] += partial[2 + k] * share;
+    }
+    put_result(a, token, head, total, most, weight, 0);
 }
 
-static void attend_part(void *data, int64_t item) {
-    attention_part(data, item);
+static void attend_piece(const Attention *a, const Pieces *pieces, int64_t item, int64_t head) {
+    int64_t low = 0, high = a->count; /* of the tokens: first[low] <= item < first[high] */
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (pieces->first[middle] <= item) low = middle;
+        else high = middle;
+    }
+    int64_t token = token_of(a, low), length = a->lengths[token], first = pieces->first[low];
+    int64_t count = pieces->first[low + 1] - first, from = (item - first) * PIECE;
+    int64_t to = from + PIECE < length ? from + PIECE : length;
+    if (a->stores && to == length) keep_token(a, token, head);
+    if (count == 1) {
+        attends[a->stored](a, token, head, 0, length, 0);
+        return;
+    }
+    int64_t size = a->dim + 2, stride = a->kv_heads * a->group * size;
+    float *partial = pieces->partial + first * stride + head * a->group * size;
+    attends[a->stored](a, token, head, from, to, partial + (item - first) * stride);
+    int32_t *done = pieces->done + low * a->kv_heads + head;
+    if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) < count) return;
+    *done = 0;
+    for (int64_t q = 0; q < a->group; q++)
+        join(a, token, head * a->group + q, partial + q * size, stride, count);
+}
+
+/* One token's queries of one KV head, or a piece of them: item = (token or piece) * kv_heads + head. */
+void attention_part(const Attention *a, const Pieces *pieces, int64_t item) {
+    int64_t head = item % a->kv_heads;
+    if (pieces->first) {
+        attend_piece(a, pieces, item / a->kv_heads, head);
+        return;
+    }
+    int64_t token = token_of(a, item / a->kv_heads);
+    if (a->stores) keep_token(a, token, head);
+    attends[a->stored](a, token, head, 0, a->lengths[token], 0);
+}
+
+int64_t attention_items(const Attention *a, const Pieces *pieces) {
+    return (pieces->first ? pieces->first[a->count] : a->count) * a->kv_heads;
+}
+
+/* Cuts the tokens of a call where one has more than PIECE tokens; `values` are those of a piece. */
+void cut_pieces(Pieces *pieces, const Attention *a, int64_t values) {
+    int64_t all = 0;
+    pieces->first = 0;
+    for (int64_t i = 0; i < a->count; i++) all += (a->lengths[token_of(a, i)] + PIECE - 1) / PIECE;
+    if (all == a->count) return;
+    size_t firsts = (size_t)(a->count + 1) * sizeof *pieces->first;
+    size_t dones = (size_t)(a->count * a->kv_heads) * sizeof *pieces->done;
+    dones = (dones + 63) / 64 * 64;
+    char *room = malloc(firsts + dones + (size_t)(all * values) * sizeof(float));
+    if (!room) return; /* one thread reads a long sequence */
+    pieces->first = (int64_t *)room;
+    pieces->done = (int32_t *)(room + firsts);
+    pieces->partial = (float *)(room + firsts + dones);
+    memset(pieces->done, 0, dones);
+    pieces->first[0] = 0;
+    for (int64_t i = 0; i < a->count; i++)
+        pieces->first[i + 1] = pieces->first[i] + (a->lengths[token_of(a, i)] + PIECE - 1) / PIECE;
+}
+#else
+/* Without vectors of 16 numbers a single token is a run of its own. */
+void attention_part(const Attention *a, const Pieces *pieces, int64_t item) {
+    (void)pieces;
+    int64_t run[2] = {token_of(a, item / a->kv_heads), 1};
+    if (a->stores) keep_token(a, run[0], item % a->kv_heads);
+    run_part(a, run, item % a->kv_heads);
+}
+
+int64_t attention_items(const Attention *a, const Pieces *pieces) {
+    (void)pieces;
+    return a->count * a->kv_heads;
+}
+
+void cut_pieces(Pieces *pieces, const Attention *a, int64_t values) {
+    (void)a, (void)values;
+    pieces->first = 0;
+}
+#endif
+
+typedef struct {
+    const Attention *attention;
+    Pieces pieces;
+} Call;
+
+static void call_part(void *data, int64_t item) {
+    const Call *call = data;
+    const Attention *a = call->attention;
+    int64_t runs = a->run_count * a->kv_heads;
+    if (item < runs) run_part(a, a->runs + item / a->kv_heads * 2, item % a->kv_heads);
+    else attention_part(a, &call->pieces, item - runs);
 }
 
 void kernels_attend(const Attention *a) {
-    run_parts(attend_part, (void *)a, a->count * a->kv_heads, a->threads);
+    Call call = {.attention = a};
+    cut_pieces(&call.pieces, a, a->kv_heads * a->group * (a->dim + 2));
+    int64_t items = a->run_count * a->kv_heads + attention_items(a, &call.pieces);
+    run_parts(call_part, &call, items, a->threads);
+    free(call.pieces.first);
 }
-
-/* ---- whole sequences ------------------------------------------------------------------------- */
-
-/* Puts the new keys and values of one token into their block. */
-void store_part(void *data, int64_t item) {
-    const Attention *a = data;
-    for (int64_t head = 0; head < a->kv_heads; head++) keep_token(a, token_of(a, item), head);
-}
-
-/* Puts the new keys and values of the tokens of a call into their blocks. */
-void kernels_store(const Attention *a) {
-    run_parts(store_part, (void *)a, a->count, a->threads);
-}
-
-INLINE void read_run(const Attention *a, const void *stored, const void *scales, int64_t from,
-                     void *out, int64_t to, int64_t count) {
-    if (a->stored != TYPE_INT8) {
-        int64_t bytes = a->stored == TYPE_F32 ? 4 : 2;
-        memcpy((char *)out + to * bytes, (const char *)stored + from * bytes, count * a->dim * bytes);
-        return;
-    }
-    for (int64_t t = 0; t < count; t++) {
-        float scale = scale_of(scales, from / a->dim + t);
-        for (int64_t k = 0; k < a->dim; k += 16) {
-            int64_t i = t * a->dim + k;
-            store_typed(out, to + i, load_stored(stored, from + i, TYPE_INT8) * scale, a->type);
-        }
-    }
-}
-
-/* Reads all keys and values of the sequence of token `chosen[0]`, up to that token: `query` is
- * [kv_heads, length, dim] of `type` for the keys, `out` the same for the values. */
-static void read_part(void *data, int64_t item) {
-    const Attention *a = data;
-    int64_t token = token_of(a, 0), length = a->lengths[token];
-    int64_t runs = (length + LANES - 1) / LANES, head = item / runs, at = item % runs * LANES;
-    int64_t count = length - at < LANES ? length - at : LANES;
-    int64_t from = place_of(a, a->tables + a->starts[token], head, at);
-    int64_t to = (head * length + at) * a->dim;
-    read_run(a, a->keys, a->key_scales, from, (void *)a->query, to, count);
-    read_run(a, a->values, a->value_scales, from, a->out, to, count);
-}
-
-void kernels_read(const Attention *a) {
-    int64_t runs = (a->lengths[token_of(a, 0)] + LANES - 1) / LANES;
-    run_parts(read_part, (void *)a, runs * a->kv_heads, a->threads);
-}
-#endif

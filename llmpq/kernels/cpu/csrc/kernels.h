@@ -41,6 +41,7 @@ typedef struct {
     void *y;
     int64_t count;
     int32_t threads;
+    int32_t in_float; /* bf16: whether more than few rows are widened and multiplied in float32 */
 } Product;
 
 typedef float v16f __attribute__((vector_size(64)));
@@ -93,21 +94,6 @@ INLINE v16h narrowed(v16f y) {
     v16u rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     v16u is_nan = (v16u)((bits & 0x7FFFFFFF) > 0x7F800000);
     return __builtin_convertvector((is_nan & 0x7FC0) | (~is_nan & rounded), v16h);
-}
-
-/* e^x for x <= 0, within two units of the last place (Cephes); NaN stays NaN. */
-INLINE v16f exponential(v16f x) {
-    v16i low = x < -87.0f;
-    x = (v16f)((low & (v16i)((v16f){0} - 87.0f)) | (~low & (v16i)x));
-    v16f n = x * 1.44269504f + 12582912.0f - 12582912.0f;
-    v16f r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16f p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    v16f y = p * (r * r) + r + 1.0f;
-    return y * (v16f)((__builtin_convertvector(n, v16i) + 127) << 23);
 }
 
 /* Columns that one step of a product takes: a divisor of the group. */

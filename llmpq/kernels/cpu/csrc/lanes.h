@@ -102,6 +102,12 @@ INLINE vf load_lanes(const void *from, int64_t at, const int type) {
 #endif
 }
 
+/* The same of a type that the compiler does not know. */
+INLINE vf load_any(const void *from, int64_t at, int type) {
+    if (type == TYPE_F32) return load_lanes(from, at, TYPE_F32);
+    return type == TYPE_BF16 ? load_lanes(from, at, TYPE_BF16) : load_lanes(from, at, TYPE_F16);
+}
+
 /* The nearest numbers of a type, as their bits. */
 INLINE vu typed_bits(vf value, int type) {
     vu bits = (vu)value;
@@ -126,6 +132,20 @@ INLINE vf typed_value(vu bits, int type) {
     if (type == TYPE_F32) return (vf)bits;
     vh narrow = __builtin_convertvector(bits, vh);
     return load_lanes(&narrow, 0, type);
+}
+
+/* e^x for x <= 0, within two units of the last place (Cephes); NaN stays NaN. */
+INLINE vf exponential(vf x) {
+    x = greater((vf){0} - 87.0f, x);
+    vf n = x * 1.44269504f + 12582912.0f - 12582912.0f;
+    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vf p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    vf y = p * (r * r) + r + 1.0f;
+    return y * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
 }
 
 /* The first `count` of them. */

@@ -3,7 +3,8 @@
  * Codes become the bf16 numbers code - 2^(b-1), exactly, by one table lookup for 32 of them; scale and
  * zero come in once a block of columns, in float32. So the answer is at least as exact as a product
  * by the weight dequantized to bf16. Few rows of x are multiplied as the codes are decoded; for more
- * rows a panel of decoded codes stays in the first-level cache while all rows go over it. */
+ * rows a panel of decoded codes stays in the first-level cache while all rows go over it. Some
+ * processors multiply bf16 pairs at half the rate of float32: there panel_float.c takes more rows. */
 #include "step.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -266,7 +267,19 @@ void bf16_sums(const Prepared *q, int64_t rows, int64_t m) {
 void bf16_part(const Product *p, const Prepared *q, int64_t few_limit, int64_t panel) {
     Job job = {p, q->sums, q->block};
     if (p->weight->bits < 8 && p->count <= few_limit) few_part(&job, panel);
+    else if (p->in_float) float_part(p, q, panel);
     else panel_part(&job, panel);
+}
+
+typedef struct {
+    const Product *product;
+    const Prepared *rows;
+    int64_t few_limit;
+} Call;
+
+static void any_part(void *data, int64_t panel) {
+    const Call *c = data;
+    bf16_part(c->product, c->rows, c->few_limit, panel);
 }
 
 /* Up to few_limit rows are multiplied as the codes are decoded. */
@@ -275,11 +288,11 @@ int kernels_bf16(const Product *p, int64_t few_limit) {
     int64_t block = block_columns(w, BLOCK);
     float *sums = malloc((size_t)(w->columns / block * p->count) * sizeof *sums);
     if (!sums) return NO_MEMORY;
-    Prepared prepared = {.x = p->x, .columns = w->columns, .block = block, .sums = sums};
+    Prepared prepared = {
+        .x = p->x, .columns = w->columns, .block = block, .sums = sums, .type = TYPE_BF16};
     for (int64_t m = 0; m < p->count; m++) bf16_sums(&prepared, p->count, m);
-    Job job = {p, sums, block};
-    int is_few = w->bits < 8 && p->count <= few_limit;
-    run_parts(is_few ? few_part : panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);
+    Call call = {p, &prepared, few_limit};
+    run_parts(any_part, &call, (w->rows + PANEL - 1) / PANEL, p->threads);
     free(sums);
     return DONE;
 }

@@ -6,12 +6,14 @@
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
  * takes, and then sleep, so that other processes get the core. Every number is rounded where the
  * operators of torch and transformers round it. */
+#include "lanes.h"
 #include "step.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>
 #include <limits.h>
 #include <math.h>
+#include <stdlib.h>
 
 #ifdef __linux__
 #include <linux/futex.h>
@@ -82,6 +84,7 @@ typedef struct {
     int32_t arrived __attribute__((aligned(64))); /* threads that wait for the others */
     int32_t turn __attribute__((aligned(64)));    /* counts the meetings */
     int32_t sleepers;
+    Pieces pieces; /* of all attention operators, one after the other */
 } Run;
 
 /* ---- threads --------------------------------------------------------------------------------- */
@@ -280,8 +283,23 @@ static void multiply(Run *run, const Products *o) {
 
 static void attend(Run *run, const Attention *what) {
     Attention a = of_rows(run->step, what);
-    int64_t all = a.count * a.kv_heads;
-    for (int64_t item; (item = take(run)) < all;) attention_part(&a, item);
+    int64_t all = attention_items(&a, &run->pieces);
+    for (int64_t item; (item = take(run)) < all;) attention_part(&a, &run->pieces, item);
+}
+
+/* Room for the pieces of the largest attention operator. */
+static void cut_all(Run *run) {
+    Attention largest = {.kv_heads = 0};
+    int64_t values = 0;
+    for (int64_t i = 0; i < run->step->count; i++) {
+        const Operator *o = run->step->operators + i;
+        if (o->kind != ATTEND) continue;
+        Attention a = of_rows(run->step, o->what);
+        int64_t own = a.kv_heads * a.group * (a.dim + 2);
+        if (a.kv_heads > largest.kv_heads) largest = a;
+        if (own > values) values = own;
+    }
+    if (values) cut_pieces(&run->pieces, &largest, values);
 }
 
 static void take_part(void *pointer) {
@@ -312,9 +330,11 @@ static void take_shared_part(void *pointer) {
 
 void kernels_step(const Step *step) {
     Run run = {.step = step, .threads = 1};
+    cut_all(&run);
     if (step->threads > 1 && GOMP_parallel && omp_get_num_threads)
         GOMP_parallel(take_shared_part, &run, (unsigned)step->threads, 0);
     else
         take_part(&run);
+    free(run.pieces.first);
 }
 #endif

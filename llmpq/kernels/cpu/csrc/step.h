@@ -12,8 +12,9 @@ typedef struct {
     void *key_scales, *value_scales;     /* bf16 [blocks, kv_heads, block], for 8-bit codes alone */
     const int32_t *tables;               /* the block tables of all sequences */
     const int64_t *starts, *lengths;     /* of each token: its table in `tables`; its position + 1 */
-    const int64_t *chosen;               /* the tokens of this call; NULL for all */
-    int64_t count, kv_heads, group, dim, block_bits; /* a block has 2^block_bits tokens */
+    const int64_t *chosen;               /* tokens that attend one by one; NULL for all */
+    const int64_t *runs;                 /* [run_count, 2]: first of tokens of one sequence, and count */
+    int64_t count, run_count, kv_heads, group, dim, block_bits; /* a block has 2^block_bits tokens */
     int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* in numbers */
     int64_t block_stride, head_stride;   /* in numbers */
     int64_t window;                      /* tokens a query sees, 0 for all */
@@ -51,7 +52,16 @@ typedef struct {
 } Prepared;
 
 void store_part(void *attention, int64_t item);
-void attention_part(const Attention *a, int64_t item);
+/* The pieces in which single tokens read long sequences. */
+typedef struct {
+    int64_t *first; /* [tokens + 1], of the pieces of each token; null: all are short */
+    int32_t *done;  /* [tokens, kv_heads], pieces that are finished */
+    float *partial; /* [pieces, heads, dim + 2] */
+} Pieces;
+
+void cut_pieces(Pieces *pieces, const Attention *a, int64_t values);
+int64_t attention_items(const Attention *a, const Pieces *pieces);
+void attention_part(const Attention *a, const Pieces *pieces, int64_t item);
 void norm_rows(const Norm *n, int64_t first, int64_t end);
 
 void plain_part(const Product *p, int64_t item);

@@ -1,0 +1,297 @@
+/* Attention of runs of neighbouring tokens, prompts and their chunks, on the blocks of a cache.
+ *
+ * The queries of a run and of all heads that share a KV head go over the keys in tiles of 64 tokens
+ * (FlashAttention-2: Dao 2023). A tile is widened to float32 once for all of them, its keys
+ * transposed; six queries at a time are multiplied by it with their sums in registers, become weights
+ * (online softmax: Milakov and Gimelshein 2018), and are multiplied by the values. Tiles begin at
+ * multiples of 64, so a token's answer depends neither on its run nor on the number of threads. Tiles
+ * that no query of a strip sees are skipped. */
+#include "attention.h"
+
+enum { TILE = 64, STRIP = 6, MOST_ROWS = 192, ROOM = MOST_ROWS * 128 };
+#if defined(__AVX512F__)
+enum { WIDE = 4 }; /* vectors of columns at once */
+#else
+enum { WIDE = 2 };
+#endif
+enum { RUN = 16 }; /* neighbouring tokens that always share a block */
+
+typedef struct {
+    const Attention *a;
+    const int32_t *table;
+    int64_t kv_head, rows, since, end; /* tokens [since, end) are seen by some row */
+    int64_t first[MOST_ROWS], last[MOST_ROWS]; /* a row sees [first, last) */
+    int64_t from[MOST_ROWS], to[MOST_ROWS];    /* where its query is, and its answer goes */
+    int64_t head[MOST_ROWS];
+    float most[MOST_ROWS];
+    vf weight[MOST_ROWS]; /* sums of the weights so far, lane by lane */
+    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled */
+    float total[ROOM] __attribute__((aligned(64)));  /* [rows, dim] */
+    float keys[MOST_DIM * TILE] __attribute__((aligned(64)));   /* [dim, TILE] */
+    float values[TILE * MOST_DIM] __attribute__((aligned(64))); /* [TILE, dim] */
+} Run;
+
+/* ---- tiles ----------------------------------------------------------------------------------- */
+
+/* Lane i of vector j becomes lane j of vector i. */
+INLINE void transpose(vf *v) {
+    const vi lane = lane_numbers();
+#pragma GCC unroll 4
+    for (int step = 1; step < LANES; step *= 2) {
+        const vi moves = (lane & step) != 0;
+        const vi low = lane + (moves & (LANES - step)), high = lane + step + (moves & (LANES - step));
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & step)) {
+                vf a = v[i], b = v[i + step];
+                v[i] = __builtin_shuffle(a, b, low), v[i + step] = __builtin_shuffle(a, b, high);
+            }
+    }
+}
+
+/* Widens LANES tokens of a tile from its token `first` on; one at -1 is seen by no row: zeros. */
+INLINE void widen_tokens(Run *r, int64_t first, const int64_t *at, const int type,
+                         const int are_seen) {
+    const Attention *a = r->a;
+    int64_t dim = a->dim;
+    float scale[2][LANES];
+    if (type == TYPE_INT8)
+        for (int j = 0; j < LANES; j++) {
+            int64_t place = are_seen || at[j] >= 0 ? at[j] / dim : 0;
+            scale[0][j] = scale_of(a->key_scales, place);
+            scale[1][j] = scale_of(a->value_scales, place);
+        }
+    for (int64_t k = 0; k < dim; k += LANES) {
+        vf key[LANES];
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            vf value = {0};
+            key[j] = (vf){0};
+            if (are_seen || at[j] >= 0) {
+                key[j] = load_stored(a->keys, at[j] + k, type);
+                value = load_stored(a->values, at[j] + k, type);
+                if (type == TYPE_INT8) key[j] *= scale[0][j], value *= scale[1][j];
+            }
+            memcpy(r->values + (first + j) * dim + k, &value, sizeof value);
+        }
+        transpose(key);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            memcpy(r->keys + (k + i) * TILE + first, key + i, sizeof(vf));
+    }
+}
+
+/* Widens the tokens [t, t + TILE). */
+INLINE void widen_tile(Run *r, int64_t t, const int type) {
+    int64_t place = 0, at[LANES];
+    for (int first = 0; first < TILE; first += LANES) {
+        int seen = 0;
+        if (first % RUN == 0 && t + first < r->end) place = place_of(r->a, r->table, r->kv_head, t + first);
+        for (int j = 0; j < LANES; j++) {
+            int64_t token = t + first + j;
+            int is_seen = token >= r->since && token < r->end;
+            at[j] = is_seen ? place + (first % RUN + j) * r->a->dim : -1;
+            seen += is_seen;
+        }
+        if (seen == LANES) widen_tokens(r, first, at, type, 1);
+        else widen_tokens(r, first, at, type, 0);
+    }
+}
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* c [STRIP, vectors] = (adds: +=) a [STRIP, depth] b [depth, vectors] */
+INLINE void multiply(const float *x, int64_t x_row, const float *y, int64_t y_row, float *c,
+                     int64_t c_row, int64_t depth, const int vectors, const int adds) {
+    vf sum[STRIP][WIDE];
+#pragma GCC unroll 6
+    for (int m = 0; m < STRIP; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; n++) {
+            sum[m][n] = (vf){0};
+            if (adds) memcpy(&sum[m][n], c + m * c_row + n * LANES, sizeof(vf));
+        }
+    for (int64_t k = 0; k < depth; k++) {
+        vf own[WIDE];
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; n++) memcpy(own + n, y + k * y_row + n * LANES, sizeof(vf));
+#pragma GCC unroll 6
+        for (int m = 0; m < STRIP; m++)
+#pragma GCC unroll 4
+            for (int n = 0; n < vectors; n++)
+                sum[m][n] += x[m * x_row + k] * own[n];
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < STRIP; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < vectors; n++) memcpy(c + m * c_row + n * LANES, &sum[m][n], sizeof(vf));
+}
+
+static void score_strip(const Run *r, int64_t row, float *score) {
+    int64_t dim = r->a->dim;
+    for (int64_t n = 0; n < TILE; n += WIDE * LANES)
+        multiply(r->query + row * dim, dim, r->keys + n, TILE, score + n, TILE, dim, WIDE, 0);
+}
+
+static void add_strip(Run *r, int64_t row, const float *share, int64_t depth) {
+    int64_t dim = r->a->dim, k = 0;
+    float *total = r->total + row * dim;
+    for (; k + WIDE * LANES <= dim; k += WIDE * LANES)
+        multiply(share, TILE, r->values + k, dim, total + k, dim, depth, WIDE, 1);
+    for (; k < dim; k += LANES)
+        multiply(share, TILE, r->values + k, dim, total + k, dim, depth, 1, 1);
+}
+
+/* ---- softmax --------------------------------------------------------------------------------- */
+
+INLINE float most_of(vf v) {
+    const vi lane = lane_numbers();
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step; step /= 2) v = greater(v, __builtin_shuffle(v, lane ^ step));
+    return v[0];
+}
+
+INLINE void change_scores(const Attention *a, int64_t head, int64_t t, int64_t count, float *score) {
+    if (a->softcap)
+        for (int64_t i = 0; i < TILE; i += LANES) {
+            vf y;
+            memcpy(&y, score + i, sizeof y);
+            y = capped(y, a->softcap);
+            memcpy(score + i, &y, sizeof y);
+        }
+    if (a->bias)
+        for (int64_t i = 0; i < count; i++) score[i] += a->bias[head * a->bias_head + t + i];
+}
+
+/* Turns the scores [low, high) of a row into weights, all others into zeros. */
+INLINE void weigh_some(Run *r, int64_t row, float *score, int low, int high, const int is_whole) {
+    const vi lane = lane_numbers();
+    vf own[TILE / LANES], top = (vf){0} - INFINITY, sum = r->weight[row];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE / LANES; i++) {
+        memcpy(own + i, score + i * LANES, sizeof(vf));
+        vi seen = (lane + i * LANES >= low) & (lane + i * LANES < high);
+        if (!is_whole) own[i] = either(seen, own[i], (vf){0} - INFINITY);
+        top = greater(own[i], top); /* what is not a number is kept by the weights */
+    }
+    float now = most_of(top);
+    if (now > r->most[row]) {
+        float shrink = expf(r->most[row] - now), *total = r->total + row * r->a->dim;
+        r->most[row] = now;
+        sum *= shrink;
+        for (int64_t k = 0; k < r->a->dim; k++) total[k] *= shrink;
+    }
+    now = r->most[row];
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE / LANES; i++) own[i] = exponential(own[i] - now);
+#pragma GCC unroll 16
+    for (int i = 0; i < TILE / LANES; i++) {
+        vi seen = (lane + i * LANES >= low) & (lane + i * LANES < high);
+        if (!is_whole) own[i] = either(seen, own[i], (vf){0});
+        sum += own[i];
+        memcpy(score + i * LANES, own + i, sizeof(vf));
+    }
+    r->weight[row] = sum;
+}
+
+/* Turns a row's scores of the tile at t into weights; 0 for what it does not see. */
+static void weigh(Run *r, int64_t row, int64_t t, float *score) {
+    int64_t from = r->first[row] - t, to = r->last[row] - t;
+    if (from >= TILE || to <= 0) {
+        memset(score, 0, TILE * sizeof *score);
+        return;
+    }
+    const int low = from < 0 ? 0 : (int)from, high = to > TILE ? TILE : (int)to;
+    if (r->a->softcap || r->a->bias) change_scores(r->a, r->head[row], t, high, score);
+    if (low == 0 && high == TILE) weigh_some(r, row, score, 0, TILE, 1);
+    else weigh_some(r, row, score, low, high, 0);
+}
+
+/* ---- runs ------------------------------------------------------------------------------------ */
+
+static void set_row(Run *r, int64_t row, int64_t token, int64_t head) {
+    const Attention *a = r->a;
+    r->head[row] = head;
+    r->from[row] = token * a->query_token + head * a->query_head;
+    r->to[row] = (token * a->kv_heads * a->group + head) * a->dim;
+    r->last[row] = a->lengths[token];
+    r->first[row] = first_seen(a, a->lengths[token]);
+    if (r->first[row] < r->since) r->since = r->first[row];
+    if (r->last[row] > r->end) r->end = r->last[row];
+    r->most[row] = a->sinks ? a->sinks[head] : -INFINITY;
+    r->weight[row] = (vf){0};
+    if (a->sinks) r->weight[row][0] = 1;
+    for (int64_t k = 0; k < a->dim; k += LANES) {
+        vf query = load_any(a->query, r->from[row] + k, a->type) * a->scaling, none = {0};
+        memcpy(r->query + row * a->dim + k, &query, sizeof query);
+        memcpy(r->total + row * a->dim + k, &none, sizeof none);
+    }
+}
+
+/* Rows up to a whole strip: they see nothing. */
+static void fill_strip(Run *r) {
+    int64_t dim = r->a->dim, count = (STRIP - r->rows % STRIP) % STRIP;
+    for (int64_t row = r->rows; row < r->rows + count; row++)
+        r->first[row] = r->last[row] = 0, r->most[row] = -INFINITY, r->weight[row] = (vf){0};
+    memset(r->query + r->rows * dim, 0, (size_t)(count * dim) * sizeof *r->query);
+    memset(r->total + r->rows * dim, 0, (size_t)(count * dim) * sizeof *r->total);
+}
+
+static void attend_tile(Run *r, int64_t t) {
+    float score[STRIP * TILE] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < r->rows; row += STRIP) {
+        int64_t first = INT64_MAX, last = 0;
+        for (int64_t m = row; m < row + STRIP && m < r->rows; m++) {
+            if (r->first[m] < first) first = r->first[m];
+            if (r->last[m] > last) last = r->last[m];
+        }
+        if (t + TILE <= first || t >= last) continue;
+        score_strip(r, row, score);
+        for (int m = 0; m < STRIP; m++) weigh(r, row + m, t, score + m * TILE);
+        add_strip(r, row, score, last - t < TILE ? last - t : TILE);
+    }
+}
+
+static void put_rows(const Run *r) {
+    const Attention *a = r->a;
+    for (int64_t row = 0; row < r->rows; row++) {
+        float weight = 0;
+        for (int i = 0; i < LANES; i++) weight += r->weight[row][i];
+        for (int64_t k = 0; k < a->dim; k += LANES) {
+            vf total;
+            memcpy(&total, r->total + row * a->dim + k, sizeof total);
+            store_typed(a->out, r->to[row] + k, LANES, typed_bits(total / weight, a->type), a->type);
+        }
+    }
+}
+
+static void attend_rows(Run *r) {
+    fill_strip(r);
+    for (int64_t t = r->since - r->since % TILE; t < r->end; t += TILE) {
+        switch (r->a->stored) {
+        case TYPE_F32: widen_tile(r, t, TYPE_F32); break;
+        case TYPE_F16: widen_tile(r, t, TYPE_F16); break;
+        case TYPE_BF16: widen_tile(r, t, TYPE_BF16); break;
+        default: widen_tile(r, t, TYPE_INT8);
+        }
+        attend_tile(r, t);
+    }
+    put_rows(r);
+}
+
+/* The queries of one KV head of a run: its first token, and how many there are. */
+void run_part(const Attention *a, const int64_t *run, int64_t head) {
+    int64_t all = run[1] * a->group, most = ROOM / a->dim;
+    Run r;
+    most = most > MOST_ROWS ? MOST_ROWS : most / STRIP * STRIP;
+    r.a = a, r.kv_head = head, r.table = a->tables + a->starts[run[0]];
+    for (int64_t first = 0; first < all; first += most) {
+        r.rows = all - first < most ? all - first : most;
+        r.since = INT64_MAX, r.end = 0;
+        for (int64_t row = 0; row < r.rows; row++) {
+            int64_t i = first + row; /* heads outermost: a strip sees about the same keys */
+            set_row(&r, row, run[0] + i % run[1], head * a->group + i / run[1]);
+        }
+        attend_rows(&r);
+    }
+}
