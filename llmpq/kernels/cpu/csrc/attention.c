@@ -276,7 +276,7 @@ int64_t attention_items(const Attention *a, const Pieces *pieces) {
     return (pieces->first ? pieces->first[a->count] : a->count) * a->kv_heads;
 }
 
-/* Cuts the tokens of a call where one has more than PIECE tokens; `values` are those of a piece. */
+/* Cuts the tokens of a call if a sequence is longer than PIECE tokens; a piece has `values` numbers. */
 void cut_pieces(Pieces *pieces, const Attention *a, int64_t values) {
     int64_t all = 0;
     pieces->first = 0;
