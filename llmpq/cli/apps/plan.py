@@ -52,6 +52,11 @@ def _add_application(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="DIR",
         help=f"folder for {SCHEDULE_FILE} and, if matplotlib is installed, {PICTURE_FILE}",
     )  # fmt: skip
+    parser.add_argument(
+        "--no_pipelines", action="store_true",
+        help="estimate tensor-parallel replicas also for models without measured iterations; such "
+        "schedules cannot be run",
+    )  # fmt: skip
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -74,11 +79,6 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--time_limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS",
         help=f"for improving and for the exact search (default {TIME_LIMIT_S:g})",
-    )  # fmt: skip
-    group.add_argument(
-        "--no_pipelines", action="store_true",
-        help="estimate tensor-parallel replicas also for models without measured iterations; such "
-        "schedules cannot be run",
     )  # fmt: skip
 
 

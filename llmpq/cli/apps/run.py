@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.apps.gantt import Span, draw_schedule
+from llmpq.cli.apps.plan import SCHEDULE_FILE, add_search_options, planned_of
 from llmpq.cli.common import print_json, progress_bar, require
 from llmpq.cli.options import add_step_timeout_option
 from llmpq.cli.render import aligned
@@ -36,8 +37,8 @@ from llmpq.multillm.running.journal import Journal, identity_of
 from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.report import build_report, time_left_s
 from llmpq.multillm.running.timeline import Timeline
-from llmpq.multillm.schedule import ApplicationSchedule, load_schedule
-from llmpq.spec.cluster import load_cluster
+from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
+from llmpq.spec.cluster import Cluster, load_cluster
 from llmpq.spec.codec import to_json
 from llmpq.units import format_seconds
 
@@ -51,7 +52,12 @@ def add_run(verbs: Any) -> None:
     files = parser.add_argument_group("files")
     files.add_argument("application", metavar="APP.json", help="application file")
     files.add_argument("--cluster", required=True, metavar="FILE", help="devices of this host")
-    files.add_argument("--schedule", required=True, metavar="FILE", help="schedule file")
+    files.add_argument(
+        "--schedule",
+        metavar="FILE",
+        help=f"schedule file (default: {SCHEDULE_FILE} in --output; it is planned if it is not "
+        "there)",
+    )
     files.add_argument(
         "--output", required=True, metavar="DIR", help="folder of the answers (answers.jsonl)"
     )
@@ -97,14 +103,16 @@ def add_run(verbs: Any) -> None:
     )
     add_step_timeout_option(faults)
     add_store_options(parser.add_argument_group("loading"))
+    add_search_options(parser)
+    parser.set_defaults(no_pipelines=False)  # only plans of pipelines can be run
 
 
 def _run(options: argparse.Namespace) -> int:
     app = load_application(options.application)
     items = load_items(app)
     cluster = load_cluster(options.cluster)
-    schedule = load_schedule(options.schedule)
-    schedule.check(app, cluster)
+    output = Path(options.output)
+    schedule = _schedule_of(options, app, cluster)
     require(*PACKAGES)
     from llmpq.server.tokenizer import load_server_tokenizer
 
@@ -113,7 +121,6 @@ def _run(options: argparse.Namespace) -> int:
     )
     check_prompts(app, items, models, refuses_overflow=options.overflow == "refuse")
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
-    output = Path(options.output)
     identity = identity_of(app, items, to_json(sampling))
     flow, timeline = Dataflow(app, items), Timeline()
     engines = LocalEngines(
@@ -125,6 +132,8 @@ def _run(options: argparse.Namespace) -> int:
         kernel=options.kernel,
     )
     with Journal(output, identity, resume=options.resume) as journal, progress_bar("run") as show:
+        if options.schedule is None:
+            write_schedule(output / SCHEDULE_FILE, schedule)
         run = Coordinator(
             app=app,
             flow=flow,
@@ -151,6 +160,18 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(_text(app, report, output))
     return _report_errors(errors)
+
+
+def _schedule_of(
+    options: argparse.Namespace, app: Application, cluster: Cluster
+) -> ApplicationSchedule:
+    """Return the schedule that was asked for, that of the output folder, or a new one."""
+    path = Path(options.schedule or Path(options.output) / SCHEDULE_FILE)
+    if options.schedule is None and not path.exists():
+        return planned_of(options, app, cluster).schedule
+    schedule = load_schedule(path)
+    schedule.check(app, cluster)
+    return schedule
 
 
 async def _until_signal(run: Coordinator) -> None:

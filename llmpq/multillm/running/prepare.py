@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from llmpq.dist.engine.policy import max_model_len
 from llmpq.dist.io.job import EngineOptions, check_plan
-from llmpq.dist.io.prompts import Tokenizer
+from llmpq.dist.io.prompts import RequestId, Tokenizer
 from llmpq.errors import CapacityError, SpecError
 from llmpq.multillm.graph import ANSWER, PROMPT, Application, Node, fixed_text, template_fields
 from llmpq.multillm.requests import Item
@@ -155,8 +156,9 @@ def check_prompts(
         node = app.node(name)
         if name in items:
             _check_first_prompts(app, node, items[name], models[node.model])
+    reached = _reached(app, items)
     for name in app.order:
-        _check_answers(app, app.node(name), items, models)
+        _check_answers(app, app.node(name), items, models, reached)
 
 
 def _check_first_prompts(
@@ -179,15 +181,30 @@ def _check_answers(
     node: Node,
     items: Mapping[str, Sequence[Item]],
     models: Mapping[str, RunModel],
+    reached: Mapping[str, set[RequestId]],
 ) -> None:
-    """Check the longest prompt of a node that reads answers, by the limits of its producers."""
+    """Check the longest prompt of a node that reads answers, by the limits of its producers.
+
+    Only producers that one item reaches count together.
+    """
     readers = [*app.producers(node.name), *([node.name] if app.is_chain(node.name) else [])]
     if not readers:
         return
     model = models[node.model]
     limits = {name: _longest_answer(app, name, models) for name in readers}
     prompt = _prompt_tokens(app, node.name, items, model)
-    longest = max(_longest_prompt(template, limits, prompt, model) for template in node.templates)
+    together = {
+        tuple(name for name in readers if item in reached[name]) for item in reached[node.name]
+    }
+    longest, limits = max(
+        (
+            (_longest_prompt(template, found, prompt, model), found)
+            for found in ({name: limits[name] for name in names} for names in together)
+            for template in node.templates
+        ),
+        key=itemgetter(0),
+        default=(0, limits),
+    )
     if longest >= model.context:
         answers = ", ".join(f"{name} {limit}" for name, limit in limits.items())
         raise SpecError(
@@ -196,6 +213,15 @@ def _check_answers(
             f"'{model.name}' under its plans; lower max_new_tokens of these nodes, plan for longer "
             "sequences, or pass --overflow skip"
         )
+
+
+def _reached(app: Application, items: Mapping[str, Sequence[Item]]) -> dict[str, set[RequestId]]:
+    """Return the items about which each node may be asked, whatever the answers are."""
+    found: dict[str, set[RequestId]] = {}
+    for name in app.order:
+        own = {item.id for item in items.get(name, ())}
+        found[name] = own.union(*(found[producer] for producer in app.producers(name)))
+    return found
 
 
 def _longest_answer(app: Application, name: str, models: Mapping[str, RunModel]) -> int:
@@ -210,9 +236,9 @@ def _longest_answer(app: Application, name: str, models: Mapping[str, RunModel])
 
 
 def _longest_prompt(template: str, limits: Mapping[str, int], prompt: int, model: RunModel) -> int:
-    values = {**limits, PROMPT: prompt, ANSWER: max(limits.values())}
+    values = {**limits, PROMPT: prompt, ANSWER: max(limits.values(), default=0)}
     fixed = len(model.tokenizer.encode(fixed_text(template)))
-    return fixed + sum(values[name] for name in template_fields(template))
+    return fixed + sum(values.get(name, 0) for name in template_fields(template))
 
 
 def _prompt_tokens(

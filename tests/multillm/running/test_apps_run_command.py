@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.ranks import cpu_cluster, make_plan
 from helpers.schedules import schedule_on
 
 from llmpq.cli.apps.command import main
+from llmpq.cli.apps.run import _schedule_of
 from llmpq.multillm.graph import Application, AppModel, Edge, Node
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
 from llmpq.spec.codec import to_json
@@ -50,6 +52,21 @@ def command(folder: Path, app: dict, *words: str) -> int:
     files = {"cluster": "cluster.json", "schedule": "schedule.json", "output": "out"}
     options = [word for name, file in files.items() for word in (f"--{name}", str(folder / file))]
     return main(["run", str(folder / "app.json"), *options, *words])
+
+
+def test_a_schedule_is_planned_or_that_of_the_folder_is_used(tmp_path, monkeypatch):
+    """A resumed run goes on with the schedule that it began with."""
+    planned, began = [], schedule_of(app_of())
+    monkeypatch.setattr(
+        "llmpq.cli.apps.run.planned_of",
+        lambda *_: planned.append(1) or SimpleNamespace(schedule=began),
+    )
+    options = SimpleNamespace(schedule=None, output=tmp_path)
+    assert _schedule_of(options, app_of(), CLUSTER) == began
+    assert planned == [1]
+    write_schedule(tmp_path / "schedule.json", began)
+    assert _schedule_of(options, app_of(), CLUSTER) == began
+    assert planned == [1]
 
 
 @pytest.mark.parametrize(

@@ -151,3 +151,22 @@ def test_a_chain_reads_its_own_answer():
     check(chain, "x" * 31)
     with pytest.raises(SpecError, match=r"node 'draft': prompts may have 40 tokens.*\(draft 8\)"):
         check(chain, "x" * 32)
+
+
+def test_answers_count_together_only_where_one_item_reaches_both():
+    app = app_of(limit=20)
+    draft, grade = app.nodes
+    app = replace(
+        app,
+        nodes=(replace(draft, name="note"), draft, replace(grade, templates=("{draft}{note}",))),
+        edges=(*app.edges, Edge(source="note", target="grade")),
+    )
+    models = {
+        name: RunModel(name=name, folder=Path(), tokenizer=Letters(), context=40) for name in "wg"
+    }
+    check_prompts(
+        app, {"note": [item(1, "x")], "draft": [item(2, "x")]}, models, refuses_overflow=True
+    )
+    both = {"note": [item(1, "x")], "draft": [item(1, "x")]}
+    with pytest.raises(SpecError, match=r"node 'grade': prompts may have 40 tokens"):
+        check_prompts(app, both, models, refuses_overflow=True)
