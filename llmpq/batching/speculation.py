@@ -1,4 +1,4 @@
-"""Speculative decoding: where draft tokens come from, and how many of them are worth verifying.
+"""Speculative decoding: its options, and how many draft tokens are worth verifying.
 
 Prompt lookup (Saxena 2023; ``ngram`` in vLLM) proposes the tokens that followed the last tokens of
 a sequence where they were before. One step computes the next token and the draft tokens as rows of
@@ -12,12 +12,8 @@ A draft token takes a part of a step. ``DraftCredit`` bounds what drafts may los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
@@ -117,57 +113,3 @@ class DraftCredit:
         """Take what a step made: the accepted draft tokens, and one token more."""
         earned = accepted + CREDIT_OF_TOKEN * (accepted + 1)
         self._steps = min(MOST_CREDIT, self._steps + earned)
-
-
-class PromptLookup:
-    """Finds drafts in the tokens of one sequence.
-
-    Args:
-        config: lengths of what is looked up.
-    """
-
-    __slots__ = ("_config", "_length", "_tokens")
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._config = config
-        self._tokens: NDArray[np.int64] = np.empty(256, np.int64)
-        self._length = 0
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return up to ``most`` tokens that may follow; none where nothing repeats itself.
-
-        Args:
-            tokens: prompt and answer so far; they begin with those of the call before.
-            most: at least 1.
-        """
-        known = self._extend(tokens)
-        start = self._continuation(known)
-        if start is None:
-            return []
-        # What repeats itself up to its own end goes on with its own beginning.
-        period = len(known) - start
-        return [int(known[start + at % period]) for at in range(most)]
-
-    def _extend(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        """Return all tokens as an array."""
-        if len(tokens) > len(self._tokens):
-            larger = np.empty(2 * len(tokens), np.int64)
-            larger[: self._length] = self._tokens[: self._length]
-            self._tokens = larger
-        self._tokens[self._length : len(tokens)] = tokens[self._length :]
-        self._length = len(tokens)
-        return self._tokens[: self._length]
-
-    def _continuation(self, known: NDArray[np.int64]) -> int | None:
-        """Return where the latest of the longest matches goes on, ``None`` without one."""
-        ends = np.flatnonzero(known[:-1] == known[-1]) + 1  # of the matches
-        length, found = 1, None
-        while len(ends):
-            if length >= self._config.prompt_lookup_min:
-                found = int(ends[-1])
-            if length == self._config.prompt_lookup_max:
-                break
-            length += 1
-            ends = ends[ends >= length]
-            ends = ends[known[ends - length] == known[-length]]
-        return found

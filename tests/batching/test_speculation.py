@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.speculation import (
     CREDIT_OF_TOKEN,
     FIRST_CREDIT,
     DraftCredit,
-    PromptLookup,
     SpeculativeConfig,
     draft_cost,
 )

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from llmpq.batching.engine_scheduler import EngineScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
+from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.queue_order import QueueOrder
-from llmpq.batching.speculation import PromptLookup, SpeculativeConfig
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.packed_steps import StepRunner
 from llmpq.dist.engine.sampler import (
     SampledToken,
