@@ -232,7 +232,7 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
         f"--batches {' '.join(map(str, options.batches))} --rounds {options.rounds} "
         f"--threads {options.threads}",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{machine()}, load {load:.1f} at the start, real-time priority",
+        "machine": f"{machine()}, load {load:.1f} at the start",
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers")},
