@@ -142,7 +142,8 @@ def test_answers_are_those_of_separate_runs(files, expected, tmp_path, capsys):
     assert tokens_of(tmp_path) == expected
     assert picture.stat().st_size > 0
     assert sum(report["requests"].values()) == len(expected)
-    assert [one["load_s"] > 0 for one in report["replicas"]]
+    loaded = [one["load_s"] for one in report["replicas"] if one["load_s"] is not None]
+    assert min(loaded, default=0) > 0  # a replica may be stopped before it is loaded
     assert report["makespan_s"]["measured"] > 0
     lines = [
         line
