@@ -32,7 +32,8 @@ class DeviceGroup:
     Attributes:
         type: name of the device in the cluster's ``device_types`` or the catalogue.
         memory_bytes: memory, instead of the catalogue's.
-        profile: path of a measured latency table, relative to the cluster file.
+        profile: path of a measured latency table, or of a folder with one for each model, relative
+            to the cluster file.
         threads: CPU threads of a worker on it.
         cpu_isa: newest vector extension that a CPU worker may use.
         cpu_share: share of its threads' time that a CPU worker gets, less than 1 under a quota.

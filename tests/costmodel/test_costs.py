@@ -118,6 +118,23 @@ def test_a_named_table_of_something_else_is_refused(tmp_path, key, value):
         costs_of(cluster)
 
 
+def test_a_device_may_have_a_folder_with_a_table_for_each_model(tmp_path):
+    folder, known = tmp_path / "desk", {"device": "cpu", "dtype": "float32"}
+    folder.mkdir()
+    (folder / "notes.txt").write_text("of the desk")
+    cluster = one_node(DeviceGroup(type="cpu", count=1, profile=str(folder)))
+    (device,) = cluster.devices
+    with pytest.raises(SpecError, match=rf"desk: no table for device {device.label}: found no l"):
+        costs_of(cluster)
+    write(folder / "b.csv", 0.7, model="facebook/opt-30b", **known)
+    with pytest.raises(SpecError, match=r"b\.csv: found model 'facebook/opt-30b', expected"):
+        costs_of(cluster)
+    path = write(folder / "a.csv", 0.5, model=OPT.name, **known)
+    costs = costs_of(cluster)
+    assert costs.layer_s(device, DECODE, 16, 1, 8, 0) == 0.5
+    assert costs.latency_source(device) == f"table {path}"
+
+
 def test_a_folder_is_searched_by_provenance_not_by_name(tmp_path):
     write(tmp_path / "T4-16G.csv", 0.9, model=OPT.name, device="V100-32G")
     write(tmp_path / "b.csv", 0.7, model="facebook/opt-30b", device="T4-16G")

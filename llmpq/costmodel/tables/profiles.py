@@ -1,7 +1,8 @@
 """Profiles: find the measured tables of a device, by their provenance lines.
 
-A table that the cluster file names for a device must be of this model. A folder of tables is
-searched for those that match, and tables of the same device are read as one.
+A table that the cluster file names for a device must be of this model; a folder that it names must
+have one. Another folder of tables is searched for those that match. Tables of the same device are
+read as one.
 """
 
 from __future__ import annotations
@@ -106,15 +107,12 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
     """Return the measured profile of a device, ``None`` when there is none.
 
     Raises:
-        SpecError: the cluster names a table for this device that was measured on something else.
+        SpecError: the cluster names a table for this device that was measured on something else,
+            or a folder without one for it.
     """
     path = key.device.profile
     if path is not None:
-        table = read_latency_table(path)
-        difference = key.mismatch(dict(table.provenance))
-        if difference is not None:
-            raise SpecError(f"{path}: not a table for device {key.device.label}: {difference}")
-        matching = {path: table}
+        matching = _named_tables(key, Path(path))
     else:
         matching = {
             file: table
@@ -140,6 +138,25 @@ def find_profile(key: ProfileKey, folder_tables: dict[str, LatencyTable]) -> Pro
         # The first stated overhead counts.
         stage=next((one for one in stages if one != StageOverhead()), StageOverhead()),
     )
+
+
+def _named_tables(key: ProfileKey, path: Path) -> dict[str, LatencyTable]:
+    """Return the table that the cluster file names for a device, or that of the folder it names."""
+    if not path.is_dir():
+        table = read_latency_table(str(path))
+        difference = key.mismatch(dict(table.provenance))
+        if difference is not None:
+            raise SpecError(f"{path}: not a table for device {key.device.label}: {difference}")
+        return {str(path): table}
+    tables = read_folder(path)
+    differences = {file: key.mismatch(dict(table.provenance)) for file, table in tables.items()}
+    if all(differences.values()):
+        found = [f"{Path(file).name}: {one}" for file, one in differences.items()]
+        raise SpecError(
+            f"{path}: no table for device {key.device.label}: "
+            f"{'; '.join(found) or 'found no latency table'}"
+        )
+    return {file: table for file, table in tables.items() if differences[file] is None}
 
 
 def read_folder(folder: Path | None) -> dict[str, LatencyTable]:
