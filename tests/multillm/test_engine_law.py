@@ -12,6 +12,8 @@ from llmpq.assigner.request import PlanRequest
 from llmpq.batching.engine_scheduler import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
+from llmpq.dist.engine.policy import engine_limits
+from llmpq.dist.io.job import EngineOptions
 from llmpq.errors import InfeasibleError
 from llmpq.multillm.candidates import find_candidates, resolve_models
 from llmpq.multillm.cost import IterationModel, IterationTable
@@ -83,7 +85,7 @@ def test_a_plans_engine_is_close_to_the_engine_simulated_step_by_step(devices):
     limits = EngineLimits(
         token_budget=law.token_budget, max_sequences=law.max_sequences,
         num_blocks=law.num_blocks, block_size=KV_BLOCK_SIZE, prefix_caching=False,
-        steps_in_flight=devices,
+        steps_in_flight=engine_limits(plan, EngineOptions()).steps_in_flight,
     )  # fmt: skip
     trace = [
         TraceRequest(arrival_s=0.0, prompt_tokens=int(one), new_tokens=int(other))

@@ -3,9 +3,10 @@
 - A table of whole iterations (``llmpq.multillm.cost``) gives the weights by batch directly.
 - Per-layer costs on one device, or on a team of devices that share every layer: layers over the
   devices of the team, and two all-reduces a layer.
-- A plan of ours, a pipeline of stages: sequences that decode are split evenly over as many steps as
-  there are stages, so a round takes the sum over the stages, or as often as there are steps the
-  slowest of them. Prompts follow each other, so a chunk takes the slowest stage.
+- A plan of ours, a pipeline of stages: sequences that decode are split evenly over the steps in
+  flight, one more than there are stages, so a round takes the sum over the stages, or as often as
+  there are steps the slowest of them. Prompts follow each other, so a chunk takes the slowest
+  stage. A stage receives and sends a message in each step.
 
 Without a table of iterations, seconds are evaluated at some batches, contexts and prompts, and are
 linear between them.
@@ -19,9 +20,11 @@ from functools import partial
 
 import numpy as np
 
+from llmpq.batching import uniform_depth
 from llmpq.costmodel import ClusterCosts
 from llmpq.multillm.cost import IterationModel
 from llmpq.multillm.engine.native import Array, EngineLaw
+from llmpq.sim.costs import BatchShape
 from llmpq.sim.plan_costs import PlanCosts, prompt_s
 from llmpq.spec.cluster import Device
 from llmpq.spec.model import ModelSpec
@@ -147,6 +150,7 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
     """Return our engine on a plan: mixed steps, blocks for the plan's sequences."""
     own = PlanCosts(plan, costs)
     stages = range(own.layout.num_ranks)
+    depth = uniform_depth(len(stages)).max_in_flight(Phase.DECODE)
     work = plan.workload
 
     def stage_s(rank: int, phase: Phase, rows: int, tokens: float) -> float:
@@ -156,15 +160,26 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
         return found
 
     def decode_s(batch: int, context: float) -> float:
-        steps = min(len(stages), batch)
+        steps = min(depth, batch)
         rows = -(-batch // steps)
-        each = [stage_s(rank, Phase.DECODE, rows, context) for rank in stages]
-        return max(sum(each), steps * max(each))
+        shape = BatchShape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
+        hops = [own.hop(rank, shape) for rank in stages]
+        each = [
+            stage_s(rank, Phase.DECODE, rows, context) + 2.0 * hop.end_s
+            for rank, hop in zip(stages, hops, strict=True)
+        ]
+        return max(sum(each) + sum(hop.delay_s for hop in hops), steps * max(each))
 
     def prompt(tokens: float) -> tuple[float, float]:
         """Return the largest seconds of a stage, without attention and of attention."""
+        length = max(1, round(tokens))
+        shape = BatchShape(phase=Phase.PREFILL, rows=1, longest=length, total=length)
         each = [prompt_s(partial(stage_s, rank, Phase.PREFILL), tokens) for rank in stages]
-        return max(linear for linear, _ in each), max(attention for _, attention in each)
+        linear = [
+            own_s + 2.0 * own.hop(rank, shape).end_s
+            for rank, (own_s, _) in zip(stages, each, strict=True)
+        ]
+        return max(linear), max(attention for _, attention in each)
 
     usual = float(work.prompt_tokens)
     sizes = plan.micro_batching
