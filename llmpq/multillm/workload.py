@@ -8,7 +8,7 @@ distributions, and routing from the shares of the edges, so that every prompt's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from llmpq.multillm.requests import Item
 from llmpq.spec.lengths import LengthDistribution
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 CHARACTERS = 4
 """Characters of a token, where no tokenizer counts."""
 JOIN_TOKENS = 1
@@ -68,6 +69,21 @@ class AppWorkload:
 
     def __len__(self) -> int:
         return len(self.node)
+
+    def where(self, chosen: Bools) -> AppWorkload:
+        """Return the chosen requests without what they wait for [n]."""
+        count = int(chosen.sum())
+        return replace(
+            self,
+            node=self.node[chosen],
+            model=self.model[chosen],
+            item=self.item[chosen],
+            prompt=self.prompt[chosen],
+            answer=self.answer[chosen],
+            before=np.full(count, -1),
+            parents=np.zeros(0, np.int64),
+            first=np.zeros(count + 1, np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

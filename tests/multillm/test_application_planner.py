@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from itertools import product
 
+import numpy as np
 import pytest
-from helpers.random_apps import problem
+from helpers.random_apps import candidates, problem
 
 from llmpq.errors import SpecError
+from llmpq.multillm.estimate import Simulator
+from llmpq.multillm.graph import Application, AppModel, Edge, Node
 from llmpq.multillm.planner.bound import lower_bound
+from llmpq.multillm.planner.critical import critical_stage
 from llmpq.multillm.planner.greedy import greedy_stage
+from llmpq.multillm.planner.problem import Problem, complete
 from llmpq.multillm.planner.search import find
+from llmpq.multillm.requests import Item
+from llmpq.multillm.workload import ModelLengths, build_workload
 
 
 def brute_force(own, progress=None, best=math.inf):
@@ -104,3 +111,35 @@ def test_algorithm_1_takes_the_largest_gain_a_device():
 def test_an_unknown_method_is_an_error():
     with pytest.raises(SpecError, match="method: found 'best'"):
         find(problem(0), "best")
+
+
+def test_the_model_that_finishes_last_gets_devices_before_all_others():
+    """Of two devices, a long chain takes one from the begin to the end; the rest shares another."""
+    plans = candidates(np.random.default_rng(5), devices=1)
+    app = Application(
+        name="long chain",
+        models=tuple(AppModel(name=name, model="any") for name in ("a", "b", "chain")),
+        nodes=(
+            *(Node(name=name, model=name, requests="r", max_new_tokens=20) for name in "ab"),
+            Node(name="c", model="chain", requests="d", max_new_tokens=40,
+                 templates=("{c} {prompt}",)),
+        ),
+        edges=(Edge(source="c", target="c"),),
+    )  # fmt: skip
+    items = {name: [Item(id=n, where="r", prompt_tokens=(9,)) for n in range(20)] for name in "ab"}
+    items["c"] = [Item(id="long", where="d", prompt_tokens=(5,) * 60)]
+    lengths = {model.name: ModelLengths(context=300) for model in app.models}
+    own = Problem(
+        simulator=Simulator(build_workload(app, items, lengths)),
+        candidates=(plans, plans, plans),
+        counts=(2,),
+    )
+    progress = own.simulator.begin()
+    ends = [own.simulator.run(progress, {model: plans[0]}).end_s for model in range(3)]
+    assert ends[2] > ends[0] + ends[1]
+    stage = critical_stage(own, progress, [1.0, 1.0, 1e-9])
+    assert 2 in stage
+    assert len(stage) == 2
+    whole = complete(own, lambda now: critical_stage(own, now, [1.0, 1.0, 1e-9]))
+    assert whole.makespan_s == pytest.approx(ends[2])
+    assert find(own, "greedy", limit_s=1.0).solution.makespan_s == pytest.approx(ends[2])

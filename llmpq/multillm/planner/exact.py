@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -79,18 +78,7 @@ class ExactSearch:
         left = np.isinf(progress.finish_s) & (progress.made == 0) & ~running
         if not left.any():
             return 0.0
-        rest = replace(
-            work,
-            node=work.node[left],
-            model=work.model[left],
-            item=work.item[left],
-            prompt=work.prompt[left],
-            answer=work.answer[left],
-            before=np.full(int(left.sum()), -1),
-            parents=np.zeros(0, np.int64),
-            first=np.zeros(int(left.sum()) + 1, np.int64),
-        )
-        total = sum(device_seconds(rest, self._problem.candidates))
+        total = sum(device_seconds(work.where(left), self._problem.candidates))
         return total / self._problem.devices
 
     def _stages(self, progress: Progress) -> Iterator[dict[int, Candidate]]:

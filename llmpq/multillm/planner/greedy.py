@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from llmpq.multillm.candidates import Candidate
 from llmpq.multillm.estimate import Progress, StageRun
@@ -10,7 +10,10 @@ from llmpq.multillm.planner.problem import Problem
 
 
 def greedy_stage(
-    problem: Problem, progress: Progress, weights: Sequence[float] | None = None
+    problem: Problem,
+    progress: Progress,
+    weights: Sequence[float] | None = None,
+    start: Mapping[int, Candidate] | None = None,
 ) -> dict[int, Candidate]:
     """Return the next stage by Algorithm 1.
 
@@ -18,8 +21,9 @@ def greedy_stage(
         problem: the application.
         progress: where it is.
         weights: worth of an operation of each model; equal by default, as in the paper.
+        start: plans that the stage has in any case, beside those of models that have to run on.
     """
-    fixed = problem.fixed(progress)
+    fixed = {**problem.fixed(progress), **(start or {})}
     stage = dict(fixed)
     run = problem.simulator.run(progress, stage) if stage else None
     rate = throughput(run, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from llmpq.errors import SpecError
 from llmpq.multillm.candidates import Candidate
 from llmpq.multillm.planner.bound import device_seconds, lower_bound
+from llmpq.multillm.planner.critical import critical_stage
 from llmpq.multillm.planner.exact import ExactSearch
 from llmpq.multillm.planner.greedy import greedy_stage
 from llmpq.multillm.planner.heuristics import max_stage, min_stage
@@ -19,7 +20,7 @@ from llmpq.multillm.planner.problem import Choose, Problem, Solution, complete, 
 Method = Literal["greedy", "samullm", "max", "min", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
 IMPROVING = ("balanced", "staying")
-"""Rules that complete a plan of which one stage was changed."""
+"""Rules that complete a plan of which one stage was changed, beside the one that found it."""
 TIME_LIMIT_S = 20.0
 """Seconds for improving a plan and for the exact search, half for each."""
 SMALL_STAGES = 500
@@ -65,10 +66,11 @@ def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMI
     chosen = rules if method in ("greedy", "exact") else {method: rules[method]}
     found = {name: complete(problem, choose) for name, choose in chosen.items()}
     whole = {name: one for name, one in found.items() if one is not None}
-    best = min(whole.values(), key=lambda one: one.makespan_s)
-    is_optimal = False
+    winner = min(whole, key=lambda name: whole[name].makespan_s)
+    best, is_optimal = whole[winner], False
     if method in ("greedy", "exact"):
-        best = _improve(problem, best, time.monotonic() + limit_s / 2)
+        completing = tuple(dict.fromkeys((*IMPROVING, winner)))
+        best = _improve(problem, best, completing, time.monotonic() + limit_s / 2)
         stages = prod(1 + len(own) for own in problem.candidates)
         if method == "exact" or stages <= SMALL_STAGES:
             search = ExactSearch(problem, best, limit_s / 2)
@@ -87,7 +89,7 @@ def _rules(problem: Problem) -> dict[str, Choose]:
     """Return the rules that choose a next stage, by name.
 
     ``balanced`` is Algorithm 1 with models weighted by the time that they take, ``staying`` this
-    without ever stopping a model.
+    without ever stopping a model, ``critical`` this after the model that finishes last.
     """
     weights, staying = _weights(problem), replace(problem, preemption=False)
     return {
@@ -96,6 +98,7 @@ def _rules(problem: Problem) -> dict[str, Choose]:
         "min": lambda progress: min_stage(problem, progress),
         "balanced": lambda progress: greedy_stage(problem, progress, weights),
         "staying": lambda progress: greedy_stage(staying, progress, weights),
+        "critical": lambda progress: critical_stage(problem, progress, weights),
     }
 
 
@@ -119,8 +122,10 @@ def _weights(problem: Problem) -> list[float]:
     return found
 
 
-def _improve(problem: Problem, best: Solution, until_s: float) -> Solution:
-    """Change one stage at a time, complete the rest by a rule, and keep what is shorter."""
+def _improve(
+    problem: Problem, best: Solution, completing: Iterable[str], until_s: float
+) -> Solution:
+    """Change one stage at a time, complete the rest by some rules, and keep what is shorter."""
     rules = _rules(problem)
     place = 0
     while place < len(best.stages) and time.monotonic() < until_s:
@@ -135,7 +140,7 @@ def _improve(problem: Problem, best: Solution, until_s: float) -> Solution:
                 continue
             after = problem.simulator.after(best.before[place], run)
             start = Solution((*best.stages[:place], run), (*best.before[: place + 1], after))
-            for rule in IMPROVING:
+            for rule in completing:
                 whole = complete(
                     problem, rules[rule], start=start, limit_s=found.makespan_s, until_s=until_s
                 )
