@@ -1,15 +1,17 @@
 """SamuLLM's evaluation (Sec. 5) by the estimate, on eight A100-80G from the authors' tables.
 
-    python -m scripts.reproduce.samullm --data FOLDER [--small] [--json]
+    python -m scripts.reproduce.samullm --data FOLDER [--small] [--keep FILE] [--json]
 
 FOLDER holds ``iterations/<model>_tp<degree>.csv.gz``, ``model_load_seconds.json`` and
 ``output_length_pdf_norobots.json``, as made from github.com/puddingfjz/vllm (Apache-2.0). Every
-application is planned with one sample of answer lengths and played with another.
+application is planned with one sample of answer lengths and played with another. With ``--keep`` a
+later start goes on where this one was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,6 +27,7 @@ from llmpq.multillm.planner.application import PlannedApplication, workload_of
 from llmpq.multillm.replay import candidate_finder, replay
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
+from llmpq.spec.fields import dump_json, write_text
 from scripts.reproduce.output import Record, emit, say, table
 from scripts.reproduce.samullm_cases import Cases
 
@@ -103,7 +106,14 @@ CASES = (
     *(_chain(*sizes) for sizes in ((100, 1), (100, 2), (100, 4), (300, 4), (500, 4))),
     *(_mixed(documents, 256) for documents in (100, 300, 500)),
 )
-ABLATION = _mixed(500, 512)
+ABLATIONS = tuple(_mixed(500, limit) for limit in (256, 512))
+VARIANTS: dict[str, PlanOptions] = {
+    "as planned": PlanOptions(pipelines=False),
+    "no preemption": PlanOptions(pipelines=False, preemption=False),
+    "lengths known": PlanOptions(pipelines=False, seed=PLAYED),
+}
+AS_PLANNED = next(iter(VARIANTS))
+ABLATED: tuple[Method, ...] = ("greedy", "samullm", "min")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,10 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--small", action="store_true", help="some cases, without ablations")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds to improve a plan")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keeps the figures, case by case")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)
     try:
-        record = collect(options.data, options.limit, is_small=options.small)
+        record = collect(options.data, options.limit, options.keep, is_small=options.small)
     except LlmpqError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_status
@@ -123,48 +134,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def collect(data: Path, limit_s: float, *, is_small: bool = False) -> Record:
+def collect(data: Path, limit_s: float, keep: Path | None, *, is_small: bool = False) -> Record:
     """Return the figures of all cases and ablations."""
-    fitted: dict[str, IterationModel] = {}
     with tempfile.TemporaryDirectory() as folder:
-        cases = Cases(data, Path(folder))
-        bench = _Bench(cases, fitted, limit_s)
-        record: Record = {"cases": []}
-        for case in SMALL if is_small else CASES:
-            say(case.name)
-            record["cases"].append(bench.compare(case))
+        bench = _Bench(Cases(data, Path(folder)), limit_s, keep)
+        record: Record = {"cases": [bench.compare(case) for case in (SMALL if is_small else CASES)]}
         if not is_small:
-            say("ablations")
-            record["ablations"] = bench.ablations(ABLATION)
+            record["ablations"] = {case.name: bench.ablations(case) for case in ABLATIONS}
     return record
 
 
 class _Bench:
-    def __init__(self, cases: Cases, fitted: dict[str, IterationModel], limit_s: float) -> None:
-        self._cases, self._fitted, self._limit_s = cases, fitted, limit_s
+    """Plans and plays cases; ``keep`` names the file of the figures so far."""
+
+    def __init__(self, cases: Cases, limit_s: float, keep: Path | None) -> None:
+        self._cases, self._limit_s, self._keep = cases, limit_s, keep
+        self._fitted: dict[str, IterationModel] = {}
         self._cluster = load_cluster(cases.cluster)
+        has_kept = keep is not None and keep.exists()
+        self._known: Record = json.loads(keep.read_text()) if keep and has_kept else {}
 
     def compare(self, case: Case) -> Record:
         """Return the figures of all methods."""
         found: Record = {"name": case.name, "published": case.published}
-        for method in METHODS:
-            found[method] = self._figures(case, PlanOptions(method=method, pipelines=False))
-        return found
+        return found | {method: self._figures(case, method, AS_PLANNED) for method in METHODS}
 
     def ablations(self, case: Case) -> Record:
         """Return the figures without preemption, and with known lengths."""
-        known: Record = {}
-        for method in ("greedy", "samullm", "min"):
-            base = PlanOptions(method=method, pipelines=False)
-            variants = {
-                "as planned": base,
-                "no preemption": replace(base, preemption=False),
-                "lengths known": replace(base, seed=PLAYED),
-            }
-            known[method] = {name: self._figures(case, one) for name, one in variants.items()}
-        return known
+        return {
+            method: {name: self._figures(case, method, name) for name in VARIANTS}
+            for method in ABLATED
+        }
 
-    def _figures(self, case: Case, options: PlanOptions) -> Record:
+    def _figures(self, case: Case, method: Method, variant: str) -> Record:
+        key = f"{case.name}, {method}, {variant}, {self._limit_s:g} s"
+        if key not in self._known:
+            say(key)
+            self._known[key] = self._played(case, replace(VARIANTS[variant], method=method))
+            if self._keep is not None:
+                write_text(self._keep, dump_json(self._known))
+        found: Record = self._known[key]
+        return found
+
+    def _played(self, case: Case, options: PlanOptions) -> Record:
         path = case.make(self._cases)
         planned = self._plan(path, options)
         played = self._play(planned, path if case.truth is None else case.truth(self._cases))
@@ -242,22 +254,29 @@ def _searches(cases: Sequence[Record]) -> str:
     return f"### Searches, bounds and estimates\n\n{table(head, rows)}"
 
 
-def _ablations(found: Record) -> str:
+def _ablations(cases: Record) -> str:
     rows = []
-    for method, variants in found.items():
-        base = variants["as planned"]["played_s"]
-        for name, figures in variants.items():
-            rows.append(
-                [
-                    NAMES[method],
-                    name,
-                    f"{figures['played_s']:.0f}",
-                    f"{figures['played_s'] / base:.2f}",
-                    f"{figures['played_s'] / figures['predicted_s'] - 1.0:+.1%}",
-                ]
-            )
-    head = ("method", "variant", "played, s", "over as planned", "played over predicted")
-    return f"### Ablations: {ABLATION.name}\n\n{table(head, rows)}"
+    for case, found in cases.items():
+        ours = found["greedy"][AS_PLANNED]["played_s"]
+        for method, variants in found.items():
+            base = variants[AS_PLANNED]["played_s"]
+            for name, figures in variants.items():
+                rows.append(
+                    [
+                        case,
+                        NAMES[method],
+                        name,
+                        f"{figures['played_s']:.0f}",
+                        f"{figures['played_s'] / base:.2f}",
+                        f"{figures['played_s'] / ours:.2f}",
+                        f"{figures['played_s'] / figures['predicted_s'] - 1.0:+.1%}",
+                    ]
+                )
+    head = (
+        "application", "method", "variant", "played, s", "over as planned", "over ours",
+        "played over predicted",
+    )  # fmt: skip
+    return f"### Ablations\n\n{table(head, rows)}"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from llmpq.multillm.graph import load_application
 from llmpq.multillm.planner.application import workload_of
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
+from scripts.reproduce import samullm
 from scripts.reproduce.samullm import report
 from scripts.reproduce.samullm_cases import Cases
 
@@ -66,3 +67,25 @@ def test_the_tables_have_all_methods_and_cases():
     assert "| one | 100 | 100 | 150 | 100 | 1.00 | 1.50 | 1.0-1.3 | 1.00 | 1.0-1.4 |" in text
     assert "33%" in text
     assert "+11.1%" in text
+
+
+def test_kept_figures_are_not_computed_again(data, tmp_path, monkeypatch):
+    figures = {"predicted_s": 90.0, "played_s": 100.0}
+    computed = []
+
+    def play(_, case, options):
+        computed.append((case.name, options.method, options.preemption, options.seed))
+        return {**figures, "played_s": 120.0 if not options.preemption else 100.0}
+
+    monkeypatch.setattr(samullm._Bench, "_played", play)
+    keep = tmp_path / "keep.json"
+    for turn in range(2):
+        (tmp_path / str(turn)).mkdir()
+        bench = samullm._Bench(Cases(data, tmp_path / str(turn)), 1.0, keep)
+        case = samullm.ABLATIONS[0]
+        found = {case.name: bench.ablations(case)}
+        assert bench.compare(case)["max"]["played_s"] == 100.0
+    assert len(computed) == len(set(computed)) == 3 * 3 + 1
+    text = samullm._ablations(found)
+    row = "| mixed, 500 documents, 5,000 requests of limit 256 | Min | no preemption | 120 | 1.20 |"
+    assert f"{row} 1.20 | +33.3% |" in text
