@@ -22,6 +22,8 @@ from llmpq.spec.trace import TraceRequest
 MAX_STEPS = 20_000
 """Micro-batches times stages to simulate; beyond, one decode round stands for several."""
 MIN_ROUNDS = 8
+MORE_ROWS = 8
+"""Rows of the longer step that the cost of a row follows from: a few draft tokens more than one."""
 
 
 def forecast(
@@ -51,7 +53,32 @@ def forecast(
         stages=tuple(
             _stage(plan, thinned, rank, work_s) for rank, work_s in enumerate(report.work_s)
         ),
+        row_cost=_row_cost(plan, thinned),
     )
+
+
+def _row_cost(plan: Plan, costs: PlanCosts) -> float:
+    """Return the seconds of one more row of a decode step, in steps of one row: 0 to 1.
+
+    It is the mean over ``MORE_ROWS`` rows, for a step that passes all stages alone.
+    """
+    one_s, most_s = (_decode_step_s(plan, costs, rows) for rows in (1, MORE_ROWS))
+    return min(max(0.0, (most_s / one_s - 1) / (MORE_ROWS - 1)), 1.0) if one_s > 0 else 0.0
+
+
+def _decode_step_s(plan: Plan, costs: PlanCosts, rows: int) -> float:
+    """Return the seconds of a decode step of so many rows at the mean context, with its hops."""
+    context = plan.workload.mean_context_tokens
+    shape = BatchShape(
+        phase=Phase.DECODE, rows=rows, longest=round(context), total=round(rows * context)
+    )
+    total_s = costs.project_s(shape)
+    for rank in costs.layout.path(Phase.DECODE):
+        hop = costs.hop(rank, shape)
+        total_s += 2 * hop.end_s + hop.delay_s
+        if costs.has_layers(rank, Phase.DECODE):
+            total_s += costs.layers_s(rank, Phase.DECODE, rows, context)
+    return total_s
 
 
 def policy_of(plan: Plan, schedule: Schedule) -> BatchingPolicy:

@@ -12,6 +12,7 @@ computed in the order of their numbers: a block may be found by its content from
 
 With speculative decoding, a sequence that decodes may have draft tokens after its next one. They
 take what is left of the budget after everything else, and free blocks only while no request waits.
+How many are worth their time depends on the seconds of the steps before, from the caller's clock.
 The blocks of rejected draft tokens stay with their sequence, for its next tokens.
 """
 
@@ -20,11 +21,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, next_key, root_key
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder, QueueState
-from llmpq.batching.speculation import MAX_STEP_TOKENS, DraftCredit
+from llmpq.batching.speculation import MAX_STEP_TOKENS, DraftCredit, RowCost
 from llmpq.errors import CapacityError, LlmpqError
 
 Propose = Callable[[int, int], int]
@@ -54,6 +56,11 @@ class _Sequence:
     credit: DraftCredit = field(default_factory=DraftCredit)
 
 
+class _StepInFlight(NamedTuple):
+    start_s: float
+    chunks: tuple[ScheduledChunk, ...]
+
+
 class EngineScheduler:
     """Decides the steps of one engine.
 
@@ -76,7 +83,8 @@ class EngineScheduler:
         self._waiting: dict[int, EngineRequest] = {}  # never admitted, in order of arrival
         self._preempted: deque[_Sequence] = deque()  # admitted before all others
         self._running: dict[int, _Sequence] = {}  # in order of admission
-        self._in_flight: dict[int, tuple[ScheduledChunk, ...]] = {}
+        self._in_flight: dict[int, _StepInFlight] = {}
+        self._row_cost = RowCost(limits.row_cost)
         self._next_step = 0
         self._newly_preempted: list[int] = []  # not yet reported by a step
         self._num_arrived = self._arrived_tokens = self._waiting_tokens = 0
@@ -183,7 +191,7 @@ class EngineScheduler:
         step = EngineStep(self._next_step, tuple(chunks), tuple(self._newly_preempted))
         self._newly_preempted.clear()
         self._cache_filled_blocks(chunks)
-        self._in_flight[step.number] = step.chunks
+        self._in_flight[step.number] = _StepInFlight(now_s, step.chunks)
         self._next_step += 1
         return step
 
@@ -193,6 +201,8 @@ class EngineScheduler:
         tokens: Mapping[int, int],
         finished: Collection[int] = (),
         accepted: Mapping[int, Sequence[int]] = NO_TOKENS,
+        *,
+        now_s: float | None = None,
     ) -> None:
         """Complete a step in flight.
 
@@ -201,15 +211,18 @@ class EngineScheduler:
             tokens: token id of each chunk that makes a token; aborted requests are ignored.
             finished: requests whose answer is complete with this token.
             accepted: draft tokens of a request that come before its token, if there are any.
+            now_s: time on the clock of ``schedule``; without it, the step measures nothing.
 
         Raises:
             LlmpqError: the step is not in flight, a token is missing, or an unfinished request has
                 its ``max_tokens``.
         """
-        chunks = self._in_flight.pop(number, None)
-        if chunks is None:
+        step = self._in_flight.pop(number, None)
+        if step is None:
             raise LlmpqError(f"engine scheduler: step {number} is not in flight")
-        for chunk in chunks:
+        if now_s is not None:
+            self._measure(step, now_s)
+        for chunk in step.chunks:
             sequence = self._sequences[chunk.request]
             sequence.in_step = None
             if chunk.makes_token and self._propose is not None and not sequence.is_aborted:
@@ -233,9 +246,15 @@ class EngineScheduler:
                 self._to_head_of_queue(sequence)
         self._allocator.clear_cache()
 
+    def _measure(self, step: _StepInFlight, now_s: float) -> None:
+        """Take the times of a step; one with prompts says nothing of a row."""
+        is_decode = all(chunk.count == 1 + chunk.num_draft_tokens for chunk in step.chunks)
+        rows = sum(chunk.count for chunk in step.chunks) if is_decode else None
+        self._row_cost.complete_step(step.start_s, now_s, rows)
+
     def _verify(self, sequence: _Sequence, chunk: ScheduledChunk, accepted: Sequence[int]) -> None:
         """Keep the accepted draft tokens and forget the others."""
-        sequence.credit.earn(len(accepted))
+        sequence.credit.earn(len(accepted), chunk.num_draft_tokens)
         if not chunk.num_draft_tokens:
             return
         self.num_accepted_tokens += len(accepted)
@@ -385,6 +404,7 @@ class EngineScheduler:
         limits = self._limits
         tokens = sum(chunk.count for chunk in chunks)
         left = min(limits.token_budget, MAX_STEP_TOKENS) - tokens
+        cost = self._row_cost.of_draft_token(tokens)
         for place, chunk in enumerate(chunks):
             if left <= 0:
                 return
@@ -397,12 +417,12 @@ class EngineScheduler:
                 free += size * max(0, self.free_blocks - self._watermark)
             # The last token of an answer is never an input.
             needed = request.prompt_tokens + request.max_tokens - 1 - sequence.tokens
-            credit = sequence.credit.longest(tokens)
+            credit = sequence.credit.longest(cost)
             most = min(limits.num_speculative_tokens, left, free, needed, credit)
             count = propose(chunk.request, most) if most > 0 else 0
             if count:
                 chunks[place] = self._with_drafts(sequence, chunk, count)
-                sequence.credit.spend(count, tokens)
+                sequence.credit.spend(count, cost)
                 left -= count
 
     def _with_drafts(

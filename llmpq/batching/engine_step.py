@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmpq.batching.speculation import ROW_COST
 from llmpq.errors import SpecError
 
 
@@ -20,6 +21,8 @@ class EngineLimits:
         prefix_caching: reuse blocks of equal content.
         steps_in_flight: steps that may be in the pipeline at once.
         num_speculative_tokens: draft tokens of a sequence in one step.
+        row_cost: seconds of one more row of a decode step, in steps of one row, before any step is
+            measured.
     """
 
     token_budget: int
@@ -30,6 +33,7 @@ class EngineLimits:
     prefix_caching: bool = True
     steps_in_flight: int = 1
     num_speculative_tokens: int = 0
+    row_cost: float = ROW_COST
 
     def __post_init__(self) -> None:
         for name in (
@@ -48,6 +52,10 @@ class EngineLimits:
             raise SpecError(
                 f"engine limits: field 'num_speculative_tokens': found "
                 f"{self.num_speculative_tokens}, expected at least 0"
+            )
+        if not 0 <= self.row_cost <= 1:
+            raise SpecError(
+                f"engine limits: field 'row_cost': found {self.row_cost}, expected 0 to 1"
             )
         if not 0 <= self.watermark < 1:
             raise SpecError(

@@ -7,25 +7,36 @@ draft is accepted as far as it consists of these tokens. As a draft here has no 
 own, this is rejection sampling: a draft token is accepted with the model's probability of it, and
 replaced by a token of the distribution without it otherwise.
 
-A draft token takes a part of a step. ``DraftCredit`` bounds what drafts may lose.
+A draft token takes a part of a step, its ``RowCost``. ``DraftCredit`` bounds what drafts may lose.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.fields import Fields
+from llmpq.spec.plan import Plan
 
 MAX_STEP_TOKENS = 32
 """Most tokens of a step with drafts: a compiled decode step takes no more rows."""
-ROW_COST = 1 / 3
-"""Seconds of each row of a decode step, relative to those that do not depend on the rows."""
+ROW_COST = 1 / 4
+"""``RowCost`` where no plan forecasts it: that of 16 and 8 bits on CPUs."""
+FIRST_WEIGHT = 1.0
+"""Weight of the first ``RowCost``, in squares of differences between the rows of two steps."""
+SMOOTHED_STEPS = 32
+"""Steps whose mean is that of a step, and pairs of steps whose slope is that of a row."""
 FIRST_CREDIT = 0.25
-CREDIT_OF_TOKEN = 0.02
+CREDIT_OF_TOKEN = 0.01
 MOST_CREDIT = 4.0
+FIRST_ACCEPTED, FIRST_REJECTED = 2.0, 1.0
+"""Draft tokens of a sequence that count as accepted and rejected before its first draft."""
+KEPT_HISTORY = 0.9
+"""Weight of all drafts before, at every draft."""
 
 _Method = Literal["ngram"]
 
@@ -73,43 +84,159 @@ def read_speculative_config(fields: object, where: str = "speculative_config") -
     return from_json(SpeculativeConfig, Fields(fields, where))
 
 
-def draft_cost(tokens: int) -> float:
-    """Return what a draft token costs, in steps of its sequence: the share of rows in a step.
+def as_speculative_config(
+    given: SpeculativeConfig | Mapping[str, Any] | None,
+) -> SpeculativeConfig | None:
+    """Return the speculative decoding that an argument of the Python API asks for.
 
-    With few tokens in a step a row is cheap, because the weights are read for all rows together.
-    With many, a draft token takes as long as a token.
+    Raises:
+        SpecError: it is not acceptable; the message names the field.
+    """
+    return read_speculative_config(given) if isinstance(given, Mapping) else given
+
+
+def row_cost_of(plan: Plan) -> float:
+    """Return the first ``RowCost`` of a plan's engine: its forecast's, if it has one."""
+    forecast = plan.estimate.forecast
+    known = None if forecast is None else forecast.row_cost
+    return ROW_COST if known is None else known
+
+
+class RowCost:
+    """Seconds of one more row of a decode step, in steps of one row: 0 to 1.
+
+    With few rows a row is cheap, because the weights are read for all rows together. How cheap
+    depends on device, bits and kernel. The first value is the plan's forecast; measured steps
+    correct it. The cost is the slope of seconds over rows between steps that follow each other, as
+    what else changes (contexts, clocks) changes slowly, relative to the smoothed mean of a step.
 
     Args:
-        tokens: of the step without drafts.
+        first: the value before any step is measured.
     """
-    rows_s = ROW_COST * tokens
-    return rows_s / (1 + rows_s)
+
+    __slots__ = (
+        "_first",
+        "_last",
+        "_last_end_s",
+        "_mean_rows",
+        "_mean_s",
+        "_products",
+        "_squares",
+        "_steps",
+    )
+
+    def __init__(self, first: float = ROW_COST) -> None:
+        self._first = first
+        self._steps = 0
+        self._mean_rows = self._mean_s = 0.0  # of the steps
+        self._last = (0, 0.0)
+        self._squares = self._products = 0.0
+        self._last_end_s = -math.inf
+
+    @property
+    def share(self) -> float:
+        """Seconds of one more row, in steps of one row."""
+        if not self._steps:
+            return self._first
+        row_s = self._row_s
+        return row_s / (self._mean_s - row_s * (self._mean_rows - 1))
+
+    @property
+    def _row_s(self) -> float:
+        """Least-squares slope; no row takes more than its part of a step."""
+        return min(max(0.0, self._products / self._squares), self._mean_s / self._mean_rows)
+
+    def complete_step(self, start_s: float, end_s: float, rows: int | None = None) -> None:
+        """Take a complete step: the seconds since it began or the one before it was complete.
+
+        Args:
+            start_s: when it was dispatched.
+            end_s: when its tokens were chosen.
+            rows: of a decode step; ``None`` for a step with prompts, which says nothing of a row.
+        """
+        if rows is not None:
+            self.observe(rows, end_s - max(start_s, self._last_end_s))
+        self._last_end_s = end_s
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Take a measured decode step; a disturbed one counts as twice as long at most."""
+        if seconds <= 0:
+            return
+        if self._steps:
+            seconds = min(seconds, 2 * (self._mean_s + self._row_s * (rows - self._mean_rows)))
+            self._compare(rows - self._last[0], seconds - self._last[1])
+        else:
+            self._squares = FIRST_WEIGHT
+            self._products = FIRST_WEIGHT * self._first * seconds / (1 + self._first * (rows - 1))
+        self._smooth(rows, seconds)
+        self._last = (rows, seconds)
+
+    def _compare(self, more_rows: int, more_s: float) -> None:
+        """Add the difference to the step before, where the rows differ."""
+        if more_rows:
+            self._squares += more_rows**2 - self._squares / SMOOTHED_STEPS
+            self._products += more_rows * more_s - self._products / SMOOTHED_STEPS
+
+    def _smooth(self, rows: int, seconds: float) -> None:
+        """Move the means; what the rows do not explain changes all seconds alike."""
+        self._steps = min(self._steps + 1, SMOOTHED_STEPS)
+        more_rows = (rows - self._mean_rows) / self._steps
+        mean_s = self._mean_s + (seconds - self._mean_s) / self._steps
+        if self._steps > 1:
+            self._products *= mean_s / (self._mean_s + self._row_s * more_rows)
+        self._mean_rows += more_rows
+        self._mean_s = mean_s
+
+    def of_draft_token(self, tokens: int) -> float:
+        """Return what a draft token costs, in steps of its sequence: the share of rows in a step.
+
+        With many tokens in a step, a draft token takes as long as a token.
+
+        Args:
+            tokens: of the step without drafts.
+        """
+        share = self.share
+        return tokens * share / (1 + (tokens - 1) * share)
 
 
 class DraftCredit:
-    """Steps that the drafts of a sequence may still lose.
+    """Steps that the drafts of a sequence may still lose, and how long a draft pays.
 
     Every draft token spends its cost, every accepted one earns the step that it saves, and every
     token adds ``CREDIT_OF_TOKEN``. A draft is never longer than the credit pays for, so all drafts
     of a sequence together lose at most ``FIRST_CREDIT`` steps and that share of its steps, where
-    ``ROW_COST`` is right. Where drafts are accepted their length grows; where they are not, they
-    end. ``MOST_CREDIT`` lets them end soon after a passage that repeats itself.
+    the cost is right. Where drafts are accepted their length grows; where they are not, they end.
+    ``MOST_CREDIT`` lets them end soon after a passage that repeats itself.
+
+    A draft token counts only if all before it are accepted, which a share ``a`` of them was so far:
+    the draft ends before the first of its tokens whose ``a^k`` is less than its cost.
     """
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_accepted", "_rejected", "_steps")
 
     def __init__(self) -> None:
         self._steps = FIRST_CREDIT
+        self._accepted, self._rejected = FIRST_ACCEPTED, FIRST_REJECTED
 
-    def longest(self, step_tokens: int) -> int:
-        """Return how many draft tokens it pays for in a step of so many other tokens."""
-        return int(self._steps / draft_cost(step_tokens))
+    def longest(self, cost: float) -> int:
+        """Return how many draft tokens of such a cost are worth it; none that save nothing."""
+        if cost >= 1:
+            return 0
+        paid = int(min(self._steps / cost, MAX_STEP_TOKENS)) if cost > 0 else MAX_STEP_TOKENS
+        share = self._accepted / (self._accepted + self._rejected)
+        tokens = min(1, paid)  # else no draft would show that the share has changed
+        while tokens < paid and share ** (tokens + 1) >= cost:
+            tokens += 1
+        return tokens
 
-    def spend(self, draft_tokens: int, step_tokens: int) -> None:
+    def spend(self, draft_tokens: int, cost: float) -> None:
         """Pay for a draft."""
-        self._steps -= draft_tokens * draft_cost(step_tokens)
+        self._steps -= draft_tokens * cost
 
-    def earn(self, accepted: int) -> None:
-        """Take what a step made: the accepted draft tokens, and one token more."""
+    def earn(self, accepted: int, draft_tokens: int) -> None:
+        """Take what a step made: the accepted ones of its draft tokens, and one token more."""
         earned = accepted + CREDIT_OF_TOKEN * (accepted + 1)
         self._steps = min(MOST_CREDIT, self._steps + earned)
+        if draft_tokens:
+            self._accepted = KEPT_HISTORY * self._accepted + accepted
+            self._rejected = KEPT_HISTORY * self._rejected + (accepted < draft_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 from llmpq.batching import uniform_depth
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.batching.speculation import row_cost_of
 from llmpq.cli.common import print_json, progress_bar
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
@@ -258,6 +259,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
         prefix_caching=not options.no_prefix_caching,
         steps_in_flight=uniform_depth(len(plan.stages)).max_in_flight(Phase.DECODE),
         num_speculative_tokens=options.num_speculative_tokens,
+        row_cost=row_cost_of(plan),
     )
 
 

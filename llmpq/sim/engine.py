@@ -188,7 +188,7 @@ class SimulatedEngine:
                         times[request].add_token(now_s)
                 if times[request].add_token(now_s):
                     ended.add(request)
-        self.scheduler.complete(step.number, made, ended, accepted)
+        self.scheduler.complete(step.number, made, ended, accepted, now_s=now_s)
 
     def _count_accepted(self, chunk: ScheduledChunk) -> int:
         """Return how many draft tokens become tokens of the answer; one more token follows them."""

@@ -126,12 +126,14 @@ class PlanForecast:
     """A simulation of the plan as the runtime executes it: every micro-batch, link and token.
 
     ``latency_s`` is from the first prompt to the last token of the batch, ``prefill_s`` to the
-    first token of the last prompt.
+    first token of the last prompt. ``row_cost`` is what one more row adds to a decode step of one
+    sequence, in such steps: what a draft token costs; ``None`` in plans of earlier versions.
     """
 
     latency_s: float
     prefill_s: float
     stages: tuple[StageForecast, ...]
+    row_cost: Annotated[float | None, Rule(maximum=1)] = None
 
     @property
     def decode_s(self) -> float:

@@ -14,6 +14,8 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.request import costs_of
 from llmpq.costmodel.tables.profiles import StageOverhead
+from llmpq.sim.engine_costs import PlanEngineCosts, StepShape
+from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
@@ -64,6 +66,23 @@ def test_one_stage_takes_the_sum_of_its_steps():
     assert found.decode_s == pytest.approx(stage.decode_busy_s)
     # Contexts grow evenly, so the mean round is the round at mean context (roofline: linear).
     assert found.decode_s == pytest.approx(29 * stage.decode_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("stages", "bits"), [(1, 4), (1, 16), (3, 8)])
+def test_the_cost_of_a_row_is_what_steps_of_the_engine_take(stages, bits):
+    plan = plan_with((2, 4, LAYERS)[-stages:], 8, 8, bits=bits)
+    costs = PlanEngineCosts(PlanCosts(plan, COSTS))
+    context = WORK.mean_context_tokens
+
+    def step_s(rows: int) -> float:
+        shape = StepShape(rows, rows, rows, rows * context, ())
+        hops = [costs.hop(stage, shape) for stage in range(stages)]
+        seconds = sum(costs.stage_s(stage, shape) for stage in range(stages))
+        return seconds + costs.project_s(shape) + sum(2 * hop.end_s + hop.delay_s for hop in hops)
+
+    found = forecast(plan, COSTS).row_cost
+    assert step_s(8) == pytest.approx(step_s(1) * (1 + 7 * found), rel=1e-3)
+    assert 0 < found < 0.2  # GPUs read the weights for all rows together
 
 
 def test_a_ragged_last_micro_batch_costs_what_it_holds_and_not_a_full_one():

@@ -314,6 +314,21 @@ def test_rejected_drafts_change_no_other_decision_and_keep_few_blocks(monkeypatc
     assert scheduler.num_accepted_tokens == 0
 
 
+@pytest.mark.parametrize(("share", "most"), [(1.0, 6), (0.25, 20)])
+def test_wrong_drafts_end_the_sooner_the_more_their_rows_take(share, most):
+    """The clock of the caller says what a row takes; nothing is known of it before."""
+    scheduler = _scheduler(propose=lambda _, most: most, num_blocks=110, num_speculative_tokens=5)
+    scheduler.add(_request(0, (1, 2, 3), 400))
+    now_s, end_s = 0.0, 0.0
+    for token in range(400):
+        step = scheduler.schedule(now_s)
+        now_s += 1 + share * (sum(chunk.count for chunk in step.chunks) - 1)
+        scheduler.complete(step.number, {0: 4}, {0} if token == 399 else (), now_s=now_s)
+        end_s += 1.0 if token else now_s
+    assert 0 < scheduler.num_draft_tokens <= most
+    assert now_s <= 1.015 * end_s
+
+
 def test_accepted_tokens_save_steps_and_are_found_by_their_content():
     drafts = Drafts(0, 1.0)
     limits = _limits(token_budget=100, num_speculative_tokens=5)
@@ -366,6 +381,8 @@ def test_invalid_requests_and_steps_raise_errors():
         _limits(num_speculative_tokens=-1)
     with pytest.raises(SpecError, match="'watermark': found 1"):
         _limits(watermark=1.0)
+    with pytest.raises(SpecError, match="'row_cost': found"):
+        _limits(row_cost=1.5)
 
 
 def test_answer_longer_than_its_limit_raises_an_error():

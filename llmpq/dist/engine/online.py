@@ -362,7 +362,11 @@ class OnlineEngine:
             self._read_prompt_logprobs(scores, alive)
             self._choose(scores, alive, found)
         self.scheduler.complete(
-            dispatched.step.number, found.tokens, found.finished, found.accepted
+            dispatched.step.number,
+            found.tokens,
+            found.finished,
+            found.accepted,
+            now_s=self._now_s(),
         )
         if found.items:
             self._channel.send("tokens", outputs=found.items)

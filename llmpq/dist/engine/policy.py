@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.length import Prediction, make_predictor
+from llmpq.batching.speculation import row_cost_of
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
@@ -89,6 +90,7 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
         prefix_caching=options.prefix_caching,
         steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
         num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
+        row_cost=row_cost_of(plan),
     )
 
 

@@ -15,8 +15,7 @@ from helpers.tiny_models import generate_alone, load_reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.batching import speculation
-from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
 from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
@@ -138,8 +137,7 @@ def test_the_longest_request_fits_model_and_blocks(asked, positions):
 )
 def test_drafts_change_no_token(tiny_model, monkeypatch, family, num_stages):
     """Drafts as rows of one token, in compiled decode steps (llama, mistral) and without."""
-    monkeypatch.setattr(speculation, "FIRST_CREDIT", 1e9)
-    monkeypatch.setattr(speculation, "MOST_CREDIT", 1e9)
+    monkeypatch.setattr(DraftCredit, "longest", lambda *_: 31)
     options = {} if family == "opt" else {"shape": WIDE}
     options |= {"sliding_window": 6} if family == "mistral" else {}
     model_dir = tiny_model(family, seed=1, **options)

@@ -17,8 +17,7 @@ from helpers.scripted_channel import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching import speculation
-from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
 from llmpq.dist.engine import online
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler
@@ -36,8 +35,7 @@ def steps(tiny_model) -> BlockSteps:
 @pytest.fixture
 def free_drafts(monkeypatch) -> None:
     """Drafts may lose any number of steps."""
-    monkeypatch.setattr(speculation, "FIRST_CREDIT", 1e9)
-    monkeypatch.setattr(speculation, "MOST_CREDIT", 1e9)
+    monkeypatch.setattr(DraftCredit, "longest", lambda *_: 31)
 
 
 class Drafts:
@@ -205,7 +203,7 @@ def test_prompt_lookup_saves_steps(steps):
     for speculative in (None, LOOKUP):
         script = Script()
         script.add(1, request(0, prompt, params))
-        script.add(400, request(1, [3]))  # the counters are sent again
+        script.add(400, request(1, [3], replace(FREE, max_tokens=1)))  # sends the counters again
         serve(
             steps,
             script,
@@ -213,7 +211,7 @@ def test_prompt_lookup_saves_steps(steps):
             speculative=speculative,
         )
         assert script.tokens("r0") == [3] * 26
-        dispatched.append(steps.dispatched - 6)
+        dispatched.append(steps.dispatched - 1)
     assert dispatched[0] == 26
     assert dispatched[1] == 26 - script.stats["num_accepted_tokens"]
     assert script.stats["num_accepted_tokens"] > 8
