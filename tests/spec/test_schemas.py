@@ -6,6 +6,7 @@ from importlib import resources
 from typing import Any
 
 import pytest
+from helpers.docs_pages import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,11 +75,18 @@ STAGE_ESTIMATE = {
     "memory_bytes": {"weights": 1, "kv": 1, "temporary": 1, "master": 1, "runtime": 1},
     "capacity_bytes": 9,
 }
+STAGE_FORECAST = {
+    "prefill_s": 0.1,
+    "decode_s": 0.1,
+    "prefill_busy_s": 0.4,
+    "decode_busy_s": 0.6,
+}
 PLAN = {
     "schema": 1,
     "model": {"name": "m", "source": None, "num_layers": 3},
     "dtype": "float16",
     "kv_bits": 16,
+    "head_bits": 8,
     "micro_batching": {"prefill": 1, "decode": 2},
     "stages": [
         {"rank": 0, "device": 1, "first_layer": 0, "end_layer": 2, "bits": [16, 4]},
@@ -90,6 +98,12 @@ PLAN = {
         "quality": 0.5,
         "objective_s": 2.0,
         "stages": [STAGE_ESTIMATE, STAGE_ESTIMATE],
+        "forecast": {
+            "latency_s": 1.0,
+            "prefill_s": 0.5,
+            "stages": [STAGE_FORECAST, STAGE_FORECAST],
+            "row_cost": 0.2,
+        },
     },
     "search": {
         "method": "llmpq",
@@ -193,6 +207,11 @@ def reads(kind: str, value: Any, folder) -> bool:
 def test_schema_and_reader_accept_a_valid_file(kind, folder):
     assert reads(kind, DOCUMENTS[kind], folder)
     assert accepts(SCHEMAS[kind], DOCUMENTS[kind])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "strategies").glob("*.json"))[::4])
+def test_schema_accepts_the_strategies_that_the_planner_wrote(path):
+    assert accepts(SCHEMAS["plan"], json.loads(path.read_text(encoding="utf-8")))
 
 
 def test_schema_and_reader_accept_split_stages(folder):
