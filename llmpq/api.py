@@ -15,6 +15,7 @@ from typing import Any, cast
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import DEFAULT_GAP
+from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.dist import Prompt, Result, Session, model_dir_of
 from llmpq.dist import SamplingParams as SamplingParams
 from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
@@ -174,6 +175,8 @@ class Pipeline:
         step_timeout_s: seconds without a sign of life after which a rank has failed.
         store: folder that keeps quantized layers from run to run; ``None`` quantizes each time.
         kernel: backend to prefer; ``None`` takes the fastest.
+        speculative_config: draft tokens to verify, such as ``{"num_speculative_tokens": 5}``; they
+            change the time of an answer, not the answer. ``None`` for no speculative decoding.
         progress: receives loading and token events.
 
     Raises:
@@ -190,7 +193,7 @@ class Pipeline:
         True
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a run may set
         self,
         strategy: Plan | str | Path,
         model: str | Path | None = None,
@@ -198,6 +201,7 @@ class Pipeline:
         step_timeout_s: float = 10.0,
         store: str | Path | None = None,
         kernel: str | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         self.plan = strategy if isinstance(strategy, Plan) else load_plan(strategy)
@@ -208,6 +212,7 @@ class Pipeline:
             step_timeout_s=step_timeout_s,
             store=None if store is None else Path(store).resolve(),
             kernel=kernel,
+            speculative_config=as_speculative_config(speculative_config),
             progress=progress,
         )
 

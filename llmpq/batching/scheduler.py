@@ -149,13 +149,17 @@ class Scheduler:
         self._in_flight[batch.number] = batch
         return decision, batch
 
-    def complete(self, number: int, is_complete: Sequence[bool]) -> tuple[int, ...]:
-        """Take a micro-batch out of the pipeline: one new token for each of its sequences.
+    def complete(
+        self, number: int, is_complete: Sequence[bool], new_tokens: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Take a micro-batch out of the pipeline, with new tokens for each of its sequences.
 
         Args:
             number: number of the micro-batch.
-            is_complete: for each of its sequences, whether that token was its last. Ignored for
+            is_complete: for each of its sequences, whether its answer is complete. Ignored for
                 those that were finished before.
+            new_tokens: of each of its sequences, accepted draft tokens included; one by default.
+                Ignored for those that were finished before.
 
         Returns:
             the requests that are finished by it.
@@ -167,8 +171,9 @@ class Scheduler:
             raise LlmpqError(f"micro-batch {number} completes but is not in flight")
         finished = []
         sequences = self._in_flight.pop(number).sequences
-        for before, complete in zip(sequences, is_complete, strict=True):
-            after = before if before.is_finished else _with_one_more_token(before, complete)
+        counts = new_tokens or (1,) * len(sequences)
+        for before, complete, count in zip(sequences, is_complete, counts, strict=True):
+            after = before if before.is_finished else _with_more_tokens(before, count, complete)
             if complete and not before.is_finished:
                 finished.append(before.request)
                 self._unfinished -= 1
@@ -215,13 +220,13 @@ class Scheduler:
         ]
 
 
-def _with_one_more_token(sequence: ReadySequence, is_last: bool) -> ReadySequence:
+def _with_more_tokens(sequence: ReadySequence, count: int, is_finished: bool) -> ReadySequence:
     return ReadySequence(
         request=sequence.request,
         slot=sequence.slot,
-        context_tokens=sequence.context_tokens + 1,
-        new_tokens=sequence.new_tokens + 1,
-        is_finished=is_last,
+        context_tokens=sequence.context_tokens + count,
+        new_tokens=sequence.new_tokens + count,
+        is_finished=is_finished,
     )
 
 

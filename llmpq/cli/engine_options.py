@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from pathlib import Path
 
 from llmpq.batching.queue_order import QUEUE_ORDERS
-from llmpq.batching.speculation import SpeculativeConfig, read_speculative_config
 from llmpq.cli.common import check_least
-from llmpq.cli.options import add_step_timeout_option
+from llmpq.cli.options import (
+    add_speculative_option,
+    add_step_timeout_option,
+    speculative_config_of,
+)
 from llmpq.cli.run_options import (
     DEFAULT_MAX_RESTARTS,
     add_store_options,
@@ -70,14 +72,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute every prompt, also where its beginning is in the cache",
     )
-    engine.add_argument(
-        "--speculative_config",
-        metavar="JSON",
-        help="verify draft tokens, in vLLM's notation: "
-        '\'{"method": "ngram", "num_speculative_tokens": 5}\' proposes tokens that followed the '
-        "last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest last "
-        "tokens looked up (default 4 and 2)",
-    )
+    add_speculative_option(engine)
     engine.add_argument(
         "--max_restarts",
         type=int,
@@ -111,22 +106,6 @@ def check_engine_options(options: argparse.Namespace) -> None:
             f"--step_timeout: found {options.step_timeout:g}, expected at least "
             f"{MIN_STEP_TIMEOUT_S:g}"
         )
-
-
-def speculative_config_of(text: str | None) -> SpeculativeConfig | None:
-    """Return the speculative decoding that an option asks for.
-
-    Raises:
-        SpecError: it is not acceptable; the message names the field.
-    """
-    if text is None:
-        return None
-    name = "--speculative_config"
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise SpecError(f"{name}: found no JSON: {error}") from None
-    return read_speculative_config(fields, name)
 
 
 async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> EngineClient:

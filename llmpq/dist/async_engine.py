@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.batching.speculation import SpeculativeConfig, read_speculative_config
+from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.dist.engine.policy import max_model_len as longest_sequence
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
@@ -205,8 +205,6 @@ class AsyncEngine:
                 "plan: found stages of their own for prefill and decode, expected stages that do "
                 "both: a step of the engine mixes prefill and decode"
             )
-        if isinstance(speculative_config, Mapping):
-            speculative_config = read_speculative_config(speculative_config)
         options = EngineOptions(
             scheduler=scheduler,
             alpha=alpha,
@@ -215,7 +213,7 @@ class AsyncEngine:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
-            speculative_config=speculative_config,
+            speculative_config=as_speculative_config(speculative_config),
         )
         longest_sequence(plan, options, model.max_positions)
         ranks = RankThread(plan, model_dir, progress)

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
-from llmpq.dist.io.job import check_plan
+from llmpq.dist.io.job import EngineOptions, check_plan
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
@@ -48,7 +49,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
             memory ran out, ``StageError`` when a rank died, hung or failed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a run may set
         self,
         plan: Plan,
         model_dir: Path,
@@ -56,6 +57,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         step_timeout_s: float = 10.0,
         store: Path | None = None,
         kernel: str | None = None,
+        speculative_config: SpeculativeConfig | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
@@ -65,7 +67,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self._batch = 0
         self._is_running = False
         try:
-            self._ranks.start(step_timeout_s=step_timeout_s, store=store, kernel=kernel)
+            self._ranks.start(
+                step_timeout_s=step_timeout_s,
+                store=store,
+                kernel=kernel,
+                engine=EngineOptions(speculative_config=speculative_config),
+            )
             self._receive()  # ready
         except BaseException:
             self._ranks.stop()
@@ -169,15 +176,9 @@ class _SessionRanks:
         self._channel: ControlChannel | None = None
         self._error: BaseException | None = None
 
-    def start(self, *, step_timeout_s: float, store: Path | None, kernel: str | None) -> None:
-        """Start the ranks; the master connects while it starts."""
-        job = replace(
-            self._thread.job,
-            task="serve",
-            step_timeout_s=step_timeout_s,
-            store=store,
-            kernel=kernel,
-        )
+    def start(self, **options: Any) -> None:
+        """Start the ranks; the master connects while it starts. ``options`` are those of a job."""
+        job = replace(self._thread.job, task="serve", **options)
         self._listener = self._thread.listen()
         self._thread.start(lambda: self._thread.launch(job, self._thread.folder), self._end)
 

@@ -56,7 +56,8 @@ def interrupter() -> Interrupter:
 
 @pytest.fixture(scope="module")
 def pipeline(model_dir, interrupter):
-    with Pipeline(PLAN, model=model_dir, progress=interrupter) as found:
+    drafts = {"num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with Pipeline(PLAN, model=model_dir, speculative_config=drafts, progress=interrupter) as found:
         yield found
 
 

@@ -118,6 +118,21 @@ TestSlotsHaveOneOwner.settings = settings(max_examples=40, stateful_step_count=3
 TestHeldSlotsHaveOneOwner.settings = TestSlotsHaveOneOwner.settings
 
 
+def test_a_step_may_make_several_tokens_of_a_sequence():
+    policy = Scripted(holds_finished=False)
+    scheduler = Scheduler(policy=policy, num_slots=2)
+    scheduler.arrive(WaitingRequest(request=0, prompt_tokens=5))
+    scheduler.arrive(WaitingRequest(request=1, prompt_tokens=3))
+    policy.decision = Prefill(requests=(0, 1))
+    _, batch = scheduler.decide(0.0)
+    scheduler.complete(batch.number, [False, False])
+    policy.decision = Decode(slots=(0, 1))
+    _, batch = scheduler.decide(0.0)
+    assert scheduler.complete(batch.number, [False, True], [4, 2]) == (1,)
+    (left,) = scheduler.view(0.0).ready
+    assert (left.request, left.context_tokens, left.new_tokens) == (0, 10, 5)
+
+
 def test_a_scheduler_needs_a_slot():
     with pytest.raises(CapacityError, match="found 0 slots"):
         Scheduler(policy=Scripted(holds_finished=False), num_slots=0)

@@ -170,9 +170,11 @@ def test_the_command_reports_and_resumes(tiny_model, tmp_path, capsys):
     first = {"id": "p3", "token_ids": list(whole["p3"]), "text": "", "finish_reason": "length"}
     output = tmp_path / "results.jsonl"
     output.write_text(json.dumps(first) + '\n{"id": "p4", "tok')
-    assert main([*files, "--resume", "--json"]) == 0
+    drafts = '{"num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+    assert main([*files, "--resume", "--json", "--speculative_config", drafts]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["status"], report["requests"]) == ("done", 11)
+    assert 0 < report["drafts"]["accepted"] <= report["drafts"]["tokens"]
     assert report["generated_tokens"] == 11 * 60
     assert report["latency_s"]["predicted"] == 1.0
     assert report["latency_s"]["measured"] == report["elapsed_s"] > 0

@@ -12,7 +12,8 @@ from typing import Any
 
 from helpers.in_process_ring import in_process_ring
 
-from llmpq.dist.io.job import Job
+from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.io.job import EngineOptions, Job
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.launch.rank import RankContext, frame_limits, run_master, run_stage
@@ -180,6 +181,7 @@ def run_threads(
     *,
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
     progress: RunProgress | None = None,
+    speculative: SpeculativeConfig | None = None,
 ) -> tuple[Answers, Measurement]:
     """Run every rank of ``plan`` in a thread; the master in this one."""
     answers: Answers = {}
@@ -188,17 +190,19 @@ def run_threads(
         assert request.id not in answers
         answers[request.id] = (token_ids, reason)
 
-    limits = frame_limits(plan, model_dir)
+    limits = frame_limits(plan, model_dir, has_drafts=speculative is not None)
+    engine = EngineOptions(speculative_config=speculative)
     if plan.is_split:
         channels = socket_junctions(plan, limits)
         channels = [replace(one, communicator=wrap(one.communicator)) for one in channels]
-        contexts = rank_contexts(plan, model_dir, [], progress)
+        contexts = rank_contexts(plan, model_dir, [], progress, engine=engine)
         contexts = [
             replace(context, channels=own) for context, own in zip(contexts, channels, strict=True)
         ]
     else:
         ring = in_process_ring(len(plan.stages), limits) if len(plan.stages) > 1 else []
-        contexts = rank_contexts(plan, model_dir, [wrap(one) for one in ring], progress)
+        wrapped = [wrap(one) for one in ring]
+        contexts = rank_contexts(plan, model_dir, wrapped, progress, engine=engine)
     failures: list[BaseException] = []
 
     def stage(context: RankContext) -> None:

@@ -20,12 +20,14 @@ from llmpq.cli.common import command_start_s, make_parser, print_json, require, 
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
+    add_speculative_option,
     add_step_timeout_option,
     prediction_of,
     schedule_of,
+    speculative_config_of,
 )
 from llmpq.dist import check_job, model_dir_of, run_job
-from llmpq.dist.io.job import DriftHandling, Job
+from llmpq.dist.io.job import DriftHandling, EngineOptions, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run decode steps operator by operator: no CUDA graphs on GPUs, no compiled steps on "
         "CPUs",
     )
+    add_speculative_option(run)
     add_step_timeout_option(run)
     run_options.add_fault_options(parser)
     add_policy_options(parser)
@@ -172,6 +175,7 @@ def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
         pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
         drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
+        engine=EngineOptions(speculative_config=speculative_config_of(options.speculative_config)),
     )
 
 

@@ -16,6 +16,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +35,8 @@ from llmpq.batching import (
 from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.dist.engine.handover import received
 from llmpq.dist.engine.policy import in_order
-from llmpq.dist.engine.sampler import Sampler, SamplingState, sampling_state_of
+from llmpq.dist.engine.running_requests import MicroBatchDrafts, RunningRequest
+from llmpq.dist.engine.sampler import Sampler, sampling_state_of
 from llmpq.dist.engine.stage import StageRunner, packed_batch_of
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -61,48 +64,20 @@ FRAME_KINDS = {Phase.PREFILL: FrameKind.PREFILL, Phase.DECODE: FrameKind.DECODE}
 PHASES = {kind: phase for phase, kind in FRAME_KINDS.items()}
 
 
-@dataclass(slots=True, kw_only=True)
-class RunningRequest:
-    """A request that holds a slot, and its tokens so far.
+class _Dispatched(NamedTuple):
+    """A micro-batch in flight.
 
     Attributes:
-        origin: number of the prefill micro-batch that filled its blocks.
-        sampling: its tokens so far, and how the next one is chosen.
+        rows: of its frame.
+        start_s: when it was dispatched.
+        dispatch_s: seconds to dispatch it.
+        embed_s: of these, to embed its tokens.
     """
 
-    request: Request
+    rows: Sequence[Row]
     start_s: float
-    origin: int
-    sampling: SamplingState
-    first_token_s: float = 0.0
-    is_aborted: bool = False
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens of the answer so far."""
-        return self.sampling.token_ids
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no further token is made for it."""
-        return self.is_aborted or self.finish_reason is not None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the answer is complete; ``None`` while it is not."""
-        return self.sampling.finish_reason(self.request.max_new_tokens)
-
-    def record(self, number: int, end_s: float) -> RequestRecord:
-        """Return the record of the finished request."""
-        return RequestRecord(
-            request=number,
-            prompt_tokens=len(self.request.prompt_token_ids),
-            new_tokens=len(self.token_ids),
-            arrival_s=self.request.arrival_s,
-            start_s=self.start_s,
-            first_token_s=self.first_token_s,
-            end_s=end_s,
-        )
+    dispatch_s: float
+    embed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +91,8 @@ class EngineStats:
         prefill_s: of these, until the last prompt's first token.
         records: arrival, start and end of each request, by number.
         adjusted: decode iterations that the policy changed to during the run, in order.
+        draft_tokens: that were verified.
+        accepted_tokens: those of them that became tokens of an answer.
     """
 
     requests: int
@@ -124,6 +101,8 @@ class EngineStats:
     prefill_s: float
     records: tuple[RequestRecord, ...]
     adjusted: tuple[int, ...] = ()
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class MasterEngine:
@@ -142,6 +121,7 @@ class MasterEngine:
         prefill_runner: the master's part of a prefill where prefill has stages of its own.
         monitor: compares answers with the policy's schedule; ``None`` without one.
         grammars: compiles the forms of answers; ``None`` where no request has one.
+        drafts: proposes draft tokens; ``None`` for no speculative decoding.
         first_number: number of the first micro-batch; an engine that follows another one on the
             same ranks continues from that one's ``next_number``.
     """
@@ -161,6 +141,7 @@ class MasterEngine:
         prefill_runner: StageRunner | None = None,
         monitor: LengthMonitor | None = None,
         grammars: GrammarCompiler | None = None,
+        drafts: MicroBatchDrafts | None = None,
         first_number: int = 0,
     ) -> None:
         self._master = master
@@ -170,6 +151,7 @@ class MasterEngine:
         self._communicator = communicator
         self._sampler = sampler
         self._grammars = grammars
+        self._drafts = drafts
         self._clock = clock
         self._scheduler = Scheduler(
             policy=policy, num_slots=num_slots, monitor=monitor, first_number=first_number
@@ -178,8 +160,7 @@ class MasterEngine:
         self._monitor = monitor
         self._holds_finished = policy.holds_finished
         self._depth = depth or uniform_depth(1 if communicator is None else len(communicator.names))
-        # Of each micro-batch in flight: seconds to dispatch it, and of these to embed its tokens.
-        self._dispatch_s: dict[int, tuple[float, float]] = {}  # by number
+        self._dispatched: dict[int, _Dispatched] = {}  # by number
         # The micro-batch that the master alone computed, until its tokens are sampled.
         self._local: tuple[InFlightBatch, Tensor] | None = None
         self._requests: Sequence[Request] = ()
@@ -188,7 +169,7 @@ class MasterEngine:
         self._finished: deque[RunningRequest] = deque()  # not reported yet
         self._records: list[RequestRecord] = []
         self._wake_s = math.inf  # when a policy that waits would decide otherwise
-        self._tokens = 0
+        self._tokens = self._draft_tokens = self._accepted_tokens = 0
         self._start_s = 0.0
         self._prefill_s = 0.0
 
@@ -234,6 +215,8 @@ class MasterEngine:
             prefill_s=self._prefill_s,
             records=tuple(sorted(self._records, key=lambda record: record.request)),
             adjusted=() if self._monitor is None else self._monitor.adjusted,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def _step(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
@@ -342,18 +325,17 @@ class MasterEngine:
         self._dispatch(batch, rows, [token for prompt in prompts for token in prompt])
 
     def _dispatch_decode(self, batch: InFlightBatch) -> None:
+        members = [self._running[number] for number in batch.requests]
+        if self._drafts is not None:
+            self._drafts.propose(members)
         # The newest token is not in the cache yet: its position is one less than the context.
         rows = [
-            self._row(
-                item.slot,
-                item.context_tokens - 1,
-                item.context_tokens,
-                self._running[item.request].origin,
-            )
-            for item in batch.sequences
+            self._row(item.slot, length - 1, length, member.origin)
+            for item, member in zip(batch.sequences, members, strict=True)
+            for length in range(item.context_tokens, item.context_tokens + len(member.draft) + 1)
         ]
-        newest = [self._running[item.request].token_ids[-1] for item in batch.sequences]
-        self._dispatch(batch, rows, newest)
+        tokens = [token for one in members for token in (one.token_ids[-1], *one.draft)]
+        self._dispatch(batch, rows, tokens)
 
     def _row(self, slot: int, first: int, length: int, origin: int) -> Row:
         blocks = slot_blocks(slot, self._max_tokens, length)
@@ -372,7 +354,8 @@ class MasterEngine:
         hidden = runner.run(hidden, own_rows)  # [1, N, H]
         synchronize(self._device)
         runner.release(rows)
-        self._dispatch_s[batch.number] = self._clock.now() - start, embed_s
+        dispatch_s = self._clock.now() - start
+        self._dispatched[batch.number] = _Dispatched(rows, waiting_s, dispatch_s, embed_s)
         if self._depth.is_local(phase):
             self._local = batch, hidden
             return
@@ -383,15 +366,15 @@ class MasterEngine:
         )
 
     def _complete_next(self, on_tokens: OnTokens | None) -> None:
-        """Complete the oldest micro-batch that is back: one new token for each sequence."""
+        """Complete the oldest micro-batch that is back: new tokens for each sequence."""
         batch, hidden = self._next_completed()
         start = self._clock.now()
         logits = self._master.logits(received(hidden[0], self._device, self._dtype))  # [R, V]
         members = [self._running[number] for number in batch.requests]
-        tokens = self._sampler.sample(logits, [member.sampling for member in members])
+        made = self._choose(logits, batch, members)
         spent_s = self._clock.now() - start
-        dispatch_s, embed_s = self._dispatch_s.pop(batch.number)
-        lengths = [item.context_tokens for item in batch.sequences]
+        rows, start_s, dispatch_s, embed_s = self._dispatched.pop(batch.number)
+        lengths = [row.length for row in rows]
         self._clock.record(
             batch.phase,
             len(lengths),
@@ -404,23 +387,67 @@ class MasterEngine:
             self._prefill_s = now_s
             for member in members:
                 member.first_token_s = now_s
-        made: list[tuple[Request, int]] = []
-        for item, member, token in zip(batch.sequences, members, tokens, strict=True):
-            if not item.is_finished:  # a policy may keep finished sequences in their batch
-                if token.error is not None:
-                    raise StageError(token.error, is_permanent=True)
-                member.sampling.accept(token.token_id)
-                made.append((member.request, token.token_id))
-        self._tokens += len(made)
+        num_made = [len(tokens) for tokens in made]
+        self._tokens += sum(num_made)
+        self._take_drafts(batch, start_s, num_made)
         is_complete = [member.is_complete for member in members]
-        for number in self._scheduler.complete(batch.number, is_complete):
+        for number in self._scheduler.complete(batch.number, is_complete, num_made):
             finished = self._running[number]
             self._records.append(finished.record(number, now_s))
             self._finished.append(finished)
             if not self._holds_finished:
                 del self._running[number]
         if on_tokens is not None:
-            on_tokens(made)
+            on_tokens(
+                [
+                    (member.request, token)
+                    for member, tokens in zip(members, made, strict=True)
+                    for token in tokens
+                ]
+            )
+
+    def _choose(
+        self, logits: Tensor, batch: InFlightBatch, members: Sequence[RunningRequest]
+    ) -> list[list[int]]:
+        """Choose the tokens of each member while its draft has them, and one more.
+
+        Args:
+            logits: ``[R, V]``, of the newest token of each member and of its draft tokens.
+            batch: a policy may keep finished sequences in it; they get no tokens.
+            members: its requests, which take the tokens.
+        """
+        first_rows = accumulate((1 + len(one.draft) for one in members[:-1]), initial=0)
+        left = dict(enumerate(first_rows))  # next row of each member
+        made: list[list[int]] = [[] for _ in members]
+        while left:
+            rows = list(left.values())
+            scores = logits if len(rows) == len(logits) else logits[rows]
+            sampled = self._sampler.sample(scores, [members[place].sampling for place in left])
+            for place, token in zip(list(left), sampled, strict=True):
+                member, proposed = members[place], members[place].draft[len(made[place]) :]
+                row = left.pop(place)
+                if batch.sequences[place].is_finished:
+                    continue
+                if token.error is not None:
+                    raise StageError(token.error, is_permanent=True)
+                member.sampling.accept(token.token_id)
+                made[place].append(token.token_id)
+                if proposed and proposed[0] == token.token_id and not member.is_complete:
+                    left[place] = row + 1
+        return made
+
+    def _take_drafts(self, batch: InFlightBatch, start_s: float, num_made: Sequence[int]) -> None:
+        """Count the draft tokens of a micro-batch; its time and tokens decide on the next ones."""
+        if self._drafts is None:
+            return
+        end_s = self._clock.now()
+        if batch.phase is Phase.DECODE:
+            members = [self._running[number] for number in batch.requests]
+            self._draft_tokens += sum(len(member.draft) for member in members)
+            self._accepted_tokens += sum(max(0, count - 1) for count in num_made)
+            self._drafts.take_decode(start_s, end_s, members, num_made)
+        elif not self._depth.is_split:
+            self._drafts.take_prefill(start_s, end_s)
 
     def _next_completed(self) -> tuple[InFlightBatch, Tensor]:
         """Return the next micro-batch that is back and its hidden states, waiting for it."""
@@ -440,10 +467,7 @@ class MasterEngine:
     def _checked(self, frame: Frame, batch: InFlightBatch) -> Tensor:
         """Return the hidden states of a frame that belongs to the micro-batch."""
         kind = FRAME_KINDS[batch.phase]
-        rows = [
-            (slot_blocks(item.slot, self._max_tokens, item.context_tokens), item.context_tokens)
-            for item in batch.sequences
-        ]
+        rows = [(row.blocks, row.length) for row in self._dispatched[batch.number].rows]
         expected = (kind, batch.number, rows)
         found = [(row.blocks, row.length) for row in frame.rows]
         if (frame.kind, frame.micro_batch, found) != expected or frame.hidden is None:

@@ -121,7 +121,7 @@ class Job:
         environment: variables of all ranks besides the launcher's.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
-        engine: options of the task ``online``.
+        engine: options of the task ``online``; its ``speculative_config`` is that of all tasks.
         start_s, launch_s: when the command began, and when it started the workers of this host, by
             ``time.perf_counter``; ``None`` if that is not known.
         launcher_pid: the process that started the workers of this host; they end with it.

@@ -14,11 +14,13 @@ from transformers import PreTrainedConfig
 from llmpq.batching import PipelineDepth
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
+from llmpq.batching.speculation import MAX_STEP_TOKENS, row_cost_of
 from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
 from llmpq.dist.engine.packed_steps import PipelineSteps
 from llmpq.dist.engine.policy import engine_limits, max_model_len, policy_of, schedule_of
+from llmpq.dist.engine.running_requests import drafts_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
@@ -104,12 +106,17 @@ def checked_config(plan: Plan, model_dir: Path) -> PreTrainedConfig:
 
 
 def frame_limits(
-    plan: Plan, model_dir: Path, engine: EngineLimits | None = None, max_context: int | None = None
+    plan: Plan,
+    model_dir: Path,
+    engine: EngineLimits | None = None,
+    max_context: int | None = None,
+    *,
+    has_drafts: bool = False,
 ) -> FrameLimits:
     """Return the limits of a run's frames; equal on all ranks of equal plans and models.
 
     ``engine`` are the limits of packed steps, ``None`` where there are none; ``max_context`` is the
-    longest sequence, the plan's by default.
+    longest sequence, the plan's by default; ``has_drafts``: decode micro-batches have draft tokens.
     """
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
@@ -127,7 +134,7 @@ def frame_limits(
         max_context=max_context or plan.workload.max_context_tokens,
         prefill_rows=plan.micro_batching.prefill,
         prefill_tokens=plan.workload.prompt_tokens,
-        decode_rows=plan.micro_batching.decode,
+        decode_rows=max(plan.micro_batching.decode, MAX_STEP_TOKENS if has_drafts else 0),
         hidden_size=message_features(config),
         dtype=dtype,
         other_dtypes=tuple(DTYPES[name] for name in plan.dtypes if name != plan.dtype),
@@ -363,6 +370,7 @@ class MasterRank:
         self._should_drain = None if folder is None else DrainFlag(folder)
         config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
+        self._drafts = drafts_of(job.engine.speculative_config, row_cost_of(plan))
         self._next_number = 0
         self._has_tokens = False
         self._made = Measurement(
@@ -411,6 +419,8 @@ class MasterRank:
             prefill_s=(total.prefill_s or 0.0) + made.prefill_s,
             records=made.records,
             adjusted=made.adjusted,
+            draft_tokens=total.draft_tokens + made.draft_tokens,
+            accepted_tokens=total.accepted_tokens + made.accepted_tokens,
             not_served=total.not_served + len(requests) - made.requests,
         )
 
@@ -480,5 +490,6 @@ class MasterRank:
             prefill_runner=no_layers if plan.is_split else None,
             monitor=length_monitor_for(self._schedule, policy, job.drift),
             grammars=self._grammars,
+            drafts=self._drafts,
             first_number=self._next_number,
         )

@@ -191,7 +191,11 @@ def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
         world_size=len(plan.stages),
         name=stage_name(plan, rank, socket.gethostname()),
         limits=frame_limits(
-            plan, job.model_dir, engine_limits_of(job, plan), max_context_of(job, plan)
+            plan,
+            job.model_dir,
+            engine_limits_of(job, plan),
+            max_context_of(job, plan),
+            has_drafts=job.engine.speculative_config is not None,
         ),
         timeout_s=job.step_timeout_s,
     )

@@ -157,6 +157,8 @@ class Measurement:
         refused: for each prompt that could not be served, where it is and why.
         restarts: of the run, before the ranks that measured this.
         start: steps of rank 0, from the command to the first token.
+        draft_tokens: speculative decoding: draft tokens that were verified.
+        accepted_tokens: those of them that became tokens of an answer.
     """
 
     requests: int
@@ -172,3 +174,5 @@ class Measurement:
     refused: tuple[str, ...] = ()
     restarts: tuple[Restart, ...] = ()
     start: tuple[StartStep, ...] = ()
+    draft_tokens: int = 0
+    accepted_tokens: int = 0

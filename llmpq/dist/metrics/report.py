@@ -60,6 +60,11 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
             "decode": {"predicted": forecast.decode_s, "measured": latency_s - prefill_s},
         }
+    if measurement.draft_tokens:
+        report["drafts"] = {
+            "tokens": measurement.draft_tokens,
+            "accepted": measurement.accepted_tokens,
+        }
     if measurement.start:
         steps = seconds_of(measurement.start)
         report["start_s"] = {"total": sum(steps.values()), **steps}
@@ -89,6 +94,9 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
         total_s, *steps = report["start_s"].items()
         parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in steps)
         lines.append(f"first token after {format_seconds(total_s[1])}: {parts}")
+    if "drafts" in report:
+        drafts = report["drafts"]
+        lines.append(f"drafts: {drafts['tokens']} tokens, {drafts['accepted']} accepted")
     if "faults" in report:
         lines += _fault_lines(report["faults"])
     if report["per_request"]:

@@ -113,6 +113,7 @@ def test_results_that_exist_already(files, capsys):
         (["--step_timeout", "0"], "step_timeout"),
         (["--nnodes", "2"], "--master_addr"),
         (["--bins", "2"], "--bins"),
+        (["--speculative_config", "{}"], "--speculative_config: field 'num_speculative_tokens'"),
         (["--policy", "waa"], "'waa' for stages that do both phases"),
         (["--nnodes", "2", "--master_addr", "127.0.0.1"], "nnodes"),
     ],

@@ -12,7 +12,8 @@ from helpers.fake_engine import FakeEngine
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli import openai_batch
 from llmpq.cli.commands import dist, serve
-from llmpq.cli.engine_options import check_context_memory, speculative_config_of
+from llmpq.cli.engine_options import check_context_memory
+from llmpq.cli.options import speculative_config_of
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for

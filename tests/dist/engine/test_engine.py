@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, rank_contexts, run_threads
 from helpers.tiny_models import load_reference
 
@@ -138,6 +139,47 @@ def test_sampling_does_not_depend_on_the_plan(tiny_model):
     together, _ = run_threads(plan, model_dir, requests)
     assert together == alone
     assert {number: list(tokens) for number, (tokens, _) in alone.items()} != greedy
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_drafts_change_no_token(tiny_model, monkeypatch, family, stages):
+    model_dir = tiny_model(family, seed=1)
+    requests, expected = requests_with_stops(model_dir)
+    # The whole answers: drafts go on after the stop tokens.
+    answers = [prompt + _expected[model_dir, i] for i, prompt in enumerate(PROMPTS)]
+    draft_freely(monkeypatch, AnswerDrafts(answers))
+    for prefill, decode, batch in ((3, 4, 5), (1, 1, 7), (2, 5, 5)):
+        plan = make_plan(CUTS[stages], prefill=prefill, decode=decode, batch=batch)
+        found, made = run_threads(plan, model_dir, requests, speculative=DRAFTS)
+        assert {number: list(tokens) for number, (tokens, _) in found.items()} == expected
+        for number, (tokens, reason) in found.items():
+            is_stop = tokens[-1] in requests[number].stop_token_ids
+            assert reason == ("stop" if is_stop else "length")
+        assert made.generated_tokens == sum(len(tokens) for tokens in expected.values())
+        assert [record.new_tokens for record in made.records] == [
+            len(expected[number]) for number in range(len(requests))
+        ]
+        assert 5 < made.accepted_tokens < made.draft_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_prompt_lookup_changes_no_token(tiny_model, monkeypatch, temperature):
+    """Sampled answers too: a random number depends on the position of its token alone."""
+    model_dir = tiny_model("llama", seed=1)
+    sampling = SamplingParams(temperature=temperature, seed=3, logit_bias={5: 9.0, 6: 9.0})
+    requests = [
+        Request(
+            id=number, prompt_token_ids=tuple(prompt), max_new_tokens=8, sampling_params=sampling
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    draft_freely(monkeypatch)
+    plan = make_plan((0, 1, 3), prefill=2, decode=4)
+    alone, _ = run_threads(plan, model_dir, requests)
+    drafted, made = run_threads(plan, model_dir, requests, speculative=DRAFTS)
+    assert drafted == alone
+    assert made.accepted_tokens > 0
 
 
 def test_no_requests_is_a_run_too(tiny_model):

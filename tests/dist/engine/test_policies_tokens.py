@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import load_reference, save_tiny_model
 
@@ -76,6 +77,19 @@ def test_tokens_are_the_same_under_every_policy(name, stages, gap_s, model_dir, 
         assert record.request == number
         assert record.arrival_s == pytest.approx(gap_s * number)
         assert record.arrival_s <= record.start_s < record.first_token_s <= record.end_s
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 3])
+def test_drafts_change_no_token(name, stages, model_dir, expected, monkeypatch):
+    sequences = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
+    draft_freely(monkeypatch, AnswerDrafts(sequences))
+    plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=SLOTS)
+    plan = replace(plan, schedule=SCHEDULES[name])
+    answers, made = run_threads(plan, model_dir, _requests(0.0), speculative=DRAFTS)
+    assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
+    assert [record.new_tokens for record in made.records] == NEW_TOKENS
+    assert 0 < made.accepted_tokens < made.draft_tokens
 
 
 def test_waa_without_stages_of_its_own_is_refused_in_a_sentence(model_dir):

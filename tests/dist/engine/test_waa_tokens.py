@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, make_split_plan, run_threads
 from helpers.tiny_models import load_reference, save_tiny_model
 
@@ -77,6 +78,17 @@ def test_tokens_are_those_of_transformers(cuts, decode, model_dir, expected):
     assert measurement.policy == "waa"
     assert [record.new_tokens for record in measurement.records] == NEW_TOKENS
     assert [stage.rank for stage in measurement.stages] == list(range(len(plan.stages)))
+
+
+@pytest.mark.parametrize("decode", [1, 4])
+def test_drafts_change_no_token(decode, model_dir, expected, monkeypatch):
+    sequences = [prompt + expected[number] for number, prompt in enumerate(PROMPTS)]
+    draft_freely(monkeypatch, AnswerDrafts(sequences))
+    cuts = CUTS["2+2, different cuts"]
+    plan = make_split_plan(*cuts, prefill=2, decode=decode, batch=SLOTS)
+    answers, made = run_threads(plan, model_dir, _requests(), speculative=DRAFTS)
+    assert _tokens(answers) == expected
+    assert 0 < made.accepted_tokens < made.draft_tokens
 
 
 @pytest.mark.parametrize("cuts", ["1+1", "2+2, different cuts"])

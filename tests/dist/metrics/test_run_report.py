@@ -150,6 +150,16 @@ def test_a_plan_with_a_forecast_is_compared_phase_by_phase_and_stage_by_stage():
     assert from_json(Measurement, Fields(value, "here")) == ran
 
 
+def test_drafts_are_counted_where_there_are_some():
+    assert "drafts" not in build_report(PLAN, MEASUREMENT)
+    ran = replace(MEASUREMENT, draft_tokens=9, accepted_tokens=4)
+    report = build_report(PLAN, ran)
+    assert report["drafts"] == {"tokens": 9, "accepted": 4}
+    assert "drafts: 9 tokens, 4 accepted" in format_report(PLAN, report)
+    value = json.loads(json.dumps(to_json(ran)))
+    assert from_json(Measurement, Fields(value, "here")) == ran
+
+
 def test_the_bars_are_the_latency_its_phases_and_every_stage_s_work(tmp_path):
     pytest.importorskip("matplotlib")
     plan = replace(PLAN, estimate=replace(PLAN.estimate, forecast=FORECAST))
