@@ -27,13 +27,13 @@ SMALL_LLAMA = {
 """125 M parameters: the smallest whose layers take longer than the work around them."""
 
 
-def make_model(path: Path, shape: Mapping[str, int] = SMALL_LLAMA) -> None:
-    """Write a random Llama in bfloat16, once."""
+def make_model(path: Path, shape: Mapping[str, int] = SMALL_LLAMA, dtype: str = "bfloat16") -> None:
+    """Write a random Llama, once."""
     if path.exists():
         return
     sizes = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
     script = str(ROOT / "scripts" / "make_tiny_model.py")
-    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", "bfloat16",
+    call([sys.executable, script, "--family", "llama", *sizes, "--dtype", dtype,
           "--output", str(path)])  # fmt: skip
 
 
