@@ -117,6 +117,39 @@ def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     return hosts
 
 
+def add_ray_options(hosts: argparse._ArgumentGroup) -> None:
+    """Add the options that run the command on a Ray cluster."""
+    hosts.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="local: processes of this host; ray: nodes of a Ray cluster, whose label llmpq-device "
+        "is the device types of a node in the plan (default local)",
+    )
+    hosts.add_argument(
+        "--ray_address", help="with --launcher ray: the cluster (default: the one that Ray finds)"
+    )
+
+
+def words_for_ray(options: argparse.Namespace) -> list[str]:
+    """Return the arguments of the command for the nodes of a Ray cluster.
+
+    Raises:
+        SpecError: an option is about hosts, which Ray chooses.
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--launcher")
+    parser.add_argument("--ray_address")
+    own = argparse.ArgumentParser(add_help=False)
+    add_host_options(own).add_argument("--no_auto", action="store_true")
+    chosen = own.parse_args([])
+    for name in ("nnodes", "node_rank", "master_addr", "master_port", "token_file", "no_auto"):
+        if getattr(options, name) != getattr(chosen, name):
+            raise SpecError(f"--{name}: found with --launcher ray, expected one of them")
+    words: list[str] = parser.parse_known_args(options.argv)[1]
+    return words
+
+
 def hosts_of(options: argparse.Namespace) -> Hosts:
     """Return the number of hosts and the rank of this one, also from ``srun`` or ``mpirun``."""
     if options.nnodes == 1:

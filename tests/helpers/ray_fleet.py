@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,12 @@ class FakeEngineReplica(EngineReplica):
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[None]:
-    """Run two nodes with labels, on loopback, without a dashboard."""
+def cluster(label: str = LABEL, values: Sequence[str] = NODES) -> Iterator[str]:
+    """Run nodes with these values of a label, on loopback, without a dashboard.
+
+    Yields:
+        The address of the cluster, to which this process is connected.
+    """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     settings = {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -59,17 +63,17 @@ def cluster() -> Iterator[None]:
     os.environ.update(settings)
     nodes = Cluster()
     try:
-        for number, name in enumerate(NODES):
+        for number, value in enumerate(values):
             nodes.add_node(
                 wait=True,
                 node_ip_address=HOST,
                 num_cpus=2,
                 object_store_memory=MEMORY_BYTES,
-                labels={LABEL: name},
+                labels={label: value},
                 **({"include_dashboard": False} if number == 0 else {}),
             )
         ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
-        yield
+        yield nodes.address
     finally:
         with contextlib.suppress(Exception):
             serve.shutdown()

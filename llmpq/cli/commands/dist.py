@@ -2,7 +2,8 @@
 
 It starts one process per stage (with ``--nnodes``: those of this host), shows their progress on
 standard error, and prints predicted and measured times. Under torchrun, with ``--no_auto``, each
-process is one rank; under ``srun`` and ``mpirun`` it is one rank or one host.
+process is one rank; under ``srun`` and ``mpirun`` it is one rank or one host. With ``--launcher
+ray``, the hosts are nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from llmpq.dist.io.job import DriftHandling, EngineOptions, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
+from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.launch.task_environment import Task, started_task, torchrun_task
 from llmpq.dist.metrics import report as run_report
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan, read_plan
@@ -107,12 +109,17 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument(
         "--no_auto", action="store_true", help="run one rank, as torchrun's environment says"
     )
+    run_options.add_ray_options(hosts)
     return parser
 
 
 def _run(options: argparse.Namespace, start_s: float) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
+    if options.launcher == "ray":
+        return _run_on_ray(options, plan)
+    if options.ray_address is not None:
+        raise SpecError("--ray_address: found without --launcher ray, expected both")
     if options.format == "openai_batch":
         from llmpq.cli import openai_batch
 
@@ -125,6 +132,23 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
         return 0
     _report(plan, measurement, job, options)
     return run_options.outcome(measurement)
+
+
+def _run_on_ray(options: argparse.Namespace, plan: Plan) -> int:
+    """Run the command on nodes of a Ray cluster; return its exit status."""
+    words = run_options.words_for_ray(options)
+    require("ray")
+    from llmpq.dist.launch.ray_launcher import run_on_ray
+
+    ends = run_on_ray(plan, words, StopRequest(), address=options.ray_address)
+    print(ends[0].out, end="")
+    for end in ends:
+        for line in end.errors.splitlines():
+            print(f"{end.node}: {line}", file=sys.stderr)
+    # A stage that was lost is what other hosts see of an error of one.
+    failed = [end.status for end in ends if end.status]
+    causes = [status for status in failed if status != StageError.exit_status]
+    return next(iter([*causes, *failed]), 0)
 
 
 def _check_runs(plan: Plan, file: str) -> None:

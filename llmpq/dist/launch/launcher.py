@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import llmpq
 from llmpq.dist.io.job import START_TIMEOUT_S, Job, write_job
-from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.dist.launch.process_environment import cpu_environment, python_path
 from llmpq.dist.launch.signals import SIGNALS
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress
@@ -172,13 +171,10 @@ def launch(
 def _start(
     job: Job, plan: Plan, rank: int, ranks: Sequence[int], folder: Path, events: int
 ) -> subprocess.Popen[bytes]:
-    # The workers import the package from where it is now.
-    package_parent = str(Path(llmpq.__file__).resolve().parents[1])
-    paths = [package_parent, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     available = job.cores or sorted(os.sched_getaffinity(0))
     own = rank_environment(plan, rank, ranks, available) | dict(job.environment)
     environment = os.environ | own
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment["PYTHONPATH"] = python_path(os.environ)
     if job.rendezvous.file is not None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-m", "llmpq.dist.launch.worker"]

@@ -7,7 +7,11 @@ process started with these variables.
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
 
+import llmpq
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import MIB
 
@@ -61,6 +65,13 @@ def cpu_environment(
     if cpu_isa is not None:
         variables.update(zip(_ISA_VARIABLES, _ISA_LIMITS[cpu_isa], strict=True))
     return variables
+
+
+def python_path(environ: Mapping[str, str]) -> str:
+    """Return ``PYTHONPATH`` for a process that imports this package from where it is now."""
+    package_parent = str(Path(llmpq.__file__).resolve().parents[1])
+    paths = [package_parent, *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.pathsep.join(path for path in paths if path)
 
 
 def tune_malloc_for_loading() -> None:
