@@ -25,6 +25,7 @@ import rivals
 import torch
 from workbench import PASSIVE, ROOT, make_model
 
+from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -135,7 +136,13 @@ def _stage(
     cache = KVCache(
         kv_shapes(config, 0, layers), 0, dtype=dtype, num_blocks=blocks_of(tokens), kv_bits=kv_bits
     )
-    runner = StageRunner(layers=stage, cache=cache, device=torch.device("cpu"), is_last=True)
+    runner = StageRunner(
+        layers=stage,
+        cache=cache,
+        device=torch.device("cpu"),
+        graphs=decode_steps_of(stage, cache, full_rows=1),
+        is_last=True,
+    )
     return runner, cache, load_master(model_dir, dtype=dtype, device="cpu")
 
 

@@ -6,6 +6,7 @@
     python benchmarks/online.py --folder DIR --case overhead         # the engine alone, and HTTP
     python benchmarks/online.py --folder DIR --case orders           # queue orders: real, simulated
     python benchmarks/online.py --folder DIR --case batched          # llama.cpp without its server
+    python benchmarks/online.py --folder DIR --case capacity         # a mixed cluster, predicted
 
 The model is a random Llama of 125 M parameters. Servers run in turn on all cores, in rounds
 (A B C A B C ...); every round starts its servers anew, and the first requests only warm up. The
@@ -335,7 +336,53 @@ def batched(options: argparse.Namespace, number: int) -> None:
             add(options, {"round": number, **what, "output_tokens_per_s": speed})
 
 
+def capacity(options: argparse.Namespace, number: int) -> None:
+    """Serve two unlike devices as fast as they can, and compare with what is predicted."""
+    plan = mixed_plan(options)
+    queries = [replace(one, arrival_s=0.0) for one in arriving(options, "azure", 1.0, number)]
+    with llmpq_serve(options.folder / "model", plan, options.folder / "mixed.log") as found:
+        send = sender(found.port, ids_body)
+        warm_up(send)
+        samples = asyncio.run(drive(queries, send, len(queries)))
+    keep(options, number, samples, server="llmpq")
+    trace = options.folder / "trace.csv"
+    trace.write_text(trace_text(queries))
+    text = command([
+        "llmpq-sim", "--strategy", str(plan), "--engine", "--trace", str(trace), "--json",
+    ])  # fmt: skip
+    add(options, {"round": number, "server": "llmpq", "simulated": json.loads(text)["rates"][0]})
+
+
+def mixed_plan(options: argparse.Namespace) -> Path:
+    """Return the plan of two devices, one with an older vector extension; profile both once."""
+    folder = options.folder / "mixed"
+    folder.mkdir(exist_ok=True)
+    for name, words in (("native", ()), ("avx2", ("--cpu_isa", "avx2"))):
+        if not (folder / f"{name}.csv").exists():
+            command([
+                "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0",
+                "--max_batch", "64", "--max_prompt", "512", "--max_context", "768", "--points",
+                "10", "--budget", "60", "--output", str(folder / f"{name}.csv"), *words,
+            ])  # fmt: skip
+    devices = [
+        {"type": "cpu", "count": 1, "threads": 1, "profile": "native.csv"},
+        {"type": "cpu", "count": 1, "threads": 1, "cpu_isa": "avx2", "profile": "avx2.csv"},
+    ]
+    nodes = [{"name": "here", "devices": devices, "cores": len(os.sched_getaffinity(0))}]
+    cluster = {"schema": 1, "name": "mixed", "nodes": nodes, "links": []}
+    (folder / "cluster.json").write_text(json.dumps(cluster))
+    plan = folder / "plan.json"
+    if not plan.exists():
+        command([
+            "llmpq-algo", "--model", str(options.folder / "model"), "--cluster",
+            str(folder / "cluster.json"), "--global_bz", "64", "--s", "512", "--n", "256",
+            "--no_explain", "--output", str(plan),
+        ])  # fmt: skip
+    return plan
+
+
 CASES = {
+    "capacity": capacity,
     "closed": closed,
     "arrivals": arrivals,
     "overhead": overhead,

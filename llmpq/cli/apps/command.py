@@ -22,7 +22,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_simulate(verbs)
     run.add_run(verbs)
     for verb in verbs.choices.values():
-        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+        verb.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
+        )
     return parser
 
 

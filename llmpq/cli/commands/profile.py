@@ -28,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
     profile_tables.add_recalibrate(verbs)
     profile_tables.add_describe(verbs)
     for verb in verbs.choices.values():
-        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+        verb.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
+        )
     return parser
 
 
