@@ -23,6 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import loader
+from pipeline import NEW_TOKENS, PROMPT_TOKENS
+from workbench import write_prompts
+
+from llmpq.spec.trace import load_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -41,7 +45,9 @@ def main() -> int:
     folder = options.folder.absolute()
     sides = {"before": options.before.absolute(), "after": ROOT}
     samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    if {"pipeline", "single"} & set(options.topics) and not (folder / "plan-1-16.json").exists():
+    if {"pipeline", "ragged", "single"} & set(options.topics) and not (
+        folder / "plan-1-16.json"
+    ).exists():
         script(ROOT, "pipeline.py", "--folder", str(folder), "--prepare", threads=2)
     for number in range(options.rounds):
         # Which side goes first alternates, so that a drift of the machine hits both alike.
@@ -119,10 +125,15 @@ def single(checkout: Path, folder: Path) -> Figures:
 
 def pipeline(checkout: Path, folder: Path) -> Figures:
     """A batch of 16 in one and two stages, 125 M parameters."""
+    found = _runs(checkout, folder, folder / "prompts.jsonl")
+    return {f"batch 16, {name}": seconds for name, seconds in found.items()}
+
+
+def _runs(checkout: Path, folder: Path, prompts: Path) -> Figures:
+    """Answer prompts in one and two stages at 16 and 8 bits."""
     found = {}
     has_rooms = (checkout / "llmpq" / "cli" / "commands").exists()  # since version 0.2
     module = "llmpq.cli.commands.dist" if has_rooms else "llmpq.cli.dist"
-    prompts = folder / "prompts.jsonl"
     for name in ("1-16", "1-8", "2-16", "2-8"):
         output = folder / "answers.jsonl"
         output.unlink(missing_ok=True)
@@ -130,10 +141,25 @@ def pipeline(checkout: Path, folder: Path) -> Figures:
         words += ["--prompts", str(prompts), "--output", str(output), "--json"]
         text = run(checkout, words)
         stages, bits = name.split("-")
-        found[f"batch 16, {stages} stage(s), {bits} bits"] = json.loads(text)["latency_s"][
-            "measured"
-        ]
+        found[f"{stages} stage(s), {bits} bits"] = json.loads(text)["latency_s"]["measured"]
     return found
+
+
+def ragged(checkout: Path, folder: Path) -> Figures:
+    """64 requests with the lengths of Azure's chat trace divided by 16, 125 M parameters."""
+    prompts = folder / "ragged.jsonl"
+    if not prompts.exists():
+        trace = ROOT.parent / "shared" / "data" / "azure" / "AzureLLMInferenceTrace_conv.csv"
+        lengths = [
+            (min(PROMPT_TOKENS, max(4, item.prompt_tokens // 16)),
+             min(NEW_TOKENS, max(2, item.new_tokens // 16)))
+            for item in load_trace(trace)[:64]
+        ]  # fmt: skip
+        write_prompts(prompts, lengths)
+    return {
+        f"64 ragged requests, {name}": seconds
+        for name, seconds in _runs(checkout, folder, prompts).items()
+    }
 
 
 def loading(checkout: Path, folder: Path) -> Figures:
@@ -162,6 +188,7 @@ TOPICS: dict[str, Callable[[Path, Path], Figures]] = {
     "kernels": kernels,
     "single": single,
     "pipeline": pipeline,
+    "ragged": ragged,
     "loading": loading,
 }
 

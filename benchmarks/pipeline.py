@@ -68,16 +68,35 @@ RUNS = {
         f"{RIVAL} x1",
         "16 x1",
         "8 x1",
+        "8, head 8 x1",
         "4 x1",
+        "4, head 4 x1",
+        "3, head 3 x1",
         f"{LLAMA_CPP}-16 x1",
         f"{LLAMA_CPP}-8 x1",
         f"{LLAMA_CPP}-4 x1",
     ),
     "decode": tuple(
-        f"{name} x{batch}" for batch in (1, 8) for name in (RIVAL, "16", "8", "4", "3")
+        f"{name} x{batch}"
+        for batch in (1, 8)
+        for name in (
+            RIVAL,
+            "16",
+            "8",
+            "8, head 8",
+            "4",
+            "4, head 4",
+            "3, head 3",
+            f"{LLAMA_CPP}-16",
+            f"{LLAMA_CPP}-8",
+            f"{LLAMA_CPP}-4",
+        )
     ),
 }
-"""Contenders: stages and bits of a run, or bits and rows of a decode."""
+"""Contenders: stages and bits of a run, or bits and rows of a decode.
+
+The head of ours is at 16 bits unless its bits are given; llama.cpp's has the bits of its layers.
+"""
 QUALITY_BUDGET = "0.25"
 
 
@@ -110,7 +129,7 @@ def prepare(folder: Path) -> None:
         sizes = dict(zip(names, shape, strict=True))
         whole = {**sizes, "vocab": VOCABULARY, "max_positions": MAX_POSITIONS}
         make_model(folder / case, whole)
-        if rivals.bench_of(folder / "rivals").exists() and case != "decode":
+        if rivals.bench_of(folder / "rivals").exists():
             rivals.prepare(folder / "rivals", case, shape, VOCABULARY)
     write_prompts(folder / "prompts.jsonl", [(PROMPT_TOKENS, NEW_TOKENS)] * BATCH)
     cores = len(os.sched_getaffinity(0))
@@ -186,7 +205,8 @@ def run_here(folder: Path, case: str, name: str) -> dict[str, float]:
         # The time of a step is that of the steps after the first, whose time a run of one tells.
         first = min(generate(folder / case, ids, 1, rounds=3))
         return {"seconds": min(generate(folder / case, ids, DECODE_TOKENS, rounds=2)) - first}
-    return {"seconds": decode_seconds(folder / case, int(bits), ids)}
+    bits, _, head = bits.partition(", head ")
+    return {"seconds": decode_seconds(folder / case, int(bits), int(head or 16), ids)}
 
 
 def generate(model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[float]:
@@ -207,11 +227,11 @@ def generate(model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int) -
     return seconds[1:]
 
 
-def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
+def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor) -> float:
     """Decode greedily with one stage of ours: embedding, layers, head and choice of every step."""
     config = load_config(model_dir)
     layers, rows = config.num_hidden_layers, len(ids)
-    cache = WeightCache.opened(model_dir.parent / "store", 4 << 30)
+    weight_cache = WeightCache.opened(model_dir.parent / "store", 4 << 30)
     stage = load_stage(
         model_dir,
         0,
@@ -219,9 +239,15 @@ def decode_seconds(model_dir: Path, bits: int, ids: torch.Tensor) -> float:
         [bits] * layers,
         dtype=torch.bfloat16,
         device="cpu",
-        weight_cache=cache,
+        weight_cache=weight_cache,
     )
-    master = load_master(model_dir, dtype=torch.bfloat16, device="cpu")
+    master = load_master(
+        model_dir,
+        dtype=torch.bfloat16,
+        device="cpu",
+        head_bits=head_bits,
+        weight_cache=weight_cache,
+    )
     cache = KVCache(kv_shapes(config, 0, layers), 0, dtype=torch.bfloat16,
                     num_blocks=rows * blocks_of(MAX_POSITIONS))  # fmt: skip
     runner = StageRunner(
