@@ -11,7 +11,11 @@ import torch
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
-from llmpq.kernels.cpu.compiled import CpuLlmInt8Backend, CpuPackedBackend
+from llmpq.kernels.cpu.compiled import (
+    CpuLlmInt8Backend,
+    CpuPackedBackend,
+    CpuPackedInt8Backend,
+)
 from llmpq.kernels.cpu.dispatch import CpuInt4Backend, CpuInt8Backend
 from llmpq.kernels.gpu.cuda import cuda_backends
 from llmpq.kernels.reference import ReferenceBackend
@@ -21,6 +25,7 @@ BACKENDS: dict[str, KernelBackend] = {
     backend.name: backend
     for backend in (
         CpuLlmInt8Backend(),
+        CpuPackedInt8Backend(),
         CpuPackedBackend(),
         CpuInt4Backend(4),
         CpuInt8Backend(),

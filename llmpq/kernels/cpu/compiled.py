@@ -1,6 +1,6 @@
-"""The compiled CPU backends: weight-only products at 3, 4 and 8 bits, and LLM.int8().
+"""The compiled CPU backends: weight-only products, and those with activations at 8 bits.
 
-Both keep a weight in tiles that weigh exactly ``linear_bytes`` and never hold a dequantized copy
+All keep a weight in tiles that weigh exactly ``linear_bytes`` and never hold a dequantized copy
 of it. They exist where there is a C compiler, or a wheel that brought the library; elsewhere their
 ``supports`` says no and the registry goes on to torch's own kernels (``cpu.dispatch``).
 """
@@ -20,6 +20,7 @@ from llmpq.kernels.cpu.tiles import (
     fits_tiles,
     float_product,
     int8_product,
+    packed_int8_product,
     prepared_tiles,
     rows_of_tiles,
     to_tiles,
@@ -85,6 +86,35 @@ class CpuPackedBackend(TileBackend):
             limit = few_rows_limit(weight.precision.bits)
             return bf16_product(x, weight, bias, limit, in_float=is_float_faster())
         return float_product(x, weight, bias)
+
+
+class CpuPackedInt8Backend(TileBackend):
+    """3- and 4-bit weights, activations rounded to 8 bits in pieces of 32 columns.
+
+    llama.cpp rounds them in the same way (Q8_0). The error is small beside that of the codes
+    (``docs/how/quantization.md``), and integer products are two to four times as fast as bf16 ones.
+    """
+
+    name = "cpu_packed_int8"
+    capability = Capability(
+        device_types=("cpu",),
+        bits=(3, 4),
+        dtypes=(torch.bfloat16,),
+        default_dtypes=(torch.bfloat16,),
+        shapes="N a multiple of 16, K and groups multiples of 32, a CPU with VNNI and bf16 "
+        "products, a C compiler",
+        stored="exactly linear_bytes, and no scratch weight",
+        cost="TODO-MEASURE",
+    )
+
+    def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
+        """Return whether the weight is whole tiles, and VNNI and the library are there."""
+        fits = fits_tiles(out_features, in_features, precision.effective_group(in_features))
+        return fits and has_bf16_products() and library() is not None
+
+    def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias`` with x rounded to 8 bits; see ``KernelBackend``."""
+        return packed_int8_product(x, weight, bias)
 
 
 class CpuLlmInt8Backend(TileBackend):

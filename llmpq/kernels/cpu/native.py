@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 10
+ABI = 11
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -193,6 +193,7 @@ def load(name: str) -> ctypes.CDLL:
     if name == "avx512_bf16":
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
+        loaded.kernels_packed_int8.argtypes = (POINTER(Product),)
         loaded.kernels_dense.argtypes = (POINTER(Product),)
         loaded.kernels_dense_holds.argtypes = (POINTER(Weight), c_void_p, c_int32)
     return loaded

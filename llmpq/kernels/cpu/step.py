@@ -35,7 +35,7 @@ MOST_ROWS = 32
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """In the order of ``csrc/step.c``."""
 _NORM, _ADD, _ROTATE, _GATE, _PREPARE, _STORE, _PRODUCTS, _ATTEND = range(8)
-_DENSE_BF16, _PLAIN_FLOAT, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8 = range(5)
+_DENSE_BF16, _PLAIN_FLOAT, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
 _BLOCK = 128  # columns of a sum: kernels.h
 _MOST_PRODUCTS = 3
 
@@ -70,7 +70,7 @@ class _Prepared(Structure):
         *((name, c_void_p) for name in ("sums", "codes", "scale", "sum")),
         *((name, c_void_p) for name in ("start", "end", "column", "value")),
         ("threshold", c_float),
-        ("type", c_int32),
+        *((name, c_int32) for name in ("type", "bits")),
     )
 
 
@@ -194,10 +194,12 @@ class StepProgram:
         found = [self._kernel(weight) for _, weight, _ in outputs]
         if len(set(found)) > 1 or len(found) > _MOST_PRODUCTS:
             raise UnsupportedStepError("products of one input by different kernels")
-        kernel, block, few_limit = found[0]
-        call = _Products(count=len(outputs), kernel=kernel, few_limit=few_limit)
-        if kernel in (_PACKED_BF16, _PACKED_FLOAT, _LLM_INT8):
-            prepare = self._prepare(x, kernel, block)
+        kernel, block, limit = found[0]
+        call = _Products(count=len(outputs), kernel=kernel)
+        if kernel == _PACKED_BF16:
+            call.few_limit = limit
+        if kernel in (_PACKED_BF16, _PACKED_FLOAT, _PACKED_INT8, _LLM_INT8):
+            prepare = self._prepare(x, kernel, block, limit)
             self._append(_PREPARE, prepare)
             call.prepared = addressof(prepare)
         for place, (y, weight, bias) in enumerate(outputs):
@@ -295,7 +297,10 @@ class StepProgram:
         return tensor.data_ptr()
 
     def _kernel(self, weight: PreparedWeight | Tensor) -> tuple[int, int, int]:
-        """Return the kernel of a weight, the columns of its sums, and its limit of few rows."""
+        """Return the kernel of a weight, the columns of its sums, and a number of that kernel.
+
+        That is the limit of few rows of weight-only products, and the bits of 8-bit activations'.
+        """
         if isinstance(weight, Tensor):
             if weight.dtype != torch.float32 or self.dtype != torch.float32:
                 raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
@@ -313,6 +318,8 @@ class StepProgram:
             return _PACKED_FLOAT, block, 0
         if weight.backend == "cpu_packed" and has_bf16_products():
             return _PACKED_BF16, block, few_rows_limit(weight.precision.bits)
+        if weight.backend == "cpu_packed_int8" and is_bf16:
+            return _PACKED_INT8, block, weight.precision.bits
         if weight.backend == "cpu_llm_int8":
             return _LLM_INT8, 0, 0
         raise UnsupportedStepError(f"a weight of '{weight.backend}' in {self.dtype}")
@@ -329,7 +336,7 @@ class StepProgram:
         self._handles.append(handle)
         return handle
 
-    def _prepare(self, x: Tensor, kernel: int, block: int) -> _PrepareRows:
+    def _prepare(self, x: Tensor, kernel: int, block: int, bits: int) -> _PrepareRows:
         columns = x.shape[1]
 
         def place(name: str, dtype: torch.dtype) -> int:
@@ -348,4 +355,8 @@ class StepProgram:
             )
         else:
             prepared.sums = place("sums", torch.float32)
+        if kernel == _PACKED_INT8:
+            prepared.codes = place("codes", torch.int8)
+            prepared.scale = place("scales", torch.float32)
+            prepared.bits = bits
         return _PrepareRows(prepared=prepared, kernel=kernel)

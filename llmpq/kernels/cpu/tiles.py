@@ -210,6 +210,17 @@ def int8_product(
     return _multiply(_kernels().kernels_int8, x, weight, bias, threshold, TYPES[x.dtype])
 
 
+def packed_int8_product(
+    x: Tensor, weight: PreparedWeight, bias: Tensor | None, threads: int | None = None
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` for bf16 ``x``, rounded to 8 bits in pieces of a row.
+
+    A piece has 32 columns and a scale of its own (``csrc/packed_int8.c``). The weight has 3 or 4
+    bits; needs the newest instruction set.
+    """
+    return _multiply(_kernels().kernels_packed_int8, x, weight, bias, threads=threads)
+
+
 def panels_of(layout: int, weight: Tensor) -> Weight | None:
     """Return the handle of panels at the address ``layout``, if they hold bf16 ``weight``.
 

@@ -24,7 +24,7 @@
 #endif
 
 enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, PRODUCTS, ATTEND };
-enum { DENSE_BF16, PLAIN_FLOAT, PACKED_BF16, PACKED_FLOAT, LLM_INT8 };
+enum { DENSE_BF16, PLAIN_FLOAT, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
 enum { SILU, GELU, GELU_TANH, RELU };
 enum { MOST_PRODUCTS = 3, SPINS = 1000 };
 
@@ -206,6 +206,7 @@ static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
     if (o->kernel == PACKED_FLOAT) float_sums(q, rows, m);
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
     if (o->kernel == PACKED_BF16) bf16_sums(q, rows, m);
+    if (o->kernel == PACKED_INT8) piece_codes(q, rows, m);
     if (o->kernel == LLM_INT8) {
         q->start[m] = m * q->columns; /* each row has its own place for them */
         int8_scan(q, m);
@@ -262,6 +263,7 @@ static void product_part(const Products *o, const Product *p, int64_t item) {
     case DENSE_BF16: dense_part(p, item); break;
     case PACKED_BF16: bf16_part(p, q, o->few_limit, item); break;
     case LLM_INT8: int8_part(p, q, item); break;
+    case PACKED_INT8: packed_int8_part(p, q, item); break;
 #endif
     }
 }

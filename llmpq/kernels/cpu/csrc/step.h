@@ -38,10 +38,10 @@ typedef struct {
 typedef struct {
     const void *x;
     int64_t columns;
-    int64_t block;   /* weight-only: columns of a sum */
-    float *sums;     /* weight-only: [blocks, rows] of x over each block of columns */
-    int8_t *codes;   /* LLM.int8(): [rows, columns] */
-    float *scale;    /* [rows] */
+    int64_t block;   /* 3 and 4 bits: columns of a sum */
+    float *sums;     /* 3 and 4 bits: [blocks, rows] of x over each block of columns */
+    int8_t *codes;   /* x at 8 bits: [rows, columns] */
+    float *scale;    /* [rows], or [rows, columns / TILE_COLUMNS] where the weight has 3 or 4 bits */
     int32_t *sum;    /* [rows] of the codes */
     int64_t *start;  /* [rows] where a row's outliers start */
     int64_t *end;    /* [rows] and end */
@@ -49,6 +49,7 @@ typedef struct {
     float *value;    /* of each outlier */
     float threshold;
     int32_t type;    /* of x */
+    int32_t bits;    /* of the weight, which decide the order of the codes */
 } Prepared;
 
 void store_part(void *attention, int64_t item);
@@ -75,6 +76,9 @@ void float_part(const Product *p, const Prepared *q, int64_t panel);
 
 void int8_scan(const Prepared *q, int64_t m);
 void int8_quantize(const Prepared *q, int64_t m);
+void piece_codes(const Prepared *q, int64_t rows, int64_t m);
+void packed_int8_part(const Product *p, const Prepared *q, int64_t panel);
+
 void int8_part(const Product *p, const Prepared *q, int64_t panel);
 
 #endif
