@@ -19,7 +19,7 @@ ROWS, COLUMNS = 192, 256
 # activations to 8 bits: uniform errors of a 254th of the range are about .008 on Gaussian rows.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 INT8_TOLERANCE = 0.02
-INT8_NAMES = ("cpu_llm_int8", "cpu_int8", "bnb_int8_cpu")
+INT8_NAMES = ("cpu_llm_int8", "cpu_int8", "bnb_int8_cpu", "cpu_packed_int8")
 
 
 def random_packed(precision: Precision, dtype: torch.dtype, rows=ROWS, columns=COLUMNS):
@@ -177,7 +177,9 @@ def test_int8_lets_what_is_not_finite_through():
     assert torch.equal(y[2], torch.zeros(ROWS, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", ["cpu_int4", "cpu_int8", "cpu_packed", "cpu_llm_int8"])
+@pytest.mark.parametrize(
+    "name", ["cpu_int4", "cpu_int8", "cpu_packed", "cpu_packed_int8", "cpu_llm_int8"]
+)
 def test_a_backend_refuses_what_it_does_not_support(name):
     bits = BACKENDS[name].capability.bits[0]
     precision = Precision(bits=bits, group_size=24, symmetric=bits == 8)

@@ -10,16 +10,17 @@ from llmpq.spec.precision import Precision, default_precision
 
 HAS_U8 = has_u8_matmul()
 COMPILED = "cpu_packed" if library() is not None else "reference"
+PIECES = "cpu_packed_int8" if has_bf16_products() and library() is not None else COMPILED
 INT8 = "cpu_llm_int8" if has_bf16_products() and library() is not None else "cpu_int8"
 
 
 @pytest.mark.parametrize(
     ("bits", "dtype", "expected"),
     [
-        (4, torch.bfloat16, COMPILED),
+        (4, torch.bfloat16, PIECES),
         (4, torch.float16, COMPILED),
         (4, torch.float32, COMPILED),
-        (3, torch.bfloat16, COMPILED),
+        (3, torch.bfloat16, PIECES),
         (3, torch.float32, COMPILED),
         (8, torch.float32, COMPILED),
         (8, torch.bfloat16, INT8 if HAS_U8 else COMPILED),

@@ -18,6 +18,7 @@ from llmpq.kernels.cpu.tiles import (
     fits_tiles,
     float_product,
     int8_product,
+    packed_int8_product,
     prepared_tiles,
     rows_of_tiles,
     to_tiles,
@@ -128,6 +129,72 @@ def test_int8_products_err_by_the_rounding_of_the_rest(shape, count, dtype, thre
     last = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0)
     size = x.double().abs() @ weight.abs().T + bias.double().abs()
     assert ((y - expected).abs() <= 1.001 * rounded + last + 1e-5 * size).all()
+
+
+few_bits = st.builds(
+    Precision,
+    bits=st.sampled_from([3, 4]),
+    group_size=st.sampled_from([None, 32, 64, 96, 128, 256]),
+    symmetric=st.booleans(),
+)
+
+
+def in_pieces(x):
+    """``x`` rounded to 8 bits in pieces of 32 columns, in float64."""
+    pieces = x.double().view(len(x), -1, 32)
+    step = pieces.abs().amax(-1, keepdim=True) / 127
+    return torch.where(step > 0, (pieces / step).round() * step, 0.0).view(x.shape)
+
+
+@needs_bf16
+@settings(deadline=None, max_examples=40)
+@given(
+    precision=few_bits,
+    shape=shapes,
+    count=row_counts,
+    outlier=st.sampled_from([1.0, 50.0]),
+    seed=st.integers(0, 99),
+)
+def test_products_with_8_bit_pieces_are_those_of_rounded_activations(
+    precision, shape, count, outlier, seed
+):
+    packed = random_packed(shape, precision, torch.bfloat16, seed)
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, shape[1], generator=rng)
+    x[:, 5] *= outlier
+    x[0, 32:64] = 0.0
+    x = x.to(torch.bfloat16)
+    bias = torch.randn(shape[0], generator=rng).to(torch.bfloat16)
+    y = packed_int8_product(x, in_tiles(packed), bias)
+    # A number half way between two codes may go to either; bf16 rounds the answer.
+    assert worst_error(y, in_pieces(x), packed, bias) < 2**-8
+    rounded = (x.double() - in_pieces(x)).abs() @ packed.dequantize(torch.float64).abs().T
+    exact = x.double() @ packed.dequantize(torch.float64).T + bias.double()
+    assert ((y.double() - exact).abs() <= rounded + exact.abs() * 2**-8 + 1e-2).all()
+
+
+@needs_bf16
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_row_of_8_bit_pieces_does_not_depend_on_its_company(bits):
+    packed = random_packed((80, 256), Precision(bits=bits, group_size=64), torch.bfloat16)
+    weight = in_tiles(packed)
+    x = torch.randn(200, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    alone = torch.cat([packed_int8_product(row[None], weight, None) for row in x])
+    for count in (1, 2, 3, 4, 5, 7, 200):
+        for threads in (1, 2):
+            y = packed_int8_product(x[:count], weight, None, threads=threads)
+            assert torch.equal(y, alone[:count])
+
+
+@needs_bf16
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_8_bit_pieces_do_not_hide_what_is_not_finite(wrong):
+    packed = random_packed((48, 128), Precision(bits=4, group_size=64), torch.bfloat16)
+    x = torch.ones(3, 128, dtype=torch.bfloat16)
+    x[1, 70] = wrong
+    y = packed_int8_product(x, in_tiles(packed), None)
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
