@@ -24,7 +24,7 @@ from pathlib import Path
 
 import loader
 from pipeline import NEW_TOKENS, PROMPT_TOKENS
-from workbench import write_prompts
+from workbench import machine, write_prompts
 
 from llmpq.spec.trace import load_trace
 
@@ -212,13 +212,6 @@ def run(checkout: Path, arguments: list[str], threads: int = 1) -> str:
     if done.returncode:
         raise SystemExit(f"{arguments[:3]}: status {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
-
-
-def machine() -> str:
-    """Return the processor and the number of cores."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
 
 
 if __name__ == "__main__":

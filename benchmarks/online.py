@@ -48,7 +48,7 @@ from servers import (
     text_of,
     transformers_serve,
 )
-from workbench import ROOT, SMALL_LLAMA, command
+from workbench import ROOT, SMALL_LLAMA, command, machine
 
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest
@@ -521,7 +521,7 @@ def record(options: argparse.Namespace) -> Reply:
         "topic": "online",
         "command": "python benchmarks/online.py --folder DIR --output FILE",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.processor() or cpu_name()}",
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in packages},
@@ -592,13 +592,6 @@ def best_runs(
             best = max(own) if own else None
             found.setdefault(key, []).append(middle if server in OURS else best)
     return found
-
-
-def cpu_name() -> str:
-    """Return the processor's name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "unknown")
 
 
 if __name__ == "__main__":

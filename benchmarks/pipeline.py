@@ -8,8 +8,8 @@
 
 Everything runs on the same cores in turn (A B C A B C ...), each run in a process of its own, and
 loading is not counted. llama.cpp takes part where benchmarks/rivals.py built it into DIR/rivals. A
-round is kept run by run, so an interrupted one goes on where it was. The tables give medians over
-rounds, and ratios to transformers in bf16 on all cores, pair by pair.
+round is kept run by run, so an interrupted one goes on where it was. The tables give our medians
+over rounds and the best runs of all others, and ratios to transformers in bf16 on all cores.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import sys
 import time
 from collections import defaultdict
+from importlib.metadata import version
 from pathlib import Path
 
 import rivals
 import torch
 from transformers import AutoModelForCausalLM
-from workbench import call, cluster_text, command, make_model, write_prompts
+from workbench import call, cluster_text, command, machine, make_model, write_prompts
 
 from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
@@ -107,6 +109,7 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--case", choices=sorted(RUNS))
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--json", type=Path, help="file of all tables")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -118,6 +121,8 @@ def main() -> int:
         measure(folder, options.case)
     if options.table:
         print("\n\n".join(table(folder, case) for case in RUNS))
+    if options.json:
+        options.json.write_text(json.dumps(document(folder), indent=1) + "\n")
     return 0
 
 
@@ -289,30 +294,100 @@ def plan(folder: Path, cluster: Path, bits: str, strategy: Path) -> None:
     ])  # fmt: skip
 
 
+COLUMNS = ("run", "seconds (range)", "tokens/s", "times transformers")
+TITLES = {
+    "batch16": ("Batch of 16", "125 M parameters, prompt 128, 64 new tokens, two threads in all."),
+    "single": ("One sequence", "125 M parameters, 31 decode steps after a prompt of 32."),
+    "decode": ("594 M parameters", "31 decode steps after prompts of 32."),
+}
+NOTE = (
+    "Ours: median of the rounds; others: their best. Our head has 16 bits unless its bits are "
+    "given, llama.cpp's those of its layers."
+)
+
+
 def table(folder: Path, case: str) -> str:
     """Return a Markdown table of the whole rounds."""
+    found = rows(folder, case)
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *found]
+    return "\n".join([f"{case}:", "", *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def rows(folder: Path, case: str) -> list[tuple[str, ...]]:
+    """Return the table of the whole rounds: ours by the median, all others by their best run."""
+    times = samples(folder, case)
+    base = {name: min(seconds) for name, seconds in times.items()}
+    made = []
+    for name, seconds in times.items():
+        is_other = name.startswith((RIVAL, LLAMA_CPP))
+        counted = min(seconds) if is_other else statistics.median(seconds)
+        _, _, count = name.partition(" x")
+        ratio = base[f"{RIVAL} x{count}" if count else RIVAL] / counted
+        tokens = int(count) * (DECODE_TOKENS - 1) if count else BATCH * NEW_TOKENS
+        made.append(
+            (
+                label(name),
+                f"{counted:.3f} ({min(seconds):.3f}-{max(seconds):.3f})",
+                f"{tokens / counted:.0f}",
+                f"{ratio:.2f}",
+            )
+        )
+    return made
+
+
+def label(name: str) -> str:
+    """Return the name of a contender as tables have it."""
+    name, _, count = name.partition(" x")
+    if name == RIVAL:
+        made = "transformers `generate`, bf16"
+    elif name == PIPELINE:
+        made = "transformers' own pipeline, two ranks"
+    elif name.startswith(LLAMA_CPP):
+        made = f"llama.cpp, {name.rpartition('-')[2]} bits"
+    elif count:
+        bits, _, head = name.partition(", head ")
+        made = f"{bits} bits, head {head} bits" if head else f"{bits} bits"
+    else:
+        stages, _, bits = name.partition("-")
+        kind = f"quality budget {QUALITY_BUDGET}" if bits == "mixed" else f"{bits} bits"
+        made = f"{stages} stage{'s' * (stages > '1')}, {kind}"
+    return f"{made}, {count} sequences" if count not in ("", "1") else made
+
+
+def samples(folder: Path, case: str) -> dict[str, list[float]]:
+    """Return the seconds of the whole rounds, by contender."""
     kept = folder / f"{case}.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    times: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, list[float]] = defaultdict(list)
     names = contenders(folder, case)
     for line in lines[: len(lines) // len(names) * len(names)]:
-        times[line["name"]].append(line["seconds"])
-    made = [f"{case}: {len(next(iter(times.values()), []))} rounds", ""]
-    made += [
-        "| run | seconds (min-max) | tokens/s | times transformers |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, seconds in times.items():
-        _, _, rows = name.partition(" x")
-        base = times[f"{RIVAL} x{rows}" if rows else RIVAL]
-        ratio = statistics.median(rival / own for rival, own in zip(base, seconds, strict=True))
-        tokens = int(rows) * (DECODE_TOKENS - 1) if rows else BATCH * NEW_TOKENS
-        middle = statistics.median(seconds)
-        made.append(
-            f"| {name} | {middle:.2f} ({min(seconds):.2f}-{max(seconds):.2f}) "
-            f"| {tokens / middle:.0f} | {ratio:.2f} |"
-        )
-    return "\n".join(made)
+        found[line["name"]].append(line["seconds"])
+    return found
+
+
+def document(folder: Path) -> dict[str, object]:
+    """Return all tables with their samples and where they come from."""
+    return {
+        "topic": "throughput",
+        "command": "python benchmarks/pipeline.py --folder DIR --case batch16 (and single, decode)",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+            "llama.cpp": rivals.PACKAGE,
+        },
+        "samples": {case: samples(folder, case) for case in RUNS},
+        "tables": [
+            {
+                "title": title,
+                "columns": COLUMNS,
+                "rows": rows(folder, case),
+                "note": f"Random Llama, {text} {NOTE}",
+            }
+            for case, (title, text) in TITLES.items()
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -103,3 +103,10 @@ def cpu_name() -> str:
     found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
     lines = [line for line in found.splitlines() if line.startswith("Model name:")]
     return lines[0].partition(":")[2].strip() if lines else platform.machine()
+
+
+def machine() -> str:
+    """Return the processor and the number of cores."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
