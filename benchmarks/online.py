@@ -362,7 +362,8 @@ def mixed_plan(options: argparse.Namespace) -> Path:
             command([
                 "llmpq-profile", "layer", "--model", str(options.folder / "model"), "--core", "0",
                 "--max_batch", "64", "--max_prompt", "512", "--max_context", "768", "--points",
-                "10", "--budget", "60", "--output", str(folder / f"{name}.csv"), *words,
+                "10", "--max_prefill", "512", "--layers", "3", "--budget", "60",
+                "--output", str(folder / f"{name}.csv"), *words,
             ])  # fmt: skip
     devices = [
         {"type": "cpu", "count": 1, "threads": 1, "profile": "native.csv"},
