@@ -337,7 +337,7 @@ def batched(options: argparse.Namespace, number: int) -> None:
 
 
 def capacity(options: argparse.Namespace, number: int) -> None:
-    """Serve two unlike devices as fast as they can, and compare with what is predicted."""
+    """Serve two different devices as fast as they can, and compare with what is predicted."""
     plan = mixed_plan(options)
     queries = [replace(one, arrival_s=0.0) for one in arriving(options, "azure", 1.0, number)]
     with llmpq_serve(options.folder / "model", plan, options.folder / "mixed.log") as found:
