@@ -26,8 +26,12 @@ MAX_STEP_TOKENS = 32
 """Most tokens of a step with drafts: a compiled decode step takes no more rows."""
 ROW_COST = 1 / 4
 """``RowCost`` where no plan forecasts it: that of 16 and 8 bits on CPUs."""
-FIRST_WEIGHT = 1.0
+FIRST_WEIGHT = 2.0
 """Weight of the first ``RowCost``, in squares of differences between the rows of two steps."""
+MOST_DISTURBED = 1.5
+"""Longest time of a step that is believed, relative to the expected one."""
+KNOWN_STEPS = 512
+"""Steps after which a measured cost counts for a third of what it did."""
 SMOOTHED_STEPS = 32
 """Steps whose mean is that of a step, and pairs of steps whose slope is that of a row."""
 FIRST_CREDIT = 0.25
@@ -159,16 +163,18 @@ class RowCost:
         self._last_end_s = end_s
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Take a measured decode step; a disturbed one counts as twice as long at most."""
+        """Take a measured decode step; at most ``MOST_DISTURBED`` of the expected time counts."""
         if seconds <= 0:
             return
         if self._steps:
-            seconds = min(seconds, 2 * (self._mean_s + self._row_s * (rows - self._mean_rows)))
+            expected_s = self._mean_s + self._row_s * (rows - self._mean_rows)
+            seconds = min(seconds, MOST_DISTURBED * expected_s)
             self._compare(rows - self._last[0], seconds - self._last[1])
         else:
             self._squares = FIRST_WEIGHT
             self._products = FIRST_WEIGHT * self._first * seconds / (1 + self._first * (rows - 1))
         self._smooth(rows, seconds)
+        self._forget()
         self._last = (rows, seconds)
 
     def _compare(self, more_rows: int, more_s: float) -> None:
@@ -186,6 +192,12 @@ class RowCost:
             self._products *= mean_s / (self._mean_s + self._row_s * more_rows)
         self._mean_rows += more_rows
         self._mean_s = mean_s
+
+    def _forget(self) -> None:
+        """Return slowly to the first value, so that no wrong one ends all drafts for good."""
+        one_s = self._mean_s - self._row_s * (self._mean_rows - 1)
+        self._squares += (FIRST_WEIGHT - self._squares) / KNOWN_STEPS
+        self._products += (FIRST_WEIGHT * self._first * one_s - self._products) / KNOWN_STEPS
 
     def of_draft_token(self, tokens: int) -> float:
         """Return what a draft token costs, in steps of its sequence: the share of rows in a step.

