@@ -69,7 +69,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_kv_shared_layers": 1,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 60,
+        "vocab_size_per_layer_input": 100,
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.5, 0.0, 0.5],
     },

@@ -73,7 +73,8 @@ def test_float32_file_is_the_model_it_was_made_from(family, model_of, tmp_path):
         for key, value in expected.items():
             assert torch.allclose(state[key], value, rtol=0, atol=shift), key
     reference = load_reference(model_dir)
-    rebuilt = type(reference)(found.config).eval()
+    chosen = reference.config._attn_implementation
+    rebuilt = type(reference)._from_config(found.config, attn_implementation=chosen).eval()
     rebuilt.load_state_dict(reference.state_dict())
     with torch.inference_mode():
         expected = reference(TOKENS).logits
