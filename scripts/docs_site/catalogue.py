@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import model_types
 from scripts.docs_site import fit_table
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
 DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
+VALUE_BYTES = 2
+"""Of a weight and of a cached value at 16 bits."""
 MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields|families|fit) -->$", re.M)
 
 
@@ -45,11 +47,13 @@ def families() -> str:
 
 
 def models() -> str:
-    """Return one line for each publisher."""
-    names = sorted((model["name"] for model in _read("models.json")["models"]), key=str.lower)
-    lines = []
-    for owner, group in groupby(names, key=lambda name: name.split("/")[0]):
-        lines.append(f"- {owner}: " + ", ".join(f"`{name}`" for name in group))
+    """Return a table of all models: parameters, bytes of weights and of a cached token."""
+    lines = ["| name | parameters | weights, bytes | cache, bytes a token |", "|" + " --- |" * 4]
+    for name in sorted(catalog.model_names(), key=str.lower):
+        model = catalog.model(name)
+        values = sum(layer.kv_values_per_token for layer in model.layers)
+        sizes = (model.parameters, VALUE_BYTES * model.parameters, VALUE_BYTES * values)
+        lines.append(f"| `{name}` | {' | '.join(f'{size:,}' for size in sizes)} |")
     return "\n".join(lines)
 
 

@@ -61,8 +61,19 @@ def _save(folder, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tested_family_generates_the_tokens_of_transformers(case, tmp_path):
+    _assert_generates(_save(tmp_path, case), CUTS[len(case) % 3])
+
+
+@pytest.mark.slow  # a minute: the other numbers of stages
+@pytest.mark.parametrize("case", CASES)
+def test_tested_family_generates_the_same_over_any_number_of_stages(case, tmp_path):
     folder = _save(tmp_path, case)
-    run = Sequences(Pipeline(folder, CUTS[len(case) % 3]))
+    for cuts in CUTS:
+        _assert_generates(folder, cuts)
+
+
+def _assert_generates(folder, cuts):
+    run = Sequences(Pipeline(folder, cuts))
     run.prefill(PROMPTS)
     run.decode(list(PROMPTS), 3)
     slot, prompt = CHUNKED

@@ -60,10 +60,8 @@ CASES = {
 }
 
 
-PUBLISHED = {
-    entry["config"]["model_type"]: entry
-    for entry in json.loads((DATA / "models.json").read_text())["models"]
-}
+MODELS = json.loads((DATA / "models.json").read_text())["models"]
+PUBLISHED = {entry["config"]["model_type"]: entry for entry in MODELS}
 """One published model of every family in the catalogue."""
 MAX_LAYERS = 5
 """Layers of a published model that are built: the kinds of layer of all these models are among
@@ -100,12 +98,23 @@ def test_fields_mean_what_they_mean_to_transformers(case):
 
 @pytest.mark.parametrize("model_type", sorted(PUBLISHED))
 def test_published_sizes_are_those_of_transformers(model_type):
-    if model_type not in CONFIG_MAPPING:
-        pytest.skip("this version of transformers does not know the family")
     fields = dict(PUBLISHED[model_type]["config"])
     name = next(name for name in LAYERS if name in fields)
     if not any(isinstance(value, list) for value in fields.values()):
         fields[name] = min(fields[name], MAX_LAYERS)
+    _assert_published(fields)
+
+
+@pytest.mark.slow  # minutes: all layers of 106 models
+@pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry["name"])
+def test_every_published_model_is_that_of_transformers(entry):
+    _assert_published(entry["config"])
+
+
+def _assert_published(fields):
+    model_type = fields["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know the family")
     found = model_from_config(fields, "published", "config.json")
     config_class = CONFIG_MAPPING[model_type]
     expected = describe(config_class.from_dict(fields), "published", found.dtype)
