@@ -1,16 +1,19 @@
 """FP8, compressed-tensors, AWQ and MXFP4 weights are what their own libraries decode them to.
 
-``scripts/compressed_tensors_fixture.py`` makes the fixture of compressed-tensors.
+``scripts/compressed_tensors_fixture.py``, ``scripts/autoawq_fixture.py`` and
+``scripts/mxfp4_fixture.py`` make the fixtures.
 """
 
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmpq.errors import SpecError
@@ -24,7 +27,8 @@ from llmpq.spec.huggingface.quantization import codes_config
 
 torch.set_num_threads(1)
 
-FIXTURE = Path(__file__).parent / "fixtures" / "compressed-tensors"
+FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURE = FIXTURES / "compressed-tensors"
 SHAPE = {"layers": 2, "hidden": 64, "intermediate": 160, "heads": 4, "kv_heads": 2}
 
 
@@ -51,6 +55,17 @@ def test_weights_are_those_of_compressed_tensors(block_weights, monkeypatch):
         found = files.load(files.source(name))
         assert found.dtype == torch.float32
         assert torch.equal(found.half(), weight), name
+
+
+@pytest.mark.parametrize("scale_format", ["float", "ue8m0"])
+def test_fp8_matrices_that_transformers_writes_are_read_as_it_reads_them(scale_format, tmp_path):
+    config = FineGrainedFP8Config(weight_block_size=(32, 48), scale_fmt=scale_format)
+    writer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    written = writer.convert({"m.weight": torch.randn(64, 96)})
+    files = files_of(tmp_path, written | {"norm.weight": torch.ones(4)}, config.to_dict())
+    stored = written["m.weight"], written["m.weight_scale_inv"]
+    expected = Fp8Dequantize(None)._dequantize_one(*stored, torch.float32)
+    assert torch.equal(files.load(files.source("m.weight")), expected)
 
 
 def fp8_of(weight, block):
@@ -114,12 +129,32 @@ def test_fp8_model_is_quantized_like_its_decoded_weights(family, tiny_model, tmp
     assert load_model_dir(quantized).stored == ()
 
 
-def logits(model_dir, bits):
-    tokens = torch.arange(3, 23).view(2, 10)
+def logits(model_dir, bits, tokens=None):
+    tokens = torch.arange(3, 23).view(2, 10) if tokens is None else tokens
     stage = load_stage(model_dir, 0, 2, bits, dtype=torch.float32, device="cpu")
     master = load_master(model_dir, dtype=torch.float32, device="cpu")
-    hidden = stage.run_whole(master.embed(tokens, torch.arange(10).expand(2, -1)))
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    hidden = stage.run_whole(master.embed(tokens, positions))
     return master.logits(hidden.flatten(0, 1))
+
+
+def test_weights_are_those_of_autoawq():
+    tensors = Checkpoint(FIXTURES / "autoawq").tensors
+    expected = load_file(FIXTURES / "autoawq" / "expected.safetensors")
+    names = [name for name in expected if name.endswith("weight")]
+    assert len(names) == 4
+    for name in names:
+        assert torch.equal(tensors.load(tensors.source(name)).half(), expected[name]), name
+
+
+def test_logits_and_tokens_are_those_of_autoawq():
+    folder = FIXTURES / "autoawq"
+    expected = load_file(folder / "expected.safetensors")
+    prompt = expected["logits"].shape[1]
+    found = logits(folder, [16, 16], expected["tokens"])
+    # AutoAWQ computed in float16.
+    assert (found[:prompt] - expected["logits"][0]).abs().max() <= 1e-2 * found.abs().max()
+    assert found.argmax(-1)[prompt - 1 : -1].tolist() == expected["tokens"][0, prompt:].tolist()
 
 
 def test_awq_follows_its_order_of_codes(tmp_path):
@@ -153,6 +188,12 @@ def test_mxfp4_experts_are_those_of_transformers(tmp_path):
     assert source.shape == tuple(expected.mT.shape) == (3, 24, 64)
     assert torch.equal(files.load(source), expected.mT)
     assert torch.equal(files.load(list(source.rows())[1]), expected[1].T)
+
+
+def test_mxfp4_experts_are_those_of_triton_kernels():
+    files = QuantizedFiles(FIXTURES / "mxfp4", config_of({"quant_method": "mxfp4"}))
+    expected = load_file(FIXTURES / "mxfp4" / "expected.safetensors")["e.down_proj"]
+    assert torch.equal(files.load(files.source("e.down_proj")), expected)
 
 
 def test_mxfp4_model_runs_as_its_decoded_weights(tiny_model, tmp_path):
