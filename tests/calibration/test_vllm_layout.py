@@ -1,10 +1,12 @@
 """Symmetric files of 4 and 8 bits are what vLLM 0.33 reads: fields, names, shapes, rules.
 
-vLLM itself needs a GPU; these tests check what its ``auto_gptq`` and ``gptq_utils`` check.
+vLLM itself needs a GPU; these tests check what its ``auto_gptq`` and ``gptq_utils`` check, and ask
+its own configuration classes where it is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 
@@ -89,3 +91,62 @@ def test_only_quantized_operators_have_tensors_that_are_not_floating(stored):
     owners = {name.rpartition(".")[0] for name, t in tensors.items() if not t.is_floating_point()}
     assert owners == {name.removesuffix(".qweight") for name in tensors if name.endswith("qweight")}
     assert not any(".layers.2." in name for name in owners)
+
+
+THREE = Precision(bits=3, method="rtn", group_size=32, symmetric=True)
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")
+
+
+@pytest.fixture
+def vllm_platform(monkeypatch):
+    """Let a CUDA build of vLLM answer on a host without GPUs."""
+    from vllm import platforms  # noqa: PLC0415
+    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+
+    monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
+
+
+@needs_vllm
+def test_vllm_reads_the_bits_of_gptq_rules(stored, vllm_platform):
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig  # noqa: PLC0415
+    from vllm.model_executor.layers.quantization.utils import gptq_utils  # noqa: PLC0415
+
+    for layer, expected in enumerate([(4, 32), (8, -1), None]):
+        for operator in OPERATORS:
+            prefix = f"model.layers.{layer}.{operator}"
+            found = AutoGPTQConfig.from_config(stored[0])
+            if expected is None:
+                assert gptq_utils.get_dynamic_override(found, prefix) is False
+            else:
+                gptq_utils.override_config(found, prefix)
+                assert (found.weight_bits, found.group_size, found.is_sym) == (*expected, True)
+
+
+@needs_vllm
+@pytest.mark.parametrize("head", [None, EIGHT])
+def test_vllm_reads_the_bits_of_compressed_tensors_groups(
+    head, vllm_platform, tiny_model, tmp_path
+):
+    from torch.nn import Linear  # noqa: PLC0415
+    from vllm.model_executor.layers.quantization.compressed_tensors import (  # noqa: PLC0415
+        compressed_tensors,
+    )
+
+    job = QuantizeJob(
+        model_dir=tiny_model("llama", seed=1, shape={**SHAPE, "vocab": 104, "layers": 4}),
+        precisions=(THREE, FOUR, EIGHT, unquantized()),
+        head=head,
+        format="compressed-tensors",
+    )
+    quantize_checkpoint(job, tmp_path / "out")
+    fields = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    read = compressed_tensors.CompressedTensorsConfig.from_config(fields)
+    read.packed_modules_mapping = FUSED
+    names = [f"model.layers.{layer}.{one}" for layer in range(4) for one in OPERATORS]
+    expected = [one for one in ((3, 32), (4, 32), (8, -1), None) for _ in OPERATORS]
+    for name, bits in zip(
+        [*names, "lm_head"], [*expected, None if head is None else (8, -1)], strict=True
+    ):
+        found = read.get_scheme(Linear(2, 2), name)
+        assert (None if found is None else (found.num_bits, found.group_size)) == bits, name
