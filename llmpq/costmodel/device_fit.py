@@ -1,121 +1,234 @@
 """The figures of a device from its measurements: those with which the roofline returns them.
 
-Products of many rows determine the arithmetic of a format or bitwidth and how many tokens fill the
-device, one of a single row the bandwidth of reading weights, those of some rows the arithmetic of
-decode steps.
+Decode steps of the smallest and the largest batch determine the bandwidth of reading weights and
+the arithmetic of few rows; those in between, how much of the smaller of both adds to the larger.
+Prompts determine the arithmetic of many rows and how many tokens fill the device; long prompts and
+contexts determine attention.
 """
 
 from __future__ import annotations
 
-from llmpq.costmodel.roofline import DECODE_ARITHMETIC, OVERLAP_LOSS
-from llmpq.errors import SpecError
-from llmpq.spec.devices.figures import DeviceEntry, PrecisionCost
-from llmpq.spec.devices.timings import DeviceTimings, ProductTiming
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
 
-LEAST = 0.01
-"""Least factor of a precision cost."""
+from llmpq.costmodel.roofline import DECODE_ARITHMETIC
+from llmpq.errors import SpecError
+from llmpq.spec.devices.figures import SOURCED, DeviceEntry, PrecisionCost
+from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
+from llmpq.spec.precision import DTYPE_BYTES, Phase, default_precision, linear_bytes
+
+LEAST, MOST = 0.01, 100.0
+"""Least and greatest factor."""
+OVERLAP_LOSS = 0.15
+"""Usual share of the smaller time that counts: the catalogue's."""
+LOSSES = tuple(step / 20 for step in range(1, 21))
+"""Candidates for it."""
+USUAL = 0.01
+"""Relative error that a share must save for every 1 of its distance to the usual one."""
 
 
 def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntry:
     """Return the entry of a measured device, with ``provenance`` as the source of its figures.
 
     Raises:
-        SpecError: no product was measured.
+        SpecError: no layer was measured.
     """
-    best = _main_format(timings)
-    dense = _by_rows(timings, best, 16)
-    few, some, short, many = sorted(dense)
-    stream = dense[few].stored_bytes / dense[few].seconds
-    saturation = _saturation(dense[short], dense[many], stream)
-    rates = {
-        dtype: _prefill_flops(_by_rows(timings, dtype, 16)[many], stream, saturation)
-        for dtype in dict.fromkeys(one.dtype for one in timings.products)
-    }
-    peak = max(timings.copy_bytes_per_s, stream)
-    costs = []
-    for bits in dict.fromkeys(one.bits for one in timings.products):
-        own = _by_rows(timings, best, bits)
-        rate = _prefill_flops(own[many], stream, saturation)
-        one_s = _flops(own[few]) / (rate * DECODE_ARITHMETIC)
-        read_s = _other(own[few].seconds, one_s)
-        thin_s = _other(own[some].seconds, read_s)
-        thin = thin_s * DECODE_ARITHMETIC * rate / _flops(own[some])
-        share = own[few].stored_bytes / stream / read_s
-        costs.append(
-            PrecisionCost(
-                bits=bits,
-                compute=max(LEAST, rates[best] / rate),
-                stream=1.0 if bits == 16 else max(LEAST, share),
-                thin=max(LEAST, thin),
-            )
-        )
-    source = f"measured by llmpq-profile device, {provenance}"
-    measured = [
-        "memory_bytes",
-        "flops",
-        "memory_bytes_per_s",
-        "memory_efficiency",
-        "compute_efficiency",
-    ]
-    measured += ["layer_overhead_s", "precision_costs", "saturation_tokens"]
-    if timings.host_bytes_per_s is not None:
-        measured += ["link_bytes_per_s", "link_latency_s"]
-    return DeviceEntry(
+    if not timings.layers:
+        raise SpecError("device: found no layer that it computes, expected at least one format")
+    fits = [_Fit(timings=timings, loss=loss) for loss in LOSSES]
+    fit = min(fits, key=lambda one: one.error + USUAL * abs(one.loss - OVERLAP_LOSS))
+    peak = max(timings.copy_bytes_per_s, fit.stream)
+    entry = DeviceEntry(
         type=name,
         kind=timings.kind,
         memory_bytes=timings.memory_bytes,
-        flops=tuple(rates.items()),
+        flops=tuple(fit.rates().items()),
         memory_bytes_per_s=peak,
-        compute_efficiency=max(LEAST, timings.prefill_share),
-        memory_efficiency=max(LEAST, timings.decode_share * stream / peak),
+        compute_efficiency=1.0,
+        memory_efficiency=max(LEAST, fit.stream / peak),
+        overlap_loss=fit.loss,
+        attention_efficiency=fit.attention_efficiency(),
+        attention_memory_efficiency=fit.attention_memory_efficiency(),
         layer_overhead_s=timings.layer_overhead_s,
-        saturation_tokens=saturation,
-        precision_costs=tuple(costs),
+        saturation_tokens=fit.saturation_tokens,
+        precision_costs=tuple(fit.cost(bits) for bits in fit.widths),
         compute_capability=timings.compute_capability,
         cores=timings.threads if timings.kind == "cpu" and timings.threads > 1 else None,
         link_bytes_per_s=timings.host_bytes_per_s,
         link_latency_s=timings.host_latency_s,
-        source=tuple(dict.fromkeys(measured, source).items()),
     )
+    source = f"measured by llmpq-profile device, {provenance}"
+    unmeasured = ("kind", "compute_capability", "cores")
+    stated = [one for one in SOURCED if getattr(entry, one) is not None and one not in unmeasured]
+    return replace(entry, source=tuple(dict.fromkeys(stated, source).items()))
 
 
-def _main_format(timings: DeviceTimings) -> str:
-    """Return the format in which bitwidths were compared: the one with the most products."""
-    formats = [one.dtype for one in timings.products]
-    if not formats:
-        raise SpecError("device: found no product that it computes, expected at least one format")
-    return max(dict.fromkeys(formats), key=formats.count)
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """The figures that follow once the share of the smaller time that counts, ``loss``, is set."""
+
+    timings: DeviceTimings
+    loss: float
+
+    @cached_property
+    def dtype(self) -> str:
+        """The format in which bitwidths were compared: the one with the most layers."""
+        formats = [one.dtype for one in self.timings.layers]
+        return max(dict.fromkeys(formats), key=formats.count)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Bitwidths that were measured."""
+        return tuple(dict.fromkeys(one.bits for one in self._own))
+
+    @cached_property
+    def stream(self) -> float:
+        """Bytes of 16-bit weights that decode reads per second."""
+        return self._stored_bytes(16) / self._decode_s(16)[0]
+
+    @cached_property
+    def saturation_tokens(self) -> float:
+        """Tokens by which a short prompt counts as longer than it is."""
+        (few, few_s), (many, many_s) = self._arithmetic_s(16)
+        return max(0.0, (many * few_s - few * many_s) / (many_s - few_s)) if many_s > few_s else 0.0
+
+    @property
+    def error(self) -> float:
+        """Mean relative error in decode; of the smallest and the largest batch there is none."""
+        errors = []
+        for bits in self.widths:
+            read_s, row_s = self._decode_s(bits)
+            for one in self._short(bits, Phase.DECODE):
+                errors.append(abs(self._overlapped(read_s, one.rows * row_s) / one.seconds - 1))
+        return fmean(errors)
+
+    def rates(self) -> dict[str, float]:
+        """Return the operations per second of 16-bit layers by number format."""
+        found = {self.dtype: self._token_flops / self._token_s(16)}
+        for timing in self.timings.layers:
+            if timing.dtype != self.dtype:
+                one = self._without_attention(timing)
+                arithmetic_s = self._other(
+                    one.seconds, self._stored_bytes(16, one.dtype) / self.stream
+                )
+                tokens = one.rows + self.saturation_tokens
+                found[one.dtype] = self._token_flops * tokens / arithmetic_s
+        return found
+
+    def cost(self, bits: int) -> PrecisionCost:
+        """Return the factors of a bitwidth."""
+        read_s, row_s = self._decode_s(bits)
+        token_s = self._token_s(bits)
+        return PrecisionCost(
+            bits=bits,
+            compute=_factor(token_s / self._token_s(16)),
+            stream=_factor(self._stored_bytes(bits) / self.stream / read_s),
+            # A step of few rows does not multiply faster than a prompt.
+            thin=_factor(max(1.0, row_s / token_s) * DECODE_ARITHMETIC),
+        )
+
+    def attention_efficiency(self) -> float:
+        """Return the rate of attention relative to that of products."""
+        product_s = 4.0 * self.timings.features / self._token_flops * self._token_s(16)
+        return _factor(product_s / max(self._pair_s, product_s / MOST))
+
+    def attention_memory_efficiency(self) -> float:
+        """Return the bandwidth of reading cached values relative to that of reading weights."""
+        read_s = DTYPE_BYTES[self.dtype] / self.stream
+        return _factor(read_s / max(self._value_s, read_s / MOST))
+
+    @cached_property
+    def _pair_s(self) -> float:
+        """Seconds of attention of one token to another, from long prompts and short ones."""
+        prompts = [one for one in self._own if (one.bits, one.phase) == (16, Phase.PREFILL)]
+        long = max(prompts, key=lambda one: one.tokens)
+        (short,) = (one for one in prompts if one.rows == long.rows and one is not long)
+        pairs = long.rows * (long.tokens - short.tokens)
+        return max(0.0, long.seconds - short.seconds) / pairs
+
+    @cached_property
+    def _value_s(self) -> float:
+        """Seconds of reading a cached value, from decode with long contexts and short ones."""
+        steps = [one for one in self._own if (one.bits, one.phase) == (16, Phase.DECODE)]
+        long = max(steps, key=lambda one: one.tokens)
+        (short,) = (one for one in steps if one.batch == long.batch and one is not long)
+        pairs = long.batch * (long.tokens - short.tokens)
+        seconds = long.seconds - short.seconds - pairs * self._pair_s
+        return max(0.0, seconds) / (2 * self.timings.features * pairs)
+
+    @cached_property
+    def _own(self) -> list[LayerTiming]:
+        return [one for one in self.timings.layers if one.dtype == self.dtype]
+
+    def _short(self, bits: int, phase: Phase) -> list[LayerTiming]:
+        """Return the short steps of a bitwidth without their attention, by rows."""
+        steps = [one for one in self._own if (one.bits, one.phase) == (bits, phase)]
+        least = min(one.tokens for one in steps)
+        found = [self._without_attention(one) for one in steps if one.tokens == least]
+        return sorted(found, key=lambda one: one.rows)
+
+    def _without_attention(self, one: LayerTiming) -> LayerTiming:
+        """Return a timing less its attention, which is at most half of it."""
+        values = 2 * self.timings.features * one.batch * one.tokens
+        attention_s = one.rows * one.tokens * self._pair_s + values * self._value_s
+        return replace(one, seconds=max(one.seconds / 2, one.seconds - attention_s))
+
+    @property
+    def _token_flops(self) -> float:
+        return 2.0 * LAYER_MATRICES * self.timings.features**2
+
+    def _stored_bytes(self, bits: int, dtype: str | None = None) -> int:
+        features, value_bytes = self.timings.features, DTYPE_BYTES[dtype or self.dtype]
+        size = linear_bytes(features, features, default_precision(bits), value_bytes)
+        return LAYER_MATRICES * size
+
+    def _decode_s(self, bits: int) -> tuple[float, float]:
+        """Return the seconds of reading the weights of a layer, and of the arithmetic of a row.
+
+        Steps of ``m`` rows take ``read + loss m row`` while reading takes longer, else
+        ``m row + loss read``: of the smallest batch the first holds, of the largest one of both.
+        """
+        steps = self._short(bits, Phase.DECODE)
+        few, many, loss = steps[0], steps[-1], self.loss
+        ratio = few.rows / many.rows
+        read_s = (few.seconds - loss * ratio * many.seconds) / (1 - loss * loss * ratio)
+        row_s = (many.seconds - loss * read_s) / many.rows
+        if many.rows * row_s < read_s:
+            row_s = (many.seconds - few.seconds) / (many.rows - few.rows) / loss
+            read_s = few.seconds - loss * few.rows * row_s
+        return max(read_s, LEAST * few.seconds), max(row_s, LEAST * few.seconds / many.rows)
+
+    def _arithmetic_s(self, bits: int) -> list[tuple[int, float]]:
+        """Return rows and seconds of arithmetic of the short prompts of a bitwidth."""
+        read_s = self._decode_s(bits)[0]
+        steps = self._short(bits, Phase.PREFILL)
+        return [(one.rows, self._other(one.seconds, read_s)) for one in steps]
+
+    def _token_s(self, bits: int) -> float:
+        """Return the seconds of arithmetic of a token of a prompt that fills the device.
+
+        Of the values that the two prompts have at some bits it is the geometric mean.
+        """
+        few_s, many_s = (
+            seconds / (rows + self.saturation_tokens) for rows, seconds in self._arithmetic_s(bits)
+        )
+        return math.sqrt(few_s * many_s)
+
+    def _overlapped(self, first_s: float, second_s: float) -> float:
+        return max(first_s, second_s) + self.loss * min(first_s, second_s)
+
+    def _other(self, total_s: float, known_s: float) -> float:
+        """Return ``x`` whose overlap with ``known_s`` takes ``total_s``, at least a little.
+
+        ``x`` is taken as the larger where that is consistent, else as the smaller.
+        """
+        larger = total_s - self.loss * known_s
+        if larger >= known_s:
+            return larger
+        return max((total_s - known_s) / self.loss, LEAST * total_s)
 
 
-def _by_rows(timings: DeviceTimings, dtype: str, bits: int) -> dict[int, ProductTiming]:
-    return {one.rows: one for one in timings.products if (one.dtype, one.bits) == (dtype, bits)}
-
-
-def _flops(one: ProductTiming) -> float:
-    return 2.0 * one.rows * one.out_features * one.in_features
-
-
-def _saturation(short: ProductTiming, many: ProductTiming, stream: float) -> float:
-    """Return the tokens by which a short prompt counts as longer than it is."""
-    short_s, many_s = (_other(one.seconds, one.stored_bytes / stream) for one in (short, many))
-    if many_s <= short_s:
-        return 0.0
-    return max(0.0, (many.rows * short_s - short.rows * many_s) / (many_s - short_s))
-
-
-def _prefill_flops(one: ProductTiming, stream: float, saturation: float) -> float:
-    """Return the operations per second of a product of many rows."""
-    seconds = _other(one.seconds, one.stored_bytes / stream)
-    return _flops(one) * (one.rows + saturation) / one.rows / seconds
-
-
-def _other(total_s: float, known_s: float) -> float:
-    """Return ``x`` for which the roofline's overlap of ``x`` and ``known_s`` is ``total_s``.
-
-    The roofline counts the larger in full and a share of the smaller. ``x`` is taken as the larger
-    where that is consistent, else as the smaller, and is always positive.
-    """
-    larger = total_s - OVERLAP_LOSS * known_s
-    if larger >= known_s:
-        return larger
-    return max((total_s - known_s) / OVERLAP_LOSS, LEAST * total_s)
+def _factor(value: float) -> float:
+    return min(MOST, max(LEAST, value))

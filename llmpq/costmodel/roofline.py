@@ -1,6 +1,6 @@
 """Roofline: seconds from a device's figures alone, used where nothing was measured.
 
-The slower of arithmetic and weight streaming counts in full, the faster with 15 percent; attention,
+The slower of arithmetic and weight streaming counts in full, the faster with a share; attention,
 widening of quantized weights and launches are added. The constants are those of the LLM-PQ cluster
 study. The estimate is positive and never decreases with batch or tokens. A sliding window does not
 reduce the work: the runtime keeps whole sequences and masks what is outside the window.
@@ -22,11 +22,8 @@ from llmpq.spec.precision import (
     linear_bytes,
 )
 
-OVERLAP_LOSS = 0.15
 DECODE_ARITHMETIC = 0.5
 """Share of the arithmetic efficiency that thin matrices (one row a sequence) reach."""
-ATTENTION_ARITHMETIC = 0.35
-ATTENTION_STREAM = 0.8
 DEVIATION = 0.4
 """Relative standard deviation of the roofline, around measured layers of A100, L40S, H100 and H200
 (docs/evidence/forecasts.md)."""
@@ -73,11 +70,11 @@ class RooflineLatencyModel:
         # A short prompt does not fill the device; it counts with that many more tokens.
         rows = work.rows + (self.device.saturation_tokens if is_prefill else 0.0)
         compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
-        seconds = _overlapped(weights_s, compute_s)
-        seconds += work.attention_flops / (self._arithmetic * ATTENTION_ARITHMETIC)
+        seconds = self._overlapped(weights_s, compute_s)
+        seconds += work.attention_flops / (self._arithmetic * self.device.attention_efficiency)
         cached = work.kv_values * self.kv_bits / 8
         cached += batch * tokens * kv_scale_bytes(layer, self.kv_bits)
-        seconds += cached / (self._stream * ATTENTION_STREAM)
+        seconds += cached / (self._stream * self.device.attention_memory_efficiency)
         if is_prefill and bits != 16:
             widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
             seconds += cost.dequantize * widened / self._stream
@@ -106,9 +103,13 @@ class RooflineLatencyModel:
         stored = linear_bytes(*shape, self.model.head_precision(head_bits), value_bytes)
         # As many rows as in decode: one position a sequence.
         weights_s = stored / (self._stream * cost.stream_of(Phase.DECODE, batch))
-        head_s = _overlapped(weights_s, compute_s)
+        head_s = self._overlapped(weights_s, compute_s)
         sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
         return embed_s + head_s + sample_s + self.device.layer_overhead_s
+
+    def _overlapped(self, first_s: float, second_s: float) -> float:
+        shorter_s, longer_s = sorted((first_s, second_s))
+        return longer_s + self.device.overlap_loss * shorter_s
 
     @property
     def _arithmetic(self) -> float:
@@ -126,10 +127,6 @@ class RooflineLatencyModel:
         """Threads for each that the figures are for: one, or one a core of a whole processor."""
         cores = self.device.cores
         return self.threads if cores is None else min(self.threads, cores) / cores
-
-
-def _overlapped(first_s: float, second_s: float) -> float:
-    return max(first_s, second_s) + OVERLAP_LOSS * min(first_s, second_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

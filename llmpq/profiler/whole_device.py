@@ -1,42 +1,52 @@
-"""Measure a device in itself: copies, products by format and bitwidth, launches, the host link.
+"""Measure a device in itself: layers by format and bitwidth, copies, launches, the host link.
 
-Products are timed as a run meets them: weights are read from memory, not from a cache, since so
-many of them take turns that none stays. Everything is timed in interleaved rounds; the median
-counts.
-
-Shapes: ``[M, K]`` rows and input features, ``[N, K]`` weights.
+The layers are Llama's with two equal widths and run as in a rank: with the kernels that loading
+chooses, and decode steps compiled or captured where possible. Decode reads weights from memory, not
+from a cache, as in a run: it passes through so many layers that none stays. Everything is timed in
+interleaved rounds; the median counts.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig
 
+from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.stats import synchronize
-from llmpq.kernels.registry import choose_backend
-from llmpq.models import DecoderStage, PackedBatch, kv_shapes
-from llmpq.models.adapter import build_layer
-from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.devices.timings import DeviceTimings, ProductTiming
-from llmpq.spec.precision import default_precision
+from llmpq.dist.transport.frames import Row
+from llmpq.models import DecoderStage, kv_shapes
+from llmpq.models.adapter import Skeleton
+from llmpq.profiler.grid import Shape
+from llmpq.quant.modules.layer import quantize_layer_
+from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision, linear_bytes
 
-ROWS = (1, 16, 64, 512)
-FORMATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FORMATS: dict[Dtype, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+"""In order of preference."""
+MOST_SLOWER = 3.0
+"""How much longer products of the preferred format may take: runs have it for its fewer bytes."""
+DECODE_BATCHES = (1, 4, 16)
+FEW_TOKENS, MANY_TOKENS = 64, 512
+"""Tokens of a step of prompts."""
+SHORT_TOKENS, LONG_TOKENS = 32, 512
+"""Tokens of a prompt with next to no attention, and of a prompt or context with much."""
 OVERHEAD_DEPTHS = (2, 6)
 HEAD_DIM = 64
-LAYER_PRODUCTS = 7
-"""Square products of a layer of Llama whose two widths are equal."""
-SHORT_TOKENS = 32
 LEAST_ROUNDS = 3
 MAX_ROUNDS = 25
 LINK_BYTES = 64 * 2**20
@@ -47,7 +57,7 @@ SMALL_LINK_BYTES = 16 * 2**10
 class DeviceJob:
     """What to measure: the device, features of a square weight, and the seconds to spend.
 
-    ``distinct_bytes`` of weights take turns, more than any cache holds.
+    ``distinct_bytes`` of weights take turns in decode, more than any cache holds.
     """
 
     device: torch.device
@@ -68,32 +78,42 @@ class _Trial:
         return median(self.seconds)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerTrial:
+    """A step through some layers."""
+
+    dtype: Dtype
+    bits: int
+    shape: Shape
+    depth: int
+    trial: _Trial
+
+    def timing(self, overhead_s: float) -> LayerTiming:
+        """Return the seconds of one layer without its overhead; they are at least half of all."""
+        layer_s = self.trial.median_s / self.depth
+        return LayerTiming(
+            dtype=self.dtype, bits=self.bits, phase=self.shape.phase, batch=self.shape.batch,
+            tokens=self.shape.tokens, seconds=max(layer_s / 2, layer_s - overhead_s),
+        )  # fmt: skip
+
+
 @torch.inference_mode()
 def measure_device(
     job: DeviceJob, progress: Callable[[float], None] = lambda _: None
 ) -> DeviceTimings:
     """Measure a device; ``progress`` is called with the share of the budget that is spent."""
     device = job.device
-    trials: dict[tuple[str, int, int], _Trial] = {}
-    stored: dict[tuple[str, int], int] = {}
-    known = {name: dtype for name, dtype in FORMATS.items() if computes(device, dtype)}
-    main = min(known, key=lambda name: _probe_s(job, known[name]))
-    for name, dtype in known.items():
-        for bits in (16, 8, 4, 3) if name == main else (16,):
-            calls, size = _products(job, dtype, bits)
-            stored[name, bits] = size
-            for rows, call in calls:
-                trials[name, bits, rows] = _Trial(call)
-    others = _other_trials(job, known[main])
-    _run([*trials.values(), *others.values()], job, progress)
+    known = [name for name, dtype in FORMATS.items() if computes(device, dtype)]
+    probed_s = {name: _probe_s(job, FORMATS[name]) for name in known}
+    main = next(name for name in known if probed_s[name] <= MOST_SLOWER * min(probed_s.values()))
+    layers = [
+        *(trial for bits in (16, 8, 4, 3) for trial in _main_trials(job, main, bits)),
+        *(_many_tokens(job, name) for name in known if name != main),
+    ]
+    others = _other_trials(job)
+    _run([*(one.trial for one in layers), *others.values()], job, progress)
     few, many = (others[f"layers {depth}"].median_s for depth in OVERHEAD_DEPTHS)
     overhead_s = max(0.0, many - few) / (OVERHEAD_DEPTHS[1] - OVERHEAD_DEPTHS[0])
-    shares = [
-        min(1.0, LAYER_PRODUCTS * trials[main, 16, rows].median_s / max(1e-9, layer_s - overhead_s))
-        for rows in (ROWS[0], ROWS[-1])
-        if (layer_s := others[f"whole {rows}"].median_s)
-    ]
-    shape = {"out_features": job.features, "in_features": job.features}
     host = {}
     if "link" in others:
         latency_s = others["small link"].median_s
@@ -104,24 +124,17 @@ def measure_device(
         memory_bytes=memory_bytes(device),
         threads=torch.get_num_threads() if device.type == "cpu" else 1,
         copy_bytes_per_s=2.0 * job.distinct_bytes / others["copy"].median_s,
-        products=tuple(
-            ProductTiming(
-                dtype=name, bits=bits, rows=rows, stored_bytes=stored[name, bits],
-                seconds=trial.median_s, **shape,
-            )
-            for (name, bits, rows), trial in trials.items()
-        ),
+        features=job.features,
+        layers=tuple(one.timing(overhead_s) for one in layers),
         layer_overhead_s=overhead_s,
-        decode_share=shares[0],
-        prefill_share=shares[1],
         compute_capability=_capability(device),
         **host,
-    )  # fmt: skip
+    )
 
 
 def _probe_s(job: DeviceJob, dtype: torch.dtype) -> float:
     """Return the least seconds of a product of many rows in a format, of three."""
-    x = torch.ones(ROWS[-1], job.features, dtype=dtype, device=job.device)
+    x = torch.ones(MANY_TOKENS, job.features, dtype=dtype, device=job.device)
     weight = torch.ones(job.features, job.features, dtype=dtype, device=job.device)
     seconds = []
     for _ in range(3):
@@ -162,50 +175,40 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return major, minor
 
 
-def _products(
-    job: DeviceJob, dtype: torch.dtype, bits: int
-) -> tuple[Iterator[tuple[int, Callable[[], object]]], int]:
-    """Return a product for each of ``ROWS``, and the bytes of one weight."""
-    features, device = job.features, job.device
-    weight = torch.randn(features, features).mul_(features**-0.5).to(dtype).to(device)
+def _main_trials(job: DeviceJob, dtype: Dtype, bits: int) -> Iterator[_LayerTrial]:
+    """Return prompts through one layer, and decode steps through several."""
+    prompts = [_short_prompts(FEW_TOKENS), _short_prompts(MANY_TOKENS)]
+    steps = [Shape(phase=Phase.DECODE, batch=batch, tokens=1) for batch in DECODE_BATCHES]
     if bits == 16:
-        size = weight.nbytes
-        count = max(1, -(-job.distinct_bytes // size))
-        dense = itertools.cycle([weight.clone() for _ in range(count)])
-
-        def multiply(x: Tensor) -> Tensor:
-            return nn.functional.linear(x, next(dense))
-
-    else:
-        precision = default_precision(bits)
-        backend = choose_backend(device.type, precision, dtype, features, features)
-        packed = quantize(weight, precision, dtype)
-        size = backend.stored_bytes(precision, dtype, features, features)
-        count = max(1, -(-job.distinct_bytes // size))
-        prepared = itertools.cycle([backend.prepare(packed) for _ in range(count)])
-
-        def multiply(x: Tensor) -> Tensor:
-            return backend.linear(x, next(prepared), None)
-
-    inputs = [torch.randn(rows, features).to(dtype).to(device) for rows in ROWS]
-
-    def calls() -> Iterator[tuple[int, Callable[[], object]]]:
-        for rows, x in zip(ROWS, inputs, strict=True):
-            yield rows, lambda x=x: multiply(x)  # type: ignore[misc]  # bound on purpose
-
-    return calls(), size
+        prompts.append(Shape(phase=Phase.PREFILL, batch=1, tokens=LONG_TOKENS))
+        steps.append(Shape(phase=Phase.DECODE, batch=DECODE_BATCHES[1], tokens=LONG_TOKENS))
+    precision, value_bytes = default_precision(bits), DTYPE_BYTES[dtype]
+    size = LAYER_MATRICES * linear_bytes(job.features, job.features, precision, value_bytes)
+    layers = _layers(job, dtype, bits, max(1, -(-job.distinct_bytes // size)))
+    yield from _trials(job, dtype, bits, layers[:1], prompts)
+    yield from _trials(job, dtype, bits, layers, steps)
 
 
-def _other_trials(job: DeviceJob, main: torch.dtype) -> dict[str, _Trial]:
-    """Return a copy inside the device, layers small and whole, and the host link."""
+def _many_tokens(job: DeviceJob, dtype: Dtype) -> _LayerTrial:
+    """Return many tokens of prompts through one layer."""
+    layers = _layers(job, dtype, 16, 1)
+    return next(_trials(job, dtype, 16, layers, [_short_prompts(MANY_TOKENS)]))
+
+
+def _short_prompts(tokens: int) -> Shape:
+    return Shape(phase=Phase.PREFILL, batch=tokens // SHORT_TOKENS, tokens=SHORT_TOKENS)
+
+
+def _other_trials(job: DeviceJob) -> dict[str, _Trial]:
+    """Return a copy inside the device, small layers, and the host link."""
     device = job.device
     source = torch.ones(job.distinct_bytes // 4, device=device)
     target = torch.empty_like(source)
     found = {"copy": _Trial(lambda: target.copy_(source))}
+    small, one = replace(job, features=HEAD_DIM), Shape(phase=Phase.DECODE, batch=1, tokens=1)
     for depth in OVERHEAD_DEPTHS:
-        found[f"layers {depth}"] = _Trial(_layers(depth, HEAD_DIM, 1, torch.float32, device))
-    for rows in (ROWS[0], ROWS[-1]):
-        found[f"whole {rows}"] = _Trial(_layers(1, job.features, rows, main, device))
+        layers = _layers(small, "float32", 16, depth)
+        found[f"layers {depth}"] = next(_trials(small, "float32", 16, layers, [one])).trial
     if device.type != "cpu":
         for name, size in (("link", LINK_BYTES), ("small link", SMALL_LINK_BYTES)):
             host = torch.ones(size, dtype=torch.uint8)
@@ -215,39 +218,62 @@ def _other_trials(job: DeviceJob, main: torch.dtype) -> dict[str, _Trial]:
     return found
 
 
-def _layers(
-    depth: int, features: int, rows: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], object]:
-    """Return a step of ``rows`` tokens through layers of ``LAYER_PRODUCTS`` square weights each.
+def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Module]:
+    """Return layers of ``LAYER_MATRICES`` square matrices each, with random weights."""
+    config = _config(job, depth)
+    skeleton = Skeleton.of(config)
+    values = torch.randn(job.features**2, device=job.device).mul_(0.02).to(FORMATS[dtype])
+    layers = []
+    for index in range(depth):
+        layer = skeleton.build_layer(config, index).to(FORMATS[dtype])
+        layer.to_empty(device=job.device)
+        for parameter in layer.parameters():
+            parameter.copy_(values[: parameter.numel()].view_as(parameter))
+        quantize_layer_(layer, bits, FORMATS[dtype])
+        layers.append(layer)
+    return layers
 
-    Its sequences are short, so that attention is next to nothing.
-    """
-    heads = features // HEAD_DIM
+
+def _config(job: DeviceJob, depth: int) -> LlamaConfig:
+    heads = job.features // HEAD_DIM
     config = LlamaConfig(
-        hidden_size=features, intermediate_size=features, num_attention_heads=heads,
+        hidden_size=job.features, intermediate_size=job.features, num_attention_heads=heads,
         num_key_value_heads=heads, num_hidden_layers=depth, vocab_size=8,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
-    layers = []
-    for index in range(depth):
-        layer = build_layer(config, index).to(dtype).to_empty(device=device)
-        for parameter in layer.parameters():
-            parameter.data.normal_(std=0.02)
-        layers.append(layer)
+    return config
+
+
+def _trials(
+    job: DeviceJob, dtype: Dtype, bits: int, layers: Sequence[nn.Module], shapes: Sequence[Shape]
+) -> Iterator[_LayerTrial]:
+    """Return steps of some shapes through the layers, as a stage runs them."""
+    config = _config(job, len(layers))
     stage = DecoderStage(config, layers, 0)
-    count = max(1, rows // SHORT_TOKENS)
-    tokens = rows // count
     cache = KVCache(
-        kv_shapes(config, 0, depth), 0, num_blocks=count * blocks_of(tokens), dtype=dtype,
-        device=device,
+        kv_shapes(config, 0, len(layers)), 0,
+        num_blocks=max(shape.batch * blocks_of(shape.tokens) for shape in shapes),
+        dtype=FORMATS[dtype], device=job.device,
     )  # fmt: skip
-    batch = PackedBatch(
-        block_tables=[slot_blocks(slot, tokens, tokens) for slot in range(count)],
-        starts=[0] * count,
-        counts=[tokens] * count,
-    )
-    hidden = torch.randn(1, rows, features, device=device).to(dtype)
-    return lambda: stage(hidden, batch, cache)
+    runner = StageRunner(
+        layers=stage, cache=cache, device=job.device, is_last=False,
+        graphs=decode_steps_of(stage, cache, full_rows=1),
+    )  # fmt: skip
+    for shape in shapes:
+        new = shape.tokens if shape.phase is Phase.PREFILL else 1
+        hidden = torch.randn(1, shape.batch * new, job.features, device=job.device)
+        rows = [
+            Row(
+                blocks=slot_blocks(slot, shape.tokens, shape.tokens),
+                first=shape.tokens - new,
+                length=shape.tokens,
+            )
+            for slot in range(shape.batch)
+        ]
+        call = partial(runner.run, hidden.to(FORMATS[dtype]), rows)
+        yield _LayerTrial(
+            dtype=dtype, bits=bits, shape=shape, depth=len(layers), trial=_Trial(call)
+        )
 
 
 def _run(trials: list[_Trial], job: DeviceJob, progress: Callable[[float], None]) -> None:

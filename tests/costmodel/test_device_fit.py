@@ -1,78 +1,125 @@
-"""A measured device: the roofline returns what was measured."""
+"""A measured device: the roofline returns what was measured, and predicts other layers."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.device_fit import fit_device
-from llmpq.costmodel.roofline import DECODE_ARITHMETIC, OVERLAP_LOSS
+from llmpq.costmodel.device_fit import OVERLAP_LOSS, fit_device
+from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.devices.timings import DeviceTimings, ProductTiming
-from llmpq.spec.precision import default_precision, linear_bytes
+from llmpq.spec.devices.figures import DeviceEntry, PrecisionCost
+from llmpq.spec.devices.timings import DeviceTimings, LayerTiming
+from llmpq.spec.huggingface.families import model_from_config
+from llmpq.spec.precision import BITS, Phase
 
-FEATURES, ROWS = 2048, (1, 16, 64, 512)
+FEATURES = 2048
+LAYERS = [
+    *((Phase.DECODE, batch, 1) for batch in (1, 4, 16)),
+    *((Phase.PREFILL, count // 32, 32) for count in (64, 512)),
+]
+LONG = [(Phase.PREFILL, 1, 512), (Phase.DECODE, 4, 512)]
+OTHERS = [(Phase.PREFILL, 1, 100), (Phase.PREFILL, 4, 128), (Phase.DECODE, 8, 700)]
 
 
-def product_s(rows, stored, rate, stream, decode_share):
-    flops = 2.0 * rows * FEATURES * FEATURES
-    read_s = stored / stream
-    compute_s = flops / (rate * (decode_share if rows < 64 else 1.0))
-    return max(read_s, compute_s) + OVERLAP_LOSS * min(read_s, compute_s)
+@cache
+def llama(hidden, wide, kv_heads):
+    fields = {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": wide,
+        "num_attention_heads": hidden // 64, "num_key_value_heads": kv_heads,
+        "num_hidden_layers": 2, "vocab_size": 8, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    return model_from_config(fields, "llama", "config")
 
 
-def timings_of(rates, stream, slower=lambda _: 1.0, **fields):
-    products = []
-    for dtype, rate in rates.items():
-        for bits in (16, 8, 4, 3) if dtype == "bfloat16" else (16,):
-            size = 4 if dtype == "float32" else 2
-            stored = linear_bytes(FEATURES, FEATURES, default_precision(bits), size)
-            products += [
-                ProductTiming(
-                    dtype=dtype, bits=bits, rows=rows, out_features=FEATURES, in_features=FEATURES,
-                    stored_bytes=stored,
-                    seconds=product_s(
-                        rows, stored, rate / slower(bits), stream, DECODE_ARITHMETIC
-                    ),
+def device_of(entry):
+    cluster = cluster_of_types({entry.type: 1})
+    return catalog.device(entry.type, replace(cluster, device_types=(entry,)))
+
+
+def roofline(entry, model, dtype="bfloat16"):
+    return RooflineLatencyModel(model=model, device=device_of(entry), dtype=dtype, kv_bits=16)
+
+
+def entry_of(rate=1e12, stream=1e11, factor=1.0, **fields):
+    """A device that is a roofline, whose kernels of few bits are slower by a factor."""
+    figures = {
+        "kind": "cuda", "memory_bytes": 10**10, "memory_bytes_per_s": 1.25 * stream,
+        "flops": (("bfloat16", 2 * rate), ("float32", rate / 4)), "compute_efficiency": 0.5,
+        "memory_efficiency": 0.8, "saturation_tokens": 100.0, "layer_overhead_s": 0.0,
+        "precision_costs": tuple(
+            PrecisionCost(bits=bits, compute=1.0 if bits == 16 else factor, stream=1.0, thin=1.5)
+            for bits in BITS
+        ),
+    }  # fmt: skip
+    return DeviceEntry(type="true", **figures | fields)
+
+
+def timings_of(entry, **fields):
+    """What the roofline of a device says of the layers that are measured."""
+    model, square = llama(FEATURES, FEATURES, FEATURES // 64), []
+    main, other = (dtype for dtype, _ in entry.flops)
+    for dtype in (main, other):
+        seconds = roofline(entry, model, dtype).layer_s
+        for bits in BITS if dtype == main else (16,):
+            shapes = (LAYERS + LONG if bits == 16 else LAYERS) if dtype == main else LAYERS[-1:]
+            square += [
+                LayerTiming(
+                    dtype=dtype, bits=bits, phase=phase, batch=batch, tokens=tokens,
+                    seconds=seconds(phase, bits, batch, tokens, 0) - entry.layer_overhead_s,
                 )
-                for rows in ROWS
+                for phase, batch, tokens in shapes
             ]  # fmt: skip
     values = {
-        "kind": "cuda", "memory_bytes": 10**10, "threads": 1, "copy_bytes_per_s": 1.25 * stream,
-        "products": tuple(products), "layer_overhead_s": 1e-4,
+        "kind": entry.kind, "memory_bytes": 10**10, "threads": 1,
+        "copy_bytes_per_s": entry.memory_bytes_per_s, "features": FEATURES,
+        "layers": tuple(square), "layer_overhead_s": entry.layer_overhead_s,
     }  # fmt: skip
     return DeviceTimings(**values | fields)
 
 
 @settings(max_examples=50, deadline=None)
-@given(rate=st.floats(1e11, 1e15), intensity=st.floats(60, 600), factor=st.floats(0.6, 3.0))
-def test_figures_of_a_device_that_is_a_roofline_are_found(rate, intensity, factor):
-    stream = rate / intensity
-    rates = {"bfloat16": rate, "float32": rate / 8}
-    timings = timings_of(rates, stream, lambda bits: factor if bits != 16 else 1.0)
-    entry = fit_device(timings, "own", "test")
-    # One row reads its weight and multiplies a little; the bandwidth contains that.
-    slack = 0.01 + 2 * OVERLAP_LOSS / intensity / DECODE_ARITHMETIC * max(1.0, factor)
-    found = dict(entry.flops)
-    for name, expected in rates.items():
-        assert found[name] == pytest.approx(expected, rel=slack)
-    assert entry.memory_bytes_per_s * entry.memory_efficiency == pytest.approx(stream, rel=slack)
-    for cost in entry.precision_costs:
-        compute = 1.0 if cost.bits == 16 else factor
-        assert cost.compute == pytest.approx(compute, rel=4 * slack)
-        assert cost.stream == pytest.approx(1.0, rel=8 * slack)
+@given(
+    rate=st.floats(1e11, 1e15), intensity=st.floats(5, 600), factor=st.floats(0.6, 3.0),
+    loss=st.floats(0.1, 1.0), arithmetic=st.floats(0.2, 2.0), memory=st.floats(0.4, 1.5),
+)  # fmt: skip
+def test_other_layers_of_a_device_that_is_a_roofline_are_predicted(
+    rate, intensity, factor, loss, arithmetic, memory
+):
+    # Where all steps read longer than they multiply, none says how much both overlap.
+    loss = loss if intensity < 100 else OVERLAP_LOSS
+    true = entry_of(
+        rate, rate / intensity, factor, overlap_loss=loss, attention_efficiency=arithmetic,
+        attention_memory_efficiency=memory,
+    )  # fmt: skip
+    found = fit_device(timings_of(true), "own", "test")
+    for model in (llama(1024, 2816, 8), llama(4096, 11008, 64)):
+        expected, predicted = (roofline(entry, model).layer_s for entry in (true, found))
+        for phase, batch, tokens in OTHERS:
+            for bits in BITS:
+                shape = phase, bits, batch, tokens, 0
+                assert predicted(*shape) == pytest.approx(expected(*shape), rel=0.1), shape
+    full = dict(found.flops)["float32"]
+    assert full == pytest.approx(dict(true.flops)["float32"] * true.compute_efficiency, rel=0.1)
+
+
+@pytest.mark.parametrize("loss", [0.15, 1.0])
+def test_how_much_of_the_smaller_time_counts_is_found(loss):
+    entry = fit_device(timings_of(entry_of(1e11, 1e10, overlap_loss=loss)), "own", "test")
+    assert entry.overlap_loss == pytest.approx(loss, abs=0.1)
 
 
 def test_an_entry_can_be_planned_with_and_names_its_origin():
+    true = entry_of(1e14, 5e11)
     timings = timings_of(
-        {"bfloat16": 1e14, "float32": 1e13}, 5e11, host_bytes_per_s=1e10, host_latency_s=1e-5,
-        compute_capability=(8, 6),
-    )  # fmt: skip
+        true, host_bytes_per_s=1e10, host_latency_s=1e-5, compute_capability=(8, 6)
+    )
     entry = fit_device(timings, "own", "a test")
-    spec = catalog.device("own", replace(cluster_of_types({"own": 1}), device_types=(entry,)))
+    spec = device_of(entry)
     assert spec.link_bytes_per_s == 1e10
     assert spec.formats == ("bfloat16", "float32")
     assert spec.compute_capability == (8, 6)
@@ -82,11 +129,10 @@ def test_an_entry_can_be_planned_with_and_names_its_origin():
 
 def test_threads_of_a_processor_are_its_cores():
     for threads, cores in ((1, None), (4, 4)):
-        timings = timings_of({"bfloat16": 1e12}, 1e11, kind="cpu", threads=threads)
+        timings = timings_of(entry_of(), kind="cpu", threads=threads)
         assert fit_device(timings, "own", "test").cores == cores
 
 
 def test_nothing_measured_is_an_error():
-    timings = replace(timings_of({"bfloat16": 1e12}, 1e11), products=())
-    with pytest.raises(SpecError, match="found no product"):
-        fit_device(timings, "own", "test")
+    with pytest.raises(SpecError, match="found no layer"):
+        fit_device(timings_of(entry_of(), layers=()), "own", "test")

@@ -49,6 +49,9 @@ CLUSTER = {
             "flops": {"float32": 1e9},
             "runtime_bytes": 1,
             "compute_efficiency": 0.5,
+            "overlap_loss": 1.0,
+            "attention_efficiency": 1.2,
+            "attention_memory_efficiency": 0.7,
             "precision_costs": [
                 {"bits": 8, "compute": 1.0, "stream": 1.0, "overhead": 1.0, "dequantize": 0.0}
             ],

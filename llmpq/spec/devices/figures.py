@@ -76,6 +76,11 @@ class DeviceSpec:
         memory_bytes_per_s: peak memory bandwidth.
         compute_efficiency: share of peak arithmetic that large matrix products reach.
         memory_efficiency: share of peak bandwidth that weight streaming reaches.
+        overlap_loss: share of the faster of arithmetic and weight streaming that adds to the
+            slower one.
+        attention_efficiency: rate of attention relative to that of matrix products.
+        attention_memory_efficiency: bandwidth of reading cached keys and values relative to that
+            of weight streaming.
         layer_overhead_s: launch and dispatch time of one decoder layer at 16 bits.
         link_bytes_per_s, link_latency_s: of a link to another device of the same node.
         precision_costs: how 3, 4 and 8 bits differ from 16.
@@ -93,6 +98,9 @@ class DeviceSpec:
     memory_bytes_per_s: float
     compute_efficiency: float
     memory_efficiency: float
+    overlap_loss: float
+    attention_efficiency: float
+    attention_memory_efficiency: float
     layer_overhead_s: float
     link_bytes_per_s: float
     link_latency_s: float
@@ -146,6 +154,9 @@ class DeviceEntry:
     memory_pin_bits_per_s: Rate | None = None
     compute_efficiency: Share | None = None
     memory_efficiency: Share | None = None
+    overlap_loss: Share | None = None
+    attention_efficiency: Factor | None = None
+    attention_memory_efficiency: Factor | None = None
     layer_overhead_s: float | None = None
     link_bytes_per_s: Rate | None = None
     link_latency_s: float | None = None

@@ -5,22 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.spec.devices.figures import DeviceKind
+from llmpq.spec.precision import Dtype, Phase
+
+LAYER_MATRICES = 7
+"""Square matrices of a measured layer: those of Llama with two equal widths and no groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductTiming:
-    """Seconds of ``rows`` vectors times one weight ``[out_features, in_features]``.
+class LayerTiming:
+    """Seconds of a step through one decoder layer, without its overhead.
 
-    ``stored_bytes`` is the size of the weight as its kernel stores it.
+    Attributes:
+        dtype, bits: number format of the activations, and bits of the weights.
+        batch: sequences.
+        tokens: of a prompt; in decode, of a context.
     """
 
-    dtype: str
+    dtype: Dtype
     bits: int
-    rows: int
-    out_features: int
-    in_features: int
-    stored_bytes: int
+    phase: Phase
+    batch: int
+    tokens: int
     seconds: float
+
+    @property
+    def rows(self) -> int:
+        """Tokens that pass through the layer."""
+        return self.batch * (self.tokens if self.phase is Phase.PREFILL else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +41,11 @@ class DeviceTimings:
     Attributes:
         threads: of a CPU; 1 for others.
         copy_bytes_per_s: bytes read and written by a copy inside its memory.
+        features: of all matrices of a layer, ``LAYER_MATRICES``.
+        layers: in one number format at 16 bits and others, decode steps of three batches and
+            prompts of two sizes, all short; of the middle batch and of the larger size long ones,
+            too, at 16 bits. In every other format, prompts of the larger size at 16 bits.
         layer_overhead_s: a decoder layer with next to no work.
-        prefill_share, decode_share: time of a whole layer's products over that of the layer, less
-            its overhead: for many rows, and for one.
         host_bytes_per_s, host_latency_s: of a copy from and to host memory, ``None`` for a CPU.
     """
 
@@ -40,10 +53,9 @@ class DeviceTimings:
     memory_bytes: int
     threads: int
     copy_bytes_per_s: float
-    products: tuple[ProductTiming, ...]
+    features: int
+    layers: tuple[LayerTiming, ...]
     layer_overhead_s: float
-    prefill_share: float = 1.0
-    decode_share: float = 1.0
     host_bytes_per_s: float | None = None
     host_latency_s: float | None = None
     compute_capability: tuple[int, int] | None = None
