@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.batch_files import write_batch_files
 from llmpq.multillm.running.coordinator import Coordinator
 from llmpq.multillm.running.dataflow import Dataflow
-from llmpq.multillm.running.engines import LocalEngines
+from llmpq.multillm.running.engines import LocalEngines, StartEngine
 from llmpq.multillm.running.journal import Journal, identity_of
 from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.report import build_report, time_left_s
@@ -84,6 +85,17 @@ def add_run(verbs: Any) -> None:
     sampling.add_argument(
         "--top_p", type=float, default=1.0, help="share of probability to keep (default 1)"
     )
+    place = parser.add_argument_group("launching")
+    place.add_argument(
+        "--launcher",
+        choices=("local", "ray"),
+        default="local",
+        help="ray: replicas run on nodes of a Ray cluster whose label llmpq-node is the name of "
+        "their node in the cluster file (default local: on this host)",
+    )
+    place.add_argument(
+        "--ray_address", metavar="HOST:PORT", help="of the Ray cluster (default: the one it finds)"
+    )
     faults = parser.add_argument_group("when something fails")
     faults.add_argument(
         "--overflow",
@@ -122,16 +134,12 @@ def _run(options: argparse.Namespace) -> int:
     check_prompts(app, items, models, refuses_overflow=options.overflow == "refuse")
     sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
     identity = identity_of(app, items, to_json(sampling))
-    flow, timeline = Dataflow(app, items), Timeline()
-    engines = LocalEngines(
-        cluster=cluster,
-        step_timeout_s=options.step_timeout,
-        max_restarts=options.max_restarts,
-        store=store_directory(options.store, os.environ),
-        store_limit_bytes=store_limit_bytes(options.store_limit),
-        kernel=options.kernel,
-    )
-    with Journal(output, identity, resume=options.resume) as journal, progress_bar("run") as show:
+    with (
+        _engines(options, cluster) as engines,
+        Journal(output, identity, resume=options.resume) as journal,
+        progress_bar("run") as show,
+    ):
+        flow, timeline = Dataflow(app, items), Timeline()
         if options.schedule is None:
             write_schedule(output / SCHEDULE_FILE, schedule)
         run = Coordinator(
@@ -172,6 +180,27 @@ def _schedule_of(
     schedule = load_schedule(path)
     schedule.check(app, cluster)
     return schedule
+
+
+@contextmanager
+def _engines(options: argparse.Namespace, cluster: Cluster) -> Iterator[StartEngine]:
+    """Yield what starts the replicas: on this host, or on a Ray cluster."""
+    settings: dict[str, Any] = {
+        "cluster": cluster,
+        "step_timeout_s": options.step_timeout,
+        "max_restarts": options.max_restarts,
+        "store": store_directory(options.store, os.environ),
+        "store_limit_bytes": store_limit_bytes(options.store_limit),
+        "kernel": options.kernel,
+    }
+    if options.launcher == "local":
+        yield LocalEngines(**settings)
+        return
+    require("ray")
+    from llmpq.multillm.running.ray_engines import RayEngines, ray_cluster
+
+    with ray_cluster(options.ray_address):
+        yield RayEngines(**settings)
 
 
 async def _until_signal(run: Coordinator) -> None:
