@@ -22,6 +22,43 @@ LOAD = {
 }  # fmt: skip
 
 
+def random_load(source, *, can_refuse=False):
+    """Statistics of a replica at a random time; one that can refuse takes no requests at times."""
+    kv_tokens = source.choice((4000, 9000))
+    return LOAD | {
+        "queued_tokens": source.randrange(2000),
+        "free_kv_tokens": source.randrange(kv_tokens),
+        "kv_tokens": kv_tokens,
+        "running": source.randrange(20),
+        "waiting": source.randrange(5),
+        "prefill_step_s": source.uniform(0.1, 1.0),
+        "new_tokens": source.randrange(1, 400),
+        "is_ready": not can_refuse or source.random() < 0.8,
+    }
+
+
+class FakeSession:
+    """Answers the polls of backends with statistics by address."""
+
+    def __init__(self):
+        self.loads = {}
+
+    @contextlib.asynccontextmanager
+    async def get(self, url):
+        yield FakeAnswer(json.dumps(self.loads[url.removesuffix("/load")]).encode())
+
+
+class FakeAnswer:
+    status = 200
+
+    def __init__(self, body):
+        self.body = body
+        self.content = self
+
+    async def read(self, _):
+        return self.body
+
+
 def http(body, status="200 OK", kind="application/json", length=True):
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n"
     head += f"Content-Length: {len(body)}\r\n" if length else "Transfer-Encoding: chunked\r\n"

@@ -1,9 +1,12 @@
-"""Replicas for Ray Serve without ranks, and a Ray cluster of two nodes on this host."""
+"""Replicas and a router for tests in Ray Serve, and a Ray cluster of two nodes on this host."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,19 +16,24 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 import ray
 from helpers.fake_engine import FakeEngine
+from helpers.fake_replica import random_load
 from helpers.served import make_service
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from llmpq.routing import load_balancer
 from llmpq.server.admission import AdmissionLimits
 from llmpq.server.ray.options import FleetOptions, strategy_for
 from llmpq.server.ray.replica import EngineReplica
+from llmpq.server.ray.replica_table import ReplicaTable
+from llmpq.server.ray.request_router import BalancedRequestRouter
 
 ROOT = Path(__file__).resolve().parents[2]
 LABEL = "llmpq-node"
 NODES = ("a", "b")
 HOST = "127.0.0.1"
 MEMORY_BYTES = 80 << 20
+TRACES = "LLMPQ_TEST_TRACES"
 
 
 class FakeEngineReplica(EngineReplica):
@@ -44,6 +52,62 @@ class FakeEngineReplica(EngineReplica):
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return await super().record_routing_stats() | self._load
+
+
+class VaryingReplica(FakeEngineReplica):
+    """Reports another random load each time; that of node ``b`` takes no requests at times."""
+
+    async def __init__(self, options: FleetOptions) -> None:
+        await super().__init__(options)
+        self._source = random.Random(self._service.model.names[0])
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        can_refuse = self._service.model.names[0] == f"{NODES[1]}.json"
+        self._load = random_load(self._source, can_refuse=can_refuse)
+        return await super().record_routing_stats()
+
+
+class RecordingRouter(BalancedRequestRouter):
+    """Appends its decisions, with the statistics they follow from, and the ends to a file.
+
+    The environment has its folder, for Ray imports this class by its name.
+    """
+
+    def initialize_state(self, balancer: str, seed: int) -> None:
+        super().initialize_state(balancer, seed)
+        self._file = Path(os.environ[TRACES]) / f"{balancer}.jsonl"
+        self._now_s = 0.0
+        self._table = ReplicaTable(load_balancer(balancer, seed=seed), self._clock)
+
+    def _clock(self) -> float:
+        self._now_s = time.time()
+        return self._now_s
+
+    async def choose_replicas(self, candidate_replicas: Any, pending_request: Any = None) -> Any:
+        order = await super().choose_replicas(candidate_replicas, pending_request)
+        request = pending_request.args[0].request
+        self._write(
+            key=pending_request.metadata.internal_request_id,
+            now_s=self._now_s,
+            prompt_tokens=request.prompt_tokens,
+            prefix=request.prefix,
+            stats={one.replica_id.unique_id: one.routing_stats for one in candidate_replicas},
+            order=[rank[0].replica_id.unique_id for rank in order],
+        )
+        return order
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        super().on_request_routed(pending_request, replica_id, result)
+        key = pending_request.metadata.internal_request_id
+        self._write(key=key, now_s=self._now_s, routed=replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        self._write(key=internal_request_id, end=replica_id.unique_id)
+
+    def _write(self, **event: Any) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -23,15 +24,28 @@ if importlib.util.find_spec("ray") is None:
 
 import httpx
 import openai
+from helpers.fake_replica import FakeSession
 from helpers.processes import is_running, listening_addresses, wait_for
-from helpers.ray_fleet import HOST, LABEL, NODES, FakeEngineReplica, children_of, cluster
+from helpers.ray_fleet import (
+    HOST,
+    LABEL,
+    NODES,
+    TRACES,
+    FakeEngineReplica,
+    RecordingRouter,
+    VaryingReplica,
+    children_of,
+    cluster,
+)
 from ray import serve
 
-from llmpq.routing import load_balancer
+from llmpq.routing import BALANCERS, RoutedRequest, load_balancer
 from llmpq.server.ray.app import application
 from llmpq.server.ray.options import FleetOptions
-from llmpq.server.ray.replica_table import RECORDED_S, ReplicaTable, RoutingHint
-from llmpq.server.router.proxy import routed_request
+from llmpq.server.ray.replica_table import RECORDED_S
+from llmpq.server.router.backend import Backend
+from llmpq.server.router.metrics import RouterMetrics
+from llmpq.server.router.proxy import Router
 
 pytestmark = [
     pytest.mark.ray,
@@ -45,10 +59,12 @@ LIMIT = 4
 
 
 @pytest.fixture(scope="module")
-def nodes():
+def nodes(tmp_path_factory):
+    os.environ[TRACES] = str(tmp_path_factory.mktemp("traces"))
     with cluster():
         serve.start(proxy_location="HeadOnly", http_options={"host": HOST, "port": PORT})
         yield
+    del os.environ[TRACES]
 
 
 def options_of(**changes):
@@ -154,33 +170,87 @@ def actors(name):
     return found
 
 
-@pytest.mark.parametrize("balancer", ["sal", "lmetric", "prefix", "round_robin"])
-def test_decisions_equal_those_without_ray_on_the_same_trace(nodes, balancer):
-    """No statistics come after the first: decisions follow from the requests alone."""
-    options = options_of(balancer=balancer, poll_s=60.0, max_num_queued_reqs=None)
-    serve.run(application(options, FakeEngineReplica), name=balancer, route_prefix=f"/{balancer}")
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_decisions_equal_those_of_llmpq_route_on_the_same_trace(nodes, balancer, monkeypatch):
+    """The trace is what Ray's router had: requests, their ends, and statistics that change."""
+    options = options_of(balancer=balancer, seed=3, max_num_queued_reqs=None)
+    serve.run(
+        application(options, VaryingReplica, RecordingRouter),
+        name=balancer,
+        route_prefix=f"/{balancer}",
+    )
     source = random.Random(1)
-    bodies = [
-        json.dumps(body_of(n, prompt="word " * source.randrange(1, 90))).encode() for n in range(24)
-    ]
+    bodies = [body_of(n, prompt="word " * source.randrange(1, 400)) for n in range(150)]
     try:
-        time.sleep(2)  # the first statistics
-        url, kind = f"{URL}/{balancer}", {"content-type": "application/json"}
-        stats = httpx.get(f"{url}/load").json() | {RECORDED_S: 0.0}
-        found = []
-        for body in bodies:
-            time.sleep(0.02)  # the end of the last one is counted
-            answer = httpx.post(f"{url}/v1/completions", content=body, headers=kind, timeout=60)
-            found.append(answer.json()["model"])
+        time.sleep(1.0)  # the first statistics
+        with ThreadPoolExecutor(8) as pool:
+            sent = [
+                pool.submit(httpx.post, f"{URL}/{balancer}/v1/completions", json=body, timeout=60)
+                for body in bodies
+            ]
+        assert {one.result().status_code for one in sent} == {200}
     finally:
         serve.delete(balancer)
-    table = ReplicaTable(load_balancer(balancer))
-    expected = []
-    for number, body in enumerate([b"", *bodies]):  # the first one asked for the load
-        hint = RoutingHint(request=routed_request(body))
-        name = table.rank(str(number), hint, {"x": stats, "y": stats})[0]
-        table.finished(str(number), name)
-        expected.append(name)
-    names = dict(zip(expected[1:], found, strict=True))
-    assert [names[name] for name in expected[1:]] == found
-    assert len(set(names.values())) == 2
+    trace = Path(os.environ[TRACES]) / f"{balancer}.jsonl"
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    decisions = [event["order"][0] for event in events if "order" in event]
+    assert len(decisions) == len(bodies)
+    assert len(set(decisions)) == 2
+    assert len({json.dumps(event["stats"]) for event in events if "order" in event}) > 5
+    assert replayed(events, balancer, options.seed, monkeypatch) == decisions
+
+
+def replayed(events, balancer, seed, monkeypatch):
+    """Decisions of llmpq-route's router on a trace of Ray's."""
+    clock = Clock()
+    monkeypatch.setattr("llmpq.server.router.backend.time", clock)
+    names = sorted(next(event["stats"] for event in events if "order" in event))
+
+    async def scenario():
+        session = FakeSession()
+        backends = [Backend(n, f"http://{name}", session) for n, name in enumerate(names)]
+        balanced = load_balancer(balancer, seed=seed)
+        router = Router(backends, balanced, session, RouterMetrics(backends))
+        sent, found = {}, []
+
+        def send(key, request, backend):
+            balanced.routed(request, backend.number)
+            stack = contextlib.ExitStack()
+            stack.enter_context(backend.attempt(request, asyncio.Timeout(None)))
+            sent[key] = names[backend.number], request, stack
+
+        for event in events:
+            key = event["key"]
+            if "order" in event:
+                for name, backend in zip(names, backends, strict=True):
+                    if session.loads.get(backend.url) != event["stats"][name]:
+                        session.loads[backend.url] = event["stats"][name]
+                        clock.now_s = event["stats"][name][RECORDED_S]
+                        await backend.poll()
+                clock.now_s = event["now_s"]
+                prefix = tuple(event["prefix"])
+                request = RoutedRequest(prompt_tokens=event["prompt_tokens"], prefix=prefix)
+                chosen = router._choose(request, set())
+                send(key, request, chosen)
+                found.append(names[chosen.number])
+            elif "end" in event:
+                name, _, stack = sent.pop(key)
+                assert name == event["end"]
+                stack.close()
+            elif sent[key][0] != event["routed"]:  # Ray did not reach the first one in time
+                _, request, stack = sent.pop(key)
+                stack.close()
+                clock.now_s = event["now_s"]
+                send(key, request, backends[names.index(event["routed"])])
+        return found
+
+    return asyncio.run(scenario())
+
+
+class Clock:
+    """Stands for the module ``time``."""
+
+    now_s = 0.0
+
+    def monotonic(self):
+        return self.now_s

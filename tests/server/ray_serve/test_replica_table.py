@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from helpers.fake_replica import LOAD
+from helpers.fake_replica import LOAD, FakeSession, random_load
 
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, RoutedRequest, load_balancer
@@ -23,41 +22,6 @@ from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router
 
 EVENTS = 150
-
-
-class FakeSession:
-    """Answers the polls of backends with statistics by address."""
-
-    def __init__(self):
-        self.loads = {}
-
-    @contextlib.asynccontextmanager
-    async def get(self, url):
-        yield FakeAnswer(json.dumps(self.loads[url.removesuffix("/load")]).encode())
-
-
-class FakeAnswer:
-    status = 200
-
-    def __init__(self, body):
-        self.body = body
-        self.content = self
-
-    async def read(self, _):
-        return self.body
-
-
-def load(source, name):
-    kv_tokens = source.choice((4000, 9000))
-    return LOAD | {
-        "queued_tokens": source.randrange(2000),
-        "free_kv_tokens": source.randrange(kv_tokens),
-        "kv_tokens": kv_tokens,
-        "running": source.randrange(20),
-        "waiting": source.randrange(5),
-        "prefill_step_s": source.uniform(0.1, 1.0),
-        "is_ready": name != "c" or source.random() < 0.8,
-    }
 
 
 def request(source):
@@ -81,7 +45,7 @@ def test_decisions_equal_those_of_llmpq_route_on_the_same_trace(balancer):
         chosen_ones = []
 
         async def poll(name):
-            found = session.loads[f"http://{name}"] = load(source, name)
+            found = session.loads[f"http://{name}"] = random_load(source, can_refuse=name == "c")
             stats[name] = {RECORDED_S: time.monotonic(), **found}
             await backends[names.index(name)].poll()
 
