@@ -1,15 +1,20 @@
 """What a router adds to a request, and how routers share the load of the same replicas.
 
     python benchmarks/routers.py --folder DIR --case overhead    # scripted replicas, no work
-    python benchmarks/routers.py --folder DIR --case throughput  # two real replicas
-    python benchmarks/routers.py --folder DIR --case policies    # TTFT at a rate, by policy
+    python benchmarks/routers.py --folder DIR --case throughput  # two equal replicas
+    python benchmarks/routers.py --folder DIR --case ttft        # two different replicas
     python benchmarks/routers.py --folder DIR --output FILE      # JSON of all runs
 
 Routers are llmpq-route, and vllm-router and sglang-router where ``--vllm_router`` and
 ``--sglang_router`` name their programs. They run in turn (A B C A B C ...) in front of the same
-replicas, each in a process of its own on 127.0.0.1; each run is added to DIR/CASE.jsonl. Replicas
-of the demo model have one thread each, and share the cores with router and client. On a busy
-machine, run this under ``chrt -r 5``: children inherit it, and ``load`` says how busy it was.
+replicas, each in a process of its own on 127.0.0.1; each run is added to DIR/CASE.jsonl, with the
+``load`` of the machine. Replicas of the demo model have one thread each, and share the cores with
+router and client.
+
+``ttft`` first runs the policies of the other routers in turn, and keeps for each router the one
+with the least mean. The second replica is held to the oldest vector extensions; both are profiled
+first, so that their plans state their speed. Requests arrive at ``--load`` times the rate that both
+replicas answer when they are full.
 """
 
 from __future__ import annotations
@@ -23,18 +28,20 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
 from load import Query, Sample, Send, drive, sender, summary
 from servers import Running, free_port, llmpq_serve, running
-from workbench import ROOT, cpu_name
+from workbench import PASSIVE, ROOT, cpu_name
 
 from llmpq import plan
+from llmpq.profiler.device import cpu_isas
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 DEMO = ROOT / "models" / "demo"
@@ -43,11 +50,16 @@ TOKENS_PER_WORD = 2
 """At most; the lengths of prompts are in tokens."""
 PROMPT_TOKENS, NEW_TOKENS = 384, 96
 """Of the longest request."""
+OURS = "sal_seconds"
 POLICIES = {
-    "llmpq": ("round_robin", "least_loaded", "sal", "sal_seconds"),
     "vllm": ("round_robin", "power_of_two", "cache_aware", "sticky_least_loaded"),
     "sglang": ("round_robin", "power_of_two", "cache_aware"),
 }
+"""Of the other routers, without those that need sessions or do not look at the load by design."""
+ROUND_NUMBERS = 100_000
+"""Numbers of requests between those of two seeds."""
+FULL_REQUESTS, FULL_CONCURRENCY = 40, 8
+CHOICE_ROUNDS = 2
 SCRIPTED = """
 import asyncio, sys
 from pathlib import Path
@@ -71,7 +83,7 @@ def main() -> int:
     if options.case:
         CASES[options.case](options)
     if options.output:
-        options.output.write_text(json.dumps(record(options.folder), indent=1) + "\n")
+        options.output.write_text(json.dumps(record(options), indent=1) + "\n")
     return 0
 
 
@@ -83,7 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", choices=sorted(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300, help="of a router in a round")
-    parser.add_argument("--rate", type=float, default=8.0, help="policies: requests a second")
+    parser.add_argument("--load", type=float, default=0.8, help="ttft: share of the full rate")
+    parser.add_argument(
+        "--seconds", type=float, default=18.0, help="ttft: of arrivals in a run; half to choose"
+    )
     parser.add_argument("--vllm_router", type=Path, help="program of vllm-router")
     parser.add_argument("--sglang_router", type=Path, help="program of sglang-router (smg)")
     parser.add_argument("--output", type=Path, help="JSON of all runs in the folder")
@@ -148,11 +163,60 @@ def real_replicas(folder: Path) -> Iterator[list[int]]:
         yield [one.port for one in found]
 
 
-def demo_plan(folder: Path) -> Path:
-    """Plan the demo model on one CPU worker of one thread, once; return the strategy file."""
-    path = folder / "demo.json"
+@contextlib.contextmanager
+def different_replicas(folder: Path) -> Iterator[list[int]]:
+    """Run two replicas of different speed, each on a core; yield their ports."""
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        found = [
+            stack.enter_context(
+                llmpq_serve(
+                    DEMO, path, folder / f"replica-{number}.log", "--step_timeout", "60",
+                    "--no_prefix_caching", name="demo", core=cores[number % len(cores)],
+                )
+            )
+            for number, path in enumerate(measured_plans(folder, cores))
+        ]  # fmt: skip
+        yield [one.port for one in found]
+
+
+def measured_plans(folder: Path, cores: Sequence[int]) -> list[Path]:
+    """Profile both replicas at once and plan them, once; return their strategy files."""
+    isas = {"all-extensions": None, "oldest-extensions": cpu_isas()[0]}
+    jobs = [
+        profile(folder, name, isa, cores[place % len(cores)])
+        for place, (name, isa) in enumerate(isas.items())
+        if not (folder / f"{name}.csv").exists()
+    ]
+    for job in jobs:
+        if job.wait():
+            raise SystemExit(f"llmpq-profile: status {job.returncode}")
+    return [demo_plan(folder, name, isa) for name, isa in isas.items()]
+
+
+def profile(folder: Path, name: str, isa: str | None, core: int) -> subprocess.Popen[bytes]:
+    """Start to measure a layer of the demo model on a core."""
+    words = [str(Path(sys.executable).parent / "llmpq-profile"), "layer", "--model", str(DEMO)]
+    words += ["--device", "cpu", "--threads", "1", "--core", str(core), "--bits", "16"]
+    words += ["--dtype", "float32", "--batches", "1", "4", "16", "--prompt_tokens", "32", "128"]
+    words += [str(PROMPT_TOKENS), "--context_tokens", "32", "128", str(PROMPT_TOKENS + NEW_TOKENS)]
+    words += ["--budget", "8", "--output", str(folder / f"{name}.csv")]
+    words += ["--cpu_isa", isa] if isa else []
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, env=os.environ | PASSIVE)
+
+
+def demo_plan(folder: Path, name: str = "", isa: str | None = None) -> Path:
+    """Plan the demo model on one CPU worker of one thread, once; return the strategy file.
+
+    Args:
+        folder: of the file.
+        name: of its latency table there; by default the figures of the catalogue.
+        isa: newest vector extension of the worker.
+    """
+    path = folder / f"{name or 'demo'}.json"
     if not path.exists():
-        group = DeviceGroup(type="cpu", count=1, threads=1)
+        table = str(folder / f"{name}.csv") if name else None
+        group = DeviceGroup(type="cpu", count=1, threads=1, profile=table, cpu_isa=isa)
         cluster = Cluster(name="one", nodes=(Node(name="here", devices=(group,)),))
         made = plan(
             str(DEMO), cluster=cluster, batch=16, prompt=PROMPT_TOKENS, new=NEW_TOKENS,
@@ -263,24 +327,73 @@ def throughput(options: argparse.Namespace) -> None:
                 add(options, "throughput", {"router": name, "round": number, **summary(samples)})
 
 
-def policies(options: argparse.Namespace) -> None:
-    """Measure TTFT of the same arrivals through each router with each of its policies."""
-    with real_replicas(options.folder) as ports:
-        asyncio.run(drive(equal(8), alternating(ports), 4))
+def ttft(options: argparse.Namespace) -> None:
+    """Compare TTFT of the same arrivals through our router and the best policies of others."""
+    with different_replicas(options.folder) as ports, contextlib.ExitStack() as stack:
+        rate = options.load * full_rate(ports)
+        found = {
+            (name, policy): stack.enter_context(routing(options, name, policy, ports)).port
+            for name, policy in variants(options)
+        }
+        rivals = [variant for variant in found if variant[0] != "llmpq"]
+        for number in range(CHOICE_ROUNDS):
+            queries = arrivals(round(rate * options.seconds / 2), rate, seed=1000 + number)
+            for variant in rivals[number:] + rivals[:number]:
+                run_ttft(options, "choice", variant, found[variant], queries)
+        best = best_policies(runs_of(options.folder, "choice"))
+        kept = [variant for variant in found if variant not in rivals or variant in best]
         for number in range(options.rounds):
-            queries = arrivals(options.requests, options.rate, seed=number)
-            for name, policy in variants(options):
-                with routing(options, name, policy, ports) as router:
-                    samples = asyncio.run(drive(queries, sender(router.port, body_of)))
-                add(options, "policies", {
-                    "router": name, "policy": policy, "round": number, "rate": options.rate,
-                    **summary(samples),
-                })  # fmt: skip
+            queries = arrivals(round(rate * options.seconds), rate, seed=number)
+            for place in range(len(kept)):
+                variant = kept[(place + number) % len(kept)]
+                run_ttft(options, "ttft", variant, found[variant], queries)
+
+
+def full_rate(ports: Sequence[int]) -> float:
+    """Return the requests a second of all replicas together while each has enough to do."""
+    queries = arrivals(FULL_REQUESTS, 1.0, seed=99)
+
+    async def both() -> list[list[Sample]]:
+        sends = [sender(port, body_of) for port in ports]
+        return list(
+            await asyncio.gather(*(drive(queries, send, FULL_CONCURRENCY) for send in sends))
+        )
+
+    asyncio.run(drive(equal(8), alternating(ports), 4))
+    return sum(float(summary(samples)["requests_per_s"]) for samples in asyncio.run(both()))
+
+
+def run_ttft(
+    options: argparse.Namespace,
+    case: str,
+    variant: tuple[str, str],
+    port: int,
+    queries: Sequence[Query],
+) -> None:
+    """Send the arrivals to a router and keep the run, with the TTFT of each request."""
+    samples = asyncio.run(drive(queries, sender(port, body_of)))
+    add(options, case, {
+        "router": variant[0], "policy": variant[1], "round": queries[0].number // ROUND_NUMBERS,
+        "rate": round(len(queries) / queries[-1].arrival_s, 3), **summary(samples),
+        "ttft_ms": [round(1e3 * (one.first_s - one.due_s), 2) for one in samples if one.first_s],
+    })  # fmt: skip
+
+
+def best_policies(runs: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return the policy with the least mean TTFT of each other router."""
+    means: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        means.setdefault((run["router"], run["policy"]), []).extend(run["ttft_ms"])
+    best: dict[str, tuple[str, str]] = {}
+    for variant in sorted(means, key=lambda one: statistics.fmean(means[one])):
+        best.setdefault(variant[0], variant)
+    return list(best.values())
 
 
 def variants(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return the routers that can run here, each with each of its policies."""
-    return [(name, policy) for name in programs(options) for policy in POLICIES[name]]
+    """Return the routers that can run here, each with its policies."""
+    rivals = [name for name in programs(options) if name != "llmpq"]
+    return [("llmpq", OURS), *((name, policy) for name in rivals for policy in POLICIES[name])]
 
 
 def alternating(ports: Sequence[int]) -> Send:
@@ -299,9 +412,12 @@ def equal(count: int) -> list[Query]:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[Query]:
-    """Return requests with Poisson arrivals: a quarter of them long, the others short."""
+    """Return requests with Poisson arrivals: a quarter of them long, the others short.
+
+    Those of different seeds have different numbers, and so different prompts.
+    """
     source, now_s, found = random.Random(seed), 0.0, []
-    for number in range(count):
+    for number in range(seed * ROUND_NUMBERS, seed * ROUND_NUMBERS + count):
         now_s += source.expovariate(rate)
         prompt, new = (PROMPT_TOKENS, NEW_TOKENS) if source.random() < 0.25 else (32, 16)
         found.append(Query(number=number, prompt_tokens=prompt, new_tokens=new, arrival_s=now_s))
@@ -336,21 +452,35 @@ def runs_of(folder: Path, case: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def record(folder: Path) -> dict[str, Any]:
-    """Return medians over rounds, and all runs."""
-    found = {case: runs_of(folder, case) for case in CASES}
+def record(options: argparse.Namespace) -> dict[str, Any]:
+    """Return figures over rounds, and all runs."""
+    found = {case: runs_of(options.folder, case) for case in (*CASES, "choice")}
     return {
         "topic": "routers",
-        "command": "chrt -r 5 python benchmarks/routers.py --folder DIR --output FILE",
+        "command": "python benchmarks/routers.py --folder DIR --output FILE",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{len(os.sched_getaffinity(0))} cores, {cpu_name()}",
         "versions": {name: version(name) for name in ("aiohttp", "uvicorn", "torch")}
-        | {"python": platform.python_version()},
+        | {"python": platform.python_version()}
+        | versions_of_routers(options),
         "a_request_without_work": overhead_rows(found["overhead"]),
         "two_replicas_under_load": throughput_rows(found["throughput"]),
-        "time_to_first_token": policy_rows(found["policies"]),
+        "time_to_first_token_of_two_different_replicas": ttft_rows(found["ttft"]),
+        "policies_of_other_routers": choice_rows(found["choice"]),
         "samples": found,
     }
+
+
+def versions_of_routers(options: argparse.Namespace) -> dict[str, str]:
+    """Return the versions of the other routers, from where they are installed."""
+    found = {}
+    for name, program in (("vllm", options.vllm_router), ("sglang", options.sglang_router)):
+        if program is not None:
+            packages = program.absolute().parent.parent.glob("lib/python*/site-packages")
+            paths = [str(path) for path in packages]
+            for item in distributions(name=f"{name}-router", path=paths):
+                found[f"{name}-router"] = item.version
+    return found
 
 
 def overhead_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -389,22 +519,57 @@ def throughput_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def policy_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the median over rounds for each router and policy."""
+def ttft_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return mean and 95th percentile over all requests, and their ratios to ours by round."""
+    ours = {run["round"]: run["ttft_ms"] for run in runs if run["router"] == "llmpq"}
     rows = []
     for key in dict.fromkeys((run["router"], run["policy"]) for run in runs):
         own = [run for run in runs if (run["router"], run["policy"]) == key]
         rows.append({
-            "router": key[0], "policy": key[1],
-            "mean TTFT ms": round(1e3 * statistics.median(run["ttft_s"]["mean"] for run in own), 1),
-            "p95 TTFT ms": round(1e3 * statistics.median(run["ttft_s"]["p95"] for run in own), 1),
-            "failed": sum(run["failed"] for run in own),
+            **pooled(key, own),
+            "mean, of ours": ratios(statistics.fmean, own, ours),
+            "p95, of ours": ratios(p95, own, ours),
             "rounds": len(own),
+            "requests/s": round(statistics.fmean(run["rate"] for run in own), 2),
+            "load": f"{min(run['load'] for run in own)} to {max(run['load'] for run in own)}",
         })  # fmt: skip
     return rows
 
 
-CASES = {"overhead": overhead, "throughput": throughput, "policies": policies}
+def choice_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return mean and 95th percentile of each policy over all requests."""
+    keys = dict.fromkeys((run["router"], run["policy"]) for run in runs)
+    return [
+        pooled(key, [run for run in runs if (run["router"], run["policy"]) == key]) for key in keys
+    ]
+
+
+def pooled(key: tuple[str, str], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a policy over the requests of all runs."""
+    values = [value for run in runs for value in run["ttft_ms"]]
+    return {
+        "router": key[0], "policy": key[1], "requests": len(values),
+        "failed": sum(run["failed"] for run in runs),
+        "mean TTFT ms": round(statistics.fmean(values), 1), "p95 TTFT ms": round(p95(values), 1),
+    }  # fmt: skip
+
+
+def ratios(
+    figure: Callable[[Sequence[float]], float],
+    runs: Sequence[dict[str, Any]],
+    ours: dict[int, list[float]],
+) -> str:
+    """Return the median over rounds of a figure's ratio to ours, and its range."""
+    found = [figure(run["ttft_ms"]) / figure(ours[run["round"]]) for run in runs]
+    return f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return the 95th percentile."""
+    return statistics.quantiles(values, n=20, method="inclusive")[-1]
+
+
+CASES = {"overhead": overhead, "throughput": throughput, "ttft": ttft}
 
 if __name__ == "__main__":
     sys.exit(main())

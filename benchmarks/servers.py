@@ -104,11 +104,12 @@ def make_plan(  # noqa: PLR0913  what a plan is for
 
 @contextlib.contextmanager
 def llmpq_serve(
-    model: Path, plan: Path, log: Path, *words: str, name: str = "model"
+    model: Path, plan: Path, log: Path, *words: str, name: str = "model", core: int | None = None
 ) -> Iterator[Running]:
-    """Run our server."""
+    """Run our server, on one core if it is given."""
     port = free_port()
-    program = [sys.executable, "-m", "llmpq.cli.commands.serve"]
+    pinned = [] if core is None else ["taskset", "-c", str(core)]
+    program = [*pinned, sys.executable, "-m", "llmpq.cli.commands.serve"]
     files = ["--strat_file_name", str(plan), "--model", str(model), "--port", str(port)]
     program = [*program, *files, "--served_model_name", name, *words]
     with running(program, port, log, variables=PASSIVE) as found:
