@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.assigner.fleet import FleetPlan, plan_fleet
+from llmpq.assigner.fleet import FleetPlan, ReplicaSpeed, mean_ttft_s, plan_fleet
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import PlanRequest, Progress
 from llmpq.assigner.verify import TOLERANCE, verify_plan
@@ -22,7 +22,7 @@ from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.fields import read_json
 from llmpq.spec.fleet import Fleet, FleetMember, read_fleet, write_fleet
 from llmpq.spec.plan import Plan, write_plan
-from llmpq.units import format_bytes
+from llmpq.units import format_bytes, format_seconds
 
 Show = Callable[[Callable[[Progress], FleetPlan]], FleetPlan]
 
@@ -36,7 +36,14 @@ def add_fleet_options(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=_number,
         metavar="auto|K",
-        help="plan K replicas, or as many as make the most requests a second",
+        help="plan K replicas, or as many as are best: for the most requests a second, or for "
+        "--rate",
+    )
+    group.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="plan for the least mean time to first token when R requests arrive in a second",
     )
     group.add_argument(
         "--same_bits", action="store_true", help="give a layer the same bits in all replicas"
@@ -63,6 +70,7 @@ def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, s
         lambda progress: plan_fleet(
             request,
             options.replicas or None,
+            rate=options.rate,
             same_bits=options.same_bits,
             command=options.command,
             progress=progress,
@@ -104,6 +112,7 @@ def _fleet(found: FleetPlan, request: PlanRequest, names: Sequence[str]) -> Flee
                 strategy=name,
                 devices=tuple(labels[device] for device in replica.devices),
                 requests_per_s=replica.requests_per_s,
+                arrivals_per_s=replica.arrivals_per_s,
             )
             for name, replica in zip(names, found.replicas, strict=True)
         ),
@@ -112,6 +121,8 @@ def _fleet(found: FleetPlan, request: PlanRequest, names: Sequence[str]) -> Flee
         status=found.status,
         quality_budget=found.quality_budget,
         others=found.others,
+        ttft_s=found.ttft_s,
+        ttft_bound_s=found.ttft_bound_s,
         cluster=request.cluster,
     )
 
@@ -140,6 +151,7 @@ def check_fleet(options: argparse.Namespace) -> int:
         excess += checked.excess_bytes
         own = [*checked.warnings, *_differences(replica, plan, fleet)]
         warnings += [f"{replica.strategy}: {warning}" for warning in own]
+    warnings += _ttft_difference(fleet, plans)
     if options.json:
         record = fleet_record(fleet, plans, path)
         print_json({**record, "fits": not excess, "excess_bytes": excess, "warnings": warnings})
@@ -164,9 +176,25 @@ def _differences(replica: FleetMember, plan: Plan, fleet: Fleet) -> Iterator[str
     rate = plan.workload.batch / plan.estimate.latency_s
     if not math.isclose(rate, replica.requests_per_s, rel_tol=TOLERANCE):
         yield f"makes {rate:.4g} requests/s, the fleet file states {replica.requests_per_s:.4g}"
+    arrivals = replica.arrivals_per_s
+    if arrivals is not None and arrivals > (most := ReplicaSpeed.of(plan).most_requests_per_s):
+        yield f"takes {most:.4g} arrivals/s, the fleet file gives it {arrivals:.4g}"
     budget, quality = fleet.quality_budget, plan.estimate.quality
     if budget is not None and quality > budget * (1 + TOLERANCE) + TOLERANCE:
         yield f"loses {quality:.4g}, the fleet allows {budget:.4g}"
+
+
+def _ttft_difference(fleet: Fleet, plans: Sequence[Plan]) -> list[str]:
+    """Return a warning where the plans do not confirm the TTFT of a fleet file."""
+    rates = [replica.arrivals_per_s or 0.0 for replica in fleet.replicas]
+    speeds = [ReplicaSpeed.of(plan) for plan in plans]
+    busy = any(rate > speed.most_requests_per_s for rate, speed in zip(rates, speeds, strict=True))
+    if fleet.ttft_s is None or busy or not sum(rates):
+        return []
+    found = mean_ttft_s(speeds, rates)
+    if math.isclose(found, fleet.ttft_s, rel_tol=TOLERANCE):
+        return []
+    return [f"its plans give a TTFT of {found:.4g} s, the fleet file states {fleet.ttft_s:.4g} s"]
 
 
 def fleet_record(fleet: Fleet, plans: Sequence[Plan], path: str) -> dict[str, Any]:
@@ -176,6 +204,8 @@ def fleet_record(fleet: Fleet, plans: Sequence[Plan], path: str) -> dict[str, An
         "model": fleet.model,
         "requests_per_s": fleet.requests_per_s,
         "bound": fleet.bound,
+        "ttft_s": fleet.ttft_s,
+        "ttft_bound_s": fleet.ttft_bound_s,
         "status": fleet.status,
         "quality_budget": fleet.quality_budget,
         "replicas": [
@@ -184,13 +214,19 @@ def fleet_record(fleet: Fleet, plans: Sequence[Plan], path: str) -> dict[str, An
                 "devices": list(replica.devices),
                 "batch": plan.workload.batch,
                 "requests_per_s": replica.requests_per_s,
+                "arrivals_per_s": replica.arrivals_per_s,
                 "quality": plan.estimate.quality,
             }
             for replica, plan in zip(fleet.replicas, plans, strict=True)
         ],
         "idle": list(fleet.idle),
         "others": [
-            {"name": one.name, "replicas": one.replicas, "requests_per_s": one.requests_per_s}
+            {
+                "name": one.name,
+                "replicas": one.replicas,
+                "requests_per_s": one.requests_per_s,
+                "ttft_s": one.ttft_s,
+            }
             for one in fleet.others
         ],
     }
@@ -199,7 +235,11 @@ def fleet_record(fleet: Fleet, plans: Sequence[Plan], path: str) -> dict[str, An
 def fleet_table(fleet: Fleet, plans: Sequence[Plan]) -> str:
     """Return a fleet as text: its replicas, and the other ways to cut the cluster."""
     work = plans[0].workload
-    rows = [("replica", "devices", "batch", "bits", "quality lost", "requests/s")]
+    has_rate = fleet.ttft_s is not None
+    rows = [
+        ("replica", "devices", "batch", "bits", "quality lost", "requests/s")
+        + (("arrivals/s", "TTFT") if has_rate else ())
+    ]
     rows += [
         (
             str(number),
@@ -208,22 +248,9 @@ def fleet_table(fleet: Fleet, plans: Sequence[Plan]) -> str:
             compact_bits(plan.bits),
             f"{plan.estimate.quality:.3g}",
             f"{replica.requests_per_s:.4g}",
+            *_arrivals(replica, plan),
         )
         for number, (replica, plan) in enumerate(zip(fleet.replicas, plans, strict=True), start=1)
-    ]
-    gap = relative_gap(fleet.bound, fleet.requests_per_s)
-    proof = "optimal" if fleet.status == "optimal" else f"at most {gap:.1%} below the best"
-    budget = fleet.quality_budget
-    limit = "" if budget is None else f"; no replica loses more than {budget:.3g}"
-    others = [("cut", "replicas", "requests/s", "of the fleet's")]
-    others += [
-        (
-            one.name,
-            str(one.replicas),
-            rate_text(one.requests_per_s),
-            f"{one.requests_per_s / fleet.requests_per_s:.2f}x" if one.requests_per_s else "",
-        )
-        for one in fleet.others
     ]
     lines = [
         f"{fleet.model} on {fleet.cluster.name}: {work.prompt_tokens} prompt tokens, "
@@ -231,13 +258,54 @@ def fleet_table(fleet: Fleet, plans: Sequence[Plan]) -> str:
         "",
         *aligned(rows),
         "",
-        f"fleet          {fleet.requests_per_s:.4g} requests/s, {proof}{limit}",
+        f"fleet          {_result(fleet)}",
     ]
     if fleet.idle:
         lines.append(f"idle           {devices_text(fleet.idle)}")
     if fleet.others:
-        lines += ["", *aligned(others), ""]
+        lines += ["", *aligned(_others(fleet)), ""]
     return "\n".join(lines)
+
+
+def _arrivals(replica: FleetMember, plan: Plan) -> tuple[str, ...]:
+    """Return share and TTFT of a replica, nothing where the rate of arrivals is not given."""
+    rate = replica.arrivals_per_s
+    if rate is None:
+        return ()
+    return f"{rate:.4g}", format_seconds(ReplicaSpeed.of(plan).ttft_s(rate))
+
+
+def _result(fleet: Fleet) -> str:
+    """Return what a fleet makes, and how good that is."""
+    value, gap = f"{fleet.requests_per_s:.4g} requests/s", "below"
+    share = relative_gap(fleet.bound, fleet.requests_per_s)
+    if fleet.ttft_s is not None and fleet.ttft_bound_s:
+        rate = sum(replica.arrivals_per_s or 0.0 for replica in fleet.replicas)
+        value = f"TTFT {format_seconds(fleet.ttft_s)} at {rate:.4g} arrivals/s"
+        share, gap = fleet.ttft_s / fleet.ttft_bound_s - 1, "above"
+    proof = "optimal" if fleet.status == "optimal" else f"at most {share:.1%} {gap} the best"
+    budget = fleet.quality_budget
+    return f"{value}, {proof}" + (
+        "" if budget is None else f"; no replica loses more than {budget:.3g}"
+    )
+
+
+def _others(fleet: Fleet) -> list[tuple[str, ...]]:
+    """Return a table of the other ways to cut the cluster."""
+    if fleet.ttft_s is None:
+        rows: list[tuple[str, ...]] = [("cut", "replicas", "requests/s", "of the fleet's")]
+        for one in fleet.others:
+            rate = one.requests_per_s
+            share = f"{rate / fleet.requests_per_s:.2f}x" if rate else ""
+            rows.append((one.name, str(one.replicas), rate_text(rate), share))
+        return rows
+    rows = [("cut", "replicas", "requests/s", "TTFT", "of the fleet's")]
+    for one in fleet.others:
+        texts = ("-", "")
+        if one.ttft_s is not None:
+            texts = format_seconds(one.ttft_s), f"{one.ttft_s / fleet.ttft_s:.2f}x"
+        rows.append((one.name, str(one.replicas), rate_text(one.requests_per_s), *texts))
+    return rows
 
 
 def devices_text(labels: Sequence[str]) -> str:

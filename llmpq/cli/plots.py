@@ -184,27 +184,29 @@ def _draw_phase(axis: Any, plan: Plan, blocks: Sequence[Block]) -> None:
 def draw_fleet(fleet: Fleet, plans: Sequence[Plan], path: str | Path) -> None:
     """Draw a fleet: layers and bits of each device by replica, and other cuts of the cluster."""
     devices = sum(len(replica.devices) for replica in fleet.replicas)
-    cuts: list[tuple[str, float | None]] = [(one.name, one.requests_per_s) for one in fleet.others]
-    cuts.append((f"this fleet ({len(plans)} replicas)", fleet.requests_per_s))
+    rate = sum(replica.arrivals_per_s or 0.0 for replica in fleet.replicas)
+    unit = f"TTFT in s at {rate:.4g} requests/s" if rate else "requests/s"
+    cuts = [(one.name, one.ttft_s if rate else one.requests_per_s) for one in fleet.others]
+    own, bound = (fleet.ttft_s, fleet.ttft_bound_s) if rate else (fleet.requests_per_s, fleet.bound)
+    cuts.append((f"this fleet ({len(plans)} replicas)", own))
     rows = [devices + len(fleet.idle) + len(plans), len(cuts)]
     with new_figure(path, 12, 2.6 + ROW_INCHES * sum(rows)) as figure:
         layers, bars = figure.subplots(
             2, 1, gridspec_kw={"height_ratios": [1.6 + row for row in rows]}
         )
         figure.suptitle(
-            f"{fleet.model} on {fleet.cluster.name}: {fleet.requests_per_s:.4g} requests/s", x=0.01,
-            ha="left",
-        )  # fmt: skip
+            f"{fleet.model} on {fleet.cluster.name}: {rate_text(own)} {unit}", x=0.01, ha="left"
+        )
         _draw_replicas(layers, fleet, plans)
-        names, rates = zip(*cuts, strict=True)
+        names, values = zip(*cuts, strict=True)
         colours = [GREY] * len(fleet.others) + [BIT_COLOURS[16]]
-        drawn = bars.barh(names, [rate or 0.0 for rate in rates], color=colours, height=0.6)
-        bars.bar_label(drawn, [rate_text(rate) for rate in rates], padding=3)
+        drawn = bars.barh(names, [value or 0.0 for value in values], color=colours, height=0.6)
+        bars.bar_label(drawn, [rate_text(value) for value in values], padding=3)
         if fleet.status != "optimal":
-            bars.axvline(fleet.bound, color=CAPACITY_COLOUR, lw=1, ls="--", label="upper bound")
+            bars.axvline(bound, color=CAPACITY_COLOUR, lw=1, ls="--", label="bound")
             bars.legend(loc="lower right")
         bars.margins(x=0.12)
-        bars.set_xlabel("requests/s")
+        bars.set_xlabel(unit)
         bars.set_title("Ways to cut the cluster")
 
 

@@ -139,17 +139,6 @@ def prefill_tokens_per_s(plan: Plan) -> float:
     return plan.micro_batching.prefill * plan.workload.prompt_tokens / slowest_s
 
 
-def decode_round_s(plan: Plan) -> float:
-    """Return in how many seconds each running sequence makes a token, by the plan's forecast.
-
-    The micro-batches of a round follow each other through the stages; the slowest stage, or the way
-    of one micro-batch, takes longest.
-    """
-    times = [max(stage.decode_s, stage.send_decode_s) for stage in plan.estimate.stages]
-    rounds = math.ceil(plan.workload.batch / plan.micro_batching.decode)
-    return max(sum(times), rounds * max(times))
-
-
 def queued_tokens_for(plan: Plan, ttft_bound_s: float) -> int:
     """Return how many prompt tokens may wait so that the last of them meets a bound.
 

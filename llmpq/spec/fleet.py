@@ -22,11 +22,13 @@ class FleetMember:
         strategy: its strategy file, relative to the fleet file.
         devices: labels of its devices in the fleet's cluster, in the order of the plan's cluster.
         requests_per_s: batch of the plan over its predicted latency.
+        arrivals_per_s: share of the arrivals that the fleet was planned for.
     """
 
     strategy: str
     devices: Annotated[tuple[str, ...], Rule(minimum=1)]
     requests_per_s: float
+    arrivals_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,13 @@ class OtherCut:
 
     Attributes:
         requests_per_s: 0 where no part holds the model, ``None`` where it was not planned in time.
+        ttft_s: mean time to first token; ``None`` where it does not answer all arrivals.
     """
 
     name: str
     replicas: int
     requests_per_s: Annotated[float | None, Rule(null=True)] = None
+    ttft_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ class Fleet:
         bound: no fleet makes more.
         status: ``optimal`` when proven.
         others: other ways to cut the cluster.
+        ttft_s: mean time to first token, which a fleet for a rate of arrivals was chosen for.
+        ttft_bound_s: no fleet has less.
     """
 
     SCHEMA: ClassVar[int] = SCHEMA
@@ -65,6 +71,8 @@ class Fleet:
     status: Status
     quality_budget: float | None = None
     others: Annotated[tuple[OtherCut, ...], Rule(optional=True)] = ()
+    ttft_s: float | None = None
+    ttft_bound_s: float | None = None
     cluster: Cluster
 
     def __post_init__(self) -> None:

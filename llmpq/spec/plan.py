@@ -7,6 +7,7 @@ constructed. Reading and writing a file again gives the same bytes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,6 +252,17 @@ class Plan:
         """Generated tokens per predicted second."""
         tokens = self.workload.batch * self.workload.new_tokens
         return tokens / self.estimate.latency_s if self.estimate.latency_s > 0 else 0.0
+
+    @property
+    def decode_round_s(self) -> float:
+        """Forecast of the seconds in which each sequence of the batch makes a token.
+
+        The micro-batches of a round follow each other through the stages; the slowest stage, or the
+        way of one micro-batch, takes longest.
+        """
+        times = [max(stage.decode_s, stage.send_decode_s) for stage in self.estimate.stages]
+        rounds = math.ceil(self.workload.batch / self.micro_batching.decode)
+        return max(sum(times), rounds * max(times))
 
     @property
     def bits(self) -> tuple[int, ...]:

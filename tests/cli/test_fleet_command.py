@@ -103,3 +103,47 @@ def test_a_wrong_rate_is_a_warning(made, capsys):
 def test_options_that_do_not_fit_are_refused(capsys, options, message):
     assert algo.main([*MODEL, *DEVICES, *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def at_a_rate(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rate") / "fleet.json"
+    options = [*MODEL, *DEVICES, "--replicas", "auto", "--quality_budget", "1.0", "--rate", "0.5"]
+    picture = ["--plot", str(path.with_suffix(".png"))]
+    assert algo.main([*options, *picture, "--output", str(path)]) == 0
+    return path
+
+
+def test_a_fleet_for_a_rate_states_shares_and_ttft(at_a_rate, capsys):
+    fleet = read_fleet(at_a_rate)
+    assert sum(replica.arrivals_per_s for replica in fleet.replicas) == pytest.approx(0.5)
+    assert fleet.ttft_bound_s == pytest.approx(fleet.ttft_s, rel=1e-5)
+    assert check.main([str(at_a_rate)]) == 0
+    text = capsys.readouterr().out
+    assert "at 0.5 arrivals/s, optimal; no replica loses more than 1" in text
+    assert "every stored figure is confirmed" in text
+    assert at_a_rate.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_a_ttft_that_the_plans_do_not_have_is_a_warning(at_a_rate, capsys):
+    found = json.loads(at_a_rate.read_text())
+    found["ttft_s"] *= 0.5
+    path = at_a_rate.with_name("damaged.json")
+    path.write_text(json.dumps(found))
+    assert check.main([str(path), "--json"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert "its plans give a TTFT of" in warning
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "message"),
+    [
+        (["--rate", "2"], 2, "--rate: found without --replicas"),
+        (["--replicas", "auto", "--rate", "-1"], 2, "rate: found -1.0"),
+        (["--replicas", "auto", "--rate", "1e6"], 3, "answer fewer than 1e+06 requests/s"),
+    ],
+)
+def test_rates_that_cannot_be_used_are_errors(options, status, message, capsys, tmp_path):
+    words = [*MODEL, *DEVICES, "--quality_budget", "1.0", "--output", str(tmp_path / "f.json")]
+    assert algo.main([*words, *options]) == status
+    assert message in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Planning a fleet: which devices of a cluster form which pipeline, each a replica of the model."""
 
-from llmpq.assigner.fleet.search import FleetPlan, PlannedReplica, plan_fleet
+from llmpq.assigner.fleet.planner import plan_fleet
+from llmpq.assigner.fleet.response_time import ReplicaSpeed, mean_ttft_s
+from llmpq.assigner.fleet.search import FleetPlan, PlannedReplica
 
-__all__ = ["FleetPlan", "PlannedReplica", "plan_fleet"]
+__all__ = ["FleetPlan", "PlannedReplica", "ReplicaSpeed", "mean_ttft_s", "plan_fleet"]

@@ -65,7 +65,8 @@ class Pricer:
         self._share = share
         self._known: dict[tuple[str, int], Price] = {}
         self._solved: dict[Key, tuple[PlanningTask, Solution]] = {}
-        self._plans: dict[Key, Plan] = {}
+        self._equal: dict[tuple[str, int], Key] = {}
+        self._plans: dict[tuple[Key, str], Plan] = {}
         self._rates = {
             batch: device_rates(self._of(pools.counts, batch))
             for batch in batches(request.workload.batch)
@@ -77,6 +78,19 @@ class Pricer:
         found: FloatArray = parts @ self._rates[batch]
         return found
 
+    def fastest_prompt_s(self) -> float:
+        """Return a lower bound of the seconds of a prompt on its way through any replica.
+
+        Each layer takes what it takes on the device and at the bitwidth where that is least.
+        """
+        seconds = []
+        for batch in self._rates:
+            task = build_task(self._of(self._pools.counts, batch))
+            for pair in task.pairs:
+                layer_s = pair.prefill_s.min(axis=(0, 2))[task.kinds].sum()
+                seconds.append(float(layer_s) / pair.micro_batching.prefill)
+        return min(seconds, default=0.0)
+
     def price(self, counts: Counts, batch: int) -> Price:
         """Return the price of a part and a batch, by the exact search."""
         key = self._pools.key(counts), batch
@@ -86,6 +100,10 @@ class Pricer:
         # Of a part that is equal up to symmetry: which of its devices are used is not known.
         return replace(self._known[key], used=counts)
 
+    def solved(self, counts: Counts, batch: int) -> Key | None:
+        """Return a part that is equal up to symmetry and was searched; ``None`` if none was."""
+        return self._equal.get((self._pools.key(counts), batch))
+
     def plan(self, counts: Counts, batch: int, command: str) -> Plan:
         """Return the plan of a part."""
         key = counts, batch
@@ -94,10 +112,12 @@ class Pricer:
             request = replace(self._of(counts, batch), time_limit_s=None, deadline=NEVER)
             task = build_task(request)
             self._solved[key] = task, solve_task(task, "llmpq")
-        if key not in self._plans:
+        if (key, command) not in self._plans:
             task, found = self._solved[key]
-            self._plans[key] = plan_of(task, found, method="llmpq", command=command, planning_s=0.0)
-        return self._plans[key]
+            self._plans[key, command] = plan_of(
+                task, found, method="llmpq", command=command, planning_s=0.0
+            )
+        return self._plans[key, command]
 
     def _of(self, counts: Counts, batch: int) -> PlanRequest:
         return replace(
@@ -120,6 +140,7 @@ class Pricer:
         if found is None:
             return Price(0.0, counts, proven=not request.deadline.has_passed)
         self._solved[counts, batch] = task, found
+        self._equal[self._pools.key(counts), batch] = counts, batch
         groups = [found.problem.order[place] for place in found.assignment.used_positions()]
         rate = batch / found.evaluation.latency_s
         return Price(

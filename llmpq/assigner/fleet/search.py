@@ -9,35 +9,24 @@ all parts are enumerated; the bound then is the sum of the devices' own bounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pulp
 
 from llmpq.assigner.constraints.limits import BoolArray
-from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.fleet.partition import Counts, Pools
 from llmpq.assigner.fleet.pricing import Key, Pricer, batches
 from llmpq.assigner.milp.solvers import solve
 from llmpq.assigner.objective import relative_gap
-from llmpq.assigner.planner import make_plan
 from llmpq.assigner.problem import FloatArray, IntArray
-from llmpq.assigner.request import (
-    GAP_ROUNDING,
-    OutOfTimeError,
-    PlanRequest,
-    Progress,
-    silent,
-)
-from llmpq.errors import InfeasibleError, SpecError
+from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.spec.fleet import OtherCut
 from llmpq.spec.plan import Plan, Status
 
 SEARCH_SHARE = 0.05
 """Part of the time limit that one search may take where not all parts are enumerated."""
-TIME_LIMIT_S = 20.0
-"""Seconds after which the best fleet so far is returned, where the request sets no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +39,14 @@ class PlannedReplica:
         requests_per_s: batch over predicted latency.
         without: requests a second without one device of a node and type, 0 where the rest does not
             hold the model; only what was proven in time.
+        arrivals_per_s: its share of the arrivals, ``None`` where their rate is not given.
     """
 
     devices: tuple[int, ...]
     plan: Plan
     requests_per_s: float
     without: tuple[tuple[str, float], ...]
+    arrivals_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +58,13 @@ class FleetPlan:
         idle: devices that no replica uses, indices into the cluster's.
         quality_budget: largest degradation of any replica, ``None`` for no limit.
         bound: no fleet makes more requests a second.
-        gap: ``(bound - requests_per_s) / bound``.
+        gap: of the requests a second, ``(bound - requests_per_s) / bound``, or of ``ttft_s``.
         status: ``optimal`` when proven.
         others: other ways to cut the cluster, with the same budget.
         searches: parts of the cluster that were planned.
+        ttft_s: mean time to first token, which the fleet was chosen for; ``None``: it was chosen
+            for its requests a second.
+        ttft_bound_s: no fleet has less.
     """
 
     replicas: tuple[PlannedReplica, ...]
@@ -81,6 +75,8 @@ class FleetPlan:
     status: Status
     others: tuple[OtherCut, ...]
     searches: int
+    ttft_s: float | None = None
+    ttft_bound_s: float | None = None
 
     @property
     def requests_per_s(self) -> float:
@@ -88,83 +84,8 @@ class FleetPlan:
         return sum(replica.requests_per_s for replica in self.replicas)
 
 
-def plan_fleet(
-    request: PlanRequest,
-    number: int | None = None,
-    *,
-    same_bits: bool = False,
-    command: str = "",
-    progress: Progress = silent,
-) -> FleetPlan:
-    """Cut a cluster into replicas with the most requests a second in sum.
-
-    Args:
-        request: what to plan; its batch is the most sequences of all replicas together. Without a
-            quality budget, it is the degradation of one pipeline's plan over the whole cluster.
-        number: number of replicas, ``None`` for the best.
-        same_bits: give a layer the same bits in all replicas: one bitwidth for all layers, or the
-            bits of the one pipeline.
-        command: for the plans' provenance.
-        progress: called with parts priced, parts in all, and the seconds a request so far.
-
-    Raises:
-        SpecError: the request does not suit a fleet.
-        InfeasibleError: no such fleet exists, or none was found in time.
-    """
-    _check(request, number)
-    if request.time_limit_s is None:
-        request = replace(request, time_limit_s=TIME_LIMIT_S)
-    request = request.with_deadline()
-    budget = request.quality_budget
-    one = make_plan(request) if budget is None or same_bits else None
-    if budget is None and one is not None:
-        budget = one.estimate.quality
-    request = replace(request, quality_budget=budget, theta_s=0.0)
-    requests = [request] if one is None or not same_bits else _with_same_bits(request, one)
-    searches = [_Search(own, number, progress) for own in requests]
-    for search in searches:
-        search.run()
-    found = [search for search in searches if search.fleet]
-    if not found:
-        if request.deadline.has_passed:
-            raise OutOfTimeError(f"found no fleet within {request.time_limit_s:g} s")
-        raise InfeasibleError(
-            f"{number or 'any'} replicas of {request.model.name} do not fit on "
-            f"{request.cluster.name} with a degradation of at most {budget:.4g} each"
-        )
-    best = max(found, key=lambda search: search.value)
-    bound = max(search.bound for search in searches)
-    return best.result(bound, command)
-
-
-def _check(request: PlanRequest, number: int | None) -> None:
-    if number is not None and not 1 <= number <= len(request.cluster.devices):
-        raise SpecError(
-            f"replicas: found {number}, expected 1 to {len(request.cluster.devices)}, the devices"
-        )
-    if request.formula != "steady":
-        raise SpecError("replicas: found formula 'paper', expected 'steady'")
-    others = replace(request.overrides, layer_bits=())
-    if others:
-        option = others.options()[0]
-        raise SpecError(
-            f"replicas: found with {option}, expected no manual decisions but the bits of layers"
-        )
-
-
-def _with_same_bits(request: PlanRequest, one: Plan) -> list[PlanRequest]:
-    """Return a request for each vector of bits that all replicas may have."""
-    if request.overrides.layer_bits:
-        return [request]
-    found = [replace(request, bits=(width,)) for width in request.bits]
-    layers = tuple((layer, layer + 1, bits) for layer, bits in enumerate(one.bits))
-    if len(set(one.bits)) > 1:
-        found.append(replace(request, overrides=Overrides(layer_bits=layers)))
-    return found
-
-
-class _Search:
-    """The search for one request.
+class FleetSearch:
+    """Chooses the parts and batches with the most requests a second, for one request.
 
     A column is a part with a batch; ``C`` columns.
 
@@ -197,7 +118,20 @@ class _Search:
 
     def run(self) -> None:
         """Price columns until the best fleet is known, or time is over."""
-        deadline = self._request.deadline
+        self.price_first()
+        self._keep()
+        while self._is_complete:
+            chosen, bound = self._pack(self._upper)
+            self.bound = min(self.bound, bound)
+            unknown = [place for place in chosen if not self._is_priced[place]]
+            if not unknown or self._request.deadline.has_passed:
+                break
+            for place in dict.fromkeys(unknown):
+                self._price(place)
+            self._keep()
+
+    def price_first(self) -> None:
+        """Price other ways to cut the cluster; of large clusters, as many parts as time allows."""
         cuts = [part for parts in self._cuts().values() for part in parts]
         self._add([part for part in dict.fromkeys(cuts) if (part, 1) not in self._index])
         if self._is_complete:
@@ -209,16 +143,6 @@ class _Search:
             self._scan(sorted(dict.fromkeys(cuts), key=sum))
             parts = dict.fromkeys(part for part, _ in self._columns)
             self._scan(sorted(parts, key=lambda part: (sum(part), np.count_nonzero(part))))
-        self._keep()
-        while self._is_complete:
-            chosen, bound = self._pack(self._upper)
-            self.bound = min(self.bound, bound)
-            unknown = [place for place in chosen if not self._is_priced[place]]
-            if not unknown or deadline.has_passed:
-                break
-            for place in dict.fromkeys(unknown):
-                self._price(place)
-            self._keep()
 
     def _scan(self, parts: Sequence[Counts]) -> None:
         """Price parts in order, with batches near their share of all devices' speed."""
@@ -296,22 +220,28 @@ class _Search:
             for place in places
         }
         program += pulp.lpSum(-float(values[place]) * taken[place] for place in places)
-        for pool, count in enumerate(self._pools.counts):
-            program += (
-                pulp.lpSum(int(self._counts[place, pool]) * taken[place] for place in places)
-                <= count
-            )
-        program += (
-            pulp.lpSum(self._columns[place][1] * taken[place] for place in places)
-            <= self._batches[0]
-        )
-        if self._number is not None and parts is None:
-            program += pulp.lpSum(taken.values()) == self._number
+        self._limit(program, taken, has_number=parts is None)
         found = solve(program, "highs", gap=0.0, time_limit_s=None)
         chosen = [
             place for place in places for _ in range(round(found.values.get(f"x{place}", 0.0)))
         ]
         return chosen, 0.0 if found.status == "infeasible" else -found.bound
+
+    def _limit(
+        self, program: pulp.LpProblem, taken: Mapping[int, pulp.LpVariable], *, has_number: bool
+    ) -> None:
+        """Limit how often columns are taken: by devices, sequences and the number of replicas."""
+        for pool, count in enumerate(self._pools.counts):
+            program += (
+                pulp.lpSum(int(self._counts[place, pool]) * one for place, one in taken.items())
+                <= count
+            )
+        program += (
+            pulp.lpSum(self._columns[place][1] * one for place, one in taken.items())
+            <= self._batches[0]
+        )
+        if self._number is not None and has_number:
+            program += pulp.lpSum(taken.values()) == self._number
 
     def _most(self, place: int) -> int:
         part, size = self._columns[place]
@@ -332,7 +262,7 @@ class _Search:
         """Return the best fleet with its plans."""
         free = self._pools.members()
         replicas = []
-        for part, size in sorted(self.fleet, key=self._rate, reverse=True):
+        for part, size in self.ordered():
             groups = [free[pool] for pool, count in enumerate(part) for _ in range(count)]
             plan = self._pricer.plan(part, size, command)
             replicas.append(
@@ -343,8 +273,9 @@ class _Search:
                     without=self._without(part, size),
                 )
             )
-        bound = max(bound, self.value)
-        gap = relative_gap(bound, self.value)
+        value = sum(map(self._rate, self.fleet))
+        bound = max(bound, value)
+        gap = relative_gap(bound, value)
         return FleetPlan(
             replicas=tuple(replicas),
             idle=tuple(sorted(device for group in free for device in group)),
@@ -355,6 +286,10 @@ class _Search:
             others=tuple(self._other(*item) for item in self._cuts().items()),
             searches=self._pricer.searches,
         )
+
+    def ordered(self) -> list[Key]:
+        """Return parts and batches of the fleet, the fastest first."""
+        return sorted(self.fleet, key=self._rate, reverse=True)
 
     def _without(self, part: Counts, size: int) -> tuple[tuple[str, float], ...]:
         if sum(part) == 1 or self._request.deadline.has_passed:

@@ -133,8 +133,9 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if options.same_bits and options.replicas is None:
-        raise SpecError("--same_bits: found without --replicas, expected both")
+    for name in ("same_bits", "rate"):
+        if getattr(options, name) not in (None, False) and options.replicas is None:
+            raise SpecError(f"--{name}: found without --replicas, expected both")
     if options.export is None:
         return
     if options.output is None:

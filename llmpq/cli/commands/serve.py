@@ -162,7 +162,6 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
     """Return the limits of the options; a bound in seconds becomes a number of tokens."""
     from llmpq.server.admission import (
         AdmissionLimits,
-        decode_round_s,
         prefill_tokens_per_s,
         queued_tokens_for,
     )
@@ -174,7 +173,7 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
         max_num_queued_reqs=at_least("--max_num_queued_reqs", options.max_num_queued_reqs, 1),
         max_num_queued_tokens=at_least("--max_num_queued_tokens", tokens, 1),
         prefill_tokens_per_s=prefill_tokens_per_s(plan),
-        decode_step_s=decode_round_s(plan),
+        decode_step_s=plan.decode_round_s,
     )
 
 

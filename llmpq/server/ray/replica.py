@@ -15,7 +15,7 @@ from starlette.types import Message
 from llmpq.dist import model_dir_of
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.errors import StageError
-from llmpq.server.admission import AdmissionLimits, decode_round_s, prefill_tokens_per_s
+from llmpq.server.admission import AdmissionLimits, prefill_tokens_per_s
 from llmpq.server.app import build_app
 from llmpq.server.lifecycle import make_service
 from llmpq.server.ray.options import FleetOptions, strategy_for
@@ -81,7 +81,7 @@ class EngineReplica:
             max_num_queued_reqs=options.max_num_queued_reqs,
             max_num_queued_tokens=options.max_num_queued_tokens,
             prefill_tokens_per_s=prefill_tokens_per_s(plan),
-            decode_step_s=decode_round_s(plan),
+            decode_step_s=plan.decode_round_s,
         )
         names = (options.served_model_name or plan.model.name,)
         self._start(make_service(self._engine, tokenizer, model_dir, names, limits))

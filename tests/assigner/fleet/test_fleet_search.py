@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 from helpers.certificate import certify_plan
+from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.overrides import Overrides
@@ -18,7 +17,7 @@ from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.partition import Pools
 from llmpq.assigner.fleet.pricing import batches
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.spec.cluster import Cluster, Device, LinkSpec
+from llmpq.spec.cluster import Device, LinkSpec
 from llmpq.spec.workload import Workload
 
 TOLERANCE = 1e-9
@@ -54,59 +53,13 @@ def budget_of(request: PlanRequest) -> float:
     return make_plan(request).estimate.quality
 
 
-def rates_of(request: PlanRequest) -> Callable[[Sequence[Device], int], float]:
-    """Return the requests a second of a set of devices with a batch, planned by itself."""
-    cluster = request.cluster
-
-    @cache
-    def rate(chosen: tuple[tuple[str, int], ...], batch: int) -> float:
-        counts = dict(chosen)
-        nodes = []
-        for node in cluster.nodes:
-            groups = tuple(
-                replace(group, count=counts[f"{node.name} {place}"])
-                for place, group in enumerate(node.devices)
-                if f"{node.name} {place}" in counts
-            )
-            nodes += [replace(node, devices=groups)] if groups else []
-        names = {node.name for node in nodes}
-        links = tuple(link for link in cluster.links if set(link.between) <= names)
-        part = Cluster(name="part", nodes=tuple(nodes), links=links)
-        own = replace(request, cluster=part, workload=replace(request.workload, batch=batch))
-        try:
-            return batch / make_plan(own).estimate.latency_s
-        except InfeasibleError:
-            return 0.0
-
-    def of(devices: Sequence[Device], batch: int) -> float:
-        first = {device.group: device for device in cluster.devices[::-1]}
-        places = {
-            group: sum(
-                1 for other in first.values() if other.node == device.node and other.group < group
-            )
-            for group, device in first.items()
-        }
-        names = Counter(f"{device.node} {places[device.group]}" for device in devices)
-        return rate(tuple(sorted(names.items())), batch)
-
-    return of
-
-
-def partitions(devices: Sequence[Device]) -> Iterator[list[list[Device]]]:
-    """Yield every set of disjoint sets of devices."""
-    if not devices:
-        yield []
-        return
-    first, rest = devices[0], devices[1:]
-    for found in partitions(rest):
-        yield found  # left out
-        yield [[first], *found]
-        for place, own in enumerate(found):
-            yield [*found[:place], [first, *own], *found[place + 1 :]]
-
-
 def best_by_brute_force(request: PlanRequest, number: int | None) -> float:
-    rate = rates_of(request)
+    plan = plans_of(request)
+
+    def rate(devices: Sequence[Device], batch: int) -> float:
+        found = plan(devices, batch)
+        return 0.0 if found is None else batch / found.estimate.latency_s
+
     best = 0.0
     for found in partitions(request.cluster.devices):
         if number is not None and len(found) != number:

@@ -1,0 +1,246 @@
+"""The fleet with the least mean time to first token (TTFT) at a rate of arrivals.
+
+Parts, batches and their plans are those of the search for the most requests a second. Every replica
+takes a share of the arrivals, and its TTFT grows with it (``response_time``). Which replicas form
+the fleet, and their shares, is a mixed-integer program with a convex objective. It is solved by
+outer approximation (Duran and Grossmann, 1986): an integer program bounds ``x T(x)`` from below by
+tangents, its fleet gets its best shares, and tangents are added there, until both agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pulp
+
+from llmpq.assigner.fleet.partition import Counts
+from llmpq.assigner.fleet.response_time import ReplicaSpeed, mean_ttft_s, split_arrivals
+from llmpq.assigner.fleet.search import FleetPlan, FleetSearch
+from llmpq.assigner.milp.solvers import solve
+from llmpq.assigner.objective import relative_gap
+from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
+from llmpq.spec.fleet import OtherCut
+
+USES = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 1.0)
+"""Tangents of the first program, as shares of the most arrivals."""
+AGREED = 1e-6
+"""Relative gap below which bound and fleet count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A fleet with its arrivals.
+
+    Attributes:
+        columns: of the replicas.
+        rates: arrivals a second of each.
+        ttft_s: mean over all requests.
+        bound_s: no fleet of the same columns has less.
+    """
+
+    columns: tuple[int, ...]
+    rates: tuple[float, ...]
+    ttft_s: float
+    bound_s: float
+
+
+class RateSearch(FleetSearch):
+    """Chooses the parts, batches and shares of arrivals with the least TTFT, its value one over it.
+
+    Args:
+        request: to plan.
+        number: of replicas, ``None`` for the best.
+        rate: arrivals a second.
+        progress: as of ``plan_fleet``.
+    """
+
+    def __init__(
+        self, request: PlanRequest, number: int | None, rate: float, progress: Progress
+    ) -> None:
+        super().__init__(request, number, progress)
+        self._arrivals = rate
+        self._most_requests = self.bound
+        self._speeds: dict[int, ReplicaSpeed] = {}
+        self._shares: Shares | None = None
+
+    def run(self) -> None:
+        """Plan all parts, or as many as there is time for, and choose the best fleet."""
+        self.price_first()
+        if self._is_complete:
+            for place in range(len(self._columns)):
+                self._price(place)
+        self._shares = found = self._best()
+        fastest_s = self._pricer.fastest_prompt_s()
+        if self._is_proven():
+            self.bound = 0.0 if found is None else 1 / found.bound_s
+        else:
+            self.bound = 1 / fastest_s if fastest_s else 0.0
+        if found is not None:
+            self.fleet = tuple(self._columns[place] for place in found.columns)
+            self.value = 1 / found.ttft_s
+
+    def _is_proven(self) -> bool:
+        """Whether the columns are all there are, each with its best plan."""
+        if not self._is_complete:
+            return False
+        left = np.flatnonzero(self._upper > 0).tolist()
+        return (
+            bool(self._is_priced[left].all())
+            and all(place in self._speeds for place in left if self._lower[place] > 0)
+            and all(self._pricer.price(*self._columns[place]).proven for place in left)
+        )
+
+    def _speed(self, place: int) -> ReplicaSpeed:
+        """Return the speed of a column that holds the model."""
+        if place not in self._speeds:
+            part, size = self._columns[place]
+            solved = self._pricer.solved(part, size) or (part, size)
+            self._speeds[place] = ReplicaSpeed.of(self._pricer.plan(*solved, command=""))
+        return self._speeds[place]
+
+    def _known(self) -> list[int]:
+        """Return the columns that hold the model and whose speed is known, or can be in time."""
+        found = []
+        for place in np.flatnonzero(self._lower > 0).tolist():
+            is_known = place in self._speeds or self._pricer.solved(*self._columns[place])
+            if is_known or not self._request.deadline.has_passed:
+                self._speed(place)
+                found.append(place)
+        return found
+
+    def _best(self, parts: Sequence[Counts] | None = None) -> Shares | None:
+        """Return the best fleet of these parts; ``None`` where none answers all arrivals."""
+        places = self._known()
+        if parts is not None:
+            places = [place for place in places if self._columns[place][0] in parts]
+        places = self._undominated(places)
+        tangents = [
+            (place, use * self._speed(place).most_requests_per_s)
+            for place in places
+            for use in USES
+        ]
+        best: Shares | None = None
+        bound_s = 0.0
+        seen: set[tuple[int, ...]] = set()
+        while places:
+            chosen, asked, found_s = self._choose(places, tangents, parts)
+            if not chosen:
+                return best
+            bound_s = max(bound_s, found_s)
+            speeds = [self._speed(place) for place in chosen]
+            rates = split_arrivals(speeds, self._arrivals)
+            ttft_s = mean_ttft_s(speeds, rates)
+            if best is None or ttft_s < best.ttft_s:
+                best = self._shares_of(chosen, rates, ttft_s)
+            if best.ttft_s - bound_s <= AGREED * best.ttft_s:
+                return replace(best, bound_s=best.ttft_s)
+            if chosen in seen:  # rounding in the solver
+                return replace(best, bound_s=bound_s)
+            seen.add(chosen)
+            tangents += [*zip(chosen, rates, strict=True), *asked]
+        return best
+
+    def _shares_of(self, chosen: Sequence[int], rates: Sequence[float], ttft_s: float) -> Shares:
+        """Return a fleet without replicas that get no arrivals, unless their number is given."""
+        used = [
+            (place, rate)
+            for place, rate in zip(chosen, rates, strict=True)
+            if rate > 0 or self._number is not None
+        ]
+        columns, own = zip(*used, strict=True)
+        return Shares(columns, own, ttft_s, 0.0)
+
+    def _choose(
+        self,
+        places: Sequence[int],
+        tangents: Sequence[tuple[int, float]],
+        parts: Sequence[Counts] | None,
+    ) -> tuple[tuple[int, ...], list[tuple[int, float]], float]:
+        """Return the best fleet by tangents, the arrivals of each replica, and a bound of the TTFT.
+
+        A column that is taken several times has equal replicas, which have equal shares.
+        """
+        program = pulp.LpProblem("fleet")
+        taken = {
+            place: program.add_variable(f"y{place}", 0, self._most(place), cat="Integer")
+            for place in places
+        }
+        rates = {place: program.add_variable(f"x{place}", 0) for place in places}
+        waits = {place: program.add_variable(f"t{place}", 0) for place in places}
+        program += pulp.lpSum(waits.values())
+        program += pulp.lpSum(rates.values()) == self._arrivals
+        for place in places:
+            program += rates[place] <= self._speed(place).most_requests_per_s * taken[place]
+        for place, rate in tangents:
+            speed = self._speed(place)
+            slope = speed.marginal_s(rate)
+            rest = rate * (speed.ttft_s(rate) - slope)
+            program += waits[place] >= slope * rates[place] + rest * taken[place]
+        self._limit(program, taken, has_number=parts is None)
+        found = solve(program, "highs", gap=0.0, time_limit_s=None)
+        counts = {place: round(found.values.get(f"y{place}", 0.0)) for place in places}
+        chosen = tuple(place for place in places for _ in range(counts[place]))
+        asked = [
+            (place, min(most, max(0.0, found.values[f"x{place}"] / counts[place])))
+            for place in dict.fromkeys(chosen)
+            for most in (self._speed(place).most_requests_per_s,)
+        ]
+        return chosen, asked, found.bound / self._arrivals
+
+    def _undominated(self, places: Sequence[int]) -> list[int]:
+        """Leave out columns that have more devices than another one and are no faster."""
+        rows = np.array(
+            [
+                (
+                    *self._counts[place],
+                    self._columns[place][1],
+                    one.way_s,
+                    one.prefill_s,
+                    one.decode_s,
+                )
+                for place in places
+                for one in (self._speed(place),)
+            ]
+        )
+        kept: list[int] = []
+        kept_rows: list[int] = []
+        # Better columns first: of equal ones, one is left.
+        for at in np.lexsort(rows.T[::-1]) if len(places) else ():
+            if not (rows[kept_rows] <= rows[at]).all(axis=1).any():
+                kept.append(places[at])
+                kept_rows.append(int(at))
+        return sorted(kept)
+
+    def most_arrivals(self) -> float:
+        """Return the most arrivals a second of any fleet that was found, 0 without one."""
+        values = np.zeros(len(self._columns))
+        for place in self._known():
+            values[place] = self._speed(place).most_requests_per_s
+        return float(values[self._pack(values)[0]].sum())
+
+    def result(self, bound: float, command: str) -> FleetPlan:
+        """Return the best fleet with its plans, its arrivals and its TTFT."""
+        assert self._shares is not None
+        found = super().result(self._most_requests, command)
+        rates = dict(zip(self.fleet, self._shares.rates, strict=True))
+        gap = relative_gap(bound, self.value)
+        return replace(
+            found,
+            replicas=tuple(
+                replace(replica, arrivals_per_s=rates[key])
+                for key, replica in zip(self.ordered(), found.replicas, strict=True)
+            ),
+            gap=gap,
+            status="optimal" if gap <= GAP_ROUNDING else "feasible",
+            ttft_s=self._shares.ttft_s,
+            ttft_bound_s=min(1 / bound, self._shares.ttft_s),
+        )
+
+    def _other(self, name: str, parts: list[Counts]) -> OtherCut:
+        found = super()._other(name, parts)
+        best = self._best(parts)
+        if best is None:
+            return found
+        return replace(found, replicas=len(best.columns), ttft_s=best.ttft_s)
