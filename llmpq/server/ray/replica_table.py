@@ -63,6 +63,7 @@ class ReplicaTable:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._requests: dict[str, str] = {}
+        self._ended: dict[str, str] = {}
         self._next_number = 0
 
     def rank(
@@ -89,8 +90,10 @@ class ReplicaTable:
         return order
 
     def routed(self, key: str, request: RoutedRequest, name: str) -> None:
-        """Take note of the replica that a request was sent to."""
-        if self._requests.get(key) != name and name in self._entries:
+        """Take note of the replica that a request was sent to; Ray may do so after its end."""
+        if self._ended.get(key) == name:
+            self.forget(key)
+        elif self._requests.get(key, name) != name and name in self._entries:
             self.forget(key)
             self._count(key, request, name)
 
@@ -98,9 +101,12 @@ class ReplicaTable:
         """Take note of the end of a request at a replica, whatever came of it."""
         if self._requests.get(key) == name:
             self.forget(key)
+        elif key in self._requests:  # an earlier attempt, or the note of this one is yet to come
+            self._ended[key] = name
 
     def forget(self, key: str) -> None:
         """Count a request no longer, as it was never sent or has ended."""
+        self._ended.pop(key, None)
         name = self._requests.pop(key, None)
         if name in self._entries:
             self._entries[name].replica.finish()

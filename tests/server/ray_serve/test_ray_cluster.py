@@ -207,44 +207,63 @@ def replayed(events, balancer, seed, monkeypatch):
     names = sorted(next(event["stats"] for event in events if "order" in event))
 
     async def scenario():
-        session = FakeSession()
-        backends = [Backend(n, f"http://{name}", session) for n, name in enumerate(names)]
-        balanced = load_balancer(balancer, seed=seed)
-        router = Router(backends, balanced, session, RouterMetrics(backends))
-        sent, found = {}, []
-
-        def send(key, request, backend):
-            balanced.routed(request, backend.number)
-            stack = contextlib.ExitStack()
-            stack.enter_context(backend.attempt(request, asyncio.Timeout(None)))
-            sent[key] = names[backend.number], request, stack
-
+        replay = Replay(names, load_balancer(balancer, seed=seed), clock)
         for event in events:
-            key = event["key"]
             if "order" in event:
-                for name, backend in zip(names, backends, strict=True):
-                    if session.loads.get(backend.url) != event["stats"][name]:
-                        session.loads[backend.url] = event["stats"][name]
-                        clock.now_s = event["stats"][name][RECORDED_S]
-                        await backend.poll()
-                clock.now_s = event["now_s"]
-                prefix = tuple(event["prefix"])
-                request = RoutedRequest(prompt_tokens=event["prompt_tokens"], prefix=prefix)
-                chosen = router._choose(request, set())
-                send(key, request, chosen)
-                found.append(names[chosen.number])
+                await replay.choose(event)
             elif "end" in event:
-                name, _, stack = sent.pop(key)
-                assert name == event["end"]
-                stack.close()
-            elif sent[key][0] != event["routed"]:  # Ray did not reach the first one in time
-                _, request, stack = sent.pop(key)
-                stack.close()
-                clock.now_s = event["now_s"]
-                send(key, request, backends[names.index(event["routed"])])
-        return found
+                replay.end(event["key"], event["end"])
+            else:
+                replay.route(event["key"], event)
+        return replay.found
 
     return asyncio.run(scenario())
+
+
+class Replay:
+    """Takes the events of a trace of Ray's router with llmpq-route's."""
+
+    def __init__(self, names, balancer, clock):
+        self.session, self.names, self.balancer, self.clock = FakeSession(), names, balancer, clock
+        self.backends = [Backend(n, f"http://{name}", self.session) for n, name in enumerate(names)]
+        metrics = RouterMetrics(self.backends)
+        self.router = Router(self.backends, balancer, self.session, metrics)
+        self.sent, self.early, self.found = {}, set(), []
+
+    async def choose(self, event):
+        for name, backend in zip(self.names, self.backends, strict=True):
+            stats = event["stats"][name]
+            if self.session.loads.get(backend.url) != stats:
+                self.session.loads[backend.url] = stats
+                self.clock.now_s = stats[RECORDED_S]
+                await backend.poll()
+        self.clock.now_s = event["now_s"]
+        prefix = tuple(event["prefix"])
+        request = RoutedRequest(prompt_tokens=event["prompt_tokens"], prefix=prefix)
+        chosen = self.router._choose(request, set())
+        self.send(event["key"], request, chosen)
+        self.found.append(self.names[chosen.number])
+
+    def send(self, key, request, backend):
+        self.balancer.routed(request, backend.number)
+        stack = contextlib.ExitStack()
+        stack.enter_context(backend.attempt(request, asyncio.Timeout(None)))
+        self.sent[key] = self.names[backend.number], request, stack
+
+    def end(self, key, name):
+        if self.sent[key][0] == name:
+            self.sent.pop(key)[2].close()
+        else:
+            self.early.add(key)  # Ray says only then where it was sent
+
+    def route(self, key, event):
+        if key in self.early:
+            self.sent.pop(key)[2].close()
+        elif key in self.sent and self.sent[key][0] != event["routed"]:  # the first was too slow
+            _, request, stack = self.sent.pop(key)
+            stack.close()
+            self.clock.now_s = event["now_s"]
+            self.send(key, request, self.backends[self.names.index(event["routed"])])
 
 
 class Clock:

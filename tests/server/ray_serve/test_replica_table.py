@@ -109,6 +109,19 @@ def test_a_request_is_counted_where_it_is_until_its_end():
     assert {view.outstanding for view in table.views().values()} == {0}
 
 
+def test_a_request_that_has_ended_is_not_counted_again():
+    table = table_of()
+    order = table.rank("1", HINT, {"a": stats_of(), "b": stats_of()})
+    table.finished("1", order[0])
+    for name in order:
+        table.routed("1", HINT.request, name)
+    assert {view.outstanding for view in table.views().values()} == {0}
+    order = table.rank("2", HINT, {"a": stats_of(), "b": stats_of()})
+    table.finished("2", order[1])  # sent to the second one
+    table.routed("2", HINT.request, order[1])
+    assert {view.outstanding for view in table.views().values()} == {0}
+
+
 def test_replicas_come_and_go():
     table = table_of()
     assert table.rank("1", HINT, {}) == []
