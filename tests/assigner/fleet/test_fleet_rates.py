@@ -159,7 +159,7 @@ def check_against_brute_force(seed: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=[] if b < 2 else pytest.mark.slow) for b in range(40)]
+    "block", [pytest.param(b, marks=[] if b < 1 else pytest.mark.slow) for b in range(40)]
 )
 def test_fleets_at_a_rate_equal_brute_force_over_all_partitions(block):
     for seed in range(5 * block, 5 * block + 5):
@@ -177,11 +177,8 @@ def two_types(**options) -> PlanRequest:
 
 
 def test_more_arrivals_never_have_a_smaller_ttft():
-    most = plan_fleet(two_types()).requests_per_s
-    found = [plan_fleet(two_types(), rate=share * most) for share in (0.02, 0.3, 0.6, 0.9)]
-    times = [one.ttft_s for one in found]
-    assert times == sorted(times)
-    assert times[0] < times[-1]
+    low, high = (plan_fleet(two_types(), rate=rate) for rate in (1.0, 50.0))
+    assert low.ttft_s < high.ttft_s
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
@@ -196,7 +193,7 @@ def test_a_large_cluster_gets_a_valid_bound():
         cluster=cluster_of(*((name, 16, 200) for name in ("A100-40G", "T4-16G", "L4"))),
         workload=Workload(batch=64, prompt_tokens=64, new_tokens=16),
         quality_budget=1.0,
-        time_limit_s=2.0,
+        time_limit_s=1.0,
     )
     found = plan_fleet(request, rate=5.0)
     assert found.status == "feasible"
