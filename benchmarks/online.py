@@ -553,7 +553,44 @@ def tables(options: argparse.Namespace) -> list[Reply]:
         }
     )
     head = ["bits", "concurrency", "engine tokens/s", "HTTP tokens/s", "ratio", "TTFT p50 more, ms"]
-    return [*found, {"title": "What HTTP costs", "columns": head, "rows": rows}]
+    found.append({"title": "What HTTP costs", "columns": head, "rows": rows})
+    return [*found, capacity_table(options), orders_table(options)]
+
+
+def capacity_table(options: argparse.Namespace) -> Reply:
+    """Return the table of a mixed cluster's speed, measured and simulated."""
+    rows = [
+        [number, real["output_tokens_per_s"], simulated["throughput_tokens_per_s"],
+         simulated["throughput_tokens_per_s"] / real["output_tokens_per_s"]]
+        for number, real, simulated in pairs(options, "capacity", ("round",))
+    ]  # fmt: skip
+    head = ["round", "tokens/s", "simulated", "simulated / measured"]
+    return {"title": "Capacity of a mixed cluster", "columns": head, "rows": rows}
+
+
+def orders_table(options: argparse.Namespace) -> Reply:
+    """Return the table of queue orders, measured and simulated."""
+    rows = []
+    for rate, order, real, simulated in pairs(options, "orders", ("rate", "order")):
+        row = [rate, order]
+        for mine, theirs in (
+            ("ttft_s", "time_to_first_token_s"),
+            ("total_generation_time_s", "total_generation_time_s"),
+        ):
+            measured, predicted = real[mine]["mean"], simulated[theirs]["mean"]
+            row += [measured, predicted, predicted / measured]
+        rows.append([*row, real["preemptions"]])
+    head = ["rate", "order", "TTFT, s", "simulated", "ratio", "TGT, s", "simulated", "ratio"]
+    return {"title": "Queue orders", "columns": [*head, "preemptions"], "rows": rows}
+
+
+def pairs(options: argparse.Namespace, case: str, keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    """Return the keys, a run, and what was simulated of the same requests."""
+    runs = runs_of(options.folder / f"{case}.jsonl")
+    return [
+        (*(real[key] for key in keys), real, twin["simulated"])
+        for real, twin in zip(runs[::2], runs[1::2], strict=True)
+    ]
 
 
 def beside(options: argparse.Namespace, case: str, title: str, keys: Sequence[str]) -> Reply:
