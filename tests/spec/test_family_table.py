@@ -105,7 +105,7 @@ def test_published_sizes_are_those_of_transformers(model_type):
     _assert_published(fields)
 
 
-@pytest.mark.slow  # minutes: all layers of 106 models
+@pytest.mark.slow  # a minute: all layers of 106 models
 @pytest.mark.parametrize("entry", MODELS, ids=lambda entry: entry["name"])
 def test_every_published_model_is_that_of_transformers(entry):
     _assert_published(entry["config"])
