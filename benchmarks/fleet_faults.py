@@ -30,7 +30,7 @@ from typing import Any
 
 import aiohttp
 from servers import Running, free_port, llmpq_serve, running
-from workbench import ROOT, cpu_name
+from workbench import ROOT, machine
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -89,7 +89,7 @@ def _record(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "topic": "fleet-faults",
         "command": "python benchmarks/fleet_faults.py --folder DIR --output FILE",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {cpu_name()}",
+        "machine": machine(),
         "versions": {"llmpq": __version__, "python": platform.python_version()},
         "cases": rows,
     }

@@ -38,7 +38,7 @@ from typing import Any
 
 from load import Query, Sample, Send, drive, sender, summary
 from servers import Running, free_port, llmpq_serve, running
-from workbench import PASSIVE, ROOT, cpu_name
+from workbench import PASSIVE, ROOT, machine
 
 from llmpq import plan
 from llmpq.profiler.device import cpu_isas
@@ -459,7 +459,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
         "topic": "routers",
         "command": "python benchmarks/routers.py --folder DIR --output FILE",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {cpu_name()}",
+        "machine": machine(),
         "versions": {name: version(name) for name in ("aiohttp", "uvicorn", "torch")}
         | {"python": platform.python_version()}
         | versions_of_routers(options),

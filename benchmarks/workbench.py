@@ -107,6 +107,4 @@ def cpu_name() -> str:
 
 def machine() -> str:
     """Return the processor and the number of cores."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(names, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
+    return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores"
