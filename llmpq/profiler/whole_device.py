@@ -29,6 +29,7 @@ from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
 from llmpq.quant.modules.layer import quantize_layer_
+from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision, linear_bytes
 
@@ -230,6 +231,7 @@ def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Modu
         for parameter in layer.parameters():
             parameter.copy_(values[: parameter.numel()].view_as(parameter))
         quantize_layer_(layer, bits, FORMATS[dtype])
+        fuse_norms_(layer)  # as loading does: compiled steps take no other norms
         layers.append(layer)
     return layers
 
