@@ -131,6 +131,12 @@ def add_ray_options(hosts: argparse._ArgumentGroup) -> None:
     )
 
 
+def check_ray_address(options: argparse.Namespace) -> None:
+    """Raise ``SpecError`` where a Ray cluster is named that is not used."""
+    if options.ray_address is not None and options.launcher != "ray":
+        raise SpecError("--ray_address: found without --launcher ray, expected both")
+
+
 def words_for_ray(options: argparse.Namespace) -> list[str]:
     """Return the arguments of the command for the nodes of a Ray cluster.
 

@@ -22,6 +22,7 @@ from llmpq.cli.run_options import (
     DEFAULT_MAX_RESTARTS,
     MAX_LISTED,
     add_store_options,
+    check_ray_address,
     store_directory,
     store_limit_bytes,
 )
@@ -120,6 +121,7 @@ def add_run(verbs: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_ray_address(options)
     app = load_application(options.application)
     items = load_items(app)
     cluster = load_cluster(options.cluster)
@@ -197,7 +199,8 @@ def _engines(options: argparse.Namespace, cluster: Cluster) -> Iterator[StartEng
         yield LocalEngines(**settings)
         return
     require("ray")
-    from llmpq.multillm.running.ray_engines import RayEngines, ray_cluster
+    from llmpq.dist.launch.ray_launcher import ray_cluster
+    from llmpq.multillm.running.ray_engines import RayEngines
 
     with ray_cluster(options.ray_address):
         yield RayEngines(**settings)

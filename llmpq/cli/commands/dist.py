@@ -116,10 +116,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, start_s: float) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
+    run_options.check_ray_address(options)
     if options.launcher == "ray":
         return _run_on_ray(options, plan)
-    if options.ray_address is not None:
-        raise SpecError("--ray_address: found without --launcher ray, expected both")
     if options.format == "openai_batch":
         from llmpq.cli import openai_batch
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from llmpq.dist.launch.process_environment import python_path
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
 from llmpq.spec.catalog import device as device_spec
+from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.plan import Plan
 
 LABEL = "llmpq-device"
@@ -66,7 +67,7 @@ class RayHost:
     @property
     def wanted(self) -> str:
         """The node of Ray in words."""
-        return f"{LABEL}={self.devices} with {_text(self.resources)}"
+        return f"{LABEL}={self.devices} with {resources_text(self.resources)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,7 @@ def run_on_ray(
     wanted = ray_hosts(plan)
     # Ray handles signals from here on, so that ours come after.
     with (
-        _connected(address),
+        ray_cluster(address),
         stop.from_signals(),
         _placed(wanted, stop, place_timeout_s) as group,
     ):
@@ -207,17 +208,17 @@ def ray_hosts(plan: Plan) -> list[RayHost]:
             node=node,
             ranks=tuple(own),
             devices="_".join(types[node]),
-            resources=_resources(plan, own),
+            resources=reserved([plan.device_of(plan.stages[rank]) for rank in own], plan.cluster),
         )
         for node, own in ranks.items()
     ]
 
 
-def _resources(plan: Plan, ranks: Sequence[int]) -> dict[str, float]:
+def reserved(devices: Sequence[Device], cluster: Cluster) -> dict[str, float]:
+    """Return what Ray reserves for devices of a node: threads of CPU devices, and accelerators."""
     found = {"CPU": 0.0, "GPU": 0.0}
-    for rank in ranks:
-        device = plan.device_of(plan.stages[rank])
-        if device_spec(device.type, plan.cluster).kind == "cpu":
+    for device in devices:
+        if device_spec(device.type, cluster).kind == "cpu":
             found["CPU"] += device.threads or 1
         else:
             found["GPU"] += 1
@@ -225,8 +226,15 @@ def _resources(plan: Plan, ranks: Sequence[int]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _connected(address: str | None) -> Iterator[None]:
-    """Connect to the cluster, unless this process is connected already."""
+def ray_cluster(address: str | None) -> Iterator[None]:
+    """Connect to a Ray cluster while the context lasts, unless this process is connected.
+
+    Args:
+        address: of the cluster; ``None`` for the one that Ray finds.
+
+    Raises:
+        SpecError: there is none.
+    """
     if ray.is_initialized():
         yield
         return
@@ -275,12 +283,14 @@ def _nodes_text() -> str:
     """Return label and resources of every node of Ray."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return ", ".join(
-        f"{LABEL}={node.get('Labels', {}).get(LABEL, '(none)')} with {_text(node['Resources'])}"
+        f"{LABEL}={node.get('Labels', {}).get(LABEL, '(none)')} "
+        f"with {resources_text(node['Resources'])}"
         for node in nodes
     )
 
 
-def _text(resources: dict[str, float]) -> str:
+def resources_text(resources: Mapping[str, float]) -> str:
+    """Return what Ray has or reserves in words."""
     found = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
     return " and ".join(found) or "neither CPU nor GPU"
 

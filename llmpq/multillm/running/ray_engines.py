@@ -22,10 +22,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from llmpq.dist.async_engine import DEFAULT_RESTARTS, AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES
+from llmpq.dist.launch.ray_launcher import reserved, resources_text
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
-from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 
 LABEL = "llmpq-node"
@@ -173,7 +173,7 @@ class RayEngines:
         """
         known = {device.label: device for device in self.cluster.devices}
         own = [known[label] for label in devices]
-        node, resources = own[0].node, self._resources(own)
+        node, resources = own[0].node, reserved(own, self.cluster)
         if {device.node for device in own} != {node}:
             raise SpecError(
                 f"replica on {', '.join(devices)}: found several nodes, expected devices of one: "
@@ -184,7 +184,7 @@ class RayEngines:
             remove_placement_group(group)
             raise CapacityError(
                 f"Ray: found no free node within {self.place_timeout_s:g} s, expected one with the "
-                f"label {LABEL}={node} and {_text(resources)}"
+                f"label {LABEL}={node} and {resources_text(resources)}"
             )
         actor = ray.remote(EngineActor).options(
             num_cpus=resources.get("CPU", 0),
@@ -208,41 +208,3 @@ class RayEngines:
             "kernel": self.kernel,
             "pins_workers": False,  # Ray gives replicas of one node no cores of their own
         }
-
-    def _resources(self, devices: Sequence[Device]) -> dict[str, float]:
-        """Return what a bundle reserves: the threads of CPU devices, and accelerators."""
-        found = {"CPU": 0.0, "GPU": 0.0}
-        for device in devices:
-            is_cpu = catalog.device(device.type, self.cluster).kind == "cpu"
-            found["CPU" if is_cpu else "GPU"] += (device.threads or 1) if is_cpu else 1
-        return {name: count for name, count in found.items() if count}
-
-
-@contextlib.contextmanager
-def ray_cluster(address: str | None) -> Iterator[None]:
-    """Connect to a Ray cluster while the context lasts, unless this process is connected.
-
-    Args:
-        address: of the cluster; ``None`` for the one that Ray finds.
-
-    Raises:
-        SpecError: there is none.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    try:
-        ray.init(address=address or "auto", logging_level="error", log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise SpecError(
-            f"--ray_address: found no Ray cluster at {address or 'the default address'}, expected "
-            f"one that 'ray start' began ({str(error).splitlines()[0]})"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _text(resources: Mapping[str, float]) -> str:
-    return " and ".join(f"{count:g} {name}" for name, count in resources.items())

@@ -54,6 +54,11 @@ def command(folder: Path, app: dict, *words: str) -> int:
     return main(["run", str(folder / "app.json"), *options, *words])
 
 
+def test_a_ray_cluster_that_is_not_used_is_an_error(tmp_path, capsys):
+    assert command(tmp_path, to_json(app_of()), "--ray_address", "head:6379") == 2
+    assert "--ray_address: found without --launcher ray" in capsys.readouterr().err
+
+
 def test_a_schedule_is_planned_or_that_of_the_folder_is_used(tmp_path, monkeypatch):
     """A resumed run goes on with the schedule that it began with."""
     planned, began = [], schedule_of(app_of())
