@@ -38,7 +38,7 @@ from typing import Any
 
 from load import Query, Sample, Send, drive, sender, summary
 from servers import Running, free_port, llmpq_serve, running
-from workbench import PASSIVE, ROOT, machine
+from workbench import PASSIVE, ROOT, machine, write_results
 
 from llmpq import plan
 from llmpq.profiler.device import cpu_isas
@@ -83,7 +83,7 @@ def main() -> int:
     if options.case:
         CASES[options.case](options)
     if options.output:
-        options.output.write_text(json.dumps(record(options), indent=1) + "\n")
+        write_results(options.output, record(options))
     return 0
 
 

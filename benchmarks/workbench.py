@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -96,6 +98,13 @@ def call(words: Sequence[str], variables: Mapping[str, str] = PASSIVE) -> str:
     if done.returncode:
         raise SystemExit(f"{words[:4]}: status {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
+
+
+def write_results(path: Path, document: Mapping[str, Any]) -> None:
+    """Write results as JSON, each list of numbers or words on one line."""
+    text = json.dumps(document, indent=1)
+    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
+    path.write_text(text + "\n")
 
 
 def cpu_name() -> str:
