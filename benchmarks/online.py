@@ -6,6 +6,7 @@
     python benchmarks/online.py --folder DIR --case overhead         # the engine alone, and HTTP
     python benchmarks/online.py --folder DIR --case orders           # queue orders: real, simulated
     python benchmarks/online.py --folder DIR --case batched          # llama.cpp without its server
+    python benchmarks/online.py --folder DIR --case vllm_bench       # by ``vllm bench serve``
     python benchmarks/online.py --folder DIR --case capacity         # a mixed cluster, predicted
 
 The model is a random Llama of 125 M parameters. Servers run in turn on all cores, in rounds
@@ -16,7 +17,8 @@ rounds can follow. With ``--output`` everything that is there is written as one 
 
 llama.cpp takes part where ``benchmarks/rivals.py --folder DIR/rivals`` built its server, or with
 ``--llama_server``; its prompts are token ids, as ours. transformers' server takes text, and runs
-with and without continuous batching.
+with and without continuous batching. ``vllm_bench`` is measured by a client that is not of this
+project, run by ``--vllm_python`` (an environment with vLLM's requirements; ``scripts/accept.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -41,6 +42,8 @@ import rivals
 from load import SAMPLE_COLUMNS, Query, Sample, Send, drive, rows, sender, summary
 from servers import (
     MAX_CONTEXT,
+    VLLM_BENCH,
+    Running,
     llama_server,
     llmpq_serve,
     make_plan,
@@ -48,7 +51,7 @@ from servers import (
     text_of,
     transformers_serve,
 )
-from workbench import ROOT, SMALL_LLAMA, command, machine
+from workbench import ROOT, SMALL_LLAMA, call, command, machine, write_results
 
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest
@@ -99,10 +102,7 @@ def main() -> int:
             CASES[options.case](options, number)
         show(options)
     if options.output:
-        text = json.dumps(record(options), indent=1)
-        # A sample a line.
-        text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
-        options.output.write_text(text + "\n")
+        write_results(options.output, record(options))
     return 0
 
 
@@ -131,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trace", type=Path, default=AZURE, help="Azure's layout or ours")
     parser.add_argument("--trace_first", type=int, default=0, help="first request of the trace")
     parser.add_argument("--profile", type=Path, help="folder of this machine's latency tables")
+    parser.add_argument("--threads", type=int, help="of our worker (default: one a core)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vllm_python", type=Path, help="Python that has vLLM")
     parser.add_argument("--llama_server", type=Path, help="llama.cpp's binary")
     parser.add_argument("--output", type=Path, help="JSON of all runs in the folder")
     return parser
@@ -149,12 +151,13 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def plan_of(options: argparse.Namespace, bits: int) -> Path:
-    """Return the strategy of a bitwidth: one stage with all cores, priced by the profile."""
+    """Return the strategy of a bitwidth: one stage, priced by the profile."""
     folder = options.folder
-    output = folder / f"plan-{bits}{'-profiled' if options.profile else ''}.json"
+    count = "" if options.threads is None else f"-{options.threads}"
+    output = folder / f"plan-{bits}{'-profiled' if options.profile else ''}{count}.json"
     return make_plan(
         folder / "model", output, bits=bits, batch=64, prompt_tokens=512, new_tokens=256,
-        profile=options.profile,
+        threads=options.threads, profile=options.profile,
     )  # fmt: skip
 
 
@@ -183,19 +186,30 @@ def serving(
     options: argparse.Namespace, name: str, bits: int, slots: int, number: int = 0
 ) -> Iterator[Send]:
     """Run a server in a round; yield what sends requests to it."""
+    with server(options, name, bits, slots, number) as found:
+        if name.startswith("transformers"):
+            model = str(options.folder / "model")
+            yield sender(found.port, lambda query: text_body(query, model))
+        else:
+            yield sender(found.port, ids_body)
+
+
+@contextlib.contextmanager
+def server(
+    options: argparse.Namespace, name: str, bits: int, slots: int, number: int
+) -> Iterator[Running]:
+    """Run a server in a round."""
     folder, log = options.folder, options.folder / f"{name}-{bits}.log"
     model = folder / "model"
     if name == "llmpq":
-        with llmpq_serve(model, plan_of(options, bits), log) as found:
-            yield sender(found.port, ids_body)
+        run = llmpq_serve(model, plan_of(options, bits), log)
     elif name == "llama.cpp":
         binary, words = binary_of(options), llama_settings(number)
-        with llama_server(binary, folder / "rivals", bits, log, slots, *words) as found:
-            yield sender(found.port, ids_body)
+        run = llama_server(binary, folder / "rivals", bits, log, slots, *words)
     else:
-        words = BATCHED_OPTIONS if name == BATCHED else ()
-        with transformers_serve(model, log, *words) as found:
-            yield sender(found.port, lambda query: text_body(query, str(model)))
+        run = transformers_serve(model, log, *(BATCHED_OPTIONS if name == BATCHED else ()))
+    with run as found:
+        yield found
 
 
 def llama_settings(number: int) -> tuple[str, ...]:
@@ -336,6 +350,45 @@ def batched(options: argparse.Namespace, number: int) -> None:
             add(options, {"round": number, **what, "output_tokens_per_s": speed})
 
 
+def vllm_bench(options: argparse.Namespace, number: int) -> None:
+    """Let ``vllm bench serve`` time every server: Poisson arrivals, and requests at a time."""
+    rates = [(f"{rate:g} a second", 32, "--request-rate", rate) for rate in options.rates]
+    levels = [
+        (f"{level} at a time", max(8, 4 * level), "--max-concurrency", level)
+        for level in options.concurrency
+    ]
+    for name, bits in contenders(options):
+        with server(options, name, bits, max(CONCURRENCY), number) as found:
+            for load, default, option, value in [*rates, *levels]:
+                count = options.requests or default
+                words = [option, str(value), "--num-prompts", str(count), "--seed", str(number)]
+                one = by_vllm_bench(options, name, found.port, words)
+                add(options, {
+                    "round": number, "server": name, "bits": bits, "load": load,
+                    "failed": count - one["completed"],
+                    "output_tokens_per_s": one["output_throughput"],
+                    "ttft_s": {f"p{n}": one[f"p{n}_ttft_ms"] / 1000 for n in (50, 95)},
+                    "total_generation_time_s": {"p50": one["p50_e2el_ms"] / 1000},
+                })  # fmt: skip
+
+
+def by_vllm_bench(options: argparse.Namespace, name: str, port: int, words: list[str]) -> Reply:
+    """Return the report of a client run on a server."""
+    report, model = options.folder / "vllm.json", str(options.folder / "model")
+    if name.startswith("transformers"):
+        place = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--model", model]
+    else:
+        place = ["--backend", "openai", "--endpoint", "/v1/completions", "--model", "model"]
+    call([
+        str(options.vllm_python), "-c", VLLM_BENCH, *place, "--base-url", f"http://127.0.0.1:{port}",
+        *words, "--tokenizer", model, "--dataset-name", "random", "--random-input-len",
+        str(options.prompt_tokens), "--random-output-len", str(options.new_tokens), "--ignore-eos",
+        "--num-warmups", str(WARM_UP), "--percentile-metrics", "ttft,e2el", "--metric-percentiles",
+        "50,95", "--save-result", "--result-filename", str(report),
+    ], {"VLLM_TARGET_DEVICE": "cpu"})  # fmt: skip
+    return dict(json.loads(report.read_text()))
+
+
 def capacity(options: argparse.Namespace, number: int) -> None:
     """Serve two different devices as fast as they can, and compare with what is predicted."""
     plan = mixed_plan(options)
@@ -389,6 +442,7 @@ CASES = {
     "overhead": overhead,
     "orders": orders,
     "batched": batched,
+    "vllm_bench": vllm_bench,
 }
 
 
@@ -499,7 +553,7 @@ def show(options: argparse.Namespace) -> None:
 
 def label(run: Reply) -> str:
     """Return what a run was, without its round."""
-    names = ("server", "order", "bits", "concurrency", "arrivals", "rate", "num_blocks")
+    names = ("server", "order", "bits", "concurrency", "arrivals", "rate", "load", "num_blocks")
     parts = [f"{name} {run[name]}" for name in names if name in run]
     return ", ".join([*parts, *(["simulated"] if "simulated" in run else [])])
 
@@ -539,6 +593,7 @@ def tables(options: argparse.Namespace) -> list[Reply]:
     found = [
         beside(options, "closed", "Requests at a time", ("bits", "concurrency")),
         beside(options, "arrivals", "Arrivals", ("bits", "arrivals", "rate")),
+        beside(options, "vllm_bench", "Timed by vllm bench serve", ("bits", "load")),
     ]
     rows = []
     for key, (alone, ours) in best_runs(options, "overhead", ("bits", "concurrency")).items():

@@ -154,6 +154,8 @@ def add_words(writer: Any, kinds: Any, vocabulary: int) -> None:
     tokens = [controls.get(token, (f"\u2581w{token}", kinds.NORMAL)) for token in range(vocabulary)]
     for byte in range(256):
         tokens[3 + byte] = (f"<0x{byte:02X}>", kinds.BYTE)
+    # Words are found by joining characters; no text has the byte FF.
+    tokens[3 + 255] = ("\u2581w", kinds.NORMAL)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_scores([0.0] * vocabulary)

@@ -31,6 +31,19 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
 MAX_CONTEXT = SMALL_LLAMA["max_positions"]
 
+VLLM_BENCH = """
+import argparse, sys
+from vllm.benchmarks.serve import add_cli_args, main
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser
+except ImportError:
+    Parser = argparse.ArgumentParser
+parser = Parser()
+add_cli_args(parser)
+main(parser.parse_args(sys.argv[1:]))
+"""
+"""Runs ``vllm bench serve`` where only what it needs of vLLM is installed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
@@ -85,14 +98,18 @@ def make_plan(  # noqa: PLR0913  what a plan is for
     prompt_tokens: int = 256,
     new_tokens: int = 256,
     stages: int = 1,
+    threads: int | None = None,
     dtype: str = "auto",
     profile: Path | None = None,
 ) -> Path:
-    """Plan for CPU workers of this host, once; return the strategy file."""
+    """Plan for CPU workers of this host, once; return the strategy file.
+
+    ``threads`` are those of each worker, by default its share of the cores.
+    """
     if not output.exists():
-        cores = len(os.sched_getaffinity(0))
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // stages)
         cluster = output.with_name(f"cluster-{stages}.json")
-        cluster.write_text(cluster_text(stages, max(1, cores // stages)))
+        cluster.write_text(cluster_text(stages, threads))
         command([
             "llmpq-algo", "--model", str(model), "--cluster", str(cluster), "--bits", str(bits),
             "--global_bz", str(batch), "--s", str(prompt_tokens), "--n", str(new_tokens),

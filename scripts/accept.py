@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from servers import llmpq_serve, make_plan  # noqa: E402
+from servers import VLLM_BENCH, llmpq_serve, make_plan  # noqa: E402
 
 MODEL = "demo"
 REQUESTS, CONCURRENCY, PROMPT_TOKENS, NEW_TOKENS = 16, 4, 64, 16
@@ -69,17 +69,6 @@ try:
     raise SystemExit("an unknown model was accepted")
 except litellm.NotFoundError:
     print("chat, stream, logprobs, text completion, error")
-"""
-VLLM = """
-import argparse, sys
-from vllm.benchmarks.serve import add_cli_args, main
-try:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser
-except ImportError:
-    Parser = argparse.ArgumentParser
-parser = Parser()
-add_cli_args(parser)
-main(parser.parse_args(sys.argv[1:]))
 """
 
 
@@ -239,7 +228,7 @@ def guidellm(setting: Setting) -> str:
 def vllm(setting: Setting) -> str:
     """Measure with ``vllm bench serve``."""
     setting.run(
-        setting.python, "-c", VLLM, "--backend", "openai", "--base-url", setting.url,
+        setting.python, "-c", VLLM_BENCH, "--backend", "openai", "--base-url", setting.url,
         "--endpoint", "/v1/completions", "--model", MODEL, "--tokenizer", str(setting.model),
         "--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS),
         "--random-output-len", str(NEW_TOKENS), "--num-prompts", str(REQUESTS), "--ignore-eos",
