@@ -20,45 +20,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from llmpq.batching.blocks import BlockAllocator, BlockKey, next_key, root_key
+from llmpq.batching.blocks import BlockAllocator, next_key, root_key
+from llmpq.batching.draft_model import FIRST_MODEL_CREDIT, DraftModelSchedule, DraftWish, StepCosts
+from llmpq.batching.engine_sequence import EngineSequence, StepInFlight
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder, QueueState
-from llmpq.batching.speculation import MAX_STEP_TOKENS, DraftCredit, RowCost
+from llmpq.batching.speculation import FIRST_CREDIT, MAX_STEP_TOKENS, DraftCredit, RowCost
 from llmpq.errors import CapacityError, LlmpqError
 
 Propose = Callable[[int, int], int]
 """Returns how many draft tokens there are for a request, at most the given number."""
 NO_TOKENS: Mapping[int, Sequence[int]] = {}
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Sequence:
-    """State of an unfinished request.
-
-    ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
-    ``blocks``, the step in flight with its draft tokens included.
-    """
-
-    request: EngineRequest
-    tokens: int
-    ids: list[int] | None
-    computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    table: tuple[int, ...] = ()
-    keys: list[BlockKey] = field(default_factory=list)
-    in_step: int | None = None
-    last_step: int = -1
-    is_aborted: bool = False
-    was_admitted: bool = False
-    credit: DraftCredit = field(default_factory=DraftCredit)
-
-
-class _StepInFlight(NamedTuple):
-    start_s: float
-    chunks: tuple[ScheduledChunk, ...]
 
 
 class EngineScheduler:
@@ -68,7 +41,7 @@ class EngineScheduler:
         limits: of the engine.
         order: of the waiting queue.
         propose: finds the draft tokens of a sequence that decodes, while a step is scheduled;
-            ``None`` for no speculative decoding.
+            ``None`` for no speculative decoding, and with a draft model.
     """
 
     def __init__(
@@ -76,15 +49,18 @@ class EngineScheduler:
     ) -> None:
         self._limits = limits
         self._order = order
-        self._propose = propose
+        self._propose = propose or (lambda _request, _most: 0)
         self._allocator = BlockAllocator(limits.num_blocks)
         self._watermark = int(limits.watermark * limits.num_blocks)
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, EngineSequence] = {}
         self._waiting: dict[int, EngineRequest] = {}  # never admitted, in order of arrival
-        self._preempted: deque[_Sequence] = deque()  # admitted before all others
-        self._running: dict[int, _Sequence] = {}  # in order of admission
-        self._in_flight: dict[int, _StepInFlight] = {}
+        self._preempted: deque[EngineSequence] = deque()  # admitted before all others
+        self._running: dict[int, EngineSequence] = {}  # in order of admission
+        self._in_flight: dict[int, StepInFlight] = {}
         self._row_cost = RowCost(limits.row_cost)
+        draft = limits.draft
+        self._model = None if draft is None else DraftModelSchedule(draft, limits.block_size)
+        self._speculates = propose is not None or draft is not None
         self._next_step = 0
         self._newly_preempted: list[int] = []  # not yet reported by a step
         self._num_arrived = self._arrived_tokens = self._waiting_tokens = 0
@@ -145,7 +121,10 @@ class EngineScheduler:
                 f"{self._limits.num_blocks} available"
             )
         ids = None if request.token_ids is None else list(request.token_ids)
-        sequence = _Sequence(request=request, tokens=request.prompt_tokens, ids=ids)
+        credit = DraftCredit(FIRST_CREDIT if self._model is None else FIRST_MODEL_CREDIT)
+        sequence = EngineSequence(
+            request=request, tokens=request.prompt_tokens, ids=ids, credit=credit
+        )
         self._add_keys(sequence, request.prompt_tokens)
         self._sequences[request.request] = sequence
         self._waiting[request.request] = request
@@ -186,14 +165,24 @@ class EngineScheduler:
             chunks += self._admit(left, now_s)
         if not chunks:
             return None
-        if self._propose is not None:
-            self._add_drafts(chunks, self._propose)
-        step = EngineStep(self._next_step, tuple(chunks), tuple(self._newly_preempted))
+        if self._speculates:
+            self._add_drafts(chunks)
+        works = () if self._model is None else self._model.take_works()
+        step = EngineStep(self._next_step, tuple(chunks), tuple(self._newly_preempted), works)
         self._newly_preempted.clear()
         self._cache_filled_blocks(chunks)
-        self._in_flight[step.number] = _StepInFlight(now_s, step.chunks)
+        self._in_flight[step.number] = StepInFlight(now_s, step.chunks)
         self._next_step += 1
         return step
+
+    def complete_drafts(self, step: EngineStep, now_s: float) -> None:
+        """Take the time at which the draft model has computed the drafts of a new step."""
+        assert self._model is not None
+        seconds = now_s - self._in_flight[step.number].start_s
+        self._in_flight[step.number] = StepInFlight(now_s, step.chunks)
+        rows = sum(chunk.count - chunk.num_draft_tokens for chunk in step.chunks)
+        cost = self._row_cost
+        self._model.measure(step.drafts, seconds, cost.step_s(rows), cost.share)
 
     def complete(
         self,
@@ -225,8 +214,11 @@ class EngineScheduler:
         for chunk in step.chunks:
             sequence = self._sequences[chunk.request]
             sequence.in_step = None
-            if chunk.makes_token and self._propose is not None and not sequence.is_aborted:
-                self._verify(sequence, chunk, accepted.get(chunk.request, ()))
+            if chunk.makes_token and self._speculates and not sequence.is_aborted:
+                right = accepted.get(chunk.request, ())
+                self._verify(sequence, chunk, right)
+                if self._model is not None:
+                    self._model.verify(chunk.request, len(right), len(step.chunks))
             if sequence.is_aborted or (chunk.makes_token and chunk.request in finished):
                 self._remove(sequence)
             elif chunk.makes_token:
@@ -245,14 +237,18 @@ class EngineScheduler:
             else:
                 self._to_head_of_queue(sequence)
         self._allocator.clear_cache()
+        if self._model is not None:
+            self._model.clear()
 
-    def _measure(self, step: _StepInFlight, now_s: float) -> None:
+    def _measure(self, step: StepInFlight, now_s: float) -> None:
         """Take the times of a step; one with prompts says nothing of a row."""
         is_decode = all(chunk.count == 1 + chunk.num_draft_tokens for chunk in step.chunks)
         rows = sum(chunk.count for chunk in step.chunks) if is_decode else None
         self._row_cost.complete_step(step.start_s, now_s, rows)
 
-    def _verify(self, sequence: _Sequence, chunk: ScheduledChunk, accepted: Sequence[int]) -> None:
+    def _verify(
+        self, sequence: EngineSequence, chunk: ScheduledChunk, accepted: Sequence[int]
+    ) -> None:
         """Keep the accepted draft tokens and forget the others."""
         sequence.credit.earn(len(accepted), chunk.num_draft_tokens)
         if not chunk.num_draft_tokens:
@@ -265,7 +261,7 @@ class EngineScheduler:
             sequence.ids += accepted
         self._cache_blocks(sequence, known, sequence.computed)
 
-    def _append(self, sequence: _Sequence, tokens: Mapping[int, int]) -> None:
+    def _append(self, sequence: EngineSequence, tokens: Mapping[int, int]) -> None:
         request = sequence.request
         if request.request not in tokens:
             raise LlmpqError(f"engine scheduler: found no token of request {request.request}")
@@ -278,13 +274,15 @@ class EngineScheduler:
         if sequence.ids is not None:
             sequence.ids.append(tokens[request.request])
 
-    def _remove(self, sequence: _Sequence) -> None:
+    def _remove(self, sequence: EngineSequence) -> None:
         number = sequence.request.request
         self._running.pop(number, None)
         self._allocator.free(sequence.blocks)
+        if self._model is not None:
+            self._model.forget(number)
         del self._sequences[number]
 
-    def _leave_queue(self, sequence: _Sequence) -> None:
+    def _leave_queue(self, sequence: EngineSequence) -> None:
         del self._waiting[sequence.request.request]
         self._waiting_tokens -= sequence.request.prompt_tokens
 
@@ -311,14 +309,14 @@ class EngineScheduler:
                 left -= count
         return chunks, left
 
-    def _ready(self) -> list[_Sequence]:
+    def _ready(self) -> list[EngineSequence]:
         """Return the running sequences that are in no step, the one that waits longest first."""
         ready = [item for item in self._running.values() if item.in_step is None]
         if self._limits.steps_in_flight > 1:
             ready.sort(key=lambda item: item.last_step)
         return ready
 
-    def _make_room(self, sequence: _Sequence, tokens: int) -> bool:
+    def _make_room(self, sequence: EngineSequence, tokens: int) -> bool:
         """Allocate blocks for a number of tokens; return whether that was possible."""
         missing = self._limits.blocks_for(tokens) - len(sequence.blocks)
         while missing > self._allocator.num_free:
@@ -334,7 +332,7 @@ class EngineScheduler:
         sequence.table = tuple(sequence.blocks)
         return True
 
-    def _to_head_of_queue(self, sequence: _Sequence) -> None:
+    def _to_head_of_queue(self, sequence: EngineSequence) -> None:
         del self._running[sequence.request.request]
         self._allocator.free(sequence.blocks)
         sequence.blocks, sequence.table, sequence.computed = [], (), 0
@@ -357,7 +355,7 @@ class EngineScheduler:
             self._preempted.popleft()
         return chunks
 
-    def _in_order(self, now_s: float) -> Iterator[_Sequence]:
+    def _in_order(self, now_s: float) -> Iterator[EngineSequence]:
         """Yield the queue, preempted sequences first."""
         yield from self._preempted
         if not self._waiting or (self._running and self.free_blocks <= self._watermark):
@@ -366,7 +364,7 @@ class EngineScheduler:
         for request in self._order(self._waiting.values(), QueueState(now_s, mean)):
             yield self._sequences[request.request]
 
-    def _start(self, sequence: _Sequence) -> bool:
+    def _start(self, sequence: EngineSequence) -> bool:
         """Allocate the blocks of a waiting sequence; return whether they were free."""
         request, limits = sequence.request, self._limits
         tokens = sequence.tokens
@@ -392,41 +390,58 @@ class EngineScheduler:
         self._running[request.request] = sequence
         return True
 
-    def _advance(self, sequence: _Sequence, count: int) -> ScheduledChunk:
+    def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:
         first, end = sequence.computed, sequence.computed + count
         sequence.computed = end
         sequence.in_step = sequence.last_step = self._next_step
         makes_token = end == sequence.tokens
         return ScheduledChunk(sequence.request.request, first, count, sequence.table, makes_token)
 
-    def _add_drafts(self, chunks: list[ScheduledChunk], propose: Propose) -> None:
+    def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
         """Add draft tokens to the chunks of sequences that decode."""
-        limits = self._limits
+        limits, size = self._limits, self._limits.block_size
         tokens = sum(chunk.count for chunk in chunks)
         left = min(limits.token_budget, MAX_STEP_TOKENS) - tokens
-        cost = self._row_cost.of_draft_token(tokens)
-        for place, chunk in enumerate(chunks):
-            if left <= 0:
-                return
-            if chunk.count > 1 or not chunk.makes_token:
-                continue
-            sequence = self._sequences[chunk.request]
-            request, size = sequence.request, limits.block_size
+        decoding = {
+            place: self._sequences[chunk.request]
+            for place, chunk in enumerate(chunks)
+            if chunk.count == 1 and chunk.makes_token
+        }
+        if left <= 0 or not decoding:
+            return
+        longest, cost = self._longest_drafts(decoding.values(), tokens, len(chunks))
+        for place, sequence in decoding.items():
+            number = sequence.request.request
             free = len(sequence.table) * size - sequence.tokens
             if not self.num_waiting:
                 free += size * max(0, self.free_blocks - self._watermark)
-            # The last token of an answer is never an input.
-            needed = request.prompt_tokens + request.max_tokens - 1 - sequence.tokens
-            credit = sequence.credit.longest(cost)
-            most = min(limits.num_speculative_tokens, left, free, needed, credit)
-            count = propose(chunk.request, most) if most > 0 else 0
+            most = min(longest[number], sequence.most_draft_tokens, left, free)
+            count = 0
+            if most > 0 and self._model is not None:
+                count = self._model.reserve(number, sequence.tokens, most)
+            elif most > 0:
+                count = self._propose(number, most)
             if count:
-                chunks[place] = self._with_drafts(sequence, chunk, count)
+                chunks[place] = self._with_drafts(sequence, chunks[place], count)
                 sequence.credit.spend(count, cost)
                 left -= count
 
+    def _longest_drafts(
+        self, sequences: Collection[EngineSequence], tokens: int, chunks: int
+    ) -> tuple[dict[int, int], float]:
+        """Return how many draft tokens of each sequence pay, and what one of them costs."""
+        most, cost = self._limits.num_speculative_tokens, self._row_cost.of_draft_token(tokens)
+        if self._model is None:
+            found = {one.request.request: one.credit.longest(cost) for one in sequences}
+            return {number: min(most, longest) for number, longest in found.items()}, cost
+        wishes = [
+            DraftWish(one.request.request, one.tokens, one.most_draft_tokens, one.credit)
+            for one in sequences
+        ]
+        return self._model.lengths(wishes, most, StepCosts(cost, self._row_cost.share, chunks))
+
     def _with_drafts(
-        self, sequence: _Sequence, chunk: ScheduledChunk, count: int
+        self, sequence: EngineSequence, chunk: ScheduledChunk, count: int
     ) -> ScheduledChunk:
         sequence.computed += count
         missing = self._limits.blocks_for(sequence.computed) - len(sequence.blocks)
@@ -447,7 +462,7 @@ class EngineScheduler:
             if end // size > chunk.first // size:
                 self._cache_blocks(self._sequences[chunk.request], chunk.first, end)
 
-    def _cache_blocks(self, sequence: _Sequence, first: int, end: int) -> None:
+    def _cache_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
         """Let the next steps find the blocks that the tokens ``[first, end)`` fill."""
         if not self._limits.prefix_caching:
             return
@@ -456,7 +471,7 @@ class EngineScheduler:
         for index in range(first // size, end // size):
             self._allocator.cache(sequence.blocks[index], sequence.keys[index])
 
-    def _add_keys(self, sequence: _Sequence, tokens: int) -> None:
+    def _add_keys(self, sequence: EngineSequence, tokens: int) -> None:
         """Compute the keys of the full blocks among the first tokens."""
         if not self._limits.prefix_caching:
             return

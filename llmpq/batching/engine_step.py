@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.speculation import ROW_COST
 from llmpq.errors import SpecError
 
@@ -23,6 +24,7 @@ class EngineLimits:
         num_speculative_tokens: draft tokens of a sequence in one step.
         row_cost: seconds of one more row of a decode step, in steps of one row, before any step is
             measured.
+        draft: of the draft model, ``None`` without one.
     """
 
     token_budget: int
@@ -34,6 +36,7 @@ class EngineLimits:
     steps_in_flight: int = 1
     num_speculative_tokens: int = 0
     row_cost: float = ROW_COST
+    draft: DraftLimits | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -134,8 +137,10 @@ class EngineStep:
         number: counted from 0.
         chunks: at least one; each of another sequence.
         preempted: requests preempted since the step before.
+        drafts: what a draft model computes before the step, for chunks with draft tokens.
     """
 
     number: int
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[int, ...]
+    drafts: tuple[DraftWork, ...] = ()

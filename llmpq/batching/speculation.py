@@ -1,7 +1,8 @@
 """Speculative decoding: its options, and how many draft tokens are worth verifying.
 
 Prompt lookup (Saxena 2023; ``ngram`` in vLLM) proposes the tokens that followed the last tokens of
-a sequence where they were before. One step computes the next token and the draft tokens as rows of
+a sequence where they were before, a draft model those that it finds most likely
+(``batching.draft_model``). One step computes the next token and the draft tokens as rows of
 their own. The model chooses a token at each of these positions as it would without a draft; the
 draft is accepted as far as it consists of these tokens. As a draft here has no probabilities of its
 own, this is rejection sampling: a draft token is accepted with the model's probability of it, and
@@ -21,6 +22,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import Plan
+from llmpq.spec.precision import BITS
 
 MAX_STEP_TOKENS = 32
 """Most tokens of a step with drafts: a compiled decode step takes no more rows."""
@@ -42,7 +44,7 @@ FIRST_ACCEPTED, FIRST_REJECTED = 2.0, 1.0
 KEPT_HISTORY = 0.9
 """Weight of all drafts before, at every draft."""
 
-_Method = Literal["ngram"]
+_Method = Literal["ngram", "draft_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +52,38 @@ class SpeculativeConfig:
     """Speculative decoding of an engine, in vLLM's names.
 
     Attributes:
-        method: ``ngram``, prompt lookup.
+        method: ``ngram``, prompt lookup, or ``draft_model``.
         num_speculative_tokens: most draft tokens of a sequence in a step.
         prompt_lookup_max: most last tokens of a sequence that are looked up; the longest match
             counts, and the latest one of that length.
         prompt_lookup_min: fewest.
+        model: directory of the draft model; its vocabulary is that of the model.
+        bits: of the draft model's layers, ``None`` for those of its checkpoint; its head has 8 bits
+            where they are fewer than 16.
 
     Raises:
-        SpecError: the numbers are not in order.
+        SpecError: the numbers are not in order, or the method has no such field.
     """
 
     method: Annotated[_Method, Rule(optional=True)] = "ngram"
     num_speculative_tokens: Annotated[int, Rule(minimum=1, maximum=MAX_STEP_TOKENS - 1)]
     prompt_lookup_max: Annotated[int, Rule(minimum=1, optional=True)] = 4
     prompt_lookup_min: Annotated[int, Rule(minimum=1, optional=True)] = 2
+    model: str | None = None
+    bits: int | None = None
 
     def __post_init__(self) -> None:
+        needs_model = self.method == "draft_model"
+        if needs_model == (self.model is None) or (self.bits is not None and not needs_model):
+            raise SpecError(
+                f"speculative_config: found method '{self.method}' with model {self.model!r} and "
+                f"bits {self.bits}, expected 'model', the directory of the draft model, with "
+                "method 'draft_model', and neither with 'ngram'"
+            )
+        if self.bits is not None and self.bits not in BITS:
+            raise SpecError(
+                f"speculative_config: field 'bits': found {self.bits}, expected one of {list(BITS)}"
+            )
         if not 1 <= self.num_speculative_tokens < MAX_STEP_TOKENS:
             raise SpecError(
                 f"speculative_config: field 'num_speculative_tokens': found "
@@ -150,6 +168,10 @@ class RowCost:
         """Least-squares slope; no row takes more than its part of a step."""
         return min(max(0.0, self._products / self._squares), self._mean_s / self._mean_rows)
 
+    def step_s(self, rows: int) -> float | None:
+        """Return the expected seconds of a step; ``None`` before any is measured."""
+        return self._mean_s + self._row_s * (rows - self._mean_rows) if self._steps else None
+
     def complete_step(self, start_s: float, end_s: float, rows: int | None = None) -> None:
         """Take a complete step: the seconds since it began or the one before it was complete.
 
@@ -166,8 +188,8 @@ class RowCost:
         """Take a measured decode step; at most ``MOST_DISTURBED`` of the expected time counts."""
         if seconds <= 0:
             return
-        if self._steps:
-            expected_s = self._mean_s + self._row_s * (rows - self._mean_rows)
+        expected_s = self.step_s(rows)
+        if expected_s is not None:
             seconds = min(seconds, MOST_DISTURBED * expected_s)
             self._compare(rows - self._last[0], seconds - self._last[1])
         else:
@@ -222,22 +244,29 @@ class DraftCredit:
 
     A draft token counts only if all before it are accepted, which a share ``a`` of them was so far:
     the draft ends before the first of its tokens whose ``a^k`` is less than its cost.
+
+    Args:
+        first: steps that drafts may lose at first.
     """
 
     __slots__ = ("_accepted", "_rejected", "_steps")
 
-    def __init__(self) -> None:
-        self._steps = FIRST_CREDIT
+    def __init__(self, first: float = FIRST_CREDIT) -> None:
+        self._steps = first
         self._accepted, self._rejected = FIRST_ACCEPTED, FIRST_REJECTED
+
+    @property
+    def share(self) -> float:
+        """Share of the draft tokens that was accepted, while all before them were."""
+        return self._accepted / (self._accepted + self._rejected)
 
     def longest(self, cost: float) -> int:
         """Return how many draft tokens of such a cost are worth it; none that save nothing."""
         if cost >= 1:
             return 0
         paid = int(min(self._steps / cost, MAX_STEP_TOKENS)) if cost > 0 else MAX_STEP_TOKENS
-        share = self._accepted / (self._accepted + self._rejected)
         tokens = min(1, paid)  # else no draft would show that the share has changed
-        while tokens < paid and share ** (tokens + 1) >= cost:
+        while tokens < paid and self.share ** (tokens + 1) >= cost:
             tokens += 1
         return tokens
 

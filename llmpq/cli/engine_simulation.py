@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmpq.batching import uniform_depth
+from llmpq.batching.draft_model import DraftLimits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import row_cost_of
@@ -92,6 +93,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=0.7,
         metavar="A",
         help="probability that a draft token is right, once those before it are (default 0.7)",
+    )
+    group.add_argument(
+        "--draft_cost",
+        type=float,
+        metavar="C",
+        help="drafts are those of a draft model, one token of which takes C decode steps of a "
+        "sequence (default: prompt lookup, which takes none)",
     )
     group.add_argument(
         "--max_tokens",
@@ -191,6 +199,7 @@ def run_engine(
         limits=limits,
         order=order,
         acceptance_rate=options.acceptance_rate if limits.num_speculative_tokens else None,
+        context=round(plan.workload.mean_context_tokens),
     )
 
     def play(scale: float) -> FleetReport:
@@ -250,16 +259,23 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
     """Return the limits of the engine that runs a plan with these options."""
     work = plan.workload
     of_slots = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
+    num_blocks = of_slots if options.num_blocks is None else options.num_blocks
+    draft = None
+    if options.draft_cost is not None:
+        if not options.num_speculative_tokens:
+            raise SpecError("--draft_cost: found without --num_speculative_tokens, expected both")
+        draft = DraftLimits(num_blocks=num_blocks, cost=options.draft_cost)
     return EngineLimits(
         token_budget=options.token_budget,
         max_sequences=options.max_sequences,
-        num_blocks=of_slots if options.num_blocks is None else options.num_blocks,
+        num_blocks=num_blocks,
         block_size=KV_BLOCK_SIZE,
         watermark=options.watermark,
         prefix_caching=not options.no_prefix_caching,
         steps_in_flight=uniform_depth(len(plan.stages)).max_in_flight(Phase.DECODE),
         num_speculative_tokens=options.num_speculative_tokens,
         row_cost=row_cost_of(plan),
+        draft=draft,
     )
 
 

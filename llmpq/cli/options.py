@@ -150,7 +150,9 @@ def add_speculative_option(group: argparse._ActionsContainer) -> None:
         help="verify draft tokens, in vLLM's notation: "
         '\'{"method": "ngram", "num_speculative_tokens": 5}\' proposes tokens that followed the '
         "last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest last "
-        "tokens looked up (default 4 and 2)",
+        "tokens looked up (default 4 and 2); method draft_model proposes those of a small model "
+        "with the same vocabulary: model is its directory, bits those of its layers (default: as "
+        "stored)",
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.dist.engine.policy import max_model_len as longest_sequence
+from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
 from llmpq.dist.io.job import (
@@ -182,6 +183,7 @@ class AsyncEngine:
                 (``llmpq.costmodel.memory.context_bytes``).
             prefix_caching: whether prompts reuse blocks of equal content.
             speculative_config: draft tokens to verify, such as ``{"num_speculative_tokens": 5}``;
+                ``"method": "draft_model"`` takes those of the model in the directory ``"model"``;
                 ``None`` for no speculative decoding.
             step_timeout_s: how long a rank may give no sign of life.
             max_restarts: starts in a row without a new token, after which the engine has failed.
@@ -195,7 +197,7 @@ class AsyncEngine:
 
         Raises:
             SpecError: the plan is not for this model, has stages of its own for each phase, or does
-                not hold ``max_model_len``.
+                not hold ``max_model_len``; or a draft model has another vocabulary.
         """
         model_dir = Path(model_dir).resolve()
         model = load_model_dir(model_dir)
@@ -213,7 +215,9 @@ class AsyncEngine:
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
-            speculative_config=as_speculative_config(speculative_config),
+            speculative_config=checked_speculation(
+                as_speculative_config(speculative_config), model_dir
+            ),
         )
         longest_sequence(plan, options, model.max_positions)
         ranks = RankThread(plan, model_dir, progress)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
+from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.job import EngineOptions, check_plan
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
@@ -62,6 +63,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
     ) -> None:
         check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
         schedule_of(plan, None)
+        options = EngineOptions(
+            speculative_config=checked_speculation(speculative_config, model_dir)
+        )
         self._ranks = _SessionRanks(RankThread(plan, model_dir, progress))
         self._finalizer = weakref.finalize(self, self._ranks.stop)
         self._batch = 0
@@ -71,7 +75,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
                 step_timeout_s=step_timeout_s,
                 store=store,
                 kernel=kernel,
-                engine=EngineOptions(speculative_config=speculative_config),
+                engine=options,
             )
             self._receive()  # ready
         except BaseException:

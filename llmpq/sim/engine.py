@@ -5,7 +5,7 @@ there, the master does one task at a time: it completes a step (head, sampling),
 dispatches the next one (embedding, its own layers). Other stages compute the steps in order.
 
 Speculative decoding is simulated at a given acceptance: there is a draft whenever the scheduler has
-room for one.
+room for one. A draft model computes it on the master, before the step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from llmpq.batching import RequestRecord
+from llmpq.batching.draft_model import DraftWork
 from llmpq.batching.engine_scheduler import EngineScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder
@@ -25,12 +26,41 @@ from llmpq.spec.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 Accepts = Callable[[int, int], bool]
 """Returns whether a draft token is right, by the number of its request and its place there."""
+DraftSeconds = Callable[[Sequence[DraftWork]], float]
+"""Returns the seconds in which a draft model computes the drafts of a step."""
 
 
 def random_acceptance(rate: float, seed: int = 0) -> Accepts:
     """Return draft tokens each of which is right with a probability, once those before it are."""
     chance = Random(seed)
     return lambda _request, _place: chance.random() < rate
+
+
+def relative_draft_s(costs: EngineCosts, limits: EngineLimits, context: int) -> DraftSeconds | None:
+    """Return the seconds of a draft model, from its cost in steps; ``None`` without one.
+
+    Another row takes the same share of a pass as of a step.
+
+    Args:
+        costs: seconds of a step.
+        limits: of the engine, with the draft model's cost.
+        context: tokens of the sequence whose step is the unit.
+    """
+    if limits.draft is None:
+        return None
+    one = StepShape(1, 1, 1, context, ())
+    hops = [costs.hop(stage, one) for stage in range(costs.num_stages)]
+    step_s = costs.project_s(one) + sum(2 * hop.end_s + hop.delay_s for hop in hops)
+    step_s += sum(costs.stage_s(stage, one) for stage in range(costs.num_stages))
+    pass_s, row_cost = limits.draft.cost * step_s, limits.row_cost
+
+    def seconds(works: Sequence[DraftWork]) -> float:
+        rows = [sum(work.tokens - work.first for work in works)]
+        for place in range(1, max(work.length for work in works)):
+            rows.append(sum(work.length > place for work in works))
+        return sum(pass_s * (1 + row_cost * (count - 1)) for count in rows)
+
+    return seconds
 
 
 def simulate_engine(
@@ -74,6 +104,7 @@ class SimulatedEngine:
         limits: of the engine.
         order: of the waiting queue.
         accepts: which draft tokens are right; ``None`` for no speculative decoding.
+        draft_s: seconds of the draft model that ``limits`` has.
     """
 
     def __init__(
@@ -82,10 +113,13 @@ class SimulatedEngine:
         limits: EngineLimits,
         order: QueueOrder,
         accepts: Accepts | None = None,
+        draft_s: DraftSeconds | None = None,
     ) -> None:
-        propose = None if accepts is None else lambda _request, most: most
+        looks_up = accepts is not None and limits.draft is None
+        propose = (lambda _request, most: most) if looks_up else None
         self.scheduler = EngineScheduler(limits, order, propose)
         self._accepts = accepts
+        self._draft_s = draft_s
         self.now_s = 0.0
         self._costs = costs
         self._free_s = [0.0] * costs.num_stages  # when each stage is done with its last step
@@ -147,6 +181,13 @@ class SimulatedEngine:
         )
 
     def _dispatch(self, step: EngineStep) -> None:
+        if step.drafts:
+            assert self._draft_s is not None
+            seconds = self._draft_s(step.drafts)
+            self.now_s += seconds
+            self._busy_s[0] += seconds
+            self._free_s[0] = self.now_s
+            self.scheduler.complete_drafts(step, self.now_s)
         shape = step_shape(step.chunks)
         self._steps += 1
         self._tokens += shape.tokens

@@ -16,7 +16,7 @@ from llmpq.routing import (
     RoutedRequest,
     WorkloadMeans,
 )
-from llmpq.sim.engine import SimulatedEngine, random_acceptance
+from llmpq.sim.engine import SimulatedEngine, random_acceptance, relative_draft_s
 from llmpq.sim.engine_costs import EngineCosts, StepShape
 from llmpq.sim.engine_report import EngineReport, merged
 from llmpq.spec.trace import TraceRequest
@@ -35,12 +35,14 @@ class FleetReplica:
         order: of its waiting queue.
         acceptance_rate: probability that a draft token is right, once those before it are;
             ``None`` for no speculative decoding.
+        context: tokens of the sequence whose decode step is the unit of a draft model's cost.
     """
 
     costs: EngineCosts
     limits: EngineLimits
     order: QueueOrder
     acceptance_rate: float | None = None
+    context: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +161,8 @@ def engine_stats(engine: SimulatedEngine, limits: EngineLimits) -> ReplicaStats:
 def _engine(number: int, replica: FleetReplica) -> SimulatedEngine:
     rate = replica.acceptance_rate
     accepts = None if rate is None else random_acceptance(rate, number)
-    return SimulatedEngine(replica.costs, replica.limits, replica.order, accepts)
+    draft_s = relative_draft_s(replica.costs, replica.limits, replica.context)
+    return SimulatedEngine(replica.costs, replica.limits, replica.order, accepts, draft_s)
 
 
 def _advance(engine: SimulatedEngine, replica: Replica, until_s: float) -> None:

@@ -17,6 +17,7 @@ MAX_WORDS_OF = {
     "docs/evidence/sal.md": 280,
     "docs/evidence/samullm.md": 330,
     "docs/how/applications.md": 330,
+    "docs/how/draft-models.md": 480,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,
     "docs/how/speculation.md": 400,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from llmpq.batching.draft_model import DraftModelSchedule
 from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
 from llmpq.dist.engine import running_requests
 
@@ -37,5 +38,10 @@ class AnswerDrafts:
 def draft_freely(patch: pytest.MonkeyPatch, drafts: AnswerDrafts | None = None) -> None:
     """Let drafts lose any number of steps; they have these tokens, if any are given."""
     patch.setattr(DraftCredit, "longest", lambda *_: 31)
+    patch.setattr(
+        DraftModelSchedule,
+        "lengths",
+        lambda _, wishes, most, __: ({wish.request: most for wish in wishes}, 0.0),
+    )
     if drafts is not None:
         patch.setattr(running_requests, "PromptLookup", drafts)

@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 from sim.test_sim_plan_costs import _plan
 
+from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits, ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError
 from llmpq.sim.costs import Hop
-from llmpq.sim.engine import SimulatedEngine, simulate_engine
+from llmpq.sim.engine import SimulatedEngine, relative_draft_s, simulate_engine
 from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, WorkerCosts, step_shape
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.plan_costs import PlanCosts
@@ -98,6 +99,42 @@ def test_drafts_lose_few_steps_whatever_a_row_takes(share, accepted, sequences):
     assert ends[1] <= (1.031 if sequences == 1 else 1.04) * ends[0]
     if share < 0.1 and accepted == 9:
         assert ends[1] < 0.5 * ends[0]
+
+
+@pytest.mark.parametrize("cost", [0.05, 0.3, 0.8])
+@pytest.mark.parametrize("accepted", [0, 5, 9])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_a_draft_model_loses_few_steps_whatever_it_takes(cost, accepted, sequences):
+    """The engine starts from 0.2 and measures what a pass really takes."""
+    costs = WorkerCosts(lambda shape: 1 + 0.1 * (shape.tokens - 1))
+    limits = replace(
+        LIMITS, token_budget=32, num_speculative_tokens=5, num_blocks=800, row_cost=0.1,
+        draft=DraftLimits(num_blocks=800, cost=cost),
+    )  # fmt: skip
+    draft_s = relative_draft_s(costs, limits, 1)
+    limits = replace(limits, draft=DraftLimits(num_blocks=800, cost=0.2))
+    ends = []
+    for accepts in (None, lambda request, place: (7 * request + place) % 10 < accepted):
+        own = replace(limits, draft=None) if accepts is None else limits
+        engine = SimulatedEngine(costs, own, FCFS, accepts, draft_s)
+        for number in range(sequences):
+            engine.add(number, _request(0.0, 2, 400))
+        engine.advance(float("inf"))
+        ends.append(engine.report().makespan_s)
+    assert ends[1] <= 1.03 * ends[0]
+    if cost < 0.1 and accepted == 9:
+        assert ends[1] < 0.6 * ends[0]
+
+
+def test_a_pass_of_the_draft_model_takes_its_share_of_a_step():
+    costs = WorkerCosts(lambda shape: 2.0 * (1 + 0.1 * (shape.tokens - 1)))
+    limits = replace(LIMITS, row_cost=0.1, draft=DraftLimits(num_blocks=9, cost=0.25))
+    draft_s = relative_draft_s(costs, limits, 1)
+    assert draft_s is not None
+    works = [DraftWork(0, 8, 10, 3, ()), DraftWork(1, 5, 6, 1, ())]
+    # Three rows, then one, then one.
+    assert draft_s(works) == pytest.approx(0.5 * (1.2 + 1 + 1))
+    assert relative_draft_s(costs, LIMITS, 1) is None
 
 
 def test_request_that_arrives_during_a_step_is_in_the_next():

@@ -28,6 +28,7 @@ from llmpq.cli.options import (
     speculative_config_of,
 )
 from llmpq.dist import check_job, model_dir_of, run_job
+from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.job import DriftHandling, EngineOptions, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
@@ -173,9 +174,11 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
 
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
+    model_dir = model_dir_of(plan, options.model)
+    config = checked_speculation(speculative_config_of(options.speculative_config), model_dir)
     return Job(
         strategy=Path(options.strat_file_name).resolve(),
-        model_dir=model_dir_of(plan, options.model),
+        model_dir=model_dir,
         prompts=Path(options.prompts).resolve(),
         output=Path(options.output).resolve(),
         resume=options.resume,
@@ -198,7 +201,7 @@ def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
         pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
         drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
-        engine=EngineOptions(speculative_config=speculative_config_of(options.speculative_config)),
+        engine=EngineOptions(speculative_config=config),
     )
 
 

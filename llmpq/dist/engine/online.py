@@ -31,6 +31,8 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, 
 from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.online_answer import OnlineAnswer
 from llmpq.dist.engine.packed_steps import StepRunner
 from llmpq.dist.engine.sampler import (
     SampledToken,
@@ -48,17 +50,14 @@ from llmpq.dist.io.engine_messages import (
     output_to_json,
 )
 from llmpq.dist.io.generation import GenerationEnd, ServingStats, TokenOutput
-from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.transport.frames import Row
 from llmpq.errors import CapacityError, SpecError
-from llmpq.logging import get_logger
 
 STATS_PERIOD_S = 0.05
 """How often changed counters are sent at most; less than the 0.1 s that load balancers assume."""
 MAX_IDLE_WAIT_S = 0.5
 COMPILE_POLL_S = 0.005
-_log = get_logger(__name__)
 
 
 class EngineChannel(Protocol):
@@ -71,31 +70,6 @@ class EngineChannel(Protocol):
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Return the next message, ``None`` when none arrives; ``EOFError`` after the last."""
         ...
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Answer:
-    """An unfinished request.
-
-    Attributes:
-        tokens: prompt and answer.
-        prompt_logprobs: found so far, ``None`` when they are not asked for.
-        lookup: finds drafts, ``None`` without speculative decoding.
-        draft: the tokens proposed last.
-    """
-
-    added: AddedRequest
-    tokens: list[int]
-    state: SamplingState
-    max_tokens: int
-    prompt_logprobs: list[TokenLogprobs] | None
-    num_cached_tokens: int | None = None
-    lookup: PromptLookup | None = None
-    draft: list[int] = field(default_factory=list)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.added.request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +101,7 @@ class OnlineEngine:
         model: what a request may be.
         grammars: compiles the forms of answers; ``None`` refuses requests that have one.
         speculative: where drafts come from; ``None`` for no speculative decoding.
+        draft_model: proposes them where ``limits.draft`` has its size.
         clock: seconds, for arrivals.
     """
 
@@ -140,6 +115,7 @@ class OnlineEngine:
         model: ModelLimits,
         grammars: GrammarCompiler | None = None,
         speculative: SpeculativeConfig | None = None,
+        draft_model: DraftModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -149,10 +125,11 @@ class OnlineEngine:
         self._grammars = grammars
         self._clock = clock
         self._start_s = clock()
-        self._speculative = speculative
-        propose = None if speculative is None else self._propose
+        self._draft_model = draft_model
+        self._lookup = None if draft_model is not None else speculative
+        propose = None if self._lookup is None else self._propose
         self.scheduler = EngineScheduler(limits, order, propose)
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, OnlineAnswer] = {}
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._in_flight: deque[_Dispatched] = deque()
@@ -275,13 +252,13 @@ class OnlineEngine:
             )
         )
         self._numbers[request.id] = number
-        self._answers[number] = _Answer(
+        self._answers[number] = OnlineAnswer(
             added=added,
             tokens=tokens,
             state=state,
             max_tokens=max_tokens,
             prompt_logprobs=[] if added.needs_prompt_logprobs else None,
-            lookup=None if self._speculative is None else PromptLookup(self._speculative),
+            lookup=None if self._lookup is None else PromptLookup(self._lookup),
         )
 
     def _abort(self, id: str) -> None:
@@ -299,11 +276,22 @@ class OnlineEngine:
         answer.draft = answer.lookup.propose(answer.tokens, most)
         return len(answer.draft)
 
+    def _compute_drafts(self, step: EngineStep) -> None:
+        """Let the draft model compute the draft tokens of a step."""
+        assert self._draft_model is not None
+        answers = [self._answers[work.request] for work in step.drafts]
+        drafts = self._draft_model.propose(step.drafts, [answer.tokens for answer in answers])
+        for answer, draft in zip(answers, drafts, strict=True):
+            answer.draft = draft
+        self.scheduler.complete_drafts(step, self._now_s())
+
     def _dispatch(self) -> bool:
         """Dispatch the step that the scheduler decides; return whether there is one."""
         step = self.scheduler.schedule(self._now_s())
         if step is None:
             return False
+        if step.drafts:
+            self._compute_drafts(step)
         rows: list[Row] = []
         token_ids: list[int] = []
         outputs: list[int] = []
@@ -323,7 +311,7 @@ class OnlineEngine:
         self._runner.dispatch(np.array(token_ids), rows, outputs)
         return True
 
-    def _rows(self, chunk: ScheduledChunk, answer: _Answer) -> list[tuple[Row, int | None]]:
+    def _rows(self, chunk: ScheduledChunk, answer: OnlineAnswer) -> list[tuple[Row, int | None]]:
         """Return the rows of a chunk, each with the position whose scores are wanted."""
         last = chunk.first + chunk.count - 1
         if chunk.num_draft_tokens:
@@ -387,7 +375,7 @@ class OnlineEngine:
                 rows.append(row)
         scored = ScoredRows(scores if len(rows) == len(scores) else scores[rows])
         for number, own in places.items():
-            sampled, reason = _sample(self._answers[number], scored, own)
+            sampled, reason = self._answers[number].sample(scored, own)
             self._extend(number, sampled, reason, found)
 
     def _extend(
@@ -465,32 +453,3 @@ class OnlineEngine:
         if stats != self._stats:
             self._stats = stats
             self._channel.send("stats", stats=asdict(stats))
-
-
-def _sample(
-    answer: _Answer, scored: ScoredRows, rows: Sequence[int]
-) -> tuple[list[SampledToken], GenerationEnd | None]:
-    """Choose tokens while the draft has them, and one more.
-
-    Args:
-        answer: gets the tokens.
-        scored: the scores of the step.
-        rows: of the answer's last token and of its draft tokens.
-
-    Returns:
-        The tokens, the last one of which may be an error; and why the answer ends, if it does.
-    """
-    tokens: list[SampledToken] = []
-    reason: GenerationEnd | None = None
-    for row, proposed in zip(rows, [*answer.draft[: len(rows) - 1], None], strict=True):
-        token = scored.sample(row, answer.state)
-        tokens.append(token)
-        if token.error is not None:
-            _log.warning("request %s: %s", answer.added.request.id, token.error)
-            return tokens, "error"
-        answer.state.accept(token.token_id)
-        answer.tokens.append(token.token_id)
-        reason = answer.state.finish_reason(answer.max_tokens)
-        if reason is not None or token.token_id != proposed:
-            break
-    return tokens, reason

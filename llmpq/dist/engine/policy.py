@@ -10,19 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
+from llmpq.batching.draft_model import DraftLimits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.length import Prediction, make_predictor
-from llmpq.batching.speculation import row_cost_of
+from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
-from llmpq.spec.precision import Phase
+from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.schedule import Schedule
 
 MAX_TOKEN_BUDGET = 1024
 MAX_SEQUENCES = 256
+MOST_FIRST_COST = 0.5
+"""Most that a pass of a draft model is expected to cost before it is measured, in steps."""
 
 
 def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
@@ -91,7 +96,47 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
         steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
         num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
         row_cost=row_cost_of(plan),
+        draft=draft_limits(plan, config, num_blocks),
     )
+
+
+def draft_limits(
+    plan: Plan, config: SpeculativeConfig | None, num_blocks: int
+) -> DraftLimits | None:
+    """Return the size of a run's draft model, ``None`` without one.
+
+    A pass is expected to take the time of its weights' bytes, relative to those of the plan.
+
+    Args:
+        plan: the strategy.
+        config: of speculative decoding.
+        num_blocks: KV blocks of the engine.
+
+    Raises:
+        SpecError: the directory has no model.
+    """
+    if config is None or config.model is None:
+        return None
+    model = load_model_dir(config.model)
+    parts = [stage.memory for stage in plan.estimate.stages]
+    plan_bytes = sum(part.weights + part.master for part in parts)
+    cost = _weight_bytes(model, config.bits, DTYPE_BYTES[plan.dtype]) / plan_bytes
+    return DraftLimits(
+        num_blocks=num_blocks, cost=min(cost, MOST_FIRST_COST), max_tokens=model.max_positions
+    )
+
+
+def _weight_bytes(model: ModelSpec, bits: int | None, dtype_bytes: int) -> int:
+    layers = zip(model.layers, layer_bits(model, bits), strict=True)
+    total = sum(layer.weight_bytes(model.precision(width), dtype_bytes) for layer, width in layers)
+    return total + model.master_parameters * dtype_bytes
+
+
+def layer_bits(model: ModelSpec, bits: int | None) -> list[int]:
+    """Return the bits of every layer of a draft model: those asked for, else the stored ones."""
+    if bits is not None:
+        return [bits] * model.num_layers
+    return [precision.bits for precision in model.stored] or [16] * model.num_layers
 
 
 def max_model_len(plan: Plan, options: EngineOptions, positions: int | None) -> int:

@@ -7,10 +7,17 @@ are overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmpq.batching import RequestRecord
+from llmpq.batching.draft_model import (
+    FIRST_MODEL_CREDIT,
+    DraftModelSchedule,
+    DraftWish,
+    StepCosts,
+)
+from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.speculation import (
     MAX_STEP_TOKENS,
@@ -18,6 +25,7 @@ from llmpq.batching.speculation import (
     RowCost,
     SpeculativeConfig,
 )
+from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.sampler import SamplingState
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -32,6 +40,7 @@ class RunningRequest:
         sampling: its tokens so far, and how the next one is chosen.
         draft: tokens proposed in its micro-batch in flight, after the newest one.
         lookup: finds drafts; ``None`` before the first one.
+        draft_number: by which a draft model knows it; ``None`` before the first draft.
         credit: what its drafts may still lose.
     """
 
@@ -43,6 +52,7 @@ class RunningRequest:
     is_aborted: bool = False
     draft: Sequence[int] = ()
     lookup: PromptLookup | None = None
+    draft_number: int | None = None
     credit: DraftCredit = field(default_factory=DraftCredit)
 
     @property
@@ -78,31 +88,91 @@ class MicroBatchDrafts:
 
     Args:
         config: where drafts come from.
-        first_row_cost: seconds of one more row of a decode step, in steps of one row, before any
-            step is measured.
+        limits: first costs of a row and of a draft model; its KV blocks.
+        model: the draft model; ``None`` for prompt lookup.
+        clock: seconds.
     """
 
-    def __init__(self, config: SpeculativeConfig, first_row_cost: float) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        limits: EngineLimits,
+        model: DraftModel | None,
+        clock: Callable[[], float],
+    ) -> None:
         self._config = config
-        self._row_cost = RowCost(first_row_cost)
+        self._row_cost = RowCost(limits.row_cost)
+        self._model = model
+        self._schedule: DraftModelSchedule | None = None
+        if limits.draft is not None:
+            self._schedule = DraftModelSchedule(limits.draft, limits.block_size)
+        self._clock = clock
+        self._next_number = 0
 
     def propose(self, members: Sequence[RunningRequest]) -> None:
         """Set the drafts of the members of a decode micro-batch."""
         left = MAX_STEP_TOKENS - len(members)
-        cost = self._row_cost.of_draft_token(len(members))
-        for member in members:
+        longest, cost = self._longest(members)
+        for member, paid in zip(members, longest, strict=True):
             member.draft = ()
-            # The last token of an answer is never an input.
-            needed = member.request.max_new_tokens - len(member.token_ids) - 1
-            credit = member.credit.longest(cost)
-            most = min(self._config.num_speculative_tokens, left, needed, credit)
+            most = min(paid, left, _most_draft_tokens(member))
             if most > 0 and not member.is_complete:
-                if member.lookup is None:
-                    member.lookup = PromptLookup(self._config)
-                tokens = [*member.request.prompt_token_ids, *member.token_ids]
-                member.draft = member.lookup.propose(tokens, most)
-                member.credit.spend(len(member.draft), cost)
-                left -= len(member.draft)
+                count = self._draft(member, most)
+                member.credit.spend(count, cost)
+                left -= count
+        if self._schedule is not None and self._model is not None:
+            self._compute(members, self._schedule, self._model)
+
+    def _longest(self, members: Sequence[RunningRequest]) -> tuple[list[int], float]:
+        """Return how many draft tokens of each member pay, and what one of them costs."""
+        most, cost = (
+            self._config.num_speculative_tokens,
+            self._row_cost.of_draft_token(len(members)),
+        )
+        if self._schedule is None:
+            return [min(most, member.credit.longest(cost)) for member in members], cost
+        for member in members:
+            if member.draft_number is None:
+                member.draft_number, self._next_number = self._next_number, self._next_number + 1
+                member.credit = DraftCredit(FIRST_MODEL_CREDIT)
+        wishes = [
+            DraftWish(
+                member.draft_number or 0,
+                len(_tokens_of(member)),
+                0 if member.is_complete else _most_draft_tokens(member),
+                member.credit,
+            )
+            for member in members
+        ]
+        costs = StepCosts(cost, self._row_cost.share, len(members))
+        found, cost = self._schedule.lengths(wishes, most, costs)
+        return [found[wish.request] for wish in wishes], cost
+
+    def _draft(self, member: RunningRequest, most: int) -> int:
+        """Find a draft, or reserve one of the draft model; return its length."""
+        if self._schedule is not None:
+            assert member.draft_number is not None
+            return self._schedule.reserve(member.draft_number, len(_tokens_of(member)), most)
+        if member.lookup is None:
+            member.lookup = PromptLookup(self._config)
+        member.draft = member.lookup.propose(_tokens_of(member), most)
+        return len(member.draft)
+
+    def _compute(
+        self, members: Sequence[RunningRequest], schedule: DraftModelSchedule, model: DraftModel
+    ) -> None:
+        """Let the draft model compute the drafts that are reserved."""
+        works = schedule.take_works()
+        if not works:
+            return
+        start_s = self._clock()
+        by_number = {member.draft_number: member for member in members}
+        drafted = [by_number[work.request] for work in works]
+        drafts = model.propose(works, [_tokens_of(member) for member in drafted])
+        for member, draft in zip(drafted, drafts, strict=True):
+            member.draft = draft
+        step_s, share = self._row_cost.step_s(len(members)), self._row_cost.share
+        schedule.measure(works, self._clock() - start_s, step_s, share)
 
     def take_prefill(self, start_s: float, end_s: float) -> None:
         """Take the times of a prefill micro-batch on the stages that decode."""
@@ -117,8 +187,28 @@ class MicroBatchDrafts:
         for member, tokens in zip(members, made, strict=True):
             if tokens:
                 member.credit.earn(tokens - 1, len(member.draft))
+            number = member.draft_number
+            if self._schedule is not None and number is not None:
+                if tokens:
+                    self._schedule.verify(number, tokens - 1, len(members))
+                if member.is_complete:
+                    self._schedule.forget(number)
 
 
-def drafts_of(config: SpeculativeConfig | None, first_row_cost: float) -> MicroBatchDrafts | None:
+def _most_draft_tokens(member: RunningRequest) -> int:
+    """Return the longest draft: the last token of an answer is never an input."""
+    return member.request.max_new_tokens - len(member.token_ids) - 1
+
+
+def _tokens_of(member: RunningRequest) -> list[int]:
+    return [*member.request.prompt_token_ids, *member.token_ids]
+
+
+def drafts_of(
+    config: SpeculativeConfig | None,
+    limits: EngineLimits,
+    model: DraftModel | None,
+    clock: Callable[[], float],
+) -> MicroBatchDrafts | None:
     """Return the drafts of a run; ``None`` without speculative decoding."""
-    return None if config is None else MicroBatchDrafts(config, first_row_cost)
+    return None if config is None else MicroBatchDrafts(config, limits, model, clock)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from llmpq.batching import PipelineDepth
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.batching.speculation import MAX_STEP_TOKENS, row_cost_of
+from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
@@ -34,6 +34,7 @@ from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import kv_connector
+from llmpq.dist.launch.draft_runner import load_draft_model
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import HeldBytes, Measurement
@@ -359,6 +360,10 @@ class MasterRank:
         self._runner, master = _load(context, self._clock, stack)
         assert master is not None
         self._master = master
+        dtype = DTYPES[plan.dtype_of(plan.stages[0])]
+        self._draft_model = load_draft_model(job, plan, dtype, self._runner.device)
+        if self._draft_model is not None:
+            context.recorder.mark("draft model")
         self._communicator: Communicator | None = None
         if context.communicator is not None:
             self._communicator = RecordingCommunicator(
@@ -368,9 +373,10 @@ class MasterRank:
             context.recorder.mark("other ranks")
         folder = job.rendezvous.private_folder
         self._should_drain = None if folder is None else DrainFlag(folder)
-        config = checked_config(plan, job.model_dir)
+        self._config = config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
-        self._drafts = drafts_of(job.engine.speculative_config, row_cost_of(plan))
+        limits, config_of_drafts = engine_limits(plan, job.engine), job.engine.speculative_config
+        self._drafts = drafts_of(config_of_drafts, limits, self._draft_model, self._clock.now)
         self._next_number = 0
         self._has_tokens = False
         self._made = Measurement(
@@ -430,16 +436,14 @@ class MasterRank:
         Raises:
             LlmpqError: what went wrong here or on any other rank.
         """
-        plan, job = self._context.plan, self._context.job
-        config = checked_config(plan, job.model_dir)
-        limits = engine_limits(plan, job.engine)
+        plan, job, config = self._context.plan, self._context.job, self._config
         alpha = {} if job.engine.alpha is None else {"alpha": job.engine.alpha}
         OnlineEngine(
             channel=channel,
             runner=PipelineSteps(
                 master=self._master, runner=self._runner, communicator=self._communicator
             ),
-            limits=limits,
+            limits=engine_limits(plan, job.engine),
             order=queue_order(job.engine.scheduler, **alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),
@@ -449,6 +453,7 @@ class MasterRank:
             ),
             grammars=self._grammars,
             speculative=job.engine.speculative_config,
+            draft_model=self._draft_model,
         ).run(self._context.recorder.start.seconds)
 
     def check_stages(self) -> None:

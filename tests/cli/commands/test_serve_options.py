@@ -90,6 +90,10 @@ def test_speculative_config_has_vllms_fields():
     expected = SpeculativeConfig(num_speculative_tokens=7, prompt_lookup_max=3)
     assert speculative_config_of(text) == expected
     assert speculative_config_of(None) is None
+    text = '{"method": "draft_model", "model": "m", "num_speculative_tokens": 3, "bits": 4}'
+    assert speculative_config_of(text) == SpeculativeConfig(
+        method="draft_model", model="m", num_speculative_tokens=3, bits=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,12 @@ def test_speculative_config_has_vllms_fields():
         ("{}", "'num_speculative_tokens': found 'nothing'"),
         ('{"method": "eagle", "num_speculative_tokens": 2}', "'method': found 'eagle'"),
         ('{"num_speculative_tokens": 2, "model": "x"}', "'model'"),
+        ('{"num_speculative_tokens": 2, "bits": 4}', "and bits 4, expected 'model'"),
+        ('{"num_speculative_tokens": 2, "method": "draft_model"}', "'draft_model' with model None"),
+        (
+            '{"num_speculative_tokens": 2, "method": "draft_model", "model": "x", "bits": 5}',
+            "'bits': found 5",
+        ),
         ('{"num_speculative_tokens": 99}', "'num_speculative_tokens': found 99"),
         ('{"num_speculative_tokens": 2, "prompt_lookup_min": 6}', "prompt_lookup_min 6"),
     ],

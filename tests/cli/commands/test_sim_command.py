@@ -153,9 +153,30 @@ def test_engine_forecasts_the_gain_of_drafts(strategy, trace, capsys):
     assert "  drafts       " in capsys.readouterr().out
 
 
+def test_engine_forecasts_the_gain_of_a_draft_model(strategy, trace, capsys):
+    options = ("--strategy", strategy, "--trace", trace, "--engine", "--trace_slice", "0:6")
+    alone = (*options, "--arrivals", "poisson", "--rate", 0.01, "--num_speculative_tokens", 5)
+    times = {}
+    for cost, rate in ((0.1, 0.9), (0.4, 0.9), (2, 0.9), (0.2, 0)):
+        given = ("--draft_cost", cost, "--acceptance_rate", rate)
+        (row,) = _run(capsys, *alone, *given)["rates"]
+        times[cost, rate] = row["time_per_token_s"]["mean"]
+        assert (row["draft_tokens"] == 0) == (cost == 2)
+    (row,) = _run(capsys, *alone[:-2])["rates"]
+    plain = row["time_per_token_s"]["mean"]
+    assert times[0.1, 0.9] < times[0.4, 0.9] < plain
+    assert times[2, 0.9] == plain
+    assert times[0.2, 0] < 1.06 * plain
+
+
 @pytest.mark.parametrize(
     ("options", "found"),
     [
+        (["--engine", "--draft_cost", "0.1"], "--draft_cost: found without"),
+        (
+            ["--engine", "--draft_cost", "0", "--num_speculative_tokens", "2"],
+            "a cost of 0, expected",
+        ),
         (["--scheduler", "spf"], "--scheduler: found without --engine"),
         (["--engine", "--trace_slice", "5:5"], "expected some in the slice 5:5"),
         (["--engine", "--arrivals", "poisson"], "found no rate, expected --rate"),

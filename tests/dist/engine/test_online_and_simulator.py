@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.even_plan import even_plan
+from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.engine_scheduler import EngineScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineStep
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine import online
+from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.online import OnlineEngine
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
@@ -52,6 +54,26 @@ def draft_token(request: int, place: int) -> int:
     return 1000 + 100 * request + place
 
 
+def draft_s(works: Sequence[DraftWork]) -> float:
+    """Return the seconds of a draft model: parts of two, so that times are exact."""
+    caught_up = sum(work.tokens - work.first for work in works)
+    return 0.03125 * caught_up + 0.0625 * max(work.length for work in works)
+
+
+class TimedDrafts(DraftModel):
+    """A draft model whose tokens name their request and their place, on the pipeline's clock."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def propose(self, works, tokens):
+        self._pipeline.work(draft_s(works))
+        return [
+            [draft_token(text[0], work.tokens + at) for at in range(work.length)]
+            for work, text in zip(works, tokens, strict=True)
+        ]
+
+
 class Costs:
     """Whole and half seconds, so that times are exact."""
 
@@ -81,6 +103,11 @@ class Pipeline:
 
     def clock(self) -> float:
         return self.now_s
+
+    def work(self, seconds: float) -> None:
+        """Let the master compute something."""
+        self.now_s += seconds
+        self._free_s[0] = self.now_s
 
     # The channel.
 
@@ -176,10 +203,15 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     prefix_caching=st.booleans(),
     order=st.sampled_from(["fcfs", "spf", "no_preempt"]),
     drafts=st.sampled_from([0, 0, 1, 5]),
+    draft_blocks=st.none() | st.integers(1, 30),
 )
 def test_decisions_are_equal(
-    items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts
-):
+    items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts,
+    draft_blocks,
+):  # fmt: skip
+    draft = None
+    if drafts and draft_blocks is not None:
+        draft = DraftLimits(num_blocks=draft_blocks, cost=0.0625, max_tokens=36)
     limits = EngineLimits(
         token_budget=budget,
         max_sequences=max_sequences,
@@ -188,11 +220,12 @@ def test_decisions_are_equal(
         prefix_caching=prefix_caching,
         steps_in_flight=1 if num_stages == 1 else num_stages + 1,
         num_speculative_tokens=drafts,
+        draft=draft,
     )
     arrivals = np.cumsum([8.0 * gap for gap, _, _ in items]).tolist()
 
     simulated = SimulatedEngine(
-        Costs(num_stages), limits, queue_order(order), accepts if drafts else None
+        Costs(num_stages), limits, queue_order(order), accepts if drafts else None, draft_s
     )
     expected = recorded(simulated.scheduler)
     requests = []
@@ -218,6 +251,7 @@ def test_decisions_are_equal(
         order=queue_order(order),
         model=ModelLimits(max_model_len=1000, vocab_size=VOCAB),
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
+        draft_model=None if draft is None else TimedDrafts(pipeline),
         clock=pipeline.clock,
     )
     found = recorded(engine.scheduler)
@@ -239,6 +273,17 @@ def test_the_comparison_sees_accepted_and_rejected_drafts():
     simulated.advance(float("inf"))
     assert 5 < simulated.scheduler.num_accepted_tokens < simulated.scheduler.num_draft_tokens
     assert simulated.report().requests[0].new_tokens == 20
+
+
+def test_the_comparison_sees_drafts_of_a_model():
+    limits = EngineLimits(
+        token_budget=8, max_sequences=4, num_blocks=20, block_size=4, num_speculative_tokens=3,
+        draft=DraftLimits(num_blocks=20, cost=0.0625),
+    )  # fmt: skip
+    simulated = SimulatedEngine(Costs(1), limits, queue_order("fcfs"), accepts, draft_s)
+    simulated.add(2, TraceRequest(arrival_s=0.0, prompt_tokens=6, new_tokens=60))
+    simulated.advance(float("inf"))
+    assert 5 < simulated.scheduler.num_accepted_tokens < simulated.scheduler.num_draft_tokens
 
 
 def test_the_comparison_sees_preemptions():

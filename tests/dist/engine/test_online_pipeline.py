@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.answer_drafts import draft_freely
 from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, rank_contexts
 from helpers.scripted_channel import Script
@@ -150,6 +151,26 @@ def test_drafts_change_no_token(tiny_model, monkeypatch, family, num_stages):
         assert script.tokens(str(number)) == generate_alone(model, prompt, 16)[0][len(prompt) :]
     made = [len(output.token_ids) for outputs in script.outputs.values() for output in outputs]
     assert max(made) == 5
+
+
+@pytest.mark.parametrize(
+    ("family", "is_same", "num_stages"),
+    [("llama", True, 1), ("llama", False, 2), ("opt", True, 2), ("opt", False, 1)],
+)
+def test_a_draft_model_changes_no_token(tiny_model, monkeypatch, family, is_same, num_stages):
+    """The model itself, all of whose tokens are accepted, and another one."""
+    draft_freely(monkeypatch)
+    model_dir = tiny_model(family, seed=1, shape=WIDE)
+    draft_dir = model_dir if is_same else tiny_model(family, seed=5)
+    script = script_of(replace(FREE, max_tokens=16))
+    config = SpeculativeConfig(method="draft_model", model=str(draft_dir), num_speculative_tokens=4)
+    serve(model_dir, num_stages, script, num_blocks=14, speculative_config=config)
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    for number, prompt in enumerate(PROMPTS):
+        assert script.tokens(str(number)) == generate_alone(model, prompt, 16)[0][len(prompt) :]
+    made = [len(output.token_ids) for outputs in script.outputs.values() for output in outputs]
+    assert max(made) == 5 or not is_same
 
 
 def test_prefixes_are_found(tiny_model):

@@ -10,6 +10,7 @@ from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import load_reference, save_tiny_model
 
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.spec.schedule import Schedule, default_schedule
@@ -90,6 +91,19 @@ def test_drafts_change_no_token(name, stages, model_dir, expected, monkeypatch):
     assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
     assert [record.new_tokens for record in made.records] == NEW_TOKENS
     assert 0 < made.accepted_tokens < made.draft_tokens
+
+
+@pytest.mark.parametrize("name", ["hybrid", "rra"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_draft_model_changes_no_token(name, stages, model_dir, expected, monkeypatch):
+    draft_freely(monkeypatch)
+    config = SpeculativeConfig(method="draft_model", model=str(model_dir), num_speculative_tokens=3)
+    plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=SLOTS)
+    plan = replace(plan, schedule=SCHEDULES[name])
+    answers, made = run_threads(plan, model_dir, _requests(0.0), speculative=config)
+    assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
+    assert [record.new_tokens for record in made.records] == NEW_TOKENS
+    assert 0 < made.accepted_tokens == made.draft_tokens
 
 
 def test_waa_without_stages_of_its_own_is_refused_in_a_sentence(model_dir):
