@@ -1,4 +1,4 @@
-"""Time a token with and without prompt lookup, on texts that repeat themselves more or less.
+"""Time a token with and without drafts, on texts that repeat themselves more or less.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/speculation.py --folder DIR --output FILE
 
@@ -14,6 +14,11 @@ tokenizer:
 * ``prose``: two pages of the shipped text;
 * ``random``: tokens none of which comes twice;
 * ``hostile``: random tokens of an alphabet of three: a match at every token, mostly a wrong one.
+
+With ``--draft_bits`` drafts come from the shipped model (10 M parameters, trained) in place of
+prompt lookup. Texts then are ``prose``, of which it finds the tokens that it finds in any text;
+``answer``, where a page is followed by its own answer at 16 bits, so that a draft at fewer bits is
+self-speculation; and ``random``.
 """
 
 from __future__ import annotations
@@ -36,11 +41,13 @@ from compare_versions import machine
 from tokenizers import Tokenizer
 from workbench import ROOT, SMALL_LLAMA, make_model
 
+from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine import online
 from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.packed_steps import PipelineSteps
 from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows
 from llmpq.dist.engine.stage import StageRunner
@@ -54,6 +61,10 @@ from llmpq.quant.loading.loader import load_master, load_stage
 LENGTH = 192
 """Tokens of a prompt, and of an answer."""
 TEXTS = ("edit", "prose", "random", "hostile")
+DRAFTED_TEXTS = ("answer", "prose", "random")
+DEMO = ROOT / "models" / "demo"
+DRAFT_COST = 0.2
+"""Steps of the large model that a token of the small one is first expected to take."""
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
 BLOCKS = 16 * (2 * LENGTH // 16 + 4)
@@ -73,7 +84,10 @@ def main() -> int:
         for bits in options.bits:
             steps = PipelineSteps(master=master, runner=_runner(model, bits), communicator=None)
             for batch in options.batches:
-                rows += _measure(options, steps, bits, batch)
+                if not options.draft_bits:
+                    rows += _measure(options, steps, (bits, None), batch)
+                for draft_bits in options.draft_bits:
+                    rows += _measure(options, steps, (bits, draft_bits), batch)
     if options.output is not None:
         options.output.write_text(json.dumps(_record(options, rows, load), indent=1) + "\n")
     return 0
@@ -89,12 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--num_speculative_tokens", type=int, default=5)
+    parser.add_argument(
+        "--draft_bits", type=int, nargs="*", default=[], help="of the shipped model as draft model"
+    )
     parser.add_argument("--output", type=Path)
     return parser
 
 
 def _runner(model: Path, bits: int) -> StageRunner:
-    layers = SMALL_LLAMA["layers"]
+    layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
     stage = load_stage(model, 0, layers, [bits] * layers, dtype=DTYPE, device="cpu")
     cache = KVCache(kv_shapes(stage.config, 0, layers), 0, num_blocks=BLOCKS, dtype=DTYPE)
     graphs = decode_steps_of(stage, cache, 1)
@@ -103,19 +120,31 @@ def _runner(model: Path, bits: int) -> StageRunner:
     )
 
 
+def _draft_model(bits: int) -> DraftModel:
+    """Load the shipped model as a draft model."""
+    master = load_master(DEMO, dtype=DTYPE, device=CPU, head_bits=None if bits == 16 else 8)
+    steps = PipelineSteps(master=master, runner=_runner(DEMO, bits), communicator=None)
+    return DraftModel(steps, block_size=16, token_budget=16 * LENGTH)
+
+
 def _measure(
-    options: argparse.Namespace, steps: PipelineSteps, bits: int, batch: int
+    options: argparse.Namespace,
+    steps: PipelineSteps,
+    all_bits: tuple[int, int | None],
+    batch: int,
 ) -> list[list[str]]:
-    """Return a row a text, and print it."""
+    """Return a row a text, and print it; the bits are those of the model and of the draft model."""
     rows = []
+    bits, draft_bits = all_bits
     config = SpeculativeConfig(num_speculative_tokens=options.num_speculative_tokens)
-    for name in TEXTS:
+    model = None if draft_bits is None else _draft_model(draft_bits)
+    for name in TEXTS if model is None else DRAFTED_TEXTS:
         texts = [text_of(name, number) for number in range(batch)]
         times: dict[bool, list[float]] = {False: [], True: []}
         accepted = (0, 0)
         for number in range(options.rounds + 1):
             for drafts in (number % 2 == 0, number % 2 == 1):
-                seconds, found = _run(steps, texts, config if drafts else None)
+                seconds, found = _run(steps, texts, config if drafts else None, model)
                 if number:  # the first round warms up
                     times[drafts].append(1e3 * seconds / (LENGTH - 1))
                 accepted = found if drafts else accepted
@@ -123,7 +152,8 @@ def _measure(
         gains = [one / other for one, other in zip(times[False], times[True], strict=True)]
         drafts, right = accepted
         rows.append([
-            str(bits), str(batch), name, f"{plain:.2f}", f"{drafted:.2f}",
+            str(bits), *([] if draft_bits is None else [str(draft_bits)]), str(batch), name,
+            f"{plain:.2f}", f"{drafted:.2f}",
             f"{statistics.median(gains):.2f}", f"{min(gains):.2f}-{max(gains):.2f}",
             f"{100 * right / max(1, drafts):.0f} %", f"{100 * right / batch / LENGTH:.0f} %",
         ])  # fmt: skip
@@ -139,11 +169,16 @@ def text_of(name: str, number: int) -> list[int]:
         return chance.sample(range(3, SMALL_LLAMA["vocab"]), 2 * LENGTH)
     if name == "hostile":
         return [chance.randrange(3, 6) for _ in range(2 * LENGTH)]
-    tokenizer = Tokenizer.from_file(str(ROOT / "models" / "demo" / "tokenizer.json"))
-    if name == "prose":
-        text = (ROOT / "models" / "demo" / "heldout.txt").read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    if name in ("prose", "answer"):
+        text = (DEMO / "heldout.txt").read_text(encoding="utf-8")
         start = len(text) // 20 * number
-        return list(tokenizer.encode(text[start : start + 20 * LENGTH]).ids[: 2 * LENGTH])
+        page = list(tokenizer.encode(text[start : start + 20 * LENGTH]).ids[: 2 * LENGTH])
+        if name == "prose":
+            return page
+        work = DraftWork(0, 0, LENGTH, LENGTH, tuple(range(BLOCKS)))
+        (answer,) = _draft_model(16).propose([work], [page[:LENGTH]])
+        return page[:LENGTH] + answer
     modules = sorted((ROOT / "llmpq" / "batching").glob("*.py"))
     text = modules[number % len(modules)].read_text(encoding="utf-8")
     changed = text.replace("self", "this").replace("tokens", "pieces")
@@ -197,9 +232,13 @@ class Channel:
 
 
 def _run(
-    steps: PipelineSteps, texts: Sequence[Sequence[int]], config: SpeculativeConfig | None
+    steps: PipelineSteps,
+    texts: Sequence[Sequence[int]],
+    config: SpeculativeConfig | None,
+    model: DraftModel | None,
 ) -> tuple[float, tuple[int, int]]:
     """Return the seconds after the first tokens; draft tokens, and those accepted."""
+    has_model = config is not None and model is not None
     channel = Channel(texts)
     Forced.texts = texts
     online.ScoredRows = Forced  # type: ignore[misc]
@@ -213,10 +252,12 @@ def _run(
             block_size=16,
             prefix_caching=False,
             num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
+            draft=DraftLimits(num_blocks=BLOCKS, cost=DRAFT_COST) if has_model else None,
         ),
         order=queue_order("fcfs"),
         model=ModelLimits(max_model_len=2 * LENGTH, vocab_size=SMALL_LLAMA["vocab"]),
         speculative=config,
+        draft_model=model if has_model else None,
     )
     engine.run()
     scheduler = engine.scheduler
@@ -226,11 +267,13 @@ def _run(
 
 
 def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> dict[str, Any]:
+    with_model = bool(options.draft_bits)
     return {
-        "topic": "speculation",
+        "topic": "draft-model" if with_model else "speculation",
         "command": "python benchmarks/speculation.py --folder DIR --output FILE "
         f"--batches {' '.join(map(str, options.batches))} --rounds {options.rounds} "
-        f"--threads {options.threads}",
+        f"--threads {options.threads}"
+        + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model)),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{machine()}, load {load:.1f} at the start",
         "versions": {
@@ -241,8 +284,8 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
             {
                 "title": f"Drafts of up to {options.num_speculative_tokens} tokens",
                 "columns": [
-                    "bits", "sequences", "text", "ms a token", "with drafts", "faster",
-                    "rounds", "draft tokens accepted", "of the answer",
+                    "bits", *(["draft bits"] * with_model), "sequences", "text", "ms a token",
+                    "with drafts", "faster", "rounds", "draft tokens accepted", "of the answer",
                 ],
                 "rows": rows,
             }
