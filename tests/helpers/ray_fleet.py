@@ -29,8 +29,8 @@ from llmpq.server.ray.replica_table import ReplicaTable
 from llmpq.server.ray.request_router import BalancedRequestRouter
 
 ROOT = Path(__file__).resolve().parents[2]
-LABEL = "llmpq-node"
-NODES = ("a", "b")
+LABEL = "llmpq-device"
+NODES = ("cpu-a", "cpu-b")
 HOST = "127.0.0.1"
 MEMORY_BYTES = 80 << 20
 TRACES = "LLMPQ_TEST_TRACES"
@@ -111,8 +111,8 @@ class RecordingRouter(BalancedRequestRouter):
 
 
 @contextlib.contextmanager
-def cluster(label: str = LABEL, values: Sequence[str] = NODES) -> Iterator[str]:
-    """Run nodes with these values of a label, on loopback, without a dashboard.
+def cluster(values: Sequence[str] = NODES) -> Iterator[str]:
+    """Run nodes with these values of the label, on loopback, without a dashboard.
 
     Yields:
         The address of the cluster, to which this process is connected.
@@ -133,7 +133,7 @@ def cluster(label: str = LABEL, values: Sequence[str] = NODES) -> Iterator[str]:
                 node_ip_address=HOST,
                 num_cpus=2,
                 object_store_memory=MEMORY_BYTES,
-                labels={label: value},
+                labels={LABEL: value},
                 **({"include_dashboard": False} if number == 0 else {}),
             )
         ray.init(address=nodes.address, logging_level="error", log_to_driver=False)

@@ -91,8 +91,8 @@ def add_run(verbs: Any) -> None:
         "--launcher",
         choices=("local", "ray"),
         default="local",
-        help="ray: replicas run on nodes of a Ray cluster whose label llmpq-node is the name of "
-        "their node in the cluster file (default local: on this host)",
+        help="ray: replicas run on nodes of a Ray cluster whose label llmpq-device has the "
+        "device types of their node, joined by _ (default local: on this host)",
     )
     place.add_argument(
         "--ray_address", metavar="HOST:PORT", help="of the Ray cluster (default: the one it finds)"

@@ -199,19 +199,21 @@ def ray_hosts(plan: Plan) -> list[RayHost]:
     ranks: dict[str, list[int]] = {}
     for stage in plan.stages:
         ranks.setdefault(plan.device_of(stage).node, []).append(stage.rank)
-    types = {
-        node.name: dict.fromkeys(group.type for group in node.devices)
-        for node in plan.cluster.nodes
-    }
     return [
         RayHost(
             node=node,
             ranks=tuple(own),
-            devices="_".join(types[node]),
+            devices=device_label(node, plan.cluster),
             resources=reserved([plan.device_of(plan.stages[rank]) for rank in own], plan.cluster),
         )
         for node, own in ranks.items()
     ]
+
+
+def device_label(node: str, cluster: Cluster) -> str:
+    """Return the value of the label for a node: the types of its devices."""
+    types = (one.type for one in cluster.devices if one.node == node)
+    return "_".join(dict.fromkeys(types))
 
 
 def reserved(devices: Sequence[Device], cluster: Cluster) -> dict[str, float]:

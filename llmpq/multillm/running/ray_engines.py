@@ -1,8 +1,8 @@
 """Engines of replicas on a Ray cluster: a placement group for each replica, and an actor in it.
 
-The bundle of a replica asks for a node of Ray whose label :data:`LABEL` is the name of its node in
-the cluster file, and for the threads or accelerators of its devices. The actor starts the ranks
-there as processes; weights are at the same path on every node. Ray carries requests and tokens.
+The bundle of a replica asks for a node of Ray whose label has the device types of its node, and for
+the threads or accelerators of its devices. The actor starts the ranks there as processes; weights
+are at the same path on every node. Ray carries requests and tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from llmpq.dist.async_engine import DEFAULT_RESTARTS, AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES
-from llmpq.dist.launch.ray_launcher import reserved, resources_text
+from llmpq.dist.launch.ray_launcher import LABEL, device_label, reserved, resources_text
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 
-LABEL = "llmpq-node"
 PLACE_TIMEOUT_S = 60.0
 
 
@@ -147,7 +146,7 @@ class RayEngines:
     """Starts replicas on the nodes of a Ray cluster; equal to a ``StartEngine``.
 
     Attributes:
-        cluster: all devices; the name of a node is the label of one of Ray's.
+        cluster: all devices.
         step_timeout_s: how long a rank may give no sign of life.
         max_restarts: starts in a row without a new token, after which a replica has failed.
         store, store_limit_bytes: folder of quantized layers, on each node.
@@ -179,12 +178,13 @@ class RayEngines:
                 f"replica on {', '.join(devices)}: found several nodes, expected devices of one: "
                 "the ranks of a replica are processes of one host"
             )
-        group = placement_group([resources], bundle_label_selector=[{LABEL: node}])
+        label = device_label(node, self.cluster)
+        group = placement_group([resources], bundle_label_selector=[{LABEL: label}])
         if not await asyncio.to_thread(group.wait, self.place_timeout_s):
             remove_placement_group(group)
             raise CapacityError(
                 f"Ray: found no free node within {self.place_timeout_s:g} s, expected one with the "
-                f"label {LABEL}={node} and {resources_text(resources)}"
+                f"label {LABEL}={label} and {resources_text(resources)}"
             )
         actor = ray.remote(EngineActor).options(
             num_cpus=resources.get("CPU", 0),

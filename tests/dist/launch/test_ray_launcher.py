@@ -101,7 +101,7 @@ def address() -> Iterator[str]:
         pytest.skip("needs llmpq[ray]")
     from helpers.ray_fleet import cluster  # noqa: PLC0415  before Ray: sets its environment
 
-    with cluster("llmpq-device", TYPES) as found:
+    with cluster(TYPES) as found:
         yield found
 
 

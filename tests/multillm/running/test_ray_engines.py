@@ -30,30 +30,42 @@ from ray.util.placement_group import placement_group_table
 from llmpq.cli.apps.command import main
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.dist.launch import ray_launcher
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.multillm.graph import load_application
-from llmpq.multillm.running import ray_engines
 from llmpq.multillm.running.ray_engines import RayEngines
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.codec import to_json
+from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.fields import dump_json
+from llmpq.spec.plan import Plan
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
-CPU = DeviceGroup(type="cpu", count=1, threads=1)
-CLUSTER = Cluster(name="two", nodes=tuple(Node(name=name, devices=(CPU,)) for name in NODES))
+
+
+def cpus(*names: str) -> Cluster:
+    """Return nodes with a device of a type of its own each."""
+    groups = {name: (DeviceGroup(type=name, count=1, threads=1),) for name in names}
+    nodes = tuple(Node(name=f"on-{name}", devices=found) for name, found in groups.items())
+    types = tuple(DeviceEntry(type=name, like="cpu") for name in names)
+    return Cluster(name="cpus", nodes=nodes, device_types=types)
+
+
+CLUSTER = cpus(*NODES)
 FIRST, SECOND = (device.label for device in CLUSTER.devices)
-PLAN = make_plan((0, 3), prompt_tokens=80, new_tokens=40)
+PLAN = make_plan((0, 3), prompt_tokens=80, new_tokens=40, cluster=cpus(NODES[0]))
+SECOND_PLAN = make_plan((0, 3), prompt_tokens=80, new_tokens=40, cluster=cpus(NODES[1]))
 PROMPT = [7, 8, 9, 10]
 
 
 @pytest.fixture(scope="module")
 def nodes():
-    assert ray_engines.LABEL == LABEL
+    assert ray_launcher.LABEL == LABEL
     with cluster():
         yield
 
@@ -101,7 +113,7 @@ def test_a_replica_runs_on_the_node_of_its_device_and_leaves_nothing(nodes, fold
     async def run() -> set[int]:
         engines = RayEngines(cluster=CLUSTER)
         first, second = await asyncio.gather(
-            engines(PLAN, folder, (FIRST,)), engines(PLAN, folder, (SECOND,))
+            engines(PLAN, folder, (FIRST,)), engines(SECOND_PLAN, folder, (SECOND,))
         )
         try:
             assert [node_of(engine) for engine in (first, second)] == list(NODES)
@@ -125,9 +137,10 @@ def test_a_replica_runs_on_the_node_of_its_device_and_leaves_nothing(nodes, fold
 
 
 def test_a_node_that_ray_lacks_and_weights_that_are_missing_are_errors(nodes, folder, tmp_path):
-    other = Cluster(name="one", nodes=(Node(name="c", devices=(CPU,)),))
-    with pytest.raises(CapacityError, match=f"expected one with the label {LABEL}=c and 1 CPU"):
-        asyncio.run(RayEngines(cluster=other, place_timeout_s=1.0)(PLAN, folder, ("c/cpu#0",)))
+    other = cpus("cpu-c")
+    lacking = RayEngines(cluster=other, place_timeout_s=1.0)
+    with pytest.raises(CapacityError, match=f"expected one with the label {LABEL}=cpu-c and 1 CPU"):
+        asyncio.run(lacking(PLAN, folder, (other.devices[0].label,)))
     with pytest.raises(SpecError, match=str(tmp_path)):
         asyncio.run(RayEngines(cluster=CLUSTER)(PLAN, tmp_path / "none", (FIRST,)))
     two = make_plan((0, 2, 3), prompt_tokens=80, new_tokens=40)
@@ -168,11 +181,11 @@ def test_the_command_runs_an_application_on_the_cluster(nodes, folder, tmp_path,
     (tmp_path / "app.json").write_text(json.dumps(app))
     (tmp_path / "cluster.json").write_text(dump_json(to_json(CLUSTER)))
 
-    def entry(model: str, node: str, label: str) -> ScheduledModel:
-        replica = ModelReplica(devices=(label,), plan=PLAN)
+    def entry(model: str, node: str, label: str, plan: Plan) -> ScheduledModel:
+        replica = ModelReplica(devices=(label,), plan=plan)
         return ScheduledModel(model=model, nodes=(node,), replicas=(replica,))
 
-    stage = [entry("writer", "draft", FIRST), entry("judge", "grade", SECOND)]
+    stage = [entry("writer", "draft", FIRST, PLAN), entry("judge", "grade", SECOND, SECOND_PLAN)]
     schedule = schedule_on(load_application(tmp_path / "app.json"), CLUSTER, stage)
     write_schedule(tmp_path / "schedule.json", schedule)
     files = ["--cluster", "cluster.json", "--schedule", "schedule.json", "--output"]
