@@ -8,22 +8,29 @@ import torch
 
 UNUSED = ("scipy.", "accelerate", "sympy", "torch._dynamo", "torch.distributed.tensor", "triton.")
 WORKER = f"""
-import sys
-from llmpq.dist.block_unused_imports import import_transformers
-import_transformers()
-import llmpq.dist.launch.rank_tasks
+import gc, sys
+from llmpq.dist.launch.worker import import_tasks
+print(*dict(import_tasks()), "llmpq.dist.launch.rank_tasks" in sys.modules)
+print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 print(*[name for name, module in sys.modules.items() if name.startswith({UNUSED}) and module])
-import torch
+import torch, transformers
 print(torch.distributed.is_available())
+print("LlamaForCausalLM" in transformers._class_to_module)
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA devices use some of them")
-def test_a_worker_of_a_cpu_loads_no_compiler_and_no_sharded_tensors():
+def test_a_worker_of_a_cpu_loads_no_compiler_no_sharded_tensors_and_no_list_of_models():
     loaded = subprocess.run(
         [sys.executable, "-c", WORKER], capture_output=True, text=True, check=True
     )
-    assert loaded.stdout.splitlines() == ["", "True"]
+    assert loaded.stdout.splitlines() == [
+        "interpreter torch transformers True",
+        "True True",
+        "",
+        "True",
+        "False",
+    ]
 
 
 def test_a_process_that_starts_ranks_loads_neither_torch_nor_numpy():

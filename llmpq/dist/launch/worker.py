@@ -8,6 +8,8 @@ module loads no torch; :func:`main` does.
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import os
 import sys
 import time
@@ -31,8 +33,11 @@ NAME = "llmpq-rank-"
 """Name of a rank's process in ``ps`` and ``top``, before its number."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run one rank to its end and return its exit status."""
+def main(argv: Sequence[str], imports: Sequence[tuple[str, float]] = ()) -> int:
+    """Run one rank to its end and return its exit status.
+
+    ``imports`` has what this process imported before, each with the time of its end.
+    """
     job_file, rank, descriptor = Path(argv[0]), int(argv[1]), int(argv[2])
     job = read_job(job_file)
     os.umask(0o077)  # only this user can read what a run writes
@@ -42,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     from llmpq.dist.launch.rank_tasks import run_rank  # noqa: PLC0415  imports torch
 
     start = start_log(job)
+    for name, end_s in imports:
+        start.mark(name, end_s)
     start.mark("imports")
     progress = EventPipe(descriptor)
     pulse = Heartbeat(progress, rank, job.step_timeout_s / BEATS_PER_TIMEOUT)
@@ -91,11 +98,32 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
-if __name__ == "__main__":
-    from llmpq.dist.block_unused_imports import import_transformers
+def import_tasks() -> list[tuple[str, float]]:
+    """Import what a rank runs, for a process that runs nothing else.
 
-    import_transformers()
-    code = main(sys.argv[1:])
+    Imports make many objects that live until the end: garbage collections find nothing and take a
+    tenth of the time. Later ones need not look at these objects either.
+
+    Returns:
+        What was imported, each with the time of its end (``time.perf_counter``).
+    """
+    ends = [("interpreter", time.perf_counter())]
+    gc.disable()
+    try:
+        from llmpq.dist.block_unused_imports import import_transformers  # noqa: PLC0415  torch
+
+        ends.append(("torch", time.perf_counter()))
+        import_transformers()
+        ends.append(("transformers", time.perf_counter()))
+        importlib.import_module("llmpq.dist.launch.rank_tasks")
+    finally:
+        gc.freeze()
+        gc.enable()
+    return ends
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:], import_tasks())
     sys.stderr.flush()
     # A rank that failed may have a thread inside gloo, whose destructors would wait for its peer.
     os._exit(code)
