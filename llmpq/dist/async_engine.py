@@ -111,6 +111,7 @@ class AsyncEngine:
         max_model_len: most tokens of prompt and answer together.
         vocab_size: tokens are below this number.
         num_restarts: how often the ranks were started again.
+        start_s: seconds of each step of the last start of rank 0.
     """
 
     def __init__(self, ranks: RankThread, max_restarts: int) -> None:
@@ -119,6 +120,7 @@ class AsyncEngine:
         self.max_model_len = 0
         self.vocab_size = 0
         self.num_restarts = 0
+        self.start_s: dict[str, float] = {}
         self._ranks = ranks
         self._max_restarts = max_restarts
         self._listener = ranks.listen()
@@ -393,7 +395,8 @@ class AsyncEngine:
                 self._forget(message["id"])
                 answer.fail(SpecError(message["message"]))
         elif kind == "ready":
-            steps = [f"{name} {seconds:.2f}" for name, seconds in message["start_s"].items()]
+            self.start_s = message["start_s"]
+            steps = [f"{name} {seconds:.2f}" for name, seconds in self.start_s.items()]
             _log.info("ranks started, seconds: %s", ", ".join(steps))
             self.max_model_len, self.vocab_size = message["max_model_len"], message["vocab_size"]
             self._writer = writer

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import make_parser, require, run_command
+from llmpq.cli.common import command_start_s, make_parser, require, run_command
 from llmpq.cli.engine_options import add_engine_options, check_engine_options, launch_engine
 from llmpq.cli.server_options import (
     add_address_options,
@@ -24,6 +25,7 @@ from llmpq.cli.server_options import (
 )
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.local_devices import visible_devices
+from llmpq.dist.metrics.measurement import StartLog
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.spec.fleet import read_fleet
@@ -32,6 +34,7 @@ from llmpq.spec.plan import Plan, read_plan
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
     from llmpq.server.admission import AdmissionLimits
+    from llmpq.server.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 DEFAULT_BALANCER = "sal_seconds"
@@ -41,7 +44,8 @@ FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "htt
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    return run_command(_parser(), _run, argv)
+    start = StartLog(command_start_s(argv))
+    return run_command(_parser(), lambda options: _run(options, start), argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,7 +104,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     add_listen_limits(limits)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, start: StartLog) -> int:
     check_engine_options(options)
     _check_names(options)
     if options.fleet is not None:
@@ -116,8 +120,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
     engine = launch_engine(options, plan, model_dir)
+    start.mark("command")
+    names = tuple(options.served_model_name or (plan.model.name,))
     try:
-        _run_engine(options, engine, model_dir, (plan.model.name,), admission)
+        _run_engine(options, engine, model_dir, names, admission, start)
     except BaseException:
         engine.kill()
         raise
@@ -130,26 +136,36 @@ def _run_engine(
     model_dir: Path,
     names: tuple[str, ...],
     admission: AdmissionLimits,
+    start: StartLog,
 ) -> None:
     """Serve an engine whose ranks load while the packages of the server are imported."""
     from llmpq.server.lifecycle import ServerOptions, run_server
     from llmpq.server.tokenizer import load_server_tokenizer
 
-    names = tuple(options.served_model_name or names)
+    start.mark("packages")
     server = ServerOptions(
         **vars(listen_options(options)), model_dir=model_dir, names=names, admission=admission
     )
-    record = {
+    record: dict[str, Any] = {
         "models": list(names),
         "max_num_queued_tokens": admission.max_num_queued_tokens,
         "token_budget": options.token_budget,
     }
-    run_server(
-        server,
-        engine.ready,
-        load_server_tokenizer,
-        lambda url: say_ready(options, {"url": url, **record}),
-    )
+
+    def load_tokenizer(folder: Path) -> ServerTokenizer | None:
+        begin_s = time.perf_counter()
+        tokenizer = load_server_tokenizer(folder)
+        record["tokenizer_s"] = time.perf_counter() - begin_s
+        return tokenizer
+
+    def on_ready(url: str) -> None:
+        start.mark("ranks")
+        steps = start.seconds
+        record["start_s"] = {"total": sum(steps.values()), **steps}
+        record["rank_start_s"] = dict(engine.start_s)
+        say_ready(options, {"url": url, **record})
+
+    run_server(server, engine.ready, load_tokenizer, on_ready)
 
 
 def _check_names(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from helpers.fake_engine import FakeEngine
@@ -32,6 +32,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     class Engine:
+        start_s: ClassVar = {"imports": 1.5}
+
         async def ready(self) -> FakeEngine:
             return FakeEngine()
 
@@ -83,6 +85,15 @@ def test_ttft_bound_sets_the_queued_tokens(served, capsys):
     assert admission.prefill_tokens_per_s == prefill_tokens_per_s(plan)
     printed = json.loads(capsys.readouterr().out)
     assert printed["max_num_queued_tokens"] == admission.max_num_queued_tokens
+
+
+def test_the_line_that_says_ready_has_the_steps_of_the_start(served, capsys):
+    assert run("--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    total_s, *steps = printed["start_s"].values()
+    assert list(printed["start_s"]) == ["total", "command", "packages", "ranks"]
+    assert total_s == sum(steps)
+    assert printed["rank_start_s"] == {"imports": 1.5}
 
 
 def test_speculative_config_has_vllms_fields():
