@@ -38,6 +38,8 @@ class RotaryTables(nn.Module):
 
     Attributes:
         depends_on_length: whether a row's table depends on its length.
+        switches_after: longest row with the first of the two tables of ``longrope``; ``None``
+            elsewhere.
 
     Args:
         rotary: from ``build_rotary``.
@@ -52,6 +54,9 @@ class RotaryTables(nn.Module):
         self._layer_types = list(layer_types or []) if self._is_typed else []
         self._num_layers: int = config.num_hidden_layers
         self.depends_on_length = _depends_on_length(rotary)
+        self.switches_after: int | None = None
+        if getattr(rotary, "rope_type", "default") == "longrope":
+            self.switches_after = config.rope_parameters["original_max_position_embeddings"]
 
     def forward(self, hidden: Tensor, positions: Tensor, counts: Sequence[int]) -> list[Table]:
         """Return the table of every layer of the model, each of its tensors ``[1, N, ...]``.

@@ -45,6 +45,9 @@ class DecoderStage(nn.Module):
         layers: from ``build_layer`` in order, weights loaded.
         first_layer: index of ``layers[0]`` in the whole model.
         skeleton: skeleton of the model; by default it is built (5 ms).
+
+    Attributes:
+        has_alibi: whether :meth:`score_bias` is added to the scores.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class DecoderStage(nn.Module):
         rotary = build_rotary(config, skeleton)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
         family = family_of(config.model_type)
-        self._has_alibi = family.alibi
+        self.has_alibi = family.alibi
         for layer in layers:
             _install(layer, family)
         # Attention in blocks needs the stored keys and values unchanged.
@@ -182,6 +185,18 @@ class DecoderStage(nn.Module):
         tables = None if self.rotary is None else self.rotary(hidden, place, [1] * len(positions))
         return self._arguments(hidden, place, longest, view, step, tables)
 
+    def score_bias(self, longest: int, like: Tensor) -> Tensor:
+        """Return ALiBi's bias of the scores of ``longest`` tokens, float32 ``[heads, longest]``.
+
+        Args:
+            longest: tokens.
+            like: tensor with the dtype and device of the layers.
+        """
+        heads: int = self.config.num_attention_heads
+        is_mpt = self.config.model_type == "mpt"
+        largest = self.config.attn_config.alibi_bias_max if is_mpt else None
+        return alibi_bias(heads, longest, like, mpt_largest=largest)
+
     @torch.inference_mode()
     def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run layer ``index`` of the stage (from 0) on hidden states; return the same shape."""
@@ -220,13 +235,9 @@ class DecoderStage(nn.Module):
         tables: list[Table] | None,
     ) -> list[LayerArguments]:
         shared: LayerArguments = {"position_ids": positions}
-        if self._has_alibi:
-            heads = self.config.num_attention_heads
-            if self.config.model_type == "mpt":
-                largest = self.config.attn_config.alibi_bias_max
-                shared["position_bias"] = alibi_bias(heads, longest, hidden, mpt_largest=largest)
-            else:
-                shared["alibi"] = alibi_bias(heads, longest, hidden)
+        if self.has_alibi:
+            name = "position_bias" if self.config.model_type == "mpt" else "alibi"
+            shared[name] = self.score_bias(longest, hidden)
         elif self.config.model_type == "falcon":
             shared["alibi"] = None
         found = []

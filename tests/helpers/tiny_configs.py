@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -118,15 +119,17 @@ GEMMA4_SHARED = {
 """Such layers, with embeddings of their own (E2B, E4B)."""
 
 
-def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """Return a configuration of three layers; skip the test if transformers lacks the type."""
+def tiny_config(
+    model_type: str, sizes: Mapping[str, Any] = SIZES, **overrides: Any
+) -> PreTrainedConfig:
+    """Return a configuration of a few layers; skip the test if transformers lacks the type."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers does not know {model_type}")
     config_class = CONFIG_MAPPING[model_type]
     usual = config_class()
     usual.allow_global_per_layer_attribute_access = True  # layers of Gemma 4 differ in their heads
     fields: dict[str, Any] = dict.fromkeys(n for n in _SPECIAL_TOKENS if hasattr(usual, n))
-    for name, value in SIZES.items():
+    for name, value in sizes.items():
         is_null = name == "num_key_value_heads" and hasattr(usual, name)
         if is_null or getattr(usual, name, None) is not None:
             fields[name] = value

@@ -3,16 +3,18 @@
 The layers of transformers stay the definition: when a stage is loaded, some layers of every kind
 are computed both ways on random numbers, and a stage with a layer that differs runs operator by
 operator, with a logged reason. So does a stage whose layers the compiled step does not know. Layers
-of one kind run the same code on weights of the same shapes and precisions.
+of one kind run the same code on weights of the same shapes and precisions. How the modules of a
+kind are combined is tried, and the scores of attention are as transformers asks for them.
 
 Shapes: R rows, H hidden size, P positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from types import NoneType
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,14 @@ from torch import Tensor, nn
 from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.native import has_steps, instruction_set
-from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
+from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
-from llmpq.quant.modules.step_layer import LayerStep, append_layer
+from llmpq.models.attention import ScoreOptions
+from llmpq.models.packed_attention import Attention, LayerAttention
+from llmpq.models.rotary import RotaryTables
+from llmpq.quant.modules.steps.append import LayerStep, append_layer
+from llmpq.quant.modules.steps.parts import LayerForm, forms_of, parts_of
 from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)
@@ -31,12 +37,17 @@ logger = get_logger(__name__)
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Largest difference of what a layer adds to its input, relative to it (norms)."""
 _FEWEST_POSITIONS = 1024
+_FAR = 1 << 20
+"""A position at which layers that scale by positions show it."""
 _PLAIN = (bool, int, float, str, torch.dtype, Precision, NoneType)
 """Types of attributes that are compared by value."""
 _TRIED_SIZE = 0.05
 """Size of the random input: that of embeddings, so that rounding hides no part of a layer."""
 _TRIED_CONTEXT = (17, 3)
 """Tokens before the compared one in each row: in its first block, and in another."""
+
+LayerChoice = tuple[LayerForm, StepScores]
+"""How the modules of a layer are combined, and the scores of its attention."""
 
 
 class DecodeSteps(Protocol):
@@ -58,12 +69,11 @@ def decode_steps_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> Dec
     if cache.device.type != "cpu":
         return graphs_of(layers, cache, full_rows)
     try:
-        steps = CompiledSteps(layers, cache)
-        _check(layers, cache)
+        trial = _Trial(layers, cache)
+        return CompiledSteps(layers, cache, trial.choices(), trial.longest)
     except UnsupportedStepError as error:
         logger.info("decode steps run operator by operator: %s", error)
         return None
-    return steps
 
 
 class CompiledSteps:
@@ -72,26 +82,29 @@ class CompiledSteps:
     Args:
         layers: of the stage.
         cache: of their keys and values.
-        only: index of a single layer to run, from 0; by default all run.
+        choices: of the layers that are run, by their index in the stage, in order.
+        longest: tokens of the longest sequence of a compiled step; ``None`` for any.
 
     Raises:
-        UnsupportedStepError: a layer, or the cache, has no compiled step.
+        UnsupportedStepError: a layer has no compiled step.
     """
 
-    def __init__(self, layers: DecoderStage, cache: KVCache, only: int | None = None) -> None:
-        is_compiled = cache.attends and has_steps(instruction_set())
-        if not (is_compiled and layers.attends_to_cache and layers.layout is None):
-            raise UnsupportedStepError("its attention has no compiled kernel here")
+    def __init__(
+        self,
+        layers: DecoderStage,
+        cache: KVCache,
+        choices: Mapping[int, LayerChoice],
+        longest: int | None = None,
+    ) -> None:
         self._layers = layers
         self._cache = cache
+        self._longest = longest
         self._program = StepProgram(cache.dtype)
         self._hidden = self._program.buffer("hidden", layers.config.hidden_size)
         self._rotary = _RotaryRows(layers, self._program, self._hidden)
-        for index in range(len(layers.layers)) if only is None else [only]:
-            try:
-                self._append(index)
-            except UnsupportedStepError as error:
-                raise UnsupportedStepError(f"layer {layers.first_layer + index}: {error}") from None
+        self._biased_tokens = 0
+        for index, choice in choices.items():
+            self._append(index, choice)
 
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """Run the layers over one step; see :class:`DecodeSteps`."""
@@ -107,46 +120,54 @@ class CompiledSteps:
         rows = batch.rows
         self._hidden[:rows] = hidden[0]
         self._rotary.fill(batch.positions[0], batch.longest)
+        if self._layers.has_alibi and batch.longest > self._biased_tokens:
+            self._biased_tokens = max(_FEWEST_POSITIONS, 2 * batch.longest)
+            self._program.set_bias(self._layers.score_bias(self._biased_tokens, self._hidden))
         self._program.run(batch.block_tables, batch.starts)
         return self._hidden[None, :rows].clone()
 
     def _runs(self, hidden: Tensor, batch: PackedBatch) -> bool:
-        """Whether the rows are single tokens, and few."""
+        """Whether the rows are single tokens, few, and not too far."""
         if not batch.is_decode or batch.rows > self._program.most_rows:
+            return False
+        if self._longest is not None and batch.longest > self._longest:
             return False
         return hidden.dtype == self._cache.dtype and hidden.shape[1] == batch.rows
 
-    def _append(self, index: int) -> None:
-        layers = self._layers
-        number = layers.first_layer + index
-        window, chunk = layers.span_of(index)
-        if chunk is not None:
-            raise UnsupportedStepError("attention in chunks")
+    def _append(self, index: int, choice: LayerChoice) -> None:
+        number, (form, scores) = self._layers.first_layer + index, choice
         step = LayerStep(
             hidden=self._hidden,
-            rotary=self._rotary.buffers[number],
+            rotary=None if form.rotation is None else self._rotary.buffers[number],
             heads=self._cache.heads_of(number),
-            window=window,
+            scores=scores,
+            form=form,
         )
-        append_layer(self._program, layers.layers[index], step)
+        append_layer(self._program, self._layers.layers[index], step)
 
 
 class _RotaryRows:
     """cos and sin of the rows of a step, from tables of all positions so far.
 
     Attributes:
-        buffers: of cos and sin of every layer of the model.
+        buffers: of cos and sin of every layer of the model; empty without rotation.
     """
 
     def __init__(self, layers: DecoderStage, program: StepProgram, like: Tensor) -> None:
-        if layers.rotary is None or layers.rotary.depends_on_length:
-            raise UnsupportedStepError("its positions are not those of a rotary embedding")
-        self._rotary = layers.rotary
+        self._rotary: RotaryTables | None = layers.rotary
         self._like = like
         self._tables: list[Tensor] = []
         self._length = 0
         self.buffers: list[tuple[Tensor, Tensor]] = []
-        kinds = self._grow(1)
+        kinds: list[int] = []
+        if layers.rotary is not None:
+            if layers.rotary.depends_on_length and layers.rotary.switches_after is None:
+                raise UnsupportedStepError("its rotary embedding depends on the length of a row")
+            kinds = self._grow(layers.rotary, 1)
+        elif (own := parts_of(layers.layers[0]).positions) is not None:
+            sin, cos = own.to(like.dtype).chunk(2, dim=1)
+            self._tables = [torch.cat((part, part), dim=1) for part in (cos, sin)]
+            kinds = [0] * layers.config.num_hidden_layers
         self._places = [
             program.buffer(f"rotary {i}", t.shape[1]) for i, t in enumerate(self._tables)
         ]
@@ -154,16 +175,19 @@ class _RotaryRows:
 
     def fill(self, positions: Tensor, longest: int) -> None:
         """Copy the rows at ``positions`` ``[R]`` into the buffers."""
-        if longest > self._length:
-            self._grow(longest)
+        if self._rotary is not None and longest > self._length:
+            self._grow(self._rotary, longest)
         for table, place in zip(self._tables, self._places, strict=True):
             torch.index_select(table, 0, positions, out=place[: len(positions)])
 
-    def _grow(self, longest: int) -> list[int]:
+    def _grow(self, rotary: RotaryTables, longest: int) -> list[int]:
         """Compute the tables of at least ``longest`` positions; return each layer's kind."""
         length = max(_FEWEST_POSITIONS, 2 * self._length)
         length = max(length, longest)
-        made = self._rotary(self._like, torch.arange(length)[None], [length])
+        counts, switch = [length], rotary.switches_after
+        if switch is not None and length > switch:
+            counts = [switch, length - switch]
+        made = rotary(self._like, torch.arange(length)[None], counts)
         kinds: dict[int, int] = {}
         tables: list[Tensor] = []
         for table in made:
@@ -171,17 +195,31 @@ class _RotaryRows:
                 raise UnsupportedStepError("its rotary embedding has complex numbers")
             if id(table) not in kinds:
                 kinds[id(table)] = len(kinds)
-                tables += [part[0].contiguous() for part in table]
+                tables += [_by_halves(part[0]) for part in table]
         self._tables, self._length = tables, length
         return [kinds[id(table)] for table in made]
 
 
+def _by_halves(table: Tensor) -> Tensor:
+    """Return a table ``[P, features]`` with the number of each pair once in either half."""
+    even, odd = table[:, ::2], table[:, 1::2]
+    return torch.cat((even, odd), dim=1) if torch.equal(even, odd) else table.contiguous()
+
+
 def checked_layers(layers: DecoderStage) -> list[int]:
     """Return the first two layers and the last one of every kind, by their index in the stage."""
+    return sorted({index for kind in _kinds(layers) for index in _checked(kind)})
+
+
+def _checked(kind: Sequence[int]) -> list[int]:
+    return sorted({*kind[:2], kind[-1]})
+
+
+def _kinds(layers: DecoderStage) -> list[list[int]]:
     kinds: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(layers.layers):
         kinds.setdefault((layers.span_of(index), _form_of(layer)), []).append(index)
-    return sorted({index for kind in kinds.values() for index in (*kind[:2], kind[-1])})
+    return list(kinds.values())
 
 
 def _form_of(layer: nn.Module) -> Hashable:
@@ -202,51 +240,166 @@ def _form_of(layer: nn.Module) -> Hashable:
     return tuple(found)
 
 
-@torch.inference_mode()
-def _check(layers: DecoderStage, cache: KVCache) -> None:
-    """Compute the layers of :func:`checked_layers` both ways on random numbers.
+class _Trial:
+    """A step on random numbers, in which layers are computed both ways.
+
+    Args:
+        layers: of the stage.
+        cache: whose formats the keys and values of the trial have.
+
+    Attributes:
+        longest: tokens of the longest sequence for which choices hold; ``None`` for any.
 
     Raises:
-        UnsupportedStepError: a layer differs by more than rounding.
+        UnsupportedStepError: the attention of the stage has no compiled kernel.
     """
-    config, checked = layers.config, checked_layers(layers)
-    generator = torch.Generator().manual_seed(0)
 
-    def random_rows(tokens: int) -> Tensor:
-        rows = torch.randn(1, tokens, config.hidden_size, generator=generator)
-        return (_TRIED_SIZE * rows).to(cache.dtype)
+    def __init__(self, layers: DecoderStage, cache: KVCache) -> None:
+        is_compiled = cache.attends and has_steps(instruction_set())
+        if not (is_compiled and layers.attends_to_cache and layers.layout is None):
+            raise UnsupportedStepError("its attention has no compiled kernel here")
+        self.longest: int | None = None
+        config, generator = layers.config, torch.Generator().manual_seed(0)
 
-    tables, next_block = [], 0
-    for context in _TRIED_CONTEXT:
-        blocks = context // cache.block_size + 1
-        tables.append(range(next_block, next_block + blocks))
-        next_block += blocks
-    tried = KVCache(
-        kv_shapes(config, layers.first_layer, layers.end_layer),
-        layers.first_layer,
-        num_blocks=next_block,
-        dtype=cache.dtype,
-        block_size=cache.block_size,
-        kv_bits=cache.kv_bits,
-    )
-    starts: Sequence[int] = [0] * len(tables)
-    layers(
-        random_rows(sum(_TRIED_CONTEXT)),
-        PackedBatch(block_tables=tables, starts=starts, counts=_TRIED_CONTEXT),
-        tried,
-        checked,
-    )
-    # The last row is the next token of the first sequence, as where drafts are verified.
-    tables, starts = [*tables, tables[0]], [*_TRIED_CONTEXT, _TRIED_CONTEXT[0] + 1]
-    batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables))
-    hidden = random_rows(batch.rows)
-    arguments = layers.step_arguments(hidden, batch, tried)
-    for index in checked:
-        found = CompiledSteps(layers, tried, only=index).run(hidden, batch)
-        expected = layers.run_layer(index, hidden, arguments[index])
-        difference = float((found - expected).float().norm() / (expected - hidden).float().norm())
-        if not difference <= LIMITS[cache.dtype]:
-            raise UnsupportedStepError(
-                f"layer {layers.first_layer + index}: does not compute what Llama's does "
-                f"(relative difference {difference:.2g})"
-            )
+        def random_rows(tokens: int) -> Tensor:
+            rows = torch.randn(1, tokens, config.hidden_size, generator=generator)
+            return (_TRIED_SIZE * rows).to(cache.dtype)
+
+        tables, next_block = [], 0
+        for context in _TRIED_CONTEXT:
+            blocks = context // cache.block_size + 1
+            tables.append(range(next_block, next_block + blocks))
+            next_block += blocks
+        self._layers = layers
+        self._cache = KVCache(
+            kv_shapes(config, layers.first_layer, layers.end_layer),
+            layers.first_layer,
+            num_blocks=next_block,
+            dtype=cache.dtype,
+            block_size=cache.block_size,
+            kv_bits=cache.kv_bits,
+        )
+        starts: Sequence[int] = [0] * len(tables)
+        layers(
+            random_rows(sum(_TRIED_CONTEXT)),
+            PackedBatch(block_tables=tables, starts=starts, counts=_TRIED_CONTEXT),
+            self._cache,
+            checked_layers(layers),
+        )
+        # The last row is the next token of the first sequence, as where drafts are verified.
+        tables, starts = [*tables, tables[0]], [*_TRIED_CONTEXT, _TRIED_CONTEXT[0] + 1]
+        self._batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables))
+        self._hidden = random_rows(self._batch.rows)
+        self._arguments = layers.step_arguments(self._hidden, self._batch, self._cache)
+
+    def choices(self) -> dict[int, LayerChoice]:
+        """Return the choice of every layer, by its index in the stage.
+
+        Raises:
+            UnsupportedStepError: a layer has no compiled step, or one of :func:`checked_layers`
+                differs from its definition by more than rounding.
+        """
+        found: dict[int, LayerChoice] = {}
+        for kind in _kinds(self._layers):
+            choice: LayerChoice | None = None
+            for index in _checked(kind):
+                try:
+                    choice = self._choose(index, None if choice is None else choice[0])
+                except UnsupportedStepError as error:
+                    number = self._layers.first_layer + index
+                    raise UnsupportedStepError(f"layer {number}: {error}") from None
+            assert choice is not None
+            found |= dict.fromkeys(kind, choice)
+        return {index: found[index] for index in sorted(found)}
+
+    @torch.inference_mode()
+    def _choose(self, index: int, form: LayerForm | None) -> LayerChoice:
+        """Return a choice with which the compiled step computes what a layer does.
+
+        Args:
+            index: of the layer in the stage.
+            form: the only one to try; ``None`` for all that the layer may have.
+
+        Raises:
+            UnsupportedStepError: there is none.
+        """
+        parts = parts_of(self._layers.layers[index])
+        expected, scores = self._expected(index, reads_positions=parts.positions is not None)
+        rotates = self._layers.rotary is not None or parts.positions is not None
+        least, reason = float("inf"), None
+        for tried in forms_of(parts, rotates=rotates) if form is None else [form]:
+            try:
+                steps = CompiledSteps(self._layers, self._cache, {index: (tried, scores)})
+            except UnsupportedStepError as error:
+                reason = reason or error
+                continue
+            difference = self._difference(steps.run(self._hidden, self._batch), expected)
+            if difference <= LIMITS[self._cache.dtype]:
+                return tried, scores
+            least = min(least, difference)
+        if reason is not None and least == float("inf"):
+            raise reason
+        raise UnsupportedStepError(f"computes something else (relative difference {least:.2g})")
+
+    def _expected(self, index: int, *, reads_positions: bool) -> tuple[Tensor, StepScores]:
+        """Return what a layer computes, and the scores of its attention."""
+        arguments = self._arguments[index]
+        mask = cast("LayerAttention", arguments["attention_mask"])
+        recorder = _Recorder(mask.step)
+        recorded = arguments | {"attention_mask": replace(mask, step=recorder)}
+        expected = self._layers.run_layer(index, self._hidden, recorded)
+        options = recorder.options
+        assert options is not None, "every layer attends"
+        if options.chunk is not None or options.sinks is not None:
+            raise UnsupportedStepError("attention in chunks, or with sinks")
+        if not reads_positions:
+            self._check_positions(index, expected)
+        scores = StepScores(
+            scaling=options.scaling,
+            window=options.window,
+            softcap=options.softcap,
+            has_bias=options.bias is not None,
+        )
+        return expected, scores
+
+    def _check_positions(self, index: int, expected: Tensor) -> None:
+        """Bound the positions of a layer that scales by them beyond a length (Ministral 3)."""
+        if self._is_at(index, _FAR, expected):
+            return
+        parameters = getattr(self._layers.config, "rope_parameters", None) or {}
+        longest = parameters.get("original_max_position_embeddings")
+        last = self._batch.longest
+        if not isinstance(longest, int) or not self._is_at(index, longest - last, expected):
+            raise UnsupportedStepError("positions that do more than rotate")
+        self.longest = longest
+
+    def _is_at(self, index: int, shift: int, expected: Tensor) -> bool:
+        """Whether a layer computes the same at later positions, rotated as before."""
+        arguments = self._arguments[index]
+        positions = cast("Tensor", arguments["position_ids"]) + shift
+        found = self._layers.run_layer(index, self._hidden, arguments | {"position_ids": positions})
+        return self._difference(found, expected) <= LIMITS[self._cache.dtype]
+
+    def _difference(self, found: Tensor, expected: Tensor) -> float:
+        added = (expected - self._hidden).float().norm()
+        return float((found - expected).float().norm() / added)
+
+
+class _Recorder:
+    """Attention that keeps how the scores of a layer become weights.
+
+    Args:
+        step: computes it.
+
+    Attributes:
+        options: of the last call.
+    """
+
+    def __init__(self, step: Attention) -> None:
+        self._step = step
+        self.options: ScoreOptions | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
+        """Return ``[1, N, H, d]``; see ``Attention``."""
+        self.options = options
+        return self._step.attend(query, key, value, options)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 11
+ABI = 12
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -89,10 +89,10 @@ class Norm(Structure):
     """One call of a norm (``csrc/step.h``)."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "weight", "y")),
+        *((name, c_void_p) for name in ("x", "weight", "bias", "y")),
         *((name, c_int64) for name in ("rows", "columns")),
         ("epsilon", c_float),
-        *((name, c_int32) for name in ("type", "threads")),
+        *((name, c_int32) for name in ("type", "weight_type", "centers", "rounds", "threads")),
     )
 
 

@@ -36,6 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         columns=columns,
         epsilon=epsilon,
         type=TYPES[x.dtype],
+        weight_type=TYPES[weight.dtype],
+        rounds=True,
         threads=torch.get_num_threads(),
     )
     loaded = library()

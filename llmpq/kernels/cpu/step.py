@@ -1,15 +1,17 @@
 """A decode step in one call: the operators of several layers, for a few rows (``csrc/step.c``).
 
 ``StepProgram`` is a list of operators on fixed buffers. Python appends them once; every step then
-passes the rows' block tables and positions and calls compiled code.
+passes the rows' block tables and positions and calls compiled code. Operators on heads take views
+``[R, H, d]`` of buffers by any strides, such as the parts of a fused projection.
 
-Shapes: R rows (single tokens), H heads, h KV heads, d head_dim.
+Shapes: R rows (single tokens), H heads, h KV heads, d head_dim, C columns, P positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,33 +34,47 @@ from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 
 MOST_ROWS = 32
 """Most rows of a step."""
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-"""In the order of ``csrc/step.c``."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""In the order of ``csrc/rows.c``."""
 _NORM, _ADD, _ROTATE, _GATE, _PREPARE, _STORE, _PRODUCTS, _ATTEND = range(8)
 _DENSE_BF16, _PLAIN_FLOAT, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
 _BLOCK = 128  # columns of a sum: kernels.h
 _MOST_PRODUCTS = 3
 
 
+class _Heads(Structure):
+    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("row", "head")))
+
+
 class _NormRows(Structure):
-    _fields_ = (("norm", Norm), ("heads", c_int64))
+    _fields_ = (
+        ("norm", Norm),
+        *((name, _Heads) for name in ("x", "y")),
+        *((name, c_int64) for name in ("heads", "weight_head")),
+    )
 
 
 class _AddRows(Structure):
-    _fields_ = (("x", c_void_p), ("more", c_void_p), ("columns", c_int64))
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "more")),
+        ("columns", c_int64),
+        ("factor", c_float),
+    )
 
 
 class _RotateRows(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "cos", "sin")),
-        *((name, c_int64) for name in ("heads", "dim", "turned")),
+        ("x", _Heads),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("heads", "turned")),
+        ("pairs", c_int32),
     )
 
 
 class _GateRows(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("gate", "up", "y")),
-        ("columns", c_int64),
+        *((name, c_int64) for name in ("gate_row", "up_row", "columns")),
         ("activation", c_int32),
     )
 
@@ -104,6 +120,42 @@ class UnsupportedStepError(Exception):
     """An operator that the compiled step does not have; the message says which."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowNorm:
+    """A norm of each row or head: ``(x - mean) / sqrt(mean square + epsilon) * weight + bias``.
+
+    Attributes:
+        weight: float32 ``[C]``, or ``[H, C]`` if heads differ; ``None`` for ones.
+        bias: float32 ``[C]``; ``None`` for zeros.
+        epsilon: added to the mean square.
+        centers: whether the mean is subtracted, as in a layer norm.
+        rounds: whether a row is rounded to its dtype before the weight multiplies it.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    epsilon: float
+    centers: bool
+    rounds: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepScores:
+    """How the scores of attention become weights.
+
+    Attributes:
+        scaling: factor of the scores.
+        window: tokens a query sees; ``None`` for all.
+        softcap: bound of the scores, by a hyperbolic tangent; ``None`` for none.
+        has_bias: whether the bias of :meth:`StepProgram.set_bias` is added.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    has_bias: bool = False
+
+
 class StepProgram:
     """Operators in the order in which they run, all on buffers of this program.
 
@@ -124,60 +176,94 @@ class StepProgram:
         self._kept: list[Tensor | PreparedWeight] = []  # whose addresses operators hold
         self._handles: list[Weight] = []  # of plain weights
         self._list: Array[_Operator] | None = None
+        self._biased: list[Attention] = []
+        self._bias: Tensor | None = None
 
     def buffer(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the rows of a name and width, ``[MOST_ROWS, columns]``: one for all layers."""
-        if columns % 16:
-            raise UnsupportedStepError(f"rows of {columns} numbers")
         key = (name, columns, dtype or self.dtype)
         if key not in self._buffers:
             self._buffers[key] = torch.empty(MOST_ROWS, columns, dtype=key[2])
         return self._buffers[key]
 
-    def norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> None:
-        """Append ``norm.rms_norm`` of each row, or of each head of ``weight``'s length in it."""
-        columns = weight.numel()
-        if weight.dtype != self.dtype or columns % 16 or x.shape[1] % columns:
-            raise UnsupportedStepError(f"a norm of {columns} {weight.dtype} of {x.shape[1]}")
-        norm = Norm(
-            x=x.data_ptr(),
-            weight=self._address(weight),
-            y=y.data_ptr(),
+    def norm(self, x: Tensor, y: Tensor, norm: RowNorm) -> None:
+        """Append a norm of each head of ``x`` ``[R, H, C]``, written to ``y``."""
+        heads, columns = x.shape[1:]
+        weight, bias = norm.weight, norm.bias
+        shapes = ((columns,), (heads, columns))
+        if columns % 16 or any(v is not None and v.shape not in shapes for v in (weight, bias)):
+            raise UnsupportedStepError(f"a norm of {heads} heads of {columns} numbers")
+        call = Norm(
+            weight=None if weight is None else self._address(weight),
+            bias=None if bias is None else self._address(bias),
             columns=columns,
-            epsilon=epsilon,
+            epsilon=norm.epsilon,
             type=TYPES[self.dtype],
+            weight_type=TYPES[torch.float32],
+            centers=norm.centers,
+            rounds=norm.rounds,
         )
-        self._append(_NORM, _NormRows(norm=norm, heads=x.shape[1] // columns))
+        rows = _NormRows(norm=call, x=_heads(x), y=_heads(y), heads=heads)
+        if weight is not None and weight.dim() > 1:
+            rows.weight_head = columns
+        self._append(_NORM, rows)
 
-    def add(self, x: Tensor, more: Tensor) -> None:
-        """Append ``x += more``."""
-        self._append(_ADD, _AddRows(x=x.data_ptr(), more=more.data_ptr(), columns=x.shape[1]))
+    def add(self, x: Tensor, more: Tensor, factor: float = 1.0) -> None:
+        """Append ``x += factor * more``, ``[R, C]``."""
+        self._add(x, more.data_ptr(), factor)
 
-    def rotate(self, x: Tensor, dim: int, cos: Tensor, sin: Tensor) -> None:
-        """Append the rotary embedding by halves of the heads ``[R, H d]`` of ``x``.
+    def scale(self, x: Tensor, factor: float) -> None:
+        """Append ``x *= factor``, ``[R, C]``."""
+        self._add(x, None, factor)
 
-        ``cos`` and ``sin`` are buffers of the rows, ``[R, features that are rotated]``.
+    def _add(self, x: Tensor, more: int | None, factor: float) -> None:
+        columns = x.shape[1]
+        if columns % 16:
+            raise UnsupportedStepError(f"rows of {columns} numbers")
+        self._append(_ADD, _AddRows(x=x.data_ptr(), more=more, columns=columns, factor=factor))
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> None:
+        """Append the rotary embedding of the first features of the heads ``[R, H, d]`` of ``x``.
+
+        Args:
+            x: heads.
+            cos: buffer of the rows, ``[R, features that are rotated]``.
+            sin: likewise.
+            pairs: whether a feature is rotated with its neighbour, not with the one half of them
+                away. The tables have the cosines of all pairs twice, one half after the other.
         """
-        turned = cos.shape[1]
-        if turned % 32 or turned > dim:
+        turned, dim = cos.shape[1], x.shape[2]
+        if turned % 2 or turned > dim:
             raise UnsupportedStepError(f"a rotary embedding of {turned} of {dim} features")
         rotate = _RotateRows(
-            x=x.data_ptr(),
+            x=_heads(x),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            heads=x.shape[1] // dim,
-            dim=dim,
+            heads=x.shape[1],
             turned=turned,
+            pairs=pairs,
         )
         self._append(_ROTATE, rotate)
 
-    def gate(self, gate: Tensor, up: Tensor, y: Tensor, activation: str) -> None:
-        """Append ``y = activation(gate) * up``; ``activation`` is one of ``ACTIVATIONS``."""
+    def gate(self, gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
+        """Append ``y = activation(gate) * up``, ``[R, C]``.
+
+        Args:
+            gate: rows by any stride.
+            up: likewise; ``None`` for ones.
+            y: rows.
+            activation: one of ``ACTIVATIONS``.
+        """
+        columns = gate.shape[1]
+        if columns % 16:
+            raise UnsupportedStepError(f"rows of {columns} numbers")
         call = _GateRows(
             gate=gate.data_ptr(),
-            up=up.data_ptr(),
+            up=None if up is None else up.data_ptr(),
             y=y.data_ptr(),
-            columns=gate.shape[1],
+            gate_row=gate.stride(0),
+            up_row=0 if up is None else up.stride(0),
+            columns=columns,
             activation=ACTIVATIONS.index(activation),
         )
         self._append(_GATE, call)
@@ -216,19 +302,21 @@ class StepProgram:
         self._append(_PRODUCTS, call)
 
     def attend(
-        self, parts: tuple[Tensor, Tensor, Tensor, Tensor], heads: PagedHeads, scaling: float,
-        window: int | None,
+        self, parts: tuple[Tensor, Tensor, Tensor], out: Tensor, heads: PagedHeads,
+        scores: StepScores,
     ) -> None:  # fmt: skip
         """Append attention on the blocks of a layer, which first stores the new keys and values.
 
         Args:
-            parts: query ``[R, H d]``, key and value ``[R, h d]``, output ``[R, H d]``.
+            parts: query ``[R, H, d]``, key and value ``[R, h, d]``.
+            out: buffer ``[R, H d]``.
             heads: of the layer.
-            scaling: factor of the scores.
-            window: tokens a query sees; ``None`` for all.
+            scores: how they become weights.
         """
-        query, key, value, out = parts
+        query, key, value = parts
         _, kv_heads, block_size, dim = heads.keys.shape
+        if {key.shape[1:], value.shape[1:]} != {(kv_heads, dim)} or query.shape[1] % kv_heads:
+            raise UnsupportedStepError(f"keys of {list(key.shape[1:])}, not {[kv_heads, dim]}")
         scales = heads.key_scales, heads.value_scales
         call = Attention(
             query=query.data_ptr(),
@@ -240,23 +328,29 @@ class StepProgram:
             key_scales=None if scales[0] is None else self._address(scales[0]),
             value_scales=None if scales[1] is None else self._address(scales[1]),
             kv_heads=kv_heads,
-            group=query.shape[1] // dim // kv_heads,
+            group=query.shape[1] // kv_heads,
             dim=dim,
             block_bits=block_size.bit_length() - 1,
-            query_token=query.shape[1],
-            query_head=dim,
-            key_token=key.shape[1],
-            key_head=dim,
-            value_token=value.shape[1],
-            value_head=dim,
-            window=window or 0,
-            scaling=scaling,
+            window=scores.window or 0,
+            scaling=scores.scaling,
+            softcap=scores.softcap or 0.0,
             type=TYPES[self.dtype],
             stored=STORED_TYPES[heads.keys.dtype],
         )
+        call.query_token, call.query_head = query.stride()[:2]
+        call.key_token, call.key_head = key.stride()[:2]
+        call.value_token, call.value_head = value.stride()[:2]
         call.block_stride, call.head_stride = heads.keys.stride()[:2]
+        if scores.has_bias:
+            self._biased.append(call)
         self._append(_STORE, call)
         self._append(_ATTEND, call)
+
+    def set_bias(self, bias: Tensor) -> None:
+        """Set what is added to the scores of a sequence's first P tokens, float32 ``[H, P]``."""
+        self._bias = bias  # kept
+        for call in self._biased:
+            call.bias, call.bias_head = bias.data_ptr(), bias.stride(0)
 
     def run(self, block_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> None:
         """Run all operators for the first R rows of the buffers.
@@ -360,3 +454,10 @@ class StepProgram:
             prepared.scale = place("scales", torch.float32)
             prepared.bits = bits
         return _PrepareRows(prepared=prepared, kernel=kernel)
+
+
+def _heads(x: Tensor) -> _Heads:
+    """Return the strides of heads ``[R, H, d]``."""
+    row, head, one = x.stride()
+    assert one == 1
+    return _Heads(data=x.data_ptr(), row=row, head=head)

@@ -1,5 +1,5 @@
-/* Root mean square norm of each row, rounded where transformers rounds: the mean is float32, the row
- * is rounded to its type before the weight multiplies it, and the product again. */
+/* Root mean square norm or layer norm of each row: sums are float32, and rows are rounded where
+ * transformers rounds them. */
 #include "step.h"
 #include <math.h>
 
@@ -15,26 +15,36 @@ INLINE float sum_of(v16f v) {
     return total;
 }
 
-INLINE void norm_row(const Norm *n, int64_t row, const int type) {
+INLINE void norm_row(const Norm *n, int64_t row, const int type, const int weight_type) {
     int64_t at = row * n->columns;
+    float mean = 0;
     v16f sum = {0};
+    if (n->centers) {
+        for (int64_t k = 0; k < n->columns; k += 16) sum += load_typed(n->x, at + k, type);
+        mean = sum_of(sum) / (float)n->columns;
+        sum = (v16f){0};
+    }
     for (int64_t k = 0; k < n->columns; k += 16) {
-        v16f x = load_typed(n->x, at + k, type);
+        v16f x = load_typed(n->x, at + k, type) - mean;
         sum += x * x;
     }
     float scale = 1 / sqrtf(sum_of(sum) / (float)n->columns + n->epsilon);
     for (int64_t k = 0; k < n->columns; k += 16) {
-        v16f x = load_typed(n->x, at + k, type) * scale;
-        if (type == TYPE_BF16) x = (v16f)(__builtin_convertvector(narrowed(x), v16u) << 16);
-        put(n, at + k, x * load_typed(n->weight, k, type), type);
+        v16f x = (load_typed(n->x, at + k, type) - mean) * scale;
+        if (n->rounds && type == TYPE_BF16)
+            x = (v16f)(__builtin_convertvector(narrowed(x), v16u) << 16);
+        if (n->weight) x *= load_typed(n->weight, k, weight_type);
+        if (n->bias) x += load_typed(n->bias, k, weight_type);
+        put(n, at + k, x, type);
     }
 }
 
 /* Float32 or bf16; columns a multiple of 16. */
 void norm_rows(const Norm *n, int64_t first, int64_t end) {
     for (int64_t row = first; row < end; row++)
-        if (n->type == TYPE_F32) norm_row(n, row, TYPE_F32);
-        else norm_row(n, row, TYPE_BF16);
+        if (n->type == TYPE_F32) norm_row(n, row, TYPE_F32, TYPE_F32);
+        else if (n->weight_type == TYPE_F32) norm_row(n, row, TYPE_BF16, TYPE_F32);
+        else norm_row(n, row, TYPE_BF16, TYPE_BF16);
 }
 
 static void norm_part(void *data, int64_t item) {

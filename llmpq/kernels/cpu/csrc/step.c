@@ -4,15 +4,12 @@
  * Operators that work on each row alone follow each other in one thread; products and attention are
  * spread over the threads in parts. All rows store their keys and values before any row attends.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
- * takes, and then sleep, so that other processes get the core. Every number is rounded where the
- * operators of torch and transformers round it. */
-#include "lanes.h"
-#include "step.h"
+ * takes, and then sleep, so that other processes get the core. */
+#include "rows.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>
 #include <limits.h>
-#include <math.h>
 #include <stdlib.h>
 
 #ifdef __linux__
@@ -25,32 +22,7 @@
 
 enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, PRODUCTS, ATTEND };
 enum { DENSE_BF16, PLAIN_FLOAT, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
-enum { SILU, GELU, GELU_TANH, RELU };
 enum { MOST_PRODUCTS = 3, SPINS = 1000 };
-
-typedef struct {
-    Norm norm;
-    int64_t heads; /* normed apart in each row */
-} NormRows;
-
-typedef struct {
-    void *x; /* becomes x + more */
-    const void *more;
-    int64_t columns;
-} AddRows;
-
-typedef struct {
-    void *x;
-    const void *cos, *sin; /* [rows, turned] */
-    int64_t heads, dim, turned; /* the first `turned` features of a head are rotated by halves */
-} RotateRows;
-
-typedef struct {
-    const void *gate, *up;
-    void *y;
-    int64_t columns;
-    int32_t activation;
-} GateRows;
 
 typedef struct {
     Prepared prepared;
@@ -134,73 +106,6 @@ INLINE int64_t take(Run *run) {
 
 /* ---- operators on rows ----------------------------------------------------------------------- */
 
-INLINE void put(void *to, int64_t at, v16f v, const int type) {
-    v16h narrow = narrowed(v);
-    if (type == TYPE_F32) store_floats((float *)to + at, v);
-    else memcpy((uint16_t *)to + at, &narrow, sizeof narrow);
-}
-
-INLINE v16f rounded(v16f v, const int type) {
-    if (type == TYPE_F32) return v;
-    return (v16f)(__builtin_convertvector(narrowed(v), v16u) << 16);
-}
-
-INLINE void add_row(const AddRows *o, int64_t m, const int type) {
-    for (int64_t at = m * o->columns; at < (m + 1) * o->columns; at += 16)
-        put(o->x, at, load_typed(o->x, at, type) + load_typed(o->more, at, type), type);
-}
-
-INLINE void rotate_row(const RotateRows *o, int64_t m, const int type) {
-    int64_t half = o->turned / 2, table = m * o->turned;
-    for (int64_t head = 0; head < o->heads; head++)
-        for (int64_t k = 0; k < half; k += 16) {
-            int64_t at = (m * o->heads + head) * o->dim + k;
-            v16f a = load_typed(o->x, at, type), b = load_typed(o->x, at + half, type);
-            v16f first = rounded(a * load_typed(o->cos, table + k, type), type);
-            v16f other = rounded(b * load_typed(o->cos, table + half + k, type), type);
-            put(o->x, at, first - rounded(b * load_typed(o->sin, table + k, type), type), type);
-            put(o->x, at + half,
-                other + rounded(a * load_typed(o->sin, table + half + k, type), type), type);
-        }
-}
-
-INLINE v16f magnitude(v16f x) {
-    return (v16f)((v16i)x & 0x7FFFFFFF);
-}
-
-INLINE v16f chosen(v16i is, v16f a, v16f b) {
-    return (v16f)((is & (v16i)a) | (~is & (v16i)b));
-}
-
-INLINE v16f activated(v16f x, const int activation) {
-    if (activation == RELU) return chosen(x < 0, (v16f){0}, x);
-    if (activation == GELU) {
-        v16f y;
-        for (int i = 0; i < 16; i++) y[i] = 0.5f * x[i] * (1 + erff(x[i] * 0.70710678f));
-        return y;
-    }
-    /* Both are x / (1 + e^-u), u = x or twice what the hyperbolic tangent is taken of. */
-    v16f u = activation == SILU ? x : x * (1 + 0.044715f * x * x) * 1.59576912f;
-    v16f e = exponential(-magnitude(u));
-    return x * chosen(u < 0, e, e * 0 + 1) / (1 + e);
-}
-
-INLINE void gate_row(const GateRows *o, int64_t m, const int type, const int activation) {
-    for (int64_t at = m * o->columns; at < (m + 1) * o->columns; at += 16) {
-        v16f y = rounded(activated(load_typed(o->gate, at, type), activation), type);
-        put(o->y, at, y * load_typed(o->up, at, type), type);
-    }
-}
-
-static void gate(const GateRows *o, int64_t m, int type) {
-#define GATED(KIND)                                                                              \
-    case KIND:                                                                                   \
-        if (type == TYPE_F32) gate_row(o, m, TYPE_F32, KIND);                                    \
-        else gate_row(o, m, TYPE_BF16, KIND);                                                    \
-        break;
-    switch (o->activation) { GATED(SILU) GATED(GELU) GATED(GELU_TANH) GATED(RELU) }
-}
-
 static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
     const Prepared *q = &o->prepared;
     if (o->kernel == PACKED_FLOAT) float_sums(q, rows, m);
@@ -225,20 +130,10 @@ INLINE Attention of_rows(const Step *step, const Attention *what) {
 static void on_row(const Step *step, const Operator *operator, int64_t m) {
     const void *what = operator->what;
     switch (operator->kind) {
-    case NORM: {
-        const NormRows *o = what;
-        norm_rows(&o->norm, m * o->heads, (m + 1) * o->heads);
-        break;
-    }
-    case ADD:
-        if (step->type == TYPE_F32) add_row(what, m, TYPE_F32);
-        else add_row(what, m, TYPE_BF16);
-        break;
-    case ROTATE:
-        if (step->type == TYPE_F32) rotate_row(what, m, TYPE_F32);
-        else rotate_row(what, m, TYPE_BF16);
-        break;
-    case GATE: gate(what, m, step->type); break;
+    case NORM: norm_row_heads(what, m); break;
+    case ADD: add_row(what, m, step->type); break;
+    case ROTATE: rotate_row(what, m, step->type); break;
+    case GATE: gate_row(what, m, step->type); break;
     case PREPARE: prepare(what, step->rows, m); break;
     case STORE: {
         Attention a = of_rows(step, what);

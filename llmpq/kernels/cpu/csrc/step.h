@@ -27,11 +27,15 @@ typedef struct {
 } Attention;
 
 typedef struct {
-    const void *x, *weight; /* [rows, columns] and [columns] of `type` */
+    const void *x;             /* [rows, columns] of `type` */
+    const void *weight, *bias; /* [columns] of `weight_type`; null for none */
     void *y;
     int64_t rows, columns;
     float epsilon;
-    int32_t type, threads;
+    int32_t type, weight_type;
+    int32_t centers; /* whether the mean is subtracted first, as in a layer norm */
+    int32_t rounds;  /* whether rows are rounded to their type before the weight multiplies them */
+    int32_t threads;
 } Norm;
 
 /* What products by weights with codes need of x [rows, columns], made row by row. */

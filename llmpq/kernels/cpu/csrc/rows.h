@@ -1,0 +1,45 @@
+/* The operators of a decode step (step.c) that work on each row alone. */
+#ifndef LLMPQ_ROWS_H
+#define LLMPQ_ROWS_H
+
+#include "step.h"
+
+/* Heads of rows: part of wider ones, or several heads of one tensor by turns. In numbers of a type. */
+typedef struct {
+    void *data;
+    int64_t row, head; /* from one row, and one head of a row, to the next */
+} Heads;
+
+typedef struct {
+    Norm norm; /* of one head; its x, y and weight are those of the first */
+    Heads x, y;
+    int64_t heads, weight_head; /* from the weight of one head to that of the next; 0: all the same */
+} NormRows;
+
+typedef struct {
+    void *x;          /* [rows, columns], becomes x + factor more */
+    const void *more; /* null: x becomes factor x */
+    int64_t columns;
+    float factor;
+} AddRows;
+
+typedef struct {
+    Heads x;
+    const void *cos, *sin;  /* [rows, turned] */
+    int64_t heads, turned;  /* the first `turned` features of a head are rotated */
+    int32_t pairs;          /* each feature with its neighbour, not with the one half of them away */
+} RotateRows;
+
+typedef struct {
+    const void *gate, *up; /* up may be null */
+    void *y;               /* [rows, columns] */
+    int64_t gate_row, up_row, columns;
+    int32_t activation;
+} GateRows;
+
+void norm_row_heads(const NormRows *o, int64_t m);
+void add_row(const AddRows *o, int64_t m, int type);
+void rotate_row(const RotateRows *o, int64_t m, int type);
+void gate_row(const GateRows *o, int64_t m, int type);
+
+#endif

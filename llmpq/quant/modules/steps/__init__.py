@@ -1,0 +1,1 @@
+"""Decoder layers of transformers as the operators of a compiled step."""

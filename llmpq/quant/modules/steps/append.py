@@ -1,0 +1,195 @@
+"""Append a decoder layer to a compiled step.
+
+That the modules are combined as in its :class:`LayerForm` is not known here: the caller compares
+both on random numbers (``llmpq.dist.engine.compiled_steps``).
+
+Shapes: R rows, C hidden size, H heads, h KV heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from llmpq.kernels.base import PreparedWeight
+from llmpq.kernels.cpu.paged_attention import PagedHeads
+from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
+from llmpq.quant.modules.linear import DenseLinear, QuantLinear
+from llmpq.quant.modules.steps.parts import LayerForm, parts_of
+from llmpq.quant.modules.steps.values import activation_like, norm_like
+
+_Linear = QuantLinear | DenseLinear | nn.Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerStep:
+    """What a layer's step needs beside its modules.
+
+    Attributes:
+        hidden: buffer of the hidden states ``[R, C]``, changed in place.
+        rotary: buffers of cos and sin ``[R, rotated features]``; ``None`` without rotation.
+        heads: the layer's keys and values.
+        scores: of its attention.
+        form: how its modules are combined.
+    """
+
+    hidden: Tensor
+    rotary: tuple[Tensor, Tensor] | None
+    heads: PagedHeads
+    scores: StepScores
+    form: LayerForm
+
+
+def append_layer(program: StepProgram, layer: nn.Module, step: LayerStep) -> None:
+    """Append the operators of ``layer``.
+
+    Raises:
+        UnsupportedStepError: the layer has other weights, or kernels that have no compiled step.
+    """
+    _Layer(program, layer, step).append()
+
+
+class _Layer:
+    """A layer whose operators are appended to a program."""
+
+    def __init__(self, program: StepProgram, layer: nn.Module, step: LayerStep) -> None:
+        self._program = program
+        self._layer = layer
+        self._step = step
+        self._parts = parts_of(layer)
+
+    def append(self) -> None:
+        """Append attention, MLP and what adds them to the hidden states."""
+        program, parts, hidden = self._program, self._parts, self._step.hidden
+        before, after, second, last = parts.norms
+        normed = self._normed(before, hidden)
+        attended = self._attention(normed)
+        self._norm_in_place(after, attended)
+        if self._step.form.is_parallel:
+            made = self._mlp(normed if second is None else self._normed(second, hidden))
+            program.add(made, attended)
+        else:
+            program.add(hidden, attended, parts.multiplier)
+            made = self._mlp(self._normed(second, hidden))
+            self._norm_in_place(last, made)
+        program.add(hidden, made, parts.multiplier)
+        if parts.scalar != 1:
+            program.scale(hidden, parts.scalar)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        """Append attention on ``x``; return the buffer of its output ``[R, C]``."""
+        program, step = self._program, self._step
+        query, key, value = self._projected(x)
+        if self._parts.head_norms[2] is not None:
+            # Elsewhere, as the values may be the keys.
+            place = program.buffer("value", value.shape[1] * value.shape[2])
+            value = self._head_normed(2, value, place.view(value.shape))
+        rotated = [query, key]
+        for rotates in (True, False) if step.form.norms_late else (False, True):
+            for index, part in enumerate(rotated):
+                if not rotates:
+                    self._head_normed(index, part, part)
+                elif step.form.rotation is not None:
+                    assert step.rotary is not None
+                    program.rotate(part, *step.rotary, pairs=step.form.rotation == "pairs")
+        attended = program.buffer("attended", query.shape[1] * query.shape[2])
+        program.attend((query, key, value), attended, step.heads, step.scores)
+        return self._product(self._parts.output, attended, "attention")
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Append the projections; return query ``[R, H, d]``, key and value ``[R, h, d]``."""
+        names, (_, kv_heads, _, dim) = self._parts.projections, self._step.heads.keys.shape
+        found = self._products(names, x, "qkv"[: len(names)] if len(names) > 1 else ("fused",))
+        heads = self._linear(self._parts.output).in_features // dim
+        if len(found) > 1:
+            query, key = _heads_of(found[0], dim), _heads_of(found[1], dim)
+            return query, key, _heads_of(found[-1], dim)
+        counts = [heads, kv_heads, kv_heads]
+        if found[0].shape[1] != sum(counts) * dim:
+            raise UnsupportedStepError(f"{found[0].shape[1]} features in '{names[0]}'")
+        if not self._step.form.by_heads:
+            query, key, value = _heads_of(found[0], dim).split(counts, dim=1)
+            return query, key, value
+        groups = found[0].unflatten(1, (kv_heads, -1, dim))  # queries, a key and a value
+        if kv_heads > 1 and heads > kv_heads:
+            raise UnsupportedStepError("keys between the queries of different groups")
+        query = groups[:, 0, :-2] if kv_heads == 1 else groups[:, :, 0]
+        return query, groups[:, :, -2], groups[:, :, -1]
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        """Append the MLP on ``x``; return the buffer of its output ``[R, C]``."""
+        program, parts = self._program, self._parts
+        found = self._products(parts.ups, x, ("gate", "up")[: len(parts.ups)])
+        gate, up, y = found[0], None, found[0]
+        if len(found) > 1:
+            up = found[1]
+        elif parts.has_gate:
+            gate, up = gate.chunk(2, dim=1)
+            y = program.buffer("gated", gate.shape[1])
+        activation = self._layer.get_submodule(parts.activation)
+        program.gate(gate, up, y, activation_like(activation))
+        return self._product(parts.down, y, "mlp")
+
+    def _normed(self, name: str | None, x: Tensor) -> Tensor:
+        """Append a norm of ``x`` ``[R, C]``; return its buffer."""
+        if name is None:
+            return x
+        y = self._program.buffer("normed", x.shape[1])
+        self._norm(name, x[:, None], y[:, None])
+        return y
+
+    def _norm_in_place(self, name: str | None, x: Tensor) -> None:
+        if name is not None:
+            self._norm(name, x[:, None], x[:, None])
+
+    def _head_normed(self, index: int, x: Tensor, y: Tensor) -> Tensor:
+        """Append the norm of queries, keys or values ``[R, H, d]``, if any; return ``y``."""
+        name = self._parts.head_norms[index]
+        if name is None:
+            return y
+        weight = getattr(self._layer.get_submodule(name), "weight", None)
+        if weight is not None and weight.dim() == 1 and weight.numel() == x.shape[1] * x.shape[2]:
+            self._norm(name, x.flatten(1)[:, None], y.flatten(1)[:, None])
+        else:
+            self._norm(name, x, y)
+        return y
+
+    def _norm(self, name: str, x: Tensor, y: Tensor) -> None:
+        norm = norm_like(self._layer.get_submodule(name), x.shape[2], self._program.dtype)
+        self._program.norm(x, y, norm)
+
+    def _product(self, name: str, x: Tensor, made: str) -> Tensor:
+        return self._products((name,), x, (made,))[0]
+
+    def _products(self, names: Sequence[str], x: Tensor, made: Sequence[str]) -> list[Tensor]:
+        """Append products of ``x`` by linear operators; return the buffers of the results."""
+        outputs, parts = [], []
+        for name, buffer in zip(names, made, strict=True):
+            linear = self._linear(name)
+            y = self._program.buffer(buffer, linear.out_features)
+            outputs.append(y)
+            parts.append((y, _weight(name, linear), linear.bias))
+        self._program.products(x, parts)
+        return outputs
+
+    def _linear(self, name: str) -> _Linear:
+        linear = self._layer.get_submodule(name)
+        if not isinstance(linear, (QuantLinear, DenseLinear, nn.Linear)):
+            raise UnsupportedStepError(f"{type(linear).__name__} in '{name}'")
+        return linear
+
+
+def _heads_of(x: Tensor, dim: int) -> Tensor:
+    if x.shape[1] % dim:
+        raise UnsupportedStepError(f"{x.shape[1]} features in heads of {dim}")
+    return x.unflatten(1, (-1, dim))
+
+
+def _weight(name: str, linear: _Linear) -> PreparedWeight | Tensor:
+    if isinstance(linear, QuantLinear) and linear.order is not None:
+        raise UnsupportedStepError(f"columns out of order in '{name}'")
+    if isinstance(linear, (QuantLinear, DenseLinear)):
+        return linear.prepared
+    return linear.weight.detach()

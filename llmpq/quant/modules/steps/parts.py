@@ -1,0 +1,230 @@
+"""What the modules of a decoder layer do, by their names in transformers.
+
+All weights of a layer must belong to a module that is known here. How the modules are combined is
+:class:`LayerForm`; where the names leave a choice, ``forms_of`` returns every one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from llmpq.kernels.cpu.step import UnsupportedStepError
+from llmpq.quant.modules.linear import DenseLinear, QuantLinear
+
+Rotation = Literal["halves", "pairs"]
+
+# Norms before and after attention, before and after the MLP; those of the most norms come first.
+_NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("ln_1", None, "ln_2", None),
+    ("self_attn_layer_norm", None, "final_layer_norm", None),
+    ("ln_attn", None, "ln_mlp", None),
+    ("norm_1", None, "norm_2", None),
+    ("input_layernorm", None, None, None),
+    ("ln_1", None, None, None),
+)
+_ATTENTIONS = ("self_attn", "self_attention", "attention", "attn")
+_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "k_proj"),  # values are the keys
+    ("qkv_proj",),
+    ("query_key_value",),
+    ("c_attn",),
+    ("Wqkv",),
+)
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+_HEAD_NORMS = (
+    ("q_norm", "k_norm", "v_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+)
+_MLPS = ("mlp.", "ffn.", "")
+_UPS = (
+    ("gate_proj", "up_proj"),
+    ("gate_up_proj",),
+    ("up_proj",),
+    ("fc1",),
+    ("c_fc",),
+    ("fc_in",),
+    ("dense_h_to_4h",),
+)
+_DOWNS = ("down_proj", "fc2", "c_proj", "fc_out", "dense_4h_to_h")
+_ACTIVATIONS = ("act_fn", "act", "activation_fn", "gelu_impl")
+_SCALAR = "layer_scalar"
+"""Buffer of Gemma 4 that multiplies the output of a layer."""
+_POSITIONS = "embed_positions"
+"""Buffer of GPT-J with the sines and cosines of all positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """Names of the modules of a layer by what they do.
+
+    Attributes:
+        norms: before and after attention, before and after the MLP.
+        attention: the module of attention.
+        projections: of queries, keys and values, of queries and keys, or a single one of all.
+        output: after attention.
+        head_norms: of queries, keys and values.
+        ups: gate and what it multiplies, or a single projection.
+        has_gate: whether a single projection of ``ups`` makes gate and what it multiplies.
+        activation: of the MLP.
+        down: after the MLP.
+        multiplier: factor of what attention and MLP add to their input.
+        scalar: factor of the output.
+        positions: cosines and sines of the layer's own, ``[P, rotated features]``.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None]
+    attention: str
+    projections: tuple[str, ...]
+    output: str
+    head_norms: tuple[str | None, str | None, str | None]
+    ups: tuple[str, ...]
+    has_gate: bool
+    activation: str
+    down: str
+    multiplier: float
+    scalar: float
+    positions: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """How the modules of a layer are combined.
+
+    Attributes:
+        rotation: which features are rotated together; ``None`` for a layer without rotation.
+        norms_late: whether the heads are normed after the rotation.
+        is_parallel: whether the MLP reads the input of the layer, not the output of attention.
+        by_heads: whether a single projection makes query, key and value head by head.
+    """
+
+    rotation: Rotation | None = "halves"
+    norms_late: bool = False
+    is_parallel: bool = False
+    by_heads: bool = False
+
+
+def parts_of(layer: nn.Module) -> LayerParts:
+    """Return the modules of a layer.
+
+    Raises:
+        UnsupportedStepError: a module is missing, or one with weights is not known.
+    """
+    norms = next((names for names in _NORMS if _have(layer, "", names)), None)
+    if norms is None:
+        raise UnsupportedStepError("no norm of a known name")
+    attention = _first(layer, "", [(name,) for name in _ATTENTIONS], "attention")[0]
+    prefix = f"{attention}."
+    mlp = next((mlp for mlp in _MLPS if any(_have(layer, mlp, (down,)) for down in _DOWNS)), "mlp.")
+    ups = _first(layer, mlp, _UPS, "projection of the MLP")
+    head_norms = next((names for names in _HEAD_NORMS if _have(layer, prefix, names[:2])), ())
+    found = LayerParts(
+        norms=norms,
+        attention=attention,
+        projections=_first(layer, prefix, _PROJECTIONS, "projection of queries"),
+        output=_first(layer, prefix, [(name,) for name in _OUTPUTS], "output of attention")[0],
+        head_norms=_named_heads(layer, prefix, head_norms),
+        ups=ups,
+        has_gate=ups[0].endswith("gate_up_proj"),
+        activation=_first(layer, mlp, [(name,) for name in _ACTIVATIONS], "activation")[0],
+        down=_first(layer, mlp, [(name,) for name in _DOWNS], "output of the MLP")[0],
+        multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+        scalar=float(layer.get_buffer(_SCALAR)) if _SCALAR in layer._buffers else 1.0,
+        positions=layer.get_submodule(attention)._buffers.get(_POSITIONS),
+    )
+    _check_weights(layer, found)
+    _check_bounds(layer.get_submodule(attention))
+    return found
+
+
+def forms_of(parts: LayerParts, *, rotates: bool) -> Iterator[LayerForm]:
+    """Yield the forms that a layer may have, the usual ones first.
+
+    Args:
+        parts: of the layer.
+        rotates: whether its model has a rotary embedding.
+    """
+    before, after, second, last = parts.norms
+    rotations: Sequence[Rotation | None] = ("halves", "pairs", None) if rotates else (None,)
+    has_head_norms = rotates and any(parts.head_norms)
+    can_be_both = before is not None and second is not None and after is None and last is None
+    choices = itertools.product(
+        (False, True) if has_head_norms else (False,),
+        (False, True) if can_be_both else (second is None and before is not None,),
+        (False, True) if len(parts.projections) == 1 else (False,),
+        rotations,
+    )
+    for norms_late, is_parallel, by_heads, rotation in choices:
+        yield LayerForm(
+            rotation=rotation, norms_late=norms_late, is_parallel=is_parallel, by_heads=by_heads
+        )
+
+
+def _have(layer: nn.Module, prefix: str, names: Sequence[str | None]) -> bool:
+    return all(_is_module(layer, f"{prefix}{name}") for name in names if name is not None)
+
+
+def _is_module(layer: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(layer.get_submodule(name), nn.Module)
+    except AttributeError:
+        return False
+
+
+def _first(
+    layer: nn.Module, prefix: str, choices: Sequence[tuple[str, ...]], what: str
+) -> tuple[str, ...]:
+    for names in choices:
+        if _have(layer, prefix, names):
+            return tuple(f"{prefix}{name}" for name in names)
+    raise UnsupportedStepError(f"no {what} of a known name")
+
+
+def _named_heads(
+    layer: nn.Module, prefix: str, names: Sequence[str]
+) -> tuple[str | None, str | None, str | None]:
+    found = [f"{prefix}{name}" if _have(layer, prefix, (name,)) else None for name in names]
+    query, key, value = (*found, None, None, None)[:3]
+    return query, key, value
+
+
+def _check_weights(layer: nn.Module, parts: LayerParts) -> None:
+    """Raise an error for weights that have no place in the step."""
+    known = {*parts.norms, *parts.projections, parts.output, *parts.head_norms}
+    known |= {*parts.ups, parts.down}
+    placed = {_SCALAR, f"{parts.attention}.{_POSITIONS}"}
+    for name, part in layer.named_modules():
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        names = {f"{name}.{key}".lstrip(".") for key, _ in own}
+        has_weights = isinstance(part, (QuantLinear, DenseLinear)) or not names <= placed
+        if has_weights and name not in known:
+            raise UnsupportedStepError(f"weights in '{name}'")
+
+
+def _check_bounds(attention: nn.Module) -> None:
+    """Raise an error for bounds that random numbers do not reach."""
+    config = getattr(attention, "config", None)
+    for owner, name in ((config, "clip_qkv"), (attention, "_largest")):
+        if getattr(owner, name, None) is not None:
+            raise UnsupportedStepError("queries, keys and values with a bound")

@@ -1,0 +1,175 @@
+"""Which families have compiled decode steps, and that their tokens are those of generate."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from helpers.decode_steps import (
+    HAS_STEPS,
+    batch_of,
+    cache_of,
+    compiled,
+    generate,
+    random_prompts,
+)
+from helpers.tiny_configs import SIZES, tiny_config
+from helpers.tiny_models import generate_alone, load_reference, make_tiny_model_script
+
+from llmpq.dist.engine.compiled_steps import CompiledSteps, decode_steps_of
+from llmpq.kernels.cpu.native import has_bf16_products
+from llmpq.quant.loading.loader import load_stage
+
+pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C compiler")
+
+WIDE = {
+    **SIZES,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "ffn_hidden_size": 192,
+    "ffn_dim": 192,
+    "n_inner": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 48,
+}
+"""Rows and heads of whole vectors."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [4.0 + i for i in range(16)],
+    "original_max_position_embeddings": 20,
+}
+CASES = {
+    "phi3": ("phi3", {}),
+    "phi3 longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20},
+    ),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 0.5}),
+    "gemma3_text": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma4_text": (
+        "gemma4_text",
+        {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 64},
+    ),
+    "vaultgemma": ("vaultgemma", {}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "exaone4": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "granite": ("granite", {"attention_multiplier": 0.3}),
+    "helium": ("helium", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 32}),
+    "cohere": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt2": ("gpt2", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
+    "gptj": ("gptj", {"rotary_dim": 16}),
+    "opt": ("opt", {}),
+    "bloom": ("bloom", {}),
+    "mpt": ("mpt", {}),
+    "phi": ("phi", {}),
+    "falcon": ("falcon", {}),
+    "falcon heads": (
+        "falcon", {"multi_query": False, "parallel_attn": False, "bias": True}
+    ),
+    "starcoder2": ("starcoder2", {}),
+    "stablelm": ("stablelm", {}),
+    "stablelm parallel": ("stablelm", {"use_parallel_residual": True}),
+    "nemotron": ("nemotron", {}),
+    "arcee": ("arcee", {}),
+    "jais2": ("jais2", {}),
+    "persimmon": ("persimmon", {}),
+}  # fmt: skip
+"""Model type and fields of the configuration."""
+REFUSED = {
+    "experts": ("mixtral", {}, "layer 0: no projection of the MLP of a known name"),
+    "latent attention": ("deepseek_v3", {}, "its attention has no compiled kernel"),
+    "other names": ("apertus", {}, "layer 0: no norm of a known name"),
+    "dynamic rotation": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+        "layer 0: its rotary embedding depends on the length of a row",
+    ),
+    "bounds": ("olmo", {"clip_qkv": 100.0}, "layer 0: queries, keys and values with a bound"),
+    "groups by turns": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "layer 0: keys between the queries of different groups",
+    ),
+    "norms of sums": ("opt", {"do_layer_norm_before": False}, "layer 0: computes something else"),
+}  # fmt: skip
+"""Model type, fields of the configuration, and the reason that is logged."""
+
+
+def _save(folder, model_type, overrides):
+    script = make_tiny_model_script()
+    model = script.make_model(tiny_config(model_type, WIDE, **overrides), seed=1)
+    return script.save_model(model, folder, dtype=torch.float32)
+
+
+def _stage(path, bits, dtype=torch.float32):
+    return load_stage(path, 0, 2, [bits] * 2, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_generate(case, tmp_path, monkeypatch):
+    path = _save(tmp_path, *CASES[case])
+    stage, reference = _stage(path, 16), load_reference(path)
+    steps, run, made = compiled(stage, cache_of(stage)), CompiledSteps.run, []
+
+    def counted(self, hidden, batch):
+        made.append(batch.rows)
+        return run(self, hidden, batch)
+
+    monkeypatch.setattr(CompiledSteps, "run", counted)
+    prompts = random_prompts((12, 22))
+    rows = generate(path, steps, prompts, 5)
+    assert rows == [generate_alone(reference, prompt, 5)[0] for prompt in prompts]
+    assert made == [2] * 4
+    _assert_few_bits_are_those_of_the_layers(path)
+
+
+def test_positions_beyond_which_queries_are_scaled_run_operator_by_operator(tmp_path):
+    rope = {
+        "rope_type": "default", "rope_theta": 10000.0,
+        "llama_4_scaling_beta": 5.0, "original_max_position_embeddings": 24,
+    }  # fmt: skip
+    path = _save(tmp_path, "ministral3", {"head_dim": 32, "rope_parameters": rope})
+    stage, reference = _stage(path, 16), load_reference(path)
+    steps, prompts = compiled(stage, cache_of(stage)), random_prompts((10, 21))
+    rows = generate(path, steps, prompts, 6)
+    assert rows == [generate_alone(reference, prompt, 6)[0] for prompt in prompts]
+
+
+def _assert_few_bits_are_those_of_the_layers(path):
+    dtype = torch.bfloat16 if has_bf16_products() else torch.float32
+    stage = _stage(path, 4, dtype)
+    caches = cache_of(stage, dtype=dtype), cache_of(stage, dtype=dtype)
+    steps = compiled(stage, caches[0])
+    hidden = torch.randn(1, 22, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for cache in caches:
+        stage(hidden[:, :20], batch_of([17, 3], [17, 3]), cache)
+    batch = batch_of([18, 4], [1, 1])
+    found, expected = steps.forward(hidden[:, 20:], batch), stage(hidden[:, 20:], batch, caches[1])
+    added = (expected - hidden[:, 20:]).float().norm()
+    assert (found - expected).float().norm() < 0.02 * added
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_layers_run_operator_by_operator(case, tmp_path, caplog):
+    model_type, overrides, reason = REFUSED[case]
+    stage = _stage(_save(tmp_path, model_type, overrides), 16)
+    with caplog.at_level(logging.INFO, logger="llmpq"):
+        assert decode_steps_of(stage, cache_of(stage), 1) is None
+    assert f"decode steps run operator by operator: {reason}" in caplog.text
