@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import NoneType
 from typing import Protocol, cast
 
@@ -41,6 +42,8 @@ _FAR = 1 << 20
 """A position at which layers that scale by positions show it."""
 _PLAIN = (bool, int, float, str, torch.dtype, Precision, NoneType)
 """Types of attributes that are compared by value."""
+_NUMBERS = ("layer_idx", "_layer")
+"""Attributes with the number of a layer."""
 _TRIED_SIZE = 0.05
 """Size of the random input: that of embeddings, so that rounding hides no part of a layer."""
 _TRIED_CONTEXT = (17, 3)
@@ -230,14 +233,20 @@ def _form_of(layer: nn.Module) -> Hashable:
     found: list[Hashable] = []
     for name, part in layer.named_modules():
         own = (
-            (key, value if isinstance(value, _PLAIN) else id(value))
+            (key, _mark(value))
             for key, value in vars(part).items()
-            if key != "layer_idx" and (isinstance(value, _PLAIN) or callable(value))
+            if key not in _NUMBERS and (isinstance(value, _PLAIN) or callable(value))
         )
         tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
         shapes = ((key, value.shape, value.dtype) for key, value in tensors)
         found.append((name, type(part), *own, *shapes))
     return tuple(found)
+
+
+def _mark(value: object) -> Hashable:
+    if isinstance(value, partial):
+        return (id(value.func), *map(_mark, value.args))
+    return value if isinstance(value, _PLAIN) else id(value)
 
 
 class _Trial:
