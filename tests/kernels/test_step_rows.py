@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C com
 
 ROWS, HEADS, DIM = 3, 4, 48
 DTYPES = (torch.float32, torch.bfloat16)
-CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 """Largest difference, relative to the largest number."""
 NORMS = {
     "llama": lambda: LlamaRMSNorm(DIM, eps=1e-5),
@@ -74,22 +74,22 @@ def test_norm_of_another_kind_is_an_error():
         norm_like(torch.nn.Tanh(), DIM, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "table"), [*((d, d) for d in DTYPES), DTYPES[::-1]])
 @pytest.mark.parametrize("turned", [48, 32, 10])
 @pytest.mark.parametrize("rotate", [halves, pairs])
-def test_rotation_of_some_features_of_heads_between_others(rotate, turned, dtype):
+def test_rotation_of_some_features_of_heads_between_others(rotate, turned, dtype, table):
     program = StepProgram(dtype)
     wide = program.buffer("x", HEADS * 3 * DIM)
     wide.copy_(_random(*wide.shape, dtype=dtype))
     angles = _random(ROWS, turned // 2).repeat(1, 2)
-    tables = [program.buffer(name, turned) for name in ("cos", "sin")]
-    for table, values in zip(tables, (angles.cos(), angles.sin()), strict=True):
-        table[:ROWS] = values.to(dtype)
+    tables = [program.buffer(name, turned, table) for name in ("cos", "sin")]
+    for place, values in zip(tables, (angles.cos(), angles.sin()), strict=True):
+        place[:ROWS] = values.to(table)
     query = wide.unflatten(1, (HEADS, 3, DIM))[:, :, 1]
     before = wide.clone()
-    cos, sin = (table[None, :ROWS] for table in tables)
+    cos, sin = (place[None, :ROWS] for place in tables)
     heads = query[None, :ROWS, :, :turned].transpose(1, 2)
-    expected = rotate(heads, heads, cos, sin)[0][0].transpose(0, 1)
+    expected = rotate(heads, heads, cos, sin)[0][0].transpose(0, 1).to(dtype)
 
     program.rotate(query, *tables, pairs=rotate is pairs)
     _run(program)

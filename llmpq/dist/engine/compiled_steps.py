@@ -30,7 +30,7 @@ from llmpq.models.attention import ScoreOptions
 from llmpq.models.packed_attention import Attention, LayerAttention
 from llmpq.models.rotary import RotaryTables
 from llmpq.quant.modules.steps.append import LayerStep, append_layer
-from llmpq.quant.modules.steps.parts import LayerForm, forms_of, parts_of
+from llmpq.quant.modules.steps.parts import LayerForm, LayerParts, forms_of, parts_of
 from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)
@@ -172,7 +172,8 @@ class _RotaryRows:
             self._tables = [torch.cat((part, part), dim=1) for part in (cos, sin)]
             kinds = [0] * layers.config.num_hidden_layers
         self._places = [
-            program.buffer(f"rotary {i}", t.shape[1]) for i, t in enumerate(self._tables)
+            program.buffer(f"rotary {i}", table.shape[1], table.dtype)
+            for i, table in enumerate(self._tables)
         ]
         self.buffers = [(self._places[2 * kind], self._places[2 * kind + 1]) for kind in kinds]
 
@@ -333,7 +334,7 @@ class _Trial:
             UnsupportedStepError: there is none.
         """
         parts = parts_of(self._layers.layers[index])
-        expected, scores = self._expected(index, reads_positions=parts.positions is not None)
+        expected, scores = self._expected(index, parts)
         rotates = self._layers.rotary is not None or parts.positions is not None
         least, reason = float("inf"), None
         for tried in forms_of(parts, rotates=rotates) if form is None else [form]:
@@ -350,8 +351,9 @@ class _Trial:
             raise reason
         raise UnsupportedStepError(f"computes something else (relative difference {least:.2g})")
 
-    def _expected(self, index: int, *, reads_positions: bool) -> tuple[Tensor, StepScores]:
+    def _expected(self, index: int, parts: LayerParts) -> tuple[Tensor, StepScores]:
         """Return what a layer computes, and the scores of its attention."""
+        attention = self._layers.layers[index].get_submodule(parts.attention)
         arguments = self._arguments[index]
         mask = cast("LayerAttention", arguments["attention_mask"])
         recorder = _Recorder(mask.step)
@@ -361,10 +363,13 @@ class _Trial:
         assert options is not None, "every layer attends"
         if options.chunk is not None or options.sinks is not None:
             raise UnsupportedStepError("attention in chunks, or with sinks")
-        if not reads_positions:
+        if parts.positions is None:
             self._check_positions(index, expected)
+        scaling = options.scaling
+        if scaling == 1:  # OPT multiplies the queries instead
+            scaling = float(getattr(attention, "scaling", scaling))
         scores = StepScores(
-            scaling=options.scaling,
+            scaling=scaling,
             window=options.window,
             softcap=options.softcap,
             has_bias=options.bias is not None,

@@ -67,7 +67,7 @@ class _RotateRows(Structure):
         ("x", _Heads),
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, c_int64) for name in ("heads", "turned")),
-        ("pairs", c_int32),
+        *((name, c_int32) for name in ("pairs", "table_type")),
     )
 
 
@@ -227,7 +227,8 @@ class StepProgram:
 
         Args:
             x: heads.
-            cos: buffer of the rows, ``[R, features that are rotated]``.
+            cos: buffer of the rows, ``[R, features that are rotated]``; products of a float32 one
+                are not rounded.
             sin: likewise.
             pairs: whether a feature is rotated with its neighbour, not with the one half of them
                 away. The tables have the cosines of all pairs twice, one half after the other.
@@ -242,6 +243,7 @@ class StepProgram:
             heads=x.shape[1],
             turned=turned,
             pairs=pairs,
+            table_type=TYPES[cos.dtype],
         )
         self._append(_ROTATE, rotate)
 

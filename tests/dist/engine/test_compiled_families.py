@@ -105,7 +105,7 @@ REFUSED = {
     "groups by turns": (
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2},
-        "layer 0: keys between the queries of different groups",
+        "layer 0: computes something else",
     ),
     "norms of sums": ("opt", {"do_layer_norm_before": False}, "layer 0: computes something else"),
 }  # fmt: skip

@@ -53,8 +53,9 @@ void add_row(const AddRows *o, int64_t m, int type) {
 
 /* 16 pairs of features, from pair k on. */
 INLINE void turn16(const RotateRows *o, int64_t at, int64_t table, int64_t k, const int type,
-                   const int pairs) {
-    int64_t half = o->turned / 2, low = at + (pairs ? 2 * k : k), high = pairs ? low + 16 : low + half;
+                   const int table_type, const int pairs) {
+    int64_t half = o->turned / 2, low = at + (pairs ? 2 * k : k);
+    int64_t high = pairs ? low + 16 : low + half;
     v16f a = load_typed(o->x.data, low, type), b = load_typed(o->x.data, high, type);
     if (pairs) {
         v16f even = __builtin_shuffle(
@@ -63,10 +64,10 @@ INLINE void turn16(const RotateRows *o, int64_t at, int64_t table, int64_t k, co
                               (v16i){1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31});
         a = even;
     }
-    v16f first = rounded(a * load_typed(o->cos, table + k, type), type);
-    v16f other = rounded(b * load_typed(o->cos, table + half + k, type), type);
-    first -= rounded(b * load_typed(o->sin, table + k, type), type);
-    other += rounded(a * load_typed(o->sin, table + half + k, type), type);
+    v16f first = rounded(a * load_typed(o->cos, table + k, table_type), table_type);
+    v16f other = rounded(b * load_typed(o->cos, table + half + k, table_type), table_type);
+    first -= rounded(b * load_typed(o->sin, table + k, table_type), table_type);
+    other += rounded(a * load_typed(o->sin, table + half + k, table_type), table_type);
     if (pairs) {
         v16f left = __builtin_shuffle(first, other,
                                       (v16i){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
@@ -97,29 +98,37 @@ INLINE float rounded_one(float number, const int type) {
 
 /* A single pair. */
 INLINE void turn1(const RotateRows *o, int64_t at, int64_t table, int64_t k, const int type,
-                  const int pairs) {
-    int64_t half = o->turned / 2, low = at + (pairs ? 2 * k : k), high = pairs ? low + 1 : low + half;
+                  const int table_type, const int pairs) {
+    int64_t half = o->turned / 2, low = at + (pairs ? 2 * k : k);
+    int64_t high = pairs ? low + 1 : low + half;
     float a = one(o->x.data, low, type), b = one(o->x.data, high, type);
-    float first = rounded_one(a * one(o->cos, table + k, type), type);
-    float other = rounded_one(b * one(o->cos, table + half + k, type), type);
-    put_one(o->x.data, low, first - rounded_one(b * one(o->sin, table + k, type), type), type);
-    put_one(o->x.data, high, other + rounded_one(a * one(o->sin, table + half + k, type), type), type);
+    float first = rounded_one(a * one(o->cos, table + k, table_type), table_type);
+    float other = rounded_one(b * one(o->cos, table + half + k, table_type), table_type);
+    first -= rounded_one(b * one(o->sin, table + k, table_type), table_type);
+    other += rounded_one(a * one(o->sin, table + half + k, table_type), table_type);
+    put_one(o->x.data, low, first, type);
+    put_one(o->x.data, high, other, type);
 }
 
-INLINE void rotate_typed(const RotateRows *o, int64_t m, const int type, const int pairs) {
+INLINE void rotate_typed(const RotateRows *o, int64_t m, const int type, const int table_type,
+                         const int pairs) {
     int64_t half = o->turned / 2, table = m * o->turned;
     for (int64_t head = 0; head < o->heads; head++) {
         int64_t at = m * o->x.row + head * o->x.head, k = 0;
-        for (; k + 16 <= half; k += 16) turn16(o, at, table, k, type, pairs);
-        for (; k < half; k++) turn1(o, at, table, k, type, pairs);
+        for (; k + 16 <= half; k += 16) turn16(o, at, table, k, type, table_type, pairs);
+        for (; k < half; k++) turn1(o, at, table, k, type, table_type, pairs);
     }
 }
 
+INLINE void rotate_by(const RotateRows *o, int64_t m, const int type, const int table_type) {
+    if (o->pairs) rotate_typed(o, m, type, table_type, 1);
+    else rotate_typed(o, m, type, table_type, 0);
+}
+
 void rotate_row(const RotateRows *o, int64_t m, int type) {
-    if (type == TYPE_F32 && o->pairs) rotate_typed(o, m, TYPE_F32, 1);
-    else if (type == TYPE_F32) rotate_typed(o, m, TYPE_F32, 0);
-    else if (o->pairs) rotate_typed(o, m, TYPE_BF16, 1);
-    else rotate_typed(o, m, TYPE_BF16, 0);
+    if (type == TYPE_F32) rotate_by(o, m, TYPE_F32, TYPE_F32);
+    else if (o->table_type == TYPE_F32) rotate_by(o, m, TYPE_BF16, TYPE_F32);
+    else rotate_by(o, m, TYPE_BF16, TYPE_BF16);
 }
 
 /* ---- activations ----------------------------------------------------------------------------- */

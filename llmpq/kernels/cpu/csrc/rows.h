@@ -25,9 +25,10 @@ typedef struct {
 
 typedef struct {
     Heads x;
-    const void *cos, *sin;  /* [rows, turned] */
-    int64_t heads, turned;  /* the first `turned` features of a head are rotated */
-    int32_t pairs;          /* each feature with its neighbour, not with the one half of them away */
+    const void *cos, *sin; /* [rows, turned] of `table_type`; float32 leaves products unrounded */
+    int64_t heads, turned; /* the first `turned` features of a head are rotated */
+    int32_t pairs;         /* each feature with its neighbour, not with the one half of them away */
+    int32_t table_type;
 } RotateRows;
 
 typedef struct {

@@ -106,13 +106,12 @@ class _Layer:
         if len(found) > 1:
             query, key = _heads_of(found[0], dim), _heads_of(found[1], dim)
             return query, key, _heads_of(found[-1], dim)
-        counts = [heads, kv_heads, kv_heads]
-        if found[0].shape[1] != sum(counts) * dim:
+        if found[0].shape[1] != (heads + 2 * kv_heads) * dim:
             raise UnsupportedStepError(f"{found[0].shape[1]} features in '{names[0]}'")
         if not self._step.form.by_heads:
-            query, key, value = _heads_of(found[0], dim).split(counts, dim=1)
-            return query, key, value
-        groups = found[0].unflatten(1, (kv_heads, -1, dim))  # queries, a key and a value
+            parts = _heads_of(found[0], dim)
+            return parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
+        groups = found[0].view(len(found[0]), kv_heads, -1, dim)  # queries, a key and a value
         if kv_heads > 1 and heads > kv_heads:
             raise UnsupportedStepError("keys between the queries of different groups")
         query = groups[:, 0, :-2] if kv_heads == 1 else groups[:, :, 0]
@@ -184,7 +183,7 @@ class _Layer:
 def _heads_of(x: Tensor, dim: int) -> Tensor:
     if x.shape[1] % dim:
         raise UnsupportedStepError(f"{x.shape[1]} features in heads of {dim}")
-    return x.unflatten(1, (-1, dim))
+    return x.view(len(x), -1, dim)
 
 
 def _weight(name: str, linear: _Linear) -> PreparedWeight | Tensor:

@@ -72,7 +72,7 @@ def norm_like(module: nn.Module, columns: int, dtype: torch.dtype) -> RowNorm:
     rows = (torch.randn(len(_SIZES), heads, columns, generator=generator) + 0.5) * sizes
     rows = rows.to(dtype)
     expected = module(rows[None])[0].float()
-    factors = [None] if factor is None else [factor, 1 + factor]
+    factors = [None] if factor is None else [factor, 1 + factor, (1 + factor).to(dtype).float()]
     best, least = None, _LIMITS[dtype]
     for centers, rounds, own in itertools.product((False, True), (False, True), factors):
         norm = _norm(own, offset, epsilon, centers=centers, rounds=rounds)
