@@ -102,6 +102,9 @@ REFUSED = {
         "layer 0: its rotary embedding depends on the length of a row",
     ),
     "bounds": ("olmo", {"clip_qkv": 100.0}, "layer 0: queries, keys and values with a bound"),
+    "bounded activation": (
+        "llama", {"hidden_act": "gelu_10"}, "layer 0: the activation ClippedGELUActivation"
+    ),
     "groups by turns": (
         "falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2},

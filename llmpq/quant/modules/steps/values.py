@@ -19,6 +19,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
 }
+_LARGE = (12.0, 50.0, 1000.0)
+"""Where activations with a bound differ from those without."""
 _EPSILONS = ("variance_epsilon", "eps", "norm_eps")
 _USUAL_EPSILON = 1e-5
 _SIZES = (1.0, 0.003, 30.0)
@@ -33,7 +35,7 @@ def activation_like(module: nn.Module) -> str:
     Raises:
         UnsupportedStepError: there is none.
     """
-    x = torch.linspace(-8, 8, 257)
+    x = torch.cat((torch.linspace(-8, 8, 257), torch.tensor(_LARGE), -torch.tensor(_LARGE)))
     expected = module(x.clone())
     for name, function in _ACTIVATIONS.items():
         if torch.allclose(expected, function(x), rtol=1e-6, atol=1e-6):
