@@ -63,6 +63,7 @@ LENGTH = 192
 TEXTS = ("edit", "prose", "random", "hostile")
 DRAFTED_TEXTS = ("answer", "prose", "random")
 DEMO = ROOT / "models" / "demo"
+DEMO_VOCABULARY = 4096
 DRAFT_COST = 0.2
 """Steps of the large model that a token of the small one is first expected to take."""
 DTYPE = torch.bfloat16
@@ -166,7 +167,7 @@ def text_of(name: str, number: int) -> list[int]:
     """Return the tokens of a prompt and its answer."""
     chance = random.Random(number)
     if name == "random":
-        return chance.sample(range(3, SMALL_LLAMA["vocab"]), 2 * LENGTH)
+        return chance.sample(range(3, DEMO_VOCABULARY), 2 * LENGTH)
     if name == "hostile":
         return [chance.randrange(3, 6) for _ in range(2 * LENGTH)]
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
