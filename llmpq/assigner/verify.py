@@ -18,6 +18,7 @@ from llmpq.spec.codec import to_json
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, PlanEstimate
 from llmpq.spec.precision import BITS
+from llmpq.spec.schedule import draft_bytes
 from llmpq.spec.sensitivity import read_sensitivity
 
 TOLERANCE = 1e-6
@@ -53,6 +54,8 @@ def verify_plan(
     """
     stages = plan.estimate.stages
     stored_excess = sum(max(0, one.memory.total - one.capacity_bytes) for one in stages)
+    first = stages[0].memory.total
+    stored_excess += _draft_excess(plan, first, stages[0].capacity_bytes, plan.stages[0].device)
     model = _model(plan, where)
     if model is None:
         return Verification(
@@ -74,6 +77,10 @@ def verify_plan(
     estimate, excess_bytes = evaluate_plan(
         plan, costs, default_omega(model, BITS) if omega is None else omega
     )
+    first = estimate.stages[0].memory.total
+    for index, device in enumerate(plan.cluster.devices):
+        used = first if index == plan.stages[0].device else 0
+        excess_bytes += _draft_excess(plan, used, costs.capacity_bytes(device), index)
     warnings = [
         *_differences(plan, estimate, with_quality=omega is not None),
         *_source_changes(plan, costs),
@@ -88,6 +95,11 @@ def verify_plan(
         estimate=estimate,
         costs=costs,
     )
+
+
+def _draft_excess(plan: Plan, used: int, capacity: int, device: int) -> int:
+    """Return the bytes of the draft model that a device has no room for beside what it holds."""
+    return max(0, draft_bytes(plan.draft, device) - max(0, capacity - used))
 
 
 def _model(plan: Plan, where: str) -> ModelSpec | None:

@@ -29,6 +29,7 @@ from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
+from llmpq.spec.schedule import draft_bytes
 from llmpq.units import format_bytes
 
 
@@ -156,7 +157,8 @@ def check_context_memory(plan: Plan, model: ModelSpec, max_model_len: int) -> No
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
         kind = catalog.device(plan.device_of(stage).type, plan.cluster).kind
         token_bytes = context_bytes(model, plan.dtype, 1, kind)
-        free = estimate.capacity_bytes - estimate.memory.total
+        used = estimate.memory.total + draft_bytes(plan.draft, stage.device)
+        free = estimate.capacity_bytes - used
         if not token_bytes:  # longer sequences take blocks alone
             continue
         longest = planned + max(0, free) // token_bytes

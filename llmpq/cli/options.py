@@ -152,7 +152,7 @@ def add_speculative_option(group: argparse._ActionsContainer) -> None:
         "last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest last "
         "tokens looked up (default 4 and 2); method draft_model proposes those of a small model "
         "with the same vocabulary: model is its directory, bits those of its layers (default: as "
-        "stored)",
+        "stored); by default the strategy's draft model, if it has one",
     )
 
 

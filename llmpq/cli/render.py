@@ -16,7 +16,7 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable
-from llmpq.units import GIB, MIB, format_seconds
+from llmpq.units import GIB, MIB, format_bytes, format_seconds
 
 BAR_WIDTH = 12
 SLOW = ("reference",)
@@ -36,6 +36,7 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "prefill_micro_batch": plan.micro_batching.prefill,
         "decode_micro_batch": plan.micro_batching.decode,
         "schedule": None if plan.schedule is None else to_json(plan.schedule),
+        "draft": None if plan.draft is None else to_json(plan.draft),
         "dropped_devices": [devices[index].label for index in plan.dropped_devices],
         "stages": [
             _stage_record(plan, stage, estimate)
@@ -310,6 +311,19 @@ def stored_text(model: ModelSpec) -> list[str]:
     counts = Counter(map(str, model.stored))
     parts = ", ".join(f"{count} layers {name}" for name, count in counts.items())
     return [f"stored         {parts}: each layer keeps its stored bits"]
+
+
+def draft_text(plan: Plan, asked: str | None = None) -> list[str]:
+    """Return lines about the draft model of a plan; ``asked`` is one that may not pay."""
+    draft = plan.draft
+    if draft is None:
+        return [] if asked is None else [f"draft model    {asked} does not pay: none"]
+    bits = "as stored" if draft.bits is None else f"at {draft.bits} bits"
+    return [
+        f"draft model    {draft.model} {bits} on {plan.cluster.devices[draft.device].label}: "
+        f"{draft.num_speculative_tokens} tokens, {format_bytes(draft.memory_bytes)}; decoding "
+        f"{draft.speedup:.2f} times as fast if {draft.acceptance_rate:.0%} are accepted"
+    ]
 
 
 def schedule_text(plan: Plan) -> list[str]:

@@ -186,7 +186,7 @@ class AsyncEngine:
             prefix_caching: whether prompts reuse blocks of equal content.
             speculative_config: draft tokens to verify, such as ``{"num_speculative_tokens": 5}``;
                 ``"method": "draft_model"`` takes those of the model in the directory ``"model"``;
-                ``None`` for no speculative decoding.
+                ``None`` for the plan's draft model, if it has one.
             step_timeout_s: how long a rank may give no sign of life.
             max_restarts: starts in a row without a new token, after which the engine has failed.
             store: folder of quantized layers kept from run to run, ``None`` for none.
@@ -218,7 +218,7 @@ class AsyncEngine:
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             speculative_config=checked_speculation(
-                as_speculative_config(speculative_config), model_dir
+                plan, as_speculative_config(speculative_config), model_dir
             ),
         )
         longest_sequence(plan, options, model.max_positions)

@@ -64,7 +64,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
         schedule_of(plan, None)
         options = EngineOptions(
-            speculative_config=checked_speculation(speculative_config, model_dir)
+            speculative_config=checked_speculation(plan, speculative_config, model_dir)
         )
         self._ranks = _SessionRanks(RankThread(plan, model_dir, progress))
         self._finalizer = weakref.finalize(self, self._ranks.stop)

@@ -18,7 +18,7 @@ from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.schedule import PlannedDraft, Schedule
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_seconds
 
@@ -225,6 +225,7 @@ class Plan:
             layer once, with equal bits.
         dropped_devices: indices into ``cluster.devices`` that run nothing.
         schedule: the batching policy it runs under; ``None`` is hybrid micro-batches.
+        draft: its draft model, ``None`` without one.
     """
 
     SCHEMA: ClassVar[int] = SCHEMA
@@ -237,6 +238,7 @@ class Plan:
     stages: tuple[StageAssignment, ...]
     dropped_devices: tuple[int, ...]
     schedule: Schedule | None = None
+    draft: PlannedDraft | None = None
     estimate: PlanEstimate
     search: Search
     workload: Workload
@@ -246,6 +248,8 @@ class Plan:
     def __post_init__(self) -> None:
         _check_stages(self)
         _check_sizes(self)
+        if self.draft is not None:
+            _check_draft(self, self.draft)
 
     @property
     def throughput_tokens_per_s(self) -> float:
@@ -444,6 +448,17 @@ def _check_sizes(plan: Plan) -> None:
         raise SpecError(
             f"plan: field 'head_bits': found {plan.head_bits}, expected one of {list(BITS)}"
         )
+
+
+def _check_draft(plan: Plan, draft: PlannedDraft) -> None:
+    homes = [plan.stages[0].device, *plan.dropped_devices]
+    if draft.device not in homes:
+        raise SpecError(
+            f"plan: field 'draft.device': found {draft.device}, expected one of {homes}: the "
+            "device of stage 0, or one without a stage"
+        )
+    if draft.bits not in (None, *BITS):
+        raise SpecError(f"plan: field 'draft.bits': found {draft.bits}, expected some of {BITS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Schedule: the batching policy of a plan and its control variables.
+"""Schedule: the batching policy of a plan and its control variables; and its draft model.
 
-It is part of the strategy file, so that a run obeys what was searched. A strategy without one runs
-hybrid micro-batches (LLM-PQ).
+They are part of the strategy file, so that a run obeys what was searched. A strategy without a
+schedule runs hybrid micro-batches (LLM-PQ), one without a draft model has no drafts of its own.
 """
 
 from __future__ import annotations
@@ -126,3 +126,37 @@ def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
         "waa": eighth,
     }
     return Schedule(policy=policy, **values[policy])
+
+
+DRAFT_HEAD_BITS = 8
+"""Bits of the head of a draft model whose layers are rounded to fewer than 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDraft:
+    """The draft model of a plan: where it runs, and what it is expected to do.
+
+    Attributes:
+        model: directory of its weights, or its name.
+        bits: of its layers, ``None`` as stored.
+        num_speculative_tokens: most draft tokens of a sequence in a step.
+        device: index into ``cluster.devices``: that of stage 0, or one without a stage.
+        acceptance_rate: chance that a draft token is right, once those before it are.
+        cost: seconds of a draft token of one sequence, in decode steps of one sequence.
+        speedup: seconds of decoding without drafts, over those with them.
+        memory_bytes: weights, KV blocks and temporary memory on its device.
+    """
+
+    model: str
+    bits: int | None = None
+    num_speculative_tokens: Annotated[int, Rule(minimum=1)]
+    device: int
+    acceptance_rate: Annotated[float, Rule(maximum=1)]
+    cost: float
+    speedup: float
+    memory_bytes: int
+
+
+def draft_bytes(draft: PlannedDraft | None, device: int) -> int:
+    """Return the bytes that a plan's draft model takes on a device of the cluster."""
+    return 0 if draft is None or draft.device != device else draft.memory_bytes

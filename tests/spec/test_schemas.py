@@ -96,6 +96,16 @@ PLAN = {
         {"rank": 1, "device": 0, "first_layer": 2, "end_layer": 3, "bits": [3]},
     ],
     "dropped_devices": [],
+    "draft": {
+        "model": "small",
+        "bits": 4,
+        "num_speculative_tokens": 3,
+        "device": 1,
+        "acceptance_rate": 0.7,
+        "cost": 0.2,
+        "speedup": 1.5,
+        "memory_bytes": 9,
+    },
     "estimate": {
         "latency_s": 1.0,
         "quality": 0.5,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
 from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.draft_placement import DraftRequest, place_draft
 from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
@@ -18,13 +19,24 @@ from llmpq.assigner.export.export import ENGINES, PLAN_FILE, write_export
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render
-from llmpq.cli.common import command_start_s, make_parser, print_json, progress_bar, run_command
+from llmpq.cli.common import (
+    check_least,
+    command_start_s,
+    make_parser,
+    print_json,
+    progress_bar,
+    run_command,
+)
 from llmpq.cli.fleet import add_fleet_options, run_fleet
 from llmpq.cli.plan_options import add_plan_options, request_of, scheduled
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
+from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
+from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan, write_plan
+from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.schedule import DRAFT_HEAD_BITS
 
 NAME = "llmpq-algo"
 V = TypeVar("V")
@@ -43,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan_options(parser)
     add_fleet_options(parser)
+    _add_draft_options(parser)
     report = parser.add_argument_group("result")
     report.add_argument(
         "--output",
@@ -70,6 +83,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_draft_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speculative decoding with a draft model")
+    group.add_argument(
+        "--speculative_model",
+        metavar="DIR|NAME",
+        help="decide whether a draft model pays, and on which device it runs",
+    )
+    group.add_argument(
+        "--speculative_bits",
+        type=int,
+        choices=BITS,
+        help="bits of its layers (default: as stored)",
+    )
+    group.add_argument(
+        "--acceptance_rate",
+        type=float,
+        default=0.7,
+        metavar="A",
+        help="probability that a draft token is right, once those before it are (default 0.7)",
+    )
+    group.add_argument(
+        "--num_speculative_tokens",
+        type=int,
+        default=8,
+        metavar="K",
+        help="most draft tokens of a sequence in a step (default 8)",
+    )
+
+
 def _run(options: argparse.Namespace, started_s: float) -> int:
     _check_options(options)
     request = request_of(options)
@@ -94,6 +136,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
     request, plan = scheduled(
         options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
     )
+    plan = _with_draft(options, request, plan)
     if options.export is None:
         path = _write(plan, _output(options, request, options.method))
     else:
@@ -121,6 +164,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
             *render.format_text(plan),
             *render.stored_text(request.model),
             *render.schedule_text(plan),
+            *render.draft_text(plan, options.speculative_model),
         )
         for line in (*more, *trust_text(plan, trust)):
             print(line)
@@ -136,6 +180,7 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in ("same_bits", "rate"):
         if getattr(options, name) not in (None, False) and options.replicas is None:
             raise SpecError(f"--{name}: found without --replicas, expected both")
+    _check_draft(options)
     if options.export is None:
         return
     if options.output is None:
@@ -144,6 +189,52 @@ def _check_options(options: argparse.Namespace) -> None:
         raise SpecError("--export: found with --method all or --pareto, expected one plan")
     if Path(options.output).exists():
         raise SpecError(f"{options.output}: exists already, expected a new directory")
+
+
+def _check_draft(options: argparse.Namespace) -> None:
+    if options.speculative_model is None:
+        if options.speculative_bits is not None:
+            raise SpecError("--speculative_bits: found without --speculative_model, expected both")
+        return
+    if not 0 <= options.acceptance_rate <= 1:
+        raise SpecError(f"--acceptance_rate: found {options.acceptance_rate:g}, expected 0 to 1")
+    check_least(options, 1, "num_speculative_tokens")
+    others = ("replicas", "pareto", "export")
+    found = [name for name in others if getattr(options, name) is not None]
+    found += ["method all"] * (options.method == "all")
+    if found:
+        raise SpecError(f"--speculative_model: found with --{found[0]}, expected one plan")
+
+
+def _with_draft(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan with the draft model of the options, where that pays."""
+    if options.speculative_model is None:
+        return plan
+    if plan.is_split:
+        raise SpecError(
+            f"--speculative_model: found --policy {options.policy} and a plan with stages of their "
+            "own for prefill, expected stages that do both phases"
+        )
+    model, source = resolve_model(options.speculative_model)
+    is_rounded = options.speculative_bits not in (None, 16)
+    head_bits = DRAFT_HEAD_BITS if is_rounded else 16
+    costs = build_costs(
+        model,
+        plan.cluster,
+        dtype=plan.dtype,
+        kv_bits=8 * DTYPE_BYTES[plan.dtype],
+        head_bits=head_bits if model.stored_head is None else model.stored_head.bits,
+        profile_dir=request.profile_dir,
+        latency=request.latency,
+    )
+    wanted = DraftRequest(
+        costs=costs,
+        source=model.name if source is None else str(source),
+        bits=options.speculative_bits,
+        acceptance_rate=options.acceptance_rate,
+        most=options.num_speculative_tokens,
+    )
+    return replace(plan, draft=place_draft(plan, costs_of(request, plan.cluster), wanted))
 
 
 def _run_all(options: argparse.Namespace, request: PlanRequest) -> int:

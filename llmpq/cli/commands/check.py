@@ -15,6 +15,7 @@ from llmpq.cli.fit import add_fit_options, run_fit
 from llmpq.cli.fleet import check_fleet, is_fleet
 from llmpq.cli.options import add_devices_option, with_described
 from llmpq.cli.render import (
+    draft_text,
     explanation_record,
     explanation_text,
     format_text,
@@ -95,6 +96,7 @@ def _run(options: argparse.Namespace) -> int:
         for line in (
             *lines,
             *format_text(plan),
+            *draft_text(plan),
             *trust_text(plan, trust),
             f"checked        {_summary(found)}",
         ):

@@ -175,7 +175,8 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
     model_dir = model_dir_of(plan, options.model)
-    config = checked_speculation(speculative_config_of(options.speculative_config), model_dir)
+    asked = speculative_config_of(options.speculative_config)
+    config = checked_speculation(plan, asked, model_dir)
     return Job(
         strategy=Path(options.strat_file_name).resolve(),
         model_dir=model_dir,

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.packed_steps import StepRunner
 from llmpq.dist.transport.frames import Row
+
+CPU = torch.device("cpu")
 
 
 class DraftModel:
@@ -20,12 +23,21 @@ class DraftModel:
 
     Args:
         runner: of the small model; no other steps are in flight there.
+        device: where it runs; the current one while it does.
         block_size: tokens of a KV block.
         token_budget: most tokens of a prompt in one pass.
     """
 
-    def __init__(self, runner: StepRunner, *, block_size: int, token_budget: int) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        device: torch.device = CPU,
+        block_size: int,
+        token_budget: int,
+    ) -> None:
         self._runner = runner
+        self._device = device
         self._block_size = block_size
         self._token_budget = token_budget
 
@@ -41,6 +53,12 @@ class DraftModel:
         Raises:
             StageError: the small model failed.
         """
+        with torch.accelerator.device_index(self._device.index):
+            return self._propose(works, tokens)
+
+    def _propose(
+        self, works: Sequence[DraftWork], tokens: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in works]
         newest = [
             list(ids[self._catch_up(work, ids) : work.tokens])

@@ -8,6 +8,7 @@ Needs no torch, so that a command can check a schedule before it starts a rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
 from llmpq.batching.draft_model import DraftLimits
@@ -105,7 +106,8 @@ def draft_limits(
 ) -> DraftLimits | None:
     """Return the size of a run's draft model, ``None`` without one.
 
-    A pass is expected to take the time of its weights' bytes, relative to those of the plan.
+    A pass of another one than the plan's is expected to take the time of its weights' bytes,
+    relative to those of the plan.
 
     Args:
         plan: the strategy.
@@ -118,6 +120,10 @@ def draft_limits(
     if config is None or config.model is None:
         return None
     model = load_model_dir(config.model)
+    if plan.draft is not None and Path(plan.draft.model).resolve() == Path(config.model):
+        return DraftLimits(
+            num_blocks=num_blocks, cost=plan.draft.cost, max_tokens=model.max_positions
+        )
     parts = [stage.memory for stage in plan.estimate.stages]
     plan_bytes = sum(part.weights + part.master for part in parts)
     cost = _weight_bytes(model, config.bits, DTYPE_BYTES[plan.dtype]) / plan_bytes

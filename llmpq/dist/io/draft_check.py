@@ -11,16 +11,18 @@ from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.plan import Plan
 
 TOKENIZER_FILE = "tokenizer.json"
 
 
 def checked_speculation(
-    config: SpeculativeConfig | None, model_dir: Path
+    plan: Plan, config: SpeculativeConfig | None, model_dir: Path
 ) -> SpeculativeConfig | None:
     """Return a run's speculative decoding with the absolute path of its draft model.
 
     Args:
+        plan: whose draft model is taken where none is asked for.
         config: as asked for.
         model_dir: directory of the model that answers.
 
@@ -28,6 +30,13 @@ def checked_speculation(
         SpecError: the draft model has another vocabulary: another size, or another token in its
             ``tokenizer.json``, where both have one.
     """
+    if config is None and plan.draft is not None:
+        config = SpeculativeConfig(
+            method="draft_model",
+            num_speculative_tokens=plan.draft.num_speculative_tokens,
+            model=plan.draft.model,
+            bits=plan.draft.bits,
+        )
     if config is None or config.model is None:
         return config
     folder = Path(config.model).resolve()

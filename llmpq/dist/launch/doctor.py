@@ -31,6 +31,7 @@ from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import LlmpqError, StageError
 from llmpq.models import Checkpoint
 from llmpq.spec.plan import Plan
+from llmpq.spec.schedule import draft_bytes
 from llmpq.units import KIB, format_bytes
 
 SMALL_FRAMES = 9
@@ -208,7 +209,11 @@ def _memory_problems(plan: Plan, facts: Sequence[dict[str, Any]]) -> Iterator[_P
         node = plan.device_of(plan.stages[one["rank"]]).node
         hosts.setdefault((node, str(one.get("device", ""))), []).append(one)
     for ranks in hosts.values():
-        needed = sum(plan.estimate.stages[one["rank"]].memory.total for one in ranks)
+        needed = sum(
+            plan.estimate.stages[one["rank"]].memory.total
+            + draft_bytes(plan.draft, plan.stages[one["rank"]].device)
+            for one in ranks
+        )
         available = min(int(one["available_bytes"]) for one in ranks)
         if needed > available:
             message = (

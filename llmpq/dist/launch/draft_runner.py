@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,15 +21,19 @@ from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+from llmpq.spec.schedule import DRAFT_HEAD_BITS
 
-HEAD_BITS = 8
-"""Bits of the head of a draft model whose layers have fewer than 16."""
 WARM_UP = (FEW_TOKENS + 2, 2)
 """Tokens and draft tokens of the first call: a prompt, and a step of few rows."""
 
 
+def weight_cache_of(job: Job) -> WeightCache | None:
+    """Return the cache of a run's quantized weights, ``None`` without one."""
+    return None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
+
+
 def load_draft_model(
-    job: Job, plan: Plan, dtype: torch.dtype, device: torch.device
+    job: Job, plan: Plan, dtype: torch.dtype, torch_device: Callable[[int | None], torch.device]
 ) -> DraftModel | None:
     """Load the draft model of a run and warm it up; return ``None`` where there is none.
 
@@ -36,7 +41,8 @@ def load_draft_model(
         job: of the run.
         plan: its strategy.
         dtype: of what is not quantized.
-        device: where it runs.
+        torch_device: makes the device of an index in the cluster the current one and returns it;
+            of ``None`` that of the master, which is the current one again in the end.
 
     Raises:
         SpecError: as ``load_stage`` and ``load_master``.
@@ -45,13 +51,14 @@ def load_draft_model(
     if limits.draft is None or config is None or config.model is None:
         return None
     model_dir, spec = Path(config.model), load_model_dir(config.model)
-    store = None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
+    store = weight_cache_of(job)
+    device = torch_device(None if plan.draft is None else plan.draft.device)
     is_rounded = config.bits is not None and config.bits < 16
     master = load_master(
         model_dir,
         dtype=dtype,
         device=device,
-        head_bits=HEAD_BITS if is_rounded and spec.stored_head is None else None,
+        head_bits=DRAFT_HEAD_BITS if is_rounded and spec.stored_head is None else None,
         backend=job.kernel,
         weight_cache=store,
     )
@@ -77,9 +84,11 @@ def load_draft_model(
     )
     model = DraftModel(
         PipelineSteps(master=master, runner=runner, communicator=None),
+        device=device,
         block_size=KV_BLOCK_SIZE,
         token_budget=limits.token_budget,
     )
     tokens, count = WARM_UP
+    torch_device(None)
     model.propose([DraftWork(0, 0, tokens, count, (0,))], [[0] * tokens])
     return model

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import kv_connector
-from llmpq.dist.launch.draft_runner import load_draft_model
+from llmpq.dist.launch.draft_runner import load_draft_model, weight_cache_of
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import HeldBytes, Measurement
@@ -58,7 +59,6 @@ from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources
 from llmpq.models.token_layout import message_features
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
@@ -158,15 +158,16 @@ def max_context_of(job: Job, plan: Plan) -> int:
     return max_model_len(plan, job.engine, load_model_dir(job.model_dir).max_positions)
 
 
-def torch_device(plan: Plan, rank: int) -> torch.device:
+def torch_device(plan: Plan, rank: int, own: int | None = None) -> torch.device:
     """Return the device of a rank: the CPU, or its node's n-th accelerator of its kind.
 
     An accelerator of CUDA or XPU becomes this thread's current device, on which Triton launches.
+    ``own`` is its index in the cluster, by default that of the stage.
 
     Raises:
         SpecError: the plan asks for an accelerator this host does not have.
     """
-    own = plan.stages[rank].device
+    own = plan.stages[rank].device if own is None else own
     devices = plan.cluster.devices
     kind = device_spec(devices[own].type, plan.cluster).kind
     if kind == "cpu":
@@ -216,7 +217,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         device=device,
         progress=report,
         backend=job.kernel,
-        weight_cache=_weight_cache(job),
+        weight_cache=weight_cache_of(job),
     )
     context.recorder.mark("layers")
     num_slots, max_tokens = plan.slots_of(stage)
@@ -256,12 +257,8 @@ def load_master_of(context: RankContext, device: torch.device) -> Master:
         device=device,
         head_bits=plan.head_width,
         backend=job.kernel,
-        weight_cache=_weight_cache(job),
+        weight_cache=weight_cache_of(job),
     )
-
-
-def _weight_cache(job: Job) -> WeightCache | None:
-    return None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
 
 
 def _load(
@@ -361,7 +358,7 @@ class MasterRank:
         assert master is not None
         self._master = master
         dtype = DTYPES[plan.dtype_of(plan.stages[0])]
-        self._draft_model = load_draft_model(job, plan, dtype, self._runner.device)
+        self._draft_model = load_draft_model(job, plan, dtype, partial(torch_device, plan, 0))
         if self._draft_model is not None:
             context.recorder.mark("draft model")
         self._communicator: Communicator | None = None

@@ -34,7 +34,7 @@ from llmpq.spec.huggingface.gptq import find_config
 from llmpq.spec.lengths import empirical
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.schedule import Schedule, draft_bytes
 from llmpq.units import format_bytes, format_seconds
 
 logger = get_logger(__name__)
@@ -182,19 +182,24 @@ def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, 
     estimate, forecast = plan.estimate.stages[stats.rank], plan.estimate.forecast
     parts = memory_parts(plan, stats)
     expected = estimate if forecast is None else forecast.stages[stats.rank]
+    stage = plan.stages[stats.rank]
+    drafting_bytes = draft_bytes(plan.draft, stage.device)
     found = {
         "rank": stats.rank,
-        "device": plan.device_of(plan.stages[stats.rank]).label,
-        "memory_bytes": {"predicted": estimate.memory.total, "measured": stats.memory_bytes},
+        "device": plan.device_of(stage).label,
+        "memory_bytes": {
+            "predicted": estimate.memory.total + drafting_bytes,
+            "measured": stats.memory_bytes,
+        },
         **({"memory_parts": parts} if parts else {}),
         "prefill_s": {"predicted": expected.prefill_s, "measured": stats.prefill_s},
         "decode_s": {"predicted": expected.decode_s, "measured": stats.decode_s},
     }
     if stats.work and forecast is not None:
-        stage = forecast.stages[stats.rank]
+        own = forecast.stages[stats.rank]
         for phase, busy_s in (
-            (Phase.PREFILL, stage.prefill_busy_s),
-            (Phase.DECODE, stage.decode_busy_s),
+            (Phase.PREFILL, own.prefill_busy_s),
+            (Phase.DECODE, own.decode_busy_s),
         ):
             pair = {"predicted": busy_s, "measured": stats.busy_in(phase)}
             found[f"{phase.value}_busy_s"] = pair

@@ -13,10 +13,13 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.async_engine import AsyncEngine
+from llmpq.dist.engine.policy import draft_limits
 from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.job import EngineOptions, Job, read_job, write_job
 from llmpq.errors import SpecError
+from llmpq.spec.schedule import PlannedDraft
 
+PLAN = make_plan((0, 3))
 DRAFTS = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3, bits=4)
 
 
@@ -38,10 +41,26 @@ def write_tokens(folder: Path, vocab: object, added: tuple[tuple[int, str], ...]
 
 def test_the_path_becomes_absolute(folders):
     model_dir, draft_dir = folders
-    assert checked_speculation(DRAFTS, model_dir) == replace(DRAFTS, model=str(draft_dir))
+    assert checked_speculation(PLAN, DRAFTS, model_dir) == replace(DRAFTS, model=str(draft_dir))
     lookup = SpeculativeConfig(num_speculative_tokens=3)
-    assert checked_speculation(lookup, model_dir) == lookup
-    assert checked_speculation(None, model_dir) is None
+    assert checked_speculation(PLAN, lookup, model_dir) == lookup
+    assert checked_speculation(PLAN, None, model_dir) is None
+
+
+def test_a_plans_draft_model_is_taken_where_none_is_asked_for(folders):
+    model_dir, draft_dir = folders
+    planned = PlannedDraft(
+        model="draft", bits=4, num_speculative_tokens=3, device=0, acceptance_rate=0.7, cost=0.25,
+        speedup=1.4, memory_bytes=1,
+    )  # fmt: skip
+    plan = replace(PLAN, draft=planned)
+    found = checked_speculation(plan, None, model_dir)
+    assert found == replace(DRAFTS, model=str(draft_dir))
+    limits = draft_limits(plan, found, 9)
+    assert limits is not None
+    assert limits.cost == 0.25
+    lookup = SpeculativeConfig(num_speculative_tokens=3)
+    assert checked_speculation(plan, lookup, model_dir) == lookup
 
 
 def test_a_vocabulary_of_another_size_is_refused(folders):
@@ -50,7 +69,7 @@ def test_a_vocabulary_of_another_size_is_refused(folders):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 99}))
     message = f"{file}: field 'vocab_size': found 99, expected the 100 of"
     with pytest.raises(SpecError, match=message):
-        checked_speculation(DRAFTS, model_dir)
+        checked_speculation(PLAN, DRAFTS, model_dir)
     given = {"method": "draft_model", "model": str(draft_dir), "num_speculative_tokens": 3}
     with pytest.raises(SpecError, match=message):
         asyncio.run(AsyncEngine.start(make_plan((0, 3)), model_dir, speculative_config=given))
@@ -69,23 +88,23 @@ def test_a_vocabulary_of_another_size_is_refused(folders):
 def test_tokens_are_compared_where_both_are_known(folders, own, other, found):
     model_dir, draft_dir = folders
     write_tokens(draft_dir, own)
-    assert checked_speculation(DRAFTS, model_dir) is not None  # nothing to compare with
+    assert checked_speculation(PLAN, DRAFTS, model_dir) is not None  # nothing to compare with
     write_tokens(model_dir, other)
     if found is None:
-        assert checked_speculation(DRAFTS, model_dir) is not None
+        assert checked_speculation(PLAN, DRAFTS, model_dir) is not None
     else:
         with pytest.raises(SpecError, match=f"field 'model.vocab': {found}"):
-            checked_speculation(DRAFTS, model_dir)
+            checked_speculation(PLAN, DRAFTS, model_dir)
 
 
 def test_added_tokens_count(folders):
     model_dir, draft_dir = folders
     write_tokens(draft_dir, {"a": 0}, ((1, "<s>"),))
     write_tokens(model_dir, {"a": 0, "<s>": 1})
-    assert checked_speculation(DRAFTS, model_dir) is not None
+    assert checked_speculation(PLAN, DRAFTS, model_dir) is not None
     write_tokens(model_dir, {"a": 0}, ((1, "</s>"),))
     with pytest.raises(SpecError, match="found token 1 '<s>', expected '</s>'"):
-        checked_speculation(DRAFTS, model_dir)
+        checked_speculation(PLAN, DRAFTS, model_dir)
 
 
 def test_a_file_that_is_no_tokenizer_is_named(folders):
@@ -93,7 +112,7 @@ def test_a_file_that_is_no_tokenizer_is_named(folders):
     write_tokens(model_dir, {"a": 0})
     (draft_dir / "tokenizer.json").write_text("[]")
     with pytest.raises(SpecError, match="field 'model': found nothing"):
-        checked_speculation(DRAFTS, model_dir)
+        checked_speculation(PLAN, DRAFTS, model_dir)
 
 
 def test_a_draft_model_is_part_of_a_job(tmp_path):

@@ -36,3 +36,5 @@ def test_ranks_count_accelerators_of_their_own_kind(monkeypatch):
     devices = [torch_device(plan, rank) for rank in range(5)]
     assert [str(one) for one in devices] == ["cuda:0", "xpu:0", "cpu", "cuda:1", "xpu:1"]
     assert chosen == [("cuda", 0), ("xpu", 0), ("cuda", 1), ("xpu", 1)]
+    assert str(torch_device(plan, 0, 3)) == "cuda:1"  # of a draft model
+    assert chosen[-1] == ("cuda", 1)

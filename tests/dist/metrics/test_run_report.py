@@ -21,6 +21,7 @@ from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import PlanForecast, StageForecast
 from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import PlannedDraft
 
 PLAN = make_plan((0, 1, 3))
 
@@ -128,6 +129,16 @@ FORECAST = PlanForecast(
         StageForecast(prefill_s=0.2, decode_s=0.1, prefill_busy_s=0.2, decode_busy_s=0.5),
     ),
 )
+
+
+def test_the_draft_model_counts_on_its_device():
+    planned = PlannedDraft(
+        model="m", num_speculative_tokens=2, device=0, acceptance_rate=0.7, cost=0.2, speedup=1.5,
+        memory_bytes=70,
+    )  # fmt: skip
+    plan = replace(PLAN, draft=planned)
+    found = build_report(plan, MEASUREMENT)["stages"]
+    assert [one["memory_bytes"]["predicted"] for one in found] == [75, 5]
 
 
 def test_a_plan_with_a_forecast_is_compared_phase_by_phase_and_stage_by_stage():

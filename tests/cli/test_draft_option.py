@@ -1,0 +1,63 @@
+"""llmpq-algo --speculative_model: whether a draft model pays, in the strategy file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmpq.cli.commands.algo import main as algo
+from llmpq.cli.commands.check import main as check
+from llmpq.spec.plan import read_plan
+
+COMMAND = [
+    *["--model", "facebook/opt-13b", "--device_names", "V100-32G", "--device_numbers", "2"],
+    *["--global_bz", "1", "--s", "128", "--n", "100", "--no_explain"],
+]
+
+
+def test_a_draft_model_that_pays_is_in_the_plan(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    options = ["--speculative_model", "facebook/opt-125m", "--speculative_bits", "8"]
+    options += ["--acceptance_rate", "0.8", "--num_speculative_tokens", "6"]
+    assert algo([*COMMAND, *options, "--output", str(path), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)["draft"]
+    plan = read_plan(path)
+    assert plan.draft is not None
+    assert record["model"] == plan.draft.model == "facebook/opt-125m"
+    assert (plan.draft.bits, plan.draft.acceptance_rate) == (8, 0.8)
+    assert 1 <= plan.draft.num_speculative_tokens <= 6
+    assert plan.draft.speedup > 1.2
+    assert check([str(path)]) == 0
+    assert "draft model    facebook/opt-125m at 8 bits on " in capsys.readouterr().out
+    assert algo([*COMMAND, *options, "--output", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "draft model    facebook/opt-125m at 8 bits on " in printed
+    assert f"{plan.draft.speedup:.2f} times as fast if 80% are accepted" in printed
+
+
+def test_one_that_does_not_pay_is_not(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    options = ["--speculative_model", "facebook/opt-6.7b", "--acceptance_rate", "0.2"]
+    assert algo([*COMMAND, *options, "--output", str(path)]) == 0
+    assert "draft model    facebook/opt-6.7b does not pay: none" in capsys.readouterr().out
+    assert read_plan(path).draft is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speculative_bits", "4"], "--speculative_bits: found without --speculative_model"),
+        (["--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5, expected 0 to 1"),
+        (["--num_speculative_tokens", "0"], "--num_speculative_tokens: found 0"),
+        (["--method", "all"], "--speculative_model: found with --method all"),
+        (["--pareto", "3"], "--speculative_model: found with --pareto"),
+        (["--speculative_model", "bigscience/bloom-560m"], "'vocab_size': found 250880"),
+        (["--speculative_model", "nowhere"], "nowhere"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(tmp_path, capsys, options, message):
+    if options[0] != "--speculative_bits":
+        options = ["--speculative_model", "facebook/opt-125m", *options]
+    assert algo([*COMMAND, *options, "--output", str(tmp_path / "plan.json")]) == 2
+    assert message in capsys.readouterr().err
