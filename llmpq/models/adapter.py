@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +22,6 @@ from transformers.pytorch_utils import Conv1D
 from llmpq.errors import SpecError
 from llmpq.models.expert_layouts import use_stacked_experts
 from llmpq.models.families import Family, family_of
-
-T = TypeVar("T")
 
 # Configuration fields that scale embeddings or logits in some family.
 SCALES = (
@@ -87,7 +83,8 @@ class Skeleton:
 
     def build_layer(self, config: PreTrainedConfig, index: int) -> nn.Module:
         """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
-        layer = build_on_meta(lambda: self.layer_class(config, index), _QuickConstruction())
+        with torch.device("meta"), _QuickConstruction():
+            layer = self.layer_class(config, index)
         _use_linear(layer)
         use_stacked_experts(layer, config)
         stored = layer.state_dict().keys()
@@ -179,21 +176,6 @@ class _QuickConstruction(TorchFunctionMode):
         return func(*args, **given)
 
 
-def build_on_meta(build: Callable[[], T], mode: AbstractContextManager[object]) -> T:
-    """Return what ``build`` makes on the meta device, in a mode that may be entered again.
-
-    A rank executes torch's kernels of the meta device that are written in Python (0.3 s) only if
-    an operator has no other.
-    """
-    try:
-        with torch.device("meta"), mode:
-            return build()
-    except NotImplementedError:
-        torch._meta_registrations.activate_meta  # noqa: B018  executes a deferred module
-    with torch.device("meta"), mode:
-        return build()
-
-
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     model_type = config.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -210,7 +192,8 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
             if getattr(small, "num_kv_shared_layers", None):
                 small.num_kv_shared_layers = 0
         quick = contextlib.nullcontext() if has_own_embeddings else _QuickConstruction()
-        model = build_on_meta(lambda: model_class._from_config(small), quick)
+        with torch.device("meta"), quick:
+            model = model_class._from_config(small)
     except Exception as error:  # a configuration can break a model's constructor in any way
         raise SpecError(f"model family {model_type}: cannot be built: {error}") from error
     assert isinstance(model, PreTrainedModel)

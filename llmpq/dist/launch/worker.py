@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.dist.deferred_modules import defer_modules
 from llmpq.dist.io.job import BEATS_PER_TIMEOUT, Job, read_job
 from llmpq.dist.launch.end_with_parent import end_with
 from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
@@ -32,9 +31,6 @@ from llmpq.spec.fields import dump_json, write_text
 _PR_SET_NAME = 15
 NAME = "llmpq-rank-"
 """Name of a rank's process in ``ps`` and ``top``, before its number."""
-DEFERRED = ("torch._meta_registrations", "torch.export")
-"""What torch imports for compilers: kernels of the meta device, of which the skeleton of a model
-needs few (``llmpq.models.adapter.build_on_meta``), and ``torch.export``."""
 
 
 def main(argv: Sequence[str], imports: Sequence[tuple[str, float]] = ()) -> int:
@@ -112,7 +108,6 @@ def import_tasks() -> list[tuple[str, float]]:
         What was imported, each with the time of its end (``time.perf_counter``).
     """
     ends = [("interpreter", time.perf_counter())]
-    defer_modules(*DEFERRED)
     gc.disable()
     try:
         from llmpq.dist.block_unused_imports import import_transformers  # noqa: PLC0415  torch
