@@ -2,13 +2,14 @@
 
 Decode steps of the smallest and the largest batch determine the bandwidth of reading weights and
 the arithmetic of few rows; those in between, how much of the smaller of both adds to the larger.
-Prompts determine the arithmetic of many rows and how many tokens fill the device; long prompts and
-contexts determine attention.
+Prompts determine the arithmetic of many rows and how many tokens fill the device; all of this for
+every bitwidth, as each has kernels of its own. Long prompts and contexts determine attention.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -37,8 +38,7 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
     """
     if not timings.layers:
         raise SpecError("device: found no layer that it computes, expected at least one format")
-    fits = [_Fit(timings=timings, loss=loss) for loss in LOSSES]
-    fit = min(fits, key=lambda one: one.error + USUAL * abs(one.loss - OVERLAP_LOSS))
+    fit = _Fit(timings=timings)
     peak = max(timings.copy_bytes_per_s, fit.stream)
     entry = DeviceEntry(
         type=name,
@@ -48,11 +48,11 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
         memory_bytes_per_s=peak,
         compute_efficiency=1.0,
         memory_efficiency=max(LEAST, fit.stream / peak),
-        overlap_loss=fit.loss,
+        overlap_loss=fit.loss(16),
         attention_efficiency=fit.attention_efficiency(),
         attention_memory_efficiency=fit.attention_memory_efficiency(),
         layer_overhead_s=timings.layer_overhead_s,
-        saturation_tokens=fit.saturation_tokens,
+        saturation_tokens=fit.saturation_tokens(16),
         precision_costs=tuple(fit.cost(bits) for bits in fit.widths),
         compute_capability=timings.compute_capability,
         cores=timings.threads if timings.kind == "cpu" and timings.threads > 1 else None,
@@ -67,10 +67,9 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """The figures that follow once the share of the smaller time that counts, ``loss``, is set."""
+    """The figures of one device."""
 
     timings: DeviceTimings
-    loss: float
 
     @cached_property
     def dtype(self) -> str:
@@ -88,21 +87,32 @@ class _Fit:
         """Bytes of 16-bit weights that decode reads per second."""
         return self._stored_bytes(16) / self._decode_s(16)[0]
 
-    @cached_property
-    def saturation_tokens(self) -> float:
-        """Tokens by which a short prompt counts as longer than it is."""
-        (few, few_s), (many, many_s) = self._arithmetic_s(16)
+    def saturation_tokens(self, bits: int) -> float:
+        """Return the tokens by which a short prompt counts as longer than it is."""
+        (few, few_s), (many, many_s) = self._arithmetic_s(bits)
         return max(0.0, (many * few_s - few * many_s) / (many_s - few_s)) if many_s > few_s else 0.0
 
-    @property
-    def error(self) -> float:
-        """Mean relative error in decode; of the smallest and the largest batch there is none."""
-        errors = []
-        for bits in self.widths:
-            read_s, row_s = self._decode_s(bits)
-            for one in self._short(bits, Phase.DECODE):
-                errors.append(abs(self._overlapped(read_s, one.rows * row_s) / one.seconds - 1))
-        return fmean(errors)
+    def loss(self, bits: int) -> float:
+        """Return how much of the smaller time counts: with the least error in decode."""
+        return self._losses[bits]
+
+    @cached_property
+    def _losses(self) -> dict[int, float]:
+        return {
+            bits: min(
+                LOSSES,
+                key=lambda loss: self._error(bits, loss) + USUAL * abs(loss - OVERLAP_LOSS),
+            )
+            for bits in self.widths
+        }
+
+    def _error(self, bits: int, loss: float) -> float:
+        """Return the mean relative error in decode; the smallest and largest batch have none."""
+        steps = self._short(bits, Phase.DECODE)
+        read_s, row_s = _decode_s(steps, loss)
+        return fmean(
+            abs(_overlapped(read_s, one.rows * row_s, loss) / one.seconds - 1) for one in steps
+        )
 
     def rates(self) -> dict[str, float]:
         """Return the operations per second of 16-bit layers by number format."""
@@ -110,10 +120,9 @@ class _Fit:
         for timing in self.timings.layers:
             if timing.dtype != self.dtype:
                 one = self._without_attention(timing)
-                arithmetic_s = self._other(
-                    one.seconds, self._stored_bytes(16, one.dtype) / self.stream
-                )
-                tokens = one.rows + self.saturation_tokens
+                read_s = self._stored_bytes(16, one.dtype) / self.stream
+                arithmetic_s = _other(one.seconds, read_s, self.loss(16))
+                tokens = one.rows + self.saturation_tokens(16)
                 found[one.dtype] = self._token_flops * tokens / arithmetic_s
         return found
 
@@ -121,12 +130,18 @@ class _Fit:
         """Return the factors of a bitwidth."""
         read_s, row_s = self._decode_s(bits)
         token_s = self._token_s(bits)
+        thin = row_s / token_s
+        rows = max(one.rows for one in self._short(bits, Phase.DECODE))
+        if rows * row_s < read_s:
+            # The arithmetic of so few rows hardly shows: it is not faster than that of a prompt.
+            thin = max(1.0, thin)
         return PrecisionCost(
             bits=bits,
             compute=_factor(token_s / self._token_s(16)),
             stream=_factor(self._stored_bytes(bits) / self.stream / read_s),
-            # A step of few rows does not multiply faster than a prompt.
-            thin=_factor(max(1.0, row_s / token_s) * DECODE_ARITHMETIC),
+            thin=_factor(thin * DECODE_ARITHMETIC),
+            overlap_loss=None if bits == 16 else self.loss(bits),
+            saturation_tokens=None if bits == 16 else self.saturation_tokens(bits),
         )
 
     def attention_efficiency(self) -> float:
@@ -185,49 +200,55 @@ class _Fit:
         return LAYER_MATRICES * size
 
     def _decode_s(self, bits: int) -> tuple[float, float]:
-        """Return the seconds of reading the weights of a layer, and of the arithmetic of a row.
-
-        Steps of ``m`` rows take ``read + loss m row`` while reading takes longer, else
-        ``m row + loss read``: of the smallest batch the first holds, of the largest one of both.
-        """
-        steps = self._short(bits, Phase.DECODE)
-        few, many, loss = steps[0], steps[-1], self.loss
-        ratio = few.rows / many.rows
-        read_s = (few.seconds - loss * ratio * many.seconds) / (1 - loss * loss * ratio)
-        row_s = (many.seconds - loss * read_s) / many.rows
-        if many.rows * row_s < read_s:
-            row_s = (many.seconds - few.seconds) / (many.rows - few.rows) / loss
-            read_s = few.seconds - loss * few.rows * row_s
-        return max(read_s, LEAST * few.seconds), max(row_s, LEAST * few.seconds / many.rows)
+        return _decode_s(self._short(bits, Phase.DECODE), self.loss(bits))
 
     def _arithmetic_s(self, bits: int) -> list[tuple[int, float]]:
         """Return rows and seconds of arithmetic of the short prompts of a bitwidth."""
         read_s = self._decode_s(bits)[0]
         steps = self._short(bits, Phase.PREFILL)
-        return [(one.rows, self._other(one.seconds, read_s)) for one in steps]
+        return [(one.rows, _other(one.seconds, read_s, self.loss(bits))) for one in steps]
 
     def _token_s(self, bits: int) -> float:
         """Return the seconds of arithmetic of a token of a prompt that fills the device.
 
         Of the values that the two prompts have at some bits it is the geometric mean.
         """
+        saturation = self.saturation_tokens(bits)
         few_s, many_s = (
-            seconds / (rows + self.saturation_tokens) for rows, seconds in self._arithmetic_s(bits)
+            seconds / (rows + saturation) for rows, seconds in self._arithmetic_s(bits)
         )
         return math.sqrt(few_s * many_s)
 
-    def _overlapped(self, first_s: float, second_s: float) -> float:
-        return max(first_s, second_s) + self.loss * min(first_s, second_s)
 
-    def _other(self, total_s: float, known_s: float) -> float:
-        """Return ``x`` whose overlap with ``known_s`` takes ``total_s``, at least a little.
+def _decode_s(steps: Sequence[LayerTiming], loss: float) -> tuple[float, float]:
+    """Return the seconds of reading the weights of a layer, and of the arithmetic of a row.
 
-        ``x`` is taken as the larger where that is consistent, else as the smaller.
-        """
-        larger = total_s - self.loss * known_s
-        if larger >= known_s:
-            return larger
-        return max((total_s - known_s) / self.loss, LEAST * total_s)
+    Steps of ``m`` rows take ``read + loss m row`` while reading takes longer, else
+    ``m row + loss read``: of the smallest batch the first holds, of the largest one of both.
+    """
+    few, many = steps[0], steps[-1]
+    ratio = few.rows / many.rows
+    read_s = (few.seconds - loss * ratio * many.seconds) / (1 - loss * loss * ratio)
+    row_s = (many.seconds - loss * read_s) / many.rows
+    if many.rows * row_s < read_s:
+        row_s = (many.seconds - few.seconds) / (many.rows - few.rows) / loss
+        read_s = few.seconds - loss * few.rows * row_s
+    return max(read_s, LEAST * few.seconds), max(row_s, LEAST * few.seconds / many.rows)
+
+
+def _overlapped(first_s: float, second_s: float, loss: float) -> float:
+    return max(first_s, second_s) + loss * min(first_s, second_s)
+
+
+def _other(total_s: float, known_s: float, loss: float) -> float:
+    """Return ``x`` whose overlap with ``known_s`` takes ``total_s``, at least a little.
+
+    ``x`` is taken as the larger where that is consistent, else as the smaller.
+    """
+    larger = total_s - loss * known_s
+    if larger >= known_s:
+        return larger
+    return max((total_s - known_s) / loss, LEAST * total_s)
 
 
 def _factor(value: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from llmpq.costmodel.base import Estimate
 from llmpq.costmodel.stored import kv_scale_bytes
-from llmpq.spec.devices.figures import DeviceSpec
+from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import (
     DTYPE_BYTES,
@@ -68,9 +68,9 @@ class RooflineLatencyModel:
         is_prefill = phase is Phase.PREFILL
         share = 1.0 if is_prefill else DECODE_ARITHMETIC / cost.thin
         # A short prompt does not fill the device; it counts with that many more tokens.
-        rows = work.rows + (self.device.saturation_tokens if is_prefill else 0.0)
+        rows = work.rows + (self._saturation_tokens(cost) if is_prefill else 0.0)
         compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
-        seconds = self._overlapped(weights_s, compute_s)
+        seconds = self._overlapped(weights_s, compute_s, cost)
         seconds += work.attention_flops / (self._arithmetic * self.device.attention_efficiency)
         cached = work.kv_values * self.kv_bits / 8
         cached += batch * tokens * kv_scale_bytes(layer, self.kv_bits)
@@ -103,13 +103,18 @@ class RooflineLatencyModel:
         stored = linear_bytes(*shape, self.model.head_precision(head_bits), value_bytes)
         # As many rows as in decode: one position a sequence.
         weights_s = stored / (self._stream * cost.stream_of(Phase.DECODE, batch))
-        head_s = self._overlapped(weights_s, compute_s)
+        head_s = self._overlapped(weights_s, compute_s, cost)
         sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
         return embed_s + head_s + sample_s + self.device.layer_overhead_s
 
-    def _overlapped(self, first_s: float, second_s: float) -> float:
+    def _overlapped(self, first_s: float, second_s: float, cost: PrecisionCost) -> float:
         shorter_s, longer_s = sorted((first_s, second_s))
-        return longer_s + self.device.overlap_loss * shorter_s
+        own = cost.overlap_loss
+        return longer_s + (self.device.overlap_loss if own is None else own) * shorter_s
+
+    def _saturation_tokens(self, cost: PrecisionCost) -> float:
+        own = cost.saturation_tokens
+        return self.device.saturation_tokens if own is None else own
 
     @property
     def _arithmetic(self) -> float:

@@ -113,6 +113,29 @@ def test_how_much_of_the_smaller_time_counts_is_found(loss):
     assert entry.overlap_loss == pytest.approx(loss, abs=0.1)
 
 
+def test_every_bitwidth_has_an_overlap_and_a_saturation_of_its_own():
+    costs = (
+        PrecisionCost(bits=16, compute=1.0, stream=1.0, thin=0.6),
+        # Few rows multiply faster than prompts, as in a kernel that rounds activations.
+        PrecisionCost(bits=8, compute=0.5, stream=1.0, thin=0.35, saturation_tokens=0.0,
+                      overlap_loss=0.9),
+        PrecisionCost(bits=4, compute=0.8, stream=0.5, thin=0.8, saturation_tokens=300.0),
+    )  # fmt: skip
+    true = entry_of(1e11, 2e10, overlap_loss=0.2, precision_costs=costs)
+    timings = timings_of(true)
+    timings = replace(timings, layers=tuple(one for one in timings.layers if one.bits != 3))
+    found = fit_device(timings, "own", "test")
+    model = llama(1024, 2816, 8)
+    expected, predicted = (roofline(entry, model).layer_s for entry in (true, found))
+    for phase, batch, tokens in OTHERS:
+        for bits in (4, 8, 16):
+            shape = phase, bits, batch, tokens, 0
+            assert predicted(*shape) == pytest.approx(expected(*shape), rel=0.1), shape
+    eight = device_of(found).precision_cost(8)
+    assert eight.overlap_loss == pytest.approx(0.9, abs=0.1)
+    assert eight.saturation_tokens == pytest.approx(0.0, abs=2.0)
+
+
 def test_an_entry_can_be_planned_with_and_names_its_origin():
     true = entry_of(1e14, 5e11)
     timings = timings_of(

@@ -53,7 +53,15 @@ CLUSTER = {
             "attention_efficiency": 1.2,
             "attention_memory_efficiency": 0.7,
             "precision_costs": [
-                {"bits": 8, "compute": 1.0, "stream": 1.0, "overhead": 1.0, "dequantize": 0.0}
+                {
+                    "bits": 8,
+                    "compute": 1.0,
+                    "stream": 1.0,
+                    "overhead": 1.0,
+                    "dequantize": 0.0,
+                    "overlap_loss": 0.4,
+                    "saturation_tokens": None,
+                }
             ],
             "bits": [16, 8],
             "compute_capability": [8, 6],

@@ -35,6 +35,7 @@ class PrecisionCost:
         thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
         few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
         stream_beyond: on achieved memory bandwidth in decode with more rows than those.
+        overlap_loss, saturation_tokens: of this bitwidth, where they differ from the device's.
     """
 
     bits: int
@@ -45,6 +46,8 @@ class PrecisionCost:
     thin: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
     few_rows: Annotated[int | None, Rule(minimum=1)] = None
     stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+    overlap_loss: Share | None = None
+    saturation_tokens: Annotated[float | None, Rule(minimum=0)] = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
