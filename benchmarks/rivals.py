@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> None:
-    """Compile llama.cpp's batched benchmark and its server into the folder."""
+    """Compile llama.cpp's batched benchmark, its server and its RPC worker into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
@@ -54,7 +54,7 @@ def build(folder: Path) -> None:
         subprocess.run(
             [python, "-m", "pip", "install", "-q", "gguf", "scikit-build-core"], check=True
         )
-    if bench_of(folder).exists() and server_of(folder).exists():
+    if all(made.exists() for made in (bench_of(folder), server_of(folder), worker_of(folder))):
         return
     if not list(folder.glob("llama_cpp_python-*/vendor")):
         pip = [str(python), "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
@@ -63,10 +63,12 @@ def build(folder: Path) -> None:
             archive.extractall(folder, filter="data")
     source = next(folder.glob("llama_cpp_python-*/")) / "vendor" / "llama.cpp"
     off = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
-    words = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
+    on = ("GGML_NATIVE", "GGML_RPC")
+    words = ["-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=ON" for name in on)]
+    words += [f"-D{name}=OFF" for name in off]
     made = folder / "build"
     subprocess.run(["cmake", "-S", str(source), "-B", str(made), *words], check=True)
-    target = ["--target", "llama-batched-bench", "llama-server", "-j", "2"]
+    target = ["--target", "llama-batched-bench", "llama-server", "ggml-rpc-server", "-j", "2"]
     subprocess.run(["nice", "-n", "19", "cmake", "--build", str(made), *target], check=True)
 
 
@@ -78,6 +80,11 @@ def bench_of(folder: Path) -> Path:
 def server_of(folder: Path) -> Path:
     """Where llama.cpp's server is."""
     return folder / "build" / "bin" / "llama-server"
+
+
+def worker_of(folder: Path) -> Path:
+    """Where llama.cpp's RPC worker is."""
+    return folder / "build" / "bin" / "ggml-rpc-server"
 
 
 def prepare(folder: Path, case: str, shape: tuple[int, ...], vocabulary: int) -> None:
@@ -170,20 +177,33 @@ def llama_cpp(  # noqa: PLR0913  what a run is, and how
 
     ``words`` are further options of its benchmark.
     """
-    context = 2 * rows * (prompt + new)
+    model = gguf_of(folder, case, bits)
+    last = batched_bench(folder, model, (rows, rows), (prompt, new), words)[-1]
+    return {"seconds": last["t_pp"] + last["t_tg"], "decode": last["t_tg"]}
+
+
+def batched_bench(
+    folder: Path, model: Path, rows: Sequence[int], lengths: tuple[int, int],
+    words: Sequence[str] = (), before: Sequence[str] = (),
+) -> list[dict[str, float]]:  # fmt: skip
+    """Run llama.cpp's benchmark with each number of ``rows`` in turn; return its results.
+
+    ``lengths`` are tokens of a prompt and new tokens, ``words`` further options. ``before`` stands
+    before the command and says where it runs.
+    """
+    context = 2 * max(rows) * sum(lengths)
+    prompt, new = map(str, lengths)
     threads = str(len(os.sched_getaffinity(0)))
     done = subprocess.run(
         [
-            str(bench_of(folder)), "-m", str(gguf_of(folder, case, bits)), "-c", str(context),
-            "-b", "2048", "-ub", "512", "-npp", str(prompt), "-ntg", str(new), "-npl",
-            f"{rows},{rows}", "-t", threads, "--output-format", "jsonl", *words,
+            *before, str(bench_of(folder)), "-m", str(model), "-c", str(context), "-b", "2048",
+            "-ub", "512", "-npp", prompt, "-ntg", new, "-npl", ",".join(map(str, rows)),
+            "-t", threads, "--output-format", "jsonl", *words,
         ],
         env=unset_threading(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         check=True,
     )  # fmt: skip
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    last: dict[str, Any] = lines[-1]
-    return {"seconds": last["t_pp"] + last["t_tg"], "decode": last["t_tg"]}
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def transformers_pipeline(model_dir: Path, shape: tuple[int, int, int]) -> dict[str, float]:
