@@ -109,47 +109,64 @@ static void decode(const Weight *w, int64_t row, int64_t column, int64_t columns
     }
 }
 
-/* Adds `sum` to 16 rows from `row` on of one row of x, scaled unless the weight is bf16. */
-INLINE void add_scaled(const Job *job, const vf *sum, float x_sum, int64_t column, int64_t row,
-                       float *to) {
+/* Adds sums of LANES rows from `row` on, `stride` apart for rows of x, scaled unless they are bf16's. */
+INLINE void add_scaled(const Job *job, const vf *sum, const float *x_sum, int64_t column,
+                       int64_t row, float *total, int64_t strip, const int stride) {
     const Weight *w = job->product->weight;
-    float scale[16], zero[16] = {0};
-    if (w->bits < 16) store_floats(scale, scale_at(w, column, row));
-    if (w->zeros) store_floats(zero, zero_at(w, column, row));
-    for (int part = 0; part < PARTS; part++) {
-        vf new = load(to + LANES * part);
-        if (w->bits < 16)
-            new += load(scale + LANES * part) * sum[part] + load(zero + LANES * part) * x_sum;
-        else
-            new += sum[part];
-        memcpy(to + LANES * part, &new, sizeof new);
+    int64_t at = w->bits < 16 ? column / w->group * w->rows + row : 0;
+    vf scale = {0}, zero = {0};
+    if (w->bits < 16) scale = load_any(w->scales, at, w->scale_type);
+    if (w->zeros) zero = load_any(w->zeros, at, w->scale_type);
+    for (int64_t m = 0; m < strip; m++) {
+        vf new = load(total + m * PANEL);
+        vf x = zero * (w->zeros ? x_sum[m] : 0); /* rounded alike for any number of rows */
+        if (w->bits < 16) new += multiply_add(scale, sum[m * stride], x);
+        else new += sum[m * stride];
+        memcpy(total + m * PANEL, &new, sizeof new);
     }
 }
 
-/* Sums of `strip` rows of x over one block, then scaled into `total` [strip, PANEL]. */
-INLINE void multiply(const Job *job, const float *panel, const float *x, int64_t stride,
-                     int64_t first, int64_t column, int64_t row, float *total, const int strip,
-                     const int wide) {
-    vf sum[STRIP][WIDE * PARTS];
-    for (int m = 0; m < strip; m++)
-        for (int n = 0; n < wide * PARTS; n++) sum[m][n] = (vf){0};
-    for (int64_t k = 0; k < job->block; k++)
+/* Sums of `strip` rows of x over one block of columns. */
+INLINE void add_up(const float *panel, const float *x, int64_t stride, int64_t block, vf *out,
+                   const int strip, const int across) {
+    vf sum[STRIP * WIDE * PARTS];
+#pragma GCC unroll 24
+    for (int i = 0; i < strip * across; i++) sum[i] = (vf){0};
+    for (int64_t k = 0; k < block; k++)
         for (int m = 0; m < strip; m++)
-            for (int n = 0; n < wide * PARTS; n++)
-                sum[m][n] += x[m * stride + k] * load(panel + k * wide * 16 + n * LANES);
-    const float *sums = job->sums + column / job->block * job->product->count + first;
-    for (int n = 0; n < wide; n++)
-        for (int m = 0; m < strip; m++)
-            add_scaled(job, sum[m] + n * PARTS, job->product->weight->zeros ? sums[m] : 0, column,
-                       row + 16 * n, total + m * PANEL + 16 * n);
+            for (int n = 0; n < across; n++)
+                sum[m * across + n] += x[m * stride + k] * load(panel + (k * across + n) * LANES);
+#pragma GCC unroll 24
+    for (int i = 0; i < strip * across; i++) out[i] = sum[i];
 }
 
-/* A block of columns of some rows of x: where it lies, or widened. */
+/* Functions of their own, as the sums take all registers but those of one column. */
+#define ROWS(COUNT)                                                                              \
+    static __attribute__((noinline)) void add_up_##COUNT(                                        \
+        const float *panel, const float *x, int64_t stride, int64_t block, vf *out, int wide) {  \
+        if (WIDE == 1 || wide == WIDE) add_up(panel, x, stride, block, out, COUNT, WIDE * PARTS);             \
+        else add_up(panel, x, stride, block, out, COUNT, PARTS);                                 \
+    }
+ROWS(1) ROWS(2)
+#if defined(__AVX2__)
+ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#endif
+#undef ROWS
+
+typedef void (*AddUp)(const float *, const float *, int64_t, int64_t, vf *, int);
+#if defined(__AVX2__)
+static const AddUp add_ups[STRIP + 1] = {0, add_up_1, add_up_2, add_up_3, add_up_4, add_up_5, add_up_6};
+#else
+static const AddUp add_ups[STRIP + 1] = {0, add_up_1, add_up_2};
+#endif
+
+/* A block of columns of some rows of x: where it lies, or widened; or many of them side by side, as
+ * rows of x far apart take each other's place in the cache. */
 INLINE const float *block_of(const Job *job, int64_t first, int64_t count, int64_t column,
                              float *room, int64_t *stride) {
     const Product *p = job->product;
     int64_t columns = p->weight->columns;
-    if (job->type == TYPE_F32) {
+    if (job->type == TYPE_F32 && count <= STRIP) {
         *stride = columns;
         return (const float *)p->x + first * columns + column;
     }
@@ -162,45 +179,60 @@ INLINE const float *block_of(const Job *job, int64_t first, int64_t count, int64
     return room;
 }
 
-INLINE void put_row(const Job *job, const float *total, int64_t m, int64_t row, int wide) {
+INLINE void put_row(const Job *job, const float *total, int64_t m, int64_t row, int64_t rows) {
     const Product *p = job->product;
-    for (int n = 0; n < 16 * wide; n += LANES) {
+    for (int64_t n = 0; n < rows; n += LANES) {
         vf sum = load(total + n);
         if (p->bias) sum += load_any(p->bias, row + n, job->type);
         store_typed(p->y, m * p->weight->rows + row + n, LANES, typed_bits(sum, job->type), job->type);
     }
 }
 
-INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, const int wide) {
-    const Weight *w = job->product->weight;
+/* One block of columns of 16 `wide` rows from `row` on. */
+INLINE void block_rows(const Job *job, const float *x, int64_t stride, int64_t column, int64_t row,
+                       int64_t first, int64_t count, float *total, const int wide) {
     float panel[COLUMNS * WIDE * 16] __attribute__((aligned(64)));
+    for (int n = 0; n < wide; n++)
+        decode(job->product->weight, row + 16 * n, column, job->block, panel + 16 * n, 16 * wide);
+    for (int64_t m = 0; m < count; m += STRIP) {
+        vf sum[STRIP * WIDE * PARTS];
+        int64_t strip = count - m < STRIP ? count - m : STRIP;
+        add_ups[strip](panel, x + m * stride, stride, job->block, sum, wide);
+        const float *sums = job->sums + column / job->block * job->product->count + first + m;
+        for (int n = 0; n < wide * PARTS; n++)
+            add_scaled(job, sum + n, sums, column, row + LANES * n, total + m * PANEL + LANES * n,
+                       strip, wide * PARTS);
+    }
+}
+
+static void panel_rows(const Job *job, int64_t row, int64_t end, int64_t first, int64_t count) {
     float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     float room[ROW_BLOCK * COLUMNS] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
-    for (int64_t k = 0; k < w->columns; k += job->block) {
-        for (int n = 0; n < wide; n++)
-            decode(w, row + 16 * n, k, job->block, panel + 16 * n, 16 * wide);
-        int64_t stride, m = 0;
+    for (int64_t k = 0; k < job->product->weight->columns; k += job->block) {
+        int64_t stride, r = row;
         const float *x = block_of(job, first, count, k, room, &stride);
-        for (; m + STRIP <= count; m += STRIP)
-            multiply(job, panel, x + m * stride, stride, first + m, k, row, total + m * PANEL, STRIP,
-                     wide);
-        for (; m < count; m++)
-            multiply(job, panel, x + m * stride, stride, first + m, k, row, total + m * PANEL, 1,
-                     wide);
+        for (; r + 16 * WIDE <= end; r += 16 * WIDE)
+            block_rows(job, x, stride, k, r, first, count, total + r - row, WIDE);
+        for (; WIDE > 1 && r < end; r += 16)
+            block_rows(job, x, stride, k, r, first, count, total + r - row, 1);
     }
-    for (int64_t m = 0; m < count; m++) put_row(job, total + m * PANEL, first + m, row, wide);
+    for (int64_t m = 0; m < count; m++) put_row(job, total + m * PANEL, first + m, row, end - row);
+}
+
+/* Rows of the weight in a part: more of them where rows of x are moved or widened for each part. */
+INLINE int64_t part_rows(const Product *p) {
+    return p->count <= STRIP ? 16 * WIDE : PANEL;
 }
 
 static void panel_part(void *data, int64_t item) {
     const Job *job = data;
-    const Weight *w = job->product->weight;
-    int64_t row = item * WIDE * 16, end = row + WIDE * 16;
-    for (int64_t first = 0; first < job->product->count; first += ROW_BLOCK) {
-        int64_t left = job->product->count - first, count = left < ROW_BLOCK ? left : ROW_BLOCK;
-        if (end <= w->rows) panel_rows(job, row, first, count, WIDE);
-        else
-            for (int64_t r = row; r < w->rows; r += 16) panel_rows(job, r, first, count, 1);
+    const Product *p = job->product;
+    int64_t row = item * part_rows(p), end = row + part_rows(p);
+    if (end > p->weight->rows) end = p->weight->rows;
+    for (int64_t first = 0; first < p->count; first += ROW_BLOCK) {
+        int64_t left = p->count - first;
+        panel_rows(job, row, end, first, left < ROW_BLOCK ? left : ROW_BLOCK);
     }
 }
 
@@ -217,9 +249,13 @@ void float_sums(const Prepared *q, int64_t rows, int64_t m) {
     }
 }
 
-void float_part(const Product *p, const Prepared *q, int64_t panel) {
+int64_t float_parts(const Product *p) {
+    return (p->weight->rows + part_rows(p) - 1) / part_rows(p);
+}
+
+void float_part(const Product *p, const Prepared *q, int64_t item) {
     Job job = {p, q->sums, q->block, q->type};
-    panel_part(&job, panel);
+    panel_part(&job, item);
 }
 
 int kernels_float(const Product *p, int type) {
@@ -230,7 +266,7 @@ int kernels_float(const Product *p, int type) {
     Prepared prepared = {.x = p->x, .columns = w->columns, .block = block, .sums = sums, .type = type};
     for (int64_t m = 0; w->zeros && m < p->count; m++) float_sums(&prepared, p->count, m);
     Job job = {p, sums, block, type};
-    run_parts(panel_part, &job, (w->rows + WIDE * 16 - 1) / (WIDE * 16), p->threads);
+    run_parts(panel_part, &job, float_parts(p), p->threads);
     free(sums);
     return DONE;
 }
