@@ -2,6 +2,9 @@
 
     OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 python benchmarks/kernel_times.py
 
+Older processors: set ATEN_CPU_CAPABILITY=avx2, MKL_ENABLE_INSTRUCTIONS=AVX2, and ONEDNN_MAX_CPU_ISA
+to AVX2, or to AVX2_VNNI for one with AVX-VNNI.
+
 Activations are Gaussian, with eight channels at ``--outlier-scale`` times the rest. Rounds are
 interleaved in random order and medians are reported, so that a busy machine disturbs all backends
 alike. With one thread it is this thread's processor time that counts.

@@ -7,11 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from helpers.instruction_sets import OWN
 
 from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.kernels.cpu import native
 
 PROGRAM = """
 import torch
+from llmpq.kernels.cpu.native import instruction_set
 from llmpq.kernels.registry import choose_backend
 from llmpq.quant import quantize
 from llmpq.spec.precision import default_precision
@@ -27,7 +30,7 @@ for bits in (8, 4, 3):
     y = backend.linear(x, backend.prepare(packed), None).float()
     right = x.float() @ packed.dequantize(torch.float32).T
     worst = max(worst, float((y - right).norm() / right.norm()))
-print(worst)
+print(instruction_set(), worst)
 """
 
 
@@ -37,4 +40,41 @@ def test_few_bits_are_right_on_every_vector_extension(cpu_isa):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
     )
-    assert float(done.stdout) < 0.01
+    name, error = done.stdout.split()
+    limited = {None: OWN, "avx512": "avx512", "avx2": "avx2", "sse4": "baseline"}[cpu_isa]
+    oldest_first = list(reversed(native.FLAGS))
+    assert name == min(OWN, limited, key=oldest_first.index)
+    assert float(error) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_bf16", "has_vnni", "expected"),
+    [
+        ("AVX512", True, True, "avx512_bf16"),
+        ("AVX512_CORE", False, True, "avx512_vnni"),
+        ("AVX512", False, False, "avx512"),
+        ("AVX2", False, True, "avx2_vnni"),
+        ("AVX2", False, False, "avx2"),
+        ("DEFAULT", False, False, "baseline"),
+        ("NO AVX", False, False, "baseline"),
+    ],
+)
+def test_the_newest_instruction_set_is_chosen(
+    monkeypatch, capability, has_bf16, has_vnni, expected
+):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(native, "has_bf16_products", lambda: has_bf16)
+    for function in ("has_byte_products", "has_u8_matmul", "has_avx_vnni"):
+        monkeypatch.setattr(native, function, lambda: has_vnni)
+    assert native.instruction_set() == expected
+
+
+def test_a_process_held_to_avx2_leaves_vnni_alone(monkeypatch):
+    """oneDNN may multiply with AVX-512 where torch is held to AVX2 alone."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(native, "has_u8_matmul", lambda: True)
+    for found in ({}, {"avx_vnni": False}):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda found=found: found, raising=False)
+        native.has_avx_vnni.cache_clear()
+        assert native.instruction_set() == "avx2"
+    native.has_avx_vnni.cache_clear()

@@ -4,18 +4,16 @@ import math
 
 import pytest
 import torch
+from helpers.instruction_sets import RUNNABLE, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels.cpu import paged_attention
-from llmpq.kernels.cpu.native import FLAGS, instruction_set, library, load
 from llmpq.kernels.cpu.paged_attention import MAX_SINGLE_TOKENS, PagedCall, PagedHeads, can_attend
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(
     not can_attend(torch.float32, torch.float32, 32, 16), reason="no C compiler"
 )
-RUNNABLE = list(FLAGS)[list(FLAGS).index(instruction_set()) :] if library() else []
 CLOSE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -135,8 +133,7 @@ def test_prompts_and_chunks_are_those_of_float64(
 
 @pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
-def test_every_instruction_set_stores_and_attends(name, stored, monkeypatch):
-    monkeypatch.setattr(paged_attention, "library", lambda: load(name))
+def test_every_instruction_set_stores_and_attends(name, stored):
     rng = torch.Generator().manual_seed(3)
     starts, counts = [30, 0, 90], [70, 40, 1]
     lengths = [100, 40, 91]
@@ -145,8 +142,9 @@ def test_every_instruction_set_stores_and_attends(name, stored, monkeypatch):
     new = tuple(torch.randn(1, 2, 111, 32, generator=rng).bfloat16() for _ in range(2))
     call = PagedCall(tables, starts, counts)
 
-    call.store(new, blocks)
-    made = call.attend(query, blocks, scaling=0.2)
+    with using(name):
+        call.store(new, blocks)
+        made = call.attend(query, blocks, scaling=0.2)
 
     _check(made, query, blocks, tables, starts, counts, {"scaling": 0.2}, 2e-2)
     wide, first = _wide(blocks), 0

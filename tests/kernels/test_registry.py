@@ -2,33 +2,66 @@
 
 import pytest
 import torch
+from helpers.instruction_sets import RUNNABLE, WITH_BYTES, using
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, choose_backend
-from llmpq.kernels.cpu.native import has_bf16_products, has_u8_matmul, library
+from llmpq.kernels.cpu.native import (
+    has_byte_products,
+    has_pieces,
+    has_u8_matmul,
+    instruction_set,
+    library,
+)
 from llmpq.spec.precision import Precision, default_precision
 
 HAS_U8 = has_u8_matmul()
 COMPILED = "cpu_packed" if library() is not None else "reference"
-PIECES = "cpu_packed_int8" if has_bf16_products() and library() is not None else COMPILED
-INT8 = "cpu_llm_int8" if has_bf16_products() and library() is not None else "cpu_int8"
+HAS_PIECES = has_pieces(instruction_set()) and library() is not None
+PIECES = "cpu_packed_int8" if HAS_PIECES else COMPILED
+WITHOUT_COMPILER = "cpu_int8" if HAS_U8 else "reference"
+INT8 = "cpu_llm_int8" if has_byte_products() else "cpu_packed"
+INT8 = INT8 if library() is not None else WITHOUT_COMPILER
 
 
 @pytest.mark.parametrize(
     ("bits", "dtype", "expected"),
     [
         (4, torch.bfloat16, PIECES),
-        (4, torch.float16, COMPILED),
+        (4, torch.float16, PIECES),
         (4, torch.float32, COMPILED),
         (3, torch.bfloat16, PIECES),
+        (3, torch.float16, PIECES),
         (3, torch.float32, COMPILED),
         (8, torch.float32, COMPILED),
-        (8, torch.bfloat16, INT8 if HAS_U8 else COMPILED),
-        (8, torch.float16, INT8 if HAS_U8 else COMPILED),
+        (8, torch.bfloat16, INT8),
+        (8, torch.float16, INT8),
     ],
 )
 def test_defaults_on_a_cpu(bits, dtype, expected):
     assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_defaults_of_every_instruction_set(name):
+    with using(name):
+        for bits in (3, 4):
+            pieces = "cpu_packed" if name == "baseline" else "cpu_packed_int8"
+            for dtype, expected in ((torch.bfloat16, pieces), (torch.float32, "cpu_packed")):
+                chosen = choose_backend("cpu", default_precision(bits), dtype, 1024, 1024)
+                assert chosen.name == expected
+        chosen = choose_backend("cpu", default_precision(8), torch.bfloat16, 1024, 1024)
+        assert chosen.name == ("cpu_llm_int8" if name in WITH_BYTES else "cpu_packed")
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounded_activations_can_be_asked_for_and_avoided(bits, dtype):
+    if not HAS_PIECES:
+        pytest.skip("needs AVX2 and a C compiler")
+    for name in ("cpu_packed", "cpu_packed_int8"):
+        chosen = choose_backend("cpu", default_precision(bits), dtype, 64, 128, prefer=name)
+        assert chosen.name == name
 
 
 @pytest.mark.parametrize(
@@ -40,8 +73,8 @@ def test_defaults_on_a_cpu(bits, dtype, expected):
         (3, torch.bfloat16, "reference"),
         (3, torch.float32, "reference"),
         (8, torch.float32, "reference"),
-        (8, torch.bfloat16, "cpu_int8" if HAS_U8 else "reference"),
-        (8, torch.float16, "cpu_int8" if HAS_U8 else "reference"),
+        (8, torch.bfloat16, WITHOUT_COMPILER),
+        (8, torch.float16, WITHOUT_COMPILER),
     ],
 )
 def test_defaults_without_a_compiler(bits, dtype, expected, monkeypatch):

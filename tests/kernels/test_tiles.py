@@ -2,14 +2,15 @@
 
 import hashlib
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers.instruction_sets import OWN, RUNNABLE, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels.cpu import tiles
-from llmpq.kernels.cpu.native import FLAGS, has_bf16_products, instruction_set, library, load
+from llmpq.kernels.cpu.native import has_bf16_products, has_pieces, library
 from llmpq.kernels.cpu.tiles import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -30,7 +31,8 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products")
-RUNNABLE = list(FLAGS)[list(FLAGS).index(instruction_set()) :]
+PIECES = [name for name in RUNNABLE if has_pieces(name)]
+OLDER = [name for name in PIECES if name != OWN]
 
 precisions = st.builds(
     Precision,
@@ -140,73 +142,125 @@ few_bits = st.builds(
 
 
 def in_pieces(x):
-    """``x`` rounded to 8 bits in pieces of 32 columns, in float64."""
-    pieces = x.double().view(len(x), -1, 32)
-    step = pieces.abs().amax(-1, keepdim=True) / 127
-    return torch.where(step > 0, (pieces / step).round() * step, 0.0).view(x.shape)
+    """``x`` rounded to 8 bits in pieces of 32 columns, to the codes of float32 arithmetic."""
+    pieces = x.float().view(len(x), -1, 32)
+    size = pieces.abs().amax(-1, keepdim=True)
+    codes = (pieces * torch.full_like(size, 127).div(size)).round()  # 127 / size rounds twice
+    return torch.where(size > 0, codes.double() * (size / 127), 0.0).view(x.shape)
 
 
-@needs_bf16
-@settings(deadline=None, max_examples=40)
+def rounding_of(dtype):
+    """Half the distance of two answers, relative to them, and float32's own rounding before."""
+    return torch.finfo(dtype).eps / 2 + 1e-6
+
+
+@pytest.mark.parametrize("name", PIECES)
+@settings(deadline=None, max_examples=25)
 @given(
     precision=few_bits,
     shape=shapes,
     count=row_counts,
+    dtype=dtypes,
     outlier=st.sampled_from([1.0, 50.0]),
     seed=st.integers(0, 99),
 )
 def test_products_with_8_bit_pieces_are_those_of_rounded_activations(
-    precision, shape, count, outlier, seed
+    name, precision, shape, count, dtype, outlier, seed
 ):
-    packed = random_packed(shape, precision, torch.bfloat16, seed)
+    packed = random_packed(shape, precision, dtype, seed)
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(count, shape[1], generator=rng)
     x[:, 5] *= outlier
     x[0, 32:64] = 0.0
-    x = x.to(torch.bfloat16)
-    bias = torch.randn(shape[0], generator=rng).to(torch.bfloat16)
-    y = packed_int8_product(x, in_tiles(packed), bias)
-    # A number half way between two codes may go to either; bf16 rounds the answer.
-    assert worst_error(y, in_pieces(x), packed, bias) < 2**-8
+    x = x.to(dtype)
+    bias = torch.randn(shape[0], generator=rng).to(dtype)
+    with using(name):
+        y = packed_int8_product(x, in_tiles(packed), bias)
+    assert worst_error(y, in_pieces(x), packed, bias) < rounding_of(dtype)
     rounded = (x.double() - in_pieces(x)).abs() @ packed.dequantize(torch.float64).abs().T
     exact = x.double() @ packed.dequantize(torch.float64).T + bias.double()
     assert ((y.double() - exact).abs() <= rounded + exact.abs() * 2**-8 + 1e-2).all()
 
 
-@needs_bf16
+@pytest.mark.parametrize("name", OLDER)
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_row_of_8_bit_pieces_does_not_depend_on_its_company(bits):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_8_bit_pieces_give_the_same_bits_on_every_processor(name, bits, dtype):
+    for symmetric, group in ((False, 64), (True, None)):
+        precision = Precision(bits=bits, group_size=group, symmetric=symmetric)
+        weight = in_tiles(random_packed((208, 256), precision, dtype))
+        x = torch.randn(201, 256, generator=torch.Generator().manual_seed(2)).to(dtype)
+        bias = torch.randn(208, generator=torch.Generator().manual_seed(3)).to(dtype)
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 201):
+            expected = packed_int8_product(x[:count], weight, bias)
+            with using(name):
+                assert torch.equal(packed_int8_product(x[:count], weight, bias), expected)
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("count", [1, 9])
+def test_the_largest_sums_of_8_bit_pieces_do_not_saturate(name, bits, count):
+    packed = random_packed((64, 256), Precision(bits=bits, group_size=64), torch.float32)
+    packed = replace(packed, codes=torch.full_like(packed.codes, 255))
+    x = torch.ones(count, 256)
+    x[:, 128:] = -2.0
+    x[-1] *= -1
+    zero = torch.zeros(64)
+    with using(name):
+        y = packed_int8_product(x, in_tiles(packed), None)
+    assert worst_error(y, x, packed, zero) < 1e-6
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_row_of_8_bit_pieces_does_not_depend_on_its_company(name, bits):
     packed = random_packed((80, 256), Precision(bits=bits, group_size=64), torch.bfloat16)
     weight = in_tiles(packed)
     x = torch.randn(200, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    alone = torch.cat([packed_int8_product(row[None], weight, None) for row in x])
-    for count in (1, 2, 3, 4, 5, 7, 200):
-        for threads in (1, 2):
-            y = packed_int8_product(x[:count], weight, None, threads=threads)
-            assert torch.equal(y, alone[:count])
+    with using(name):
+        alone = torch.cat([packed_int8_product(row[None], weight, None) for row in x])
+        for count in (1, 2, 3, 4, 5, 7, 200):
+            for threads in (1, 2):
+                y = packed_int8_product(x[:count], weight, None, threads=threads)
+                assert torch.equal(y, alone[:count])
 
 
-@needs_bf16
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_8_bit_pieces_do_not_hide_what_is_not_finite(wrong):
-    packed = random_packed((48, 128), Precision(bits=4, group_size=64), torch.bfloat16)
-    x = torch.ones(3, 128, dtype=torch.bfloat16)
+def test_8_bit_pieces_do_not_hide_what_is_not_finite(name, dtype, wrong):
+    packed = random_packed((48, 128), Precision(bits=4, group_size=64), dtype)
+    x = torch.ones(3, 128, dtype=dtype)
     x[1, 70] = wrong
-    y = packed_int8_product(x, in_tiles(packed), None)
+    with using(name):
+        y = packed_int8_product(x, in_tiles(packed), None)
     assert y[1].isnan().all()
     assert y[[0, 2]].isfinite().all()
 
 
+@pytest.mark.skipif(OWN != "avx512_bf16", reason="no other set has both")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 13])
+def test_llm_int8_gives_the_same_bits_without_bf16_products(dtype, count):
+    packed = random_packed((80, 256), Precision(bits=8, group_size=None, symmetric=True), dtype)
+    weight = prepared_tiles(to_tiles(packed), "cpu_llm_int8")
+    x = torch.randn(count, 256, generator=torch.Generator().manual_seed(2)).mul(3).to(dtype)
+    expected = int8_product(x, weight, None, 6.0)
+    with using("avx512_vnni"):
+        assert torch.equal(int8_product(x, weight, None, 6.0), expected)
+
+
 @pytest.mark.parametrize("name", RUNNABLE)
 @pytest.mark.parametrize("bits", PACKED_BITS)
-def test_every_instruction_set_multiplies_the_same_tiles(name, bits, monkeypatch):
+def test_every_instruction_set_multiplies_the_same_tiles(name, bits):
     packed = random_packed((80, 192), Precision(bits=bits, group_size=64), torch.float16)
     x = torch.randn(13, 192, generator=torch.Generator().manual_seed(1))
     bias = torch.zeros(80)
     prepared = in_tiles(packed)
-    monkeypatch.setattr(tiles, "library", lambda: load(name))
-    assert torch.equal(in_tiles(packed).tensors[0], prepared.tensors[0])
-    assert worst_error(float_product(x, prepared, bias), x, packed, bias) < 1e-6
+    with using(name):
+        assert torch.equal(in_tiles(packed).tensors[0], prepared.tensors[0])
+        assert worst_error(float_product(x, prepared, bias), x, packed, bias) < 1e-6
 
 
 def tiled_weight(packed, cuts=()):

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers.instruction_sets import RUNNABLE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -17,7 +18,6 @@ from llmpq.spec.precision import Precision
 
 torch.set_num_threads(1)
 
-NEWEST = native.instruction_set()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler")
 
@@ -99,7 +99,7 @@ def test_weights_that_cannot_be_rounded_raise_the_error_of_torch(wrong, symmetri
         rtn.round_to_nearest(weight, Precision(bits=4, symmetric=symmetric), torch.float16)
 
 
-@pytest.mark.parametrize("name", list(native.FLAGS)[list(native.FLAGS).index(NEWEST) :])
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_every_instruction_set_rounds_the_same(monkeypatch, name):
     loaded = native.load(name)
     monkeypatch.setattr(rtn, "library", lambda: loaded)

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
-from llmpq.kernels.cpu.native import has_bf16_products, library
+from llmpq.kernels.cpu.native import (
+    has_bf16_products,
+    has_byte_products,
+    has_pieces,
+    instruction_set,
+    library,
+)
 from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 from llmpq.kernels.cpu.tiles import (
     TiledWeight,
@@ -92,26 +98,27 @@ class CpuPackedInt8Backend(TileBackend):
     """3- and 4-bit weights, activations rounded to 8 bits in pieces of 32 columns.
 
     llama.cpp rounds them in the same way (Q8_0). The error is small beside that of the codes
-    (``docs/how/quantization.md``), and integer products are two to four times as fast as bf16 ones.
+    (``docs/how/quantization.md``), and integer products are two to four times as fast as bf16 ones,
+    and as float32 ones on processors without bf16 products. It is the default of 16-bit runs only;
+    a float32 run asks for exactness.
     """
 
     name = "cpu_packed_int8"
     capability = Capability(
         device_types=("cpu",),
         bits=(3, 4),
-        dtypes=(torch.bfloat16,),
-        default_dtypes=(torch.bfloat16,),
-        shapes="N a multiple of 16, K and groups multiples of 32, a CPU with VNNI and bf16 "
-        "products, a C compiler",
+        dtypes=SCALE_DTYPES,
+        default_dtypes=(torch.bfloat16, torch.float16),
+        shapes="N a multiple of 16, K and groups multiples of 32, a CPU with AVX2, a C compiler",
         stored="exactly linear_bytes, and no scratch weight",
-        cost="0.15 to 0.25 of a bf16 matmul for one row, 0.2 to 0.35 of it for 8 to 512; rounds "
-        "activations to 8 bits",
+        cost="0.15 to 0.25 of a bf16 matmul for one row, 0.2 to 0.35 of it for 8 to 512; with AVX2 "
+        "alone 0.2 and 0.1 of it, 0.6 of a float32 matmul for 512; rounds activations to 8 bits",
     )
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
-        """Return whether the weight is whole tiles, and VNNI and the library are there."""
+        """Return whether the weight is whole tiles, and AVX2 and the library are there."""
         fits = fits_tiles(out_features, in_features, precision.effective_group(in_features))
-        return fits and has_bf16_products() and library() is not None
+        return fits and has_pieces(instruction_set()) and library() is not None
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` with x rounded to 8 bits; see ``KernelBackend``."""
@@ -130,8 +137,8 @@ class CpuLlmInt8Backend(TileBackend):
         bits=(8,),
         dtypes=SCALE_DTYPES,
         default_dtypes=(torch.bfloat16, torch.float16),
-        shapes="symmetric, one scale a channel, N a multiple of 16, K of 32, a CPU with VNNI and "
-        "bf16 products, a C compiler",
+        shapes="symmetric, one scale a channel, N a multiple of 16, K of 32, a CPU with "
+        "AVX512-VNNI, a C compiler",
         stored="exactly linear_bytes",
         cost="a quarter of a bf16 matmul for one row, half of it for 32 to 512; rounds "
         "activations to 8 bits except outliers",
@@ -145,7 +152,7 @@ class CpuLlmInt8Backend(TileBackend):
         """Return whether the weight is that of LLM.int8() in whole tiles, and VNNI is there."""
         per_channel = precision.effective_group(in_features) == in_features
         fits = fits_tiles(out_features, in_features, in_features)
-        is_ready = has_bf16_products() and library() is not None
+        is_ready = has_byte_products() and library() is not None
         return per_channel and precision.symmetric and fits and is_ready
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:

@@ -7,9 +7,10 @@ it.
 
 One library holds the kernels for one instruction set, named by the newest extensions it may use:
 
-* ``avx512_bf16``: products of bf16 pairs and of bytes (VNNI), dense ones too, all kernels;
-* ``avx512``, ``avx2``, ``baseline``: the float32 kernel and attention, the first of them whole
-  decode steps too.
+* ``avx512_bf16``: products of bf16 pairs, dense ones too, all kernels;
+* ``avx512_vnni``, ``avx512``, ``avx2_vnni``, ``avx2``: the float32 kernel, that of 8-bit
+  activations in pieces, attention and whole decode steps; the first of them LLM.int8() too;
+* ``baseline``: the float32 kernel and attention.
 
 The choice follows the vector extensions that torch uses in this process, so a process limited to
 older ones (``llmpq.dist.launch.process_environment``) gets the older library.
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 12
+ABI = 13
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -35,7 +36,9 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 FLAGS: dict[str, tuple[str, ...]] = {
     "avx512_bf16": (*_COMMON, *_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "avx512_vnni": (*_COMMON, *_AVX512, "-mavx512vnni"),
     "avx512": (*_COMMON, *_AVX512),
+    "avx2_vnni": (*_COMMON, *_AVX2, "-mavxvnni"),
     "avx2": (*_COMMON, *_AVX2),
     "baseline": _COMMON,
 }
@@ -110,16 +113,40 @@ def instruction_set() -> str:
     """Return the newest key of ``FLAGS`` that torch may use in this process."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
-        return "avx512_bf16" if has_bf16_products() else "avx512"
-    return "avx2" if capability.startswith("AVX2") else "baseline"
+        if has_bf16_products():
+            return "avx512_bf16"
+        return "avx512_vnni" if has_byte_products() else "avx512"
+    if capability.startswith("AVX2"):
+        return "avx2_vnni" if has_avx_vnni() and has_u8_matmul() else "avx2"
+    return "baseline"
 
 
 @cache
 def has_bf16_products() -> bool:
     """Return whether this process may multiply bf16 pairs and bytes in 512-bit registers."""
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return is_wide and supported is not None and bool(supported()) and has_u8_matmul()
+    return supported is not None and bool(supported()) and has_byte_products()
+
+
+@cache
+def has_byte_products() -> bool:
+    """Return whether this process may multiply bytes in 512-bit registers (AVX512-VNNI)."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512") and has_u8_matmul()
+
+
+@cache
+def has_avx_vnni() -> bool:
+    """Return whether the processor multiplies bytes in 256-bit registers (AVX-VNNI).
+
+    A torch that cannot tell counts as a processor without.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    return capabilities is not None and bool(capabilities().get("avx_vnni"))
+
+
+def has_pieces(name: str) -> bool:
+    """Return whether an instruction set's library has ``csrc/packed_int8.c``."""
+    return name != "baseline"
 
 
 @cache
@@ -152,7 +179,7 @@ def u8_matmul(rows: Tensor, layout: Tensor, scales: Tensor) -> Tensor:
 
 def has_steps(name: str) -> bool:
     """Return whether an instruction set's library runs whole decode steps (``csrc/step.c``)."""
-    return name.startswith("avx512")
+    return name != "baseline"
 
 
 @cache
@@ -190,10 +217,12 @@ def load(name: str) -> ctypes.CDLL:
     if has_steps(name):
         loaded.kernels_step.restype = None
         loaded.kernels_step.argtypes = (c_void_p,)
+    if has_pieces(name):
+        loaded.kernels_packed_int8.argtypes = (POINTER(Product), c_int32)
+    if name in ("avx512_bf16", "avx512_vnni"):
+        loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
     if name == "avx512_bf16":
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
-        loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
-        loaded.kernels_packed_int8.argtypes = (POINTER(Product),)
         loaded.kernels_dense.argtypes = (POINTER(Product),)
         loaded.kernels_dense_holds.argtypes = (POINTER(Weight), c_void_p, c_int32)
     return loaded

@@ -410,11 +410,11 @@ class StepProgram:
         block = _BLOCK
         while weight.handle.group % block:
             block //= 2
-        if weight.backend == "cpu_packed" and not is_bf16:
-            return _PACKED_FLOAT, block, 0
-        if weight.backend == "cpu_packed" and has_bf16_products():
+        if weight.backend == "cpu_packed" and is_bf16 and has_bf16_products():
             return _PACKED_BF16, block, few_rows_limit(weight.precision.bits)
-        if weight.backend == "cpu_packed_int8" and is_bf16:
+        if weight.backend == "cpu_packed":
+            return _PACKED_FLOAT, block, 0
+        if weight.backend == "cpu_packed_int8":
             return _PACKED_INT8, block, weight.precision.bits
         if weight.backend == "cpu_llm_int8":
             return _LLM_INT8, 0, 0

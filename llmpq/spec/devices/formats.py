@@ -66,7 +66,7 @@ def offered_kernels(spec: DeviceSpec, bits: int, dtype: Dtype) -> tuple[str, ...
         return ()
     if spec.kind == "cpu":
         with_int8 = "cpu_llm_int8" if bits == 8 else "cpu_packed_int8"
-        return (with_int8, "cpu_packed") if bits == 8 or dtype == "bfloat16" else ("cpu_packed",)
+        return (with_int8, "cpu_packed") if bits == 8 or dtype != "float32" else ("cpu_packed",)
     found = []
     for name in _KERNELS[bits] if spec.kind == "cuda" else ():
         least = LEAST_CAPABILITY[name]

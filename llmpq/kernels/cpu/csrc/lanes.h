@@ -43,6 +43,10 @@ INLINE vf either(vi is, vf a, vf b) {
     return (vf)((is & (vi)a) | (~is & (vi)b));
 }
 
+INLINE vf magnitude(vf x) {
+    return (vf)((vi)x & 0x7FFFFFFF);
+}
+
 /* Of two numbers that are none, or of two zeros: b. */
 INLINE vf greater(vf a, vf b) {
 #if defined(__AVX512F__)

@@ -1,41 +1,36 @@
 /* Root mean square norm or layer norm of each row: sums are float32, and rows are rounded where
  * transformers rounds them. */
+#include "lanes.h"
 #include "step.h"
 #include <math.h>
 
-INLINE void put(const Norm *n, int64_t at, v16f y, const int type) {
-    v16h narrow = narrowed(y);
-    if (type == TYPE_F32) store_floats((float *)n->y + at, y);
-    else memcpy((uint16_t *)n->y + at, &narrow, sizeof narrow);
-}
-
-INLINE float sum_of(v16f v) {
+INLINE float sum_of(vf v) {
     float total = 0;
-    for (int i = 0; i < 16; i++) total += v[i];
+    for (int i = 0; i < LANES; i++) total += v[i];
     return total;
 }
 
 INLINE void norm_row(const Norm *n, int64_t row, const int type, const int weight_type) {
     int64_t at = row * n->columns;
     float mean = 0;
-    v16f sum = {0};
+    vf sum = {0};
     if (n->centers) {
-        for (int64_t k = 0; k < n->columns; k += 16) sum += load_typed(n->x, at + k, type);
+        for (int64_t k = 0; k < n->columns; k += LANES) sum += load_lanes(n->x, at + k, type);
         mean = sum_of(sum) / (float)n->columns;
-        sum = (v16f){0};
+        sum = (vf){0};
     }
-    for (int64_t k = 0; k < n->columns; k += 16) {
-        v16f x = load_typed(n->x, at + k, type) - mean;
+    for (int64_t k = 0; k < n->columns; k += LANES) {
+        vf x = load_lanes(n->x, at + k, type) - mean;
         sum += x * x;
     }
     float scale = 1 / sqrtf(sum_of(sum) / (float)n->columns + n->epsilon);
-    for (int64_t k = 0; k < n->columns; k += 16) {
-        v16f x = (load_typed(n->x, at + k, type) - mean) * scale;
+    for (int64_t k = 0; k < n->columns; k += LANES) {
+        vf x = (load_lanes(n->x, at + k, type) - mean) * scale;
         if (n->rounds && type == TYPE_BF16)
-            x = (v16f)(__builtin_convertvector(narrowed(x), v16u) << 16);
-        if (n->weight) x *= load_typed(n->weight, k, weight_type);
-        if (n->bias) x += load_typed(n->bias, k, weight_type);
-        put(n, at + k, x, type);
+            x = typed_value(typed_bits(x, type), type);
+        if (n->weight) x *= load_lanes(n->weight, k, weight_type);
+        if (n->bias) x += load_lanes(n->bias, k, weight_type);
+        store_typed(n->y, at + k, LANES, typed_bits(x, type), type);
     }
 }
 

@@ -1,20 +1,32 @@
-/* 3- and 4-bit weights, activations at 8 bits (VNNI).
+/* 3- and 4-bit weights, activations at 8 bits.
  *
  * Every row of x is cut into pieces of 32 columns, each rounded to 8 bits with a scale of its own, as
  * llama.cpp does. A row's answer depends on no other row, and an outlier costs its own piece alone
  * its precision. Codes of the weight are unsigned bytes after a mask and a shift, four of a row in a
- * lane, so that one instruction adds 64 products. Integer sums become float32 once a piece and meet
- * the scales of the weight once a block:
+ * 32-bit lane. Integer sums become float32 once a piece and meet the scales of the weight once a
+ * block:
  *   y = sum over blocks of scale (sum - 2^(b-1) x) + zero x, x the sum of the block's activations.
- * The order in which a tile's bytes come decides the order of x's codes. */
+ * The order in which a tile's bytes come decides the order of x's codes.
+ *
+ * With VNNI one instruction adds the four products of every lane. Without it, half lanes of 16 bits
+ * add the 16 products of a piece that fall to them: at most 16 * 15 * 128 = 30,720, below 2^15, so
+ * that none saturates. Integer sums are exact either way, and the float32 operations of an output are
+ * the same, in the same order, at every width of vectors: all processors give the same bits. */
+#include "lanes.h"
 #include "step.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#include <immintrin.h>
+#ifdef __AVX2__
 #include <math.h>
 #include <stdlib.h>
 
-enum { WIDE = 4, STRIP = 3, QUADS = TILE_COLUMNS / 4, AHEAD = 2048 };
+/* Tiles side by side, and rows of x, of which the registers hold the sums; likewise of few rows. */
+#ifdef __AVX512BW__
+enum { GROUP = 4, STRIP = 3, FEW_WIDE = 4, FEW = 3 };
+#else
+enum { GROUP = 1, STRIP = 6, FEW_WIDE = 1, FEW = 4 };
+#endif
+enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, PIECE = TILE_COLUMNS / LANES };
+enum { QUADS = TILE_COLUMNS / 4, AHEAD = 2048 };
 enum { WORTH_THREADS = 1 << 18 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
@@ -22,249 +34,357 @@ typedef struct {
     Prepared rows; /* of x */
 } Job;
 
+typedef int8_t Codes __attribute__((vector_size(TILE_COLUMNS)));
+
 /* ---- rows of x ------------------------------------------------------------------------------- */
 
+/* Where `together` leaves a column. */
+#define AT(COLUMN) (LANES == 16 ? COLUMN : 16 * (COLUMN % 8 / 4) + 4 * (COLUMN / 8) + COLUMN % 4)
+#define FOUR(A, B, C, D) AT(A), AT(B), AT(C), AT(D)
+
 /* Columns of a tile in the order of the bytes of its quads. */
-static const int32_t order_of_4[TILE_COLUMNS] = {
-    0,  4,  1,  5,  2,  6,  3,  7,  8,  12, 9,  13, 10, 14, 11, 15,
-    16, 20, 17, 21, 18, 22, 19, 23, 24, 28, 25, 29, 26, 30, 27, 31,
+static const Codes order_of_4 = {
+    FOUR(0, 4, 1, 5),     FOUR(2, 6, 3, 7),     FOUR(8, 12, 9, 13),   FOUR(10, 14, 11, 15),
+    FOUR(16, 20, 17, 21), FOUR(18, 22, 19, 23), FOUR(24, 28, 25, 29), FOUR(26, 30, 27, 31),
 };
-static const int32_t order_of_3[TILE_COLUMNS] = {
-    0,  6,  1,  7,  2,  8,  3,  9,  10, 16, 11, 17, 12, 18, 13, 19,
-    20, 26, 21, 27, 22, 28, 23, 29, 4,  14, 5,  15, 24, 30, 25, 31,
+static const Codes order_of_3 = {
+    FOUR(0, 6, 1, 7),     FOUR(2, 8, 3, 9),     FOUR(10, 16, 11, 17), FOUR(12, 18, 13, 19),
+    FOUR(20, 26, 21, 27), FOUR(22, 28, 23, 29), FOUR(4, 14, 5, 15),   FOUR(24, 30, 25, 31),
 };
 
-/* Rounds row m to codes, a scale for each tile's columns, and the sums of blocks of the codes times
- * their scales. A row with a number that is not finite has scales that are none. */
-void piece_codes(const Prepared *q, int64_t rows, int64_t m) {
-    const int32_t *order = q->bits == 3 ? order_of_3 : order_of_4;
-    __m512i first = _mm512_loadu_si512(order), second = _mm512_loadu_si512(order + 16);
+/* The whole numbers nearest to those of a piece; ties to even. */
+INLINE vi nearest(vf x) {
+#ifdef __AVX512F__
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+/* The codes of a piece as bytes, in an order of its own. */
+INLINE Codes together(const vi *code) {
+#ifdef __AVX512F__
+    __m128i front = _mm512_cvtsepi32_epi8((__m512i)code[0]);
+    return (Codes)_mm256_set_m128i(_mm512_cvtsepi32_epi8((__m512i)code[1]), front);
+#else
+    __m256i front = _mm256_packs_epi32((__m256i)code[0], (__m256i)code[1]);
+    __m256i back = _mm256_packs_epi32((__m256i)code[2], (__m256i)code[3]);
+    return (Codes)_mm256_packs_epi16(front, back);
+#endif
+}
+
+INLINE float greatest(vf v) {
+    for (int step = LANES / 2; step; step /= 2)
+        v = greater(v, __builtin_shuffle(v, lane_numbers() ^ step));
+    return v[0];
+}
+
+INLINE int32_t sum_of(vi v) {
+    for (int step = LANES / 2; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
+    return v[0];
+}
+
+/* Codes of row m, a scale for each piece, and the sums of blocks of the codes times their scales. */
+INLINE void codes_of(const Prepared *q, int64_t rows, int64_t m, const int type) {
+    const Codes order = q->bits == 3 ? order_of_3 : order_of_4;
     float *scale = q->scale + m * (q->columns / TILE_COLUMNS);
-    __m512 poison = _mm512_setzero_ps();
+    vf finite = {0};
     for (int64_t k = 0; k < q->columns; k += q->block) {
         float block_sum = 0;
         for (int64_t t = k; t < k + q->block; t += TILE_COLUMNS) {
-            __m512 a = (__m512)load_typed(q->x, m * q->columns + t, q->type);
-            __m512 b = (__m512)load_typed(q->x, m * q->columns + t + 16, q->type);
-            poison = _mm512_fmadd_ps(a, _mm512_setzero_ps(), poison);
-            poison = _mm512_fmadd_ps(b, _mm512_setzero_ps(), poison);
-            __m512 most = _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
-            float size = _mm512_reduce_max_ps(most);
-            __m512 steps = _mm512_set1_ps(size > 0 ? 127 / size : 0);
-            __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, steps));
-            __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(b, steps));
-            scale[t / TILE_COLUMNS] = size / 127;
-            block_sum += size / 127 * (float)_mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
-            __m512i front = _mm512_permutex2var_epi32(low, first, high);
-            __m512i back = _mm512_permutex2var_epi32(low, second, high);
-            int8_t *codes = q->codes + m * q->columns + t;
-            _mm_storeu_si128((__m128i *)codes, _mm512_cvtsepi32_epi8(front));
-            _mm_storeu_si128((__m128i *)(codes + 16), _mm512_cvtsepi32_epi8(back));
+            vf x[PIECE], most = {0};
+            for (int i = 0; i < PIECE; i++) {
+                x[i] = load_lanes(q->x, m * q->columns + t + LANES * i, type);
+                finite += x[i] * 0;
+                most = greater(magnitude(x[i]), most);
+            }
+            float size = greatest(most), step = size / 127, steps = size > 0 ? 127 / size : 0;
+            vi code[PIECE], sum = {0};
+            for (int i = 0; i < PIECE; i++) sum += code[i] = nearest(x[i] * steps);
+            scale[t / TILE_COLUMNS] = step;
+            block_sum = fmaf(step, (float)sum_of(sum), block_sum);
+            Codes codes = __builtin_shuffle(together(code), order);
+            memcpy(q->codes + m * q->columns + t, &codes, sizeof codes);
         }
         q->sums[k / q->block * rows + m] = block_sum;
     }
-    float sum = _mm512_reduce_add_ps(poison);
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += finite[i];
     if (sum == 0) return;
     for (int64_t t = 0; t < q->columns / TILE_COLUMNS; t++) scale[t] = sum;
 }
 
-/* ---- products -------------------------------------------------------------------------------- */
+/* Rounds row m. A row with a number that is not finite has scales that are none. */
+void piece_codes(const Prepared *q, int64_t rows, int64_t m) {
+    if (q->type == TYPE_BF16) codes_of(q, rows, m, TYPE_BF16);
+    else if (q->type == TYPE_F16) codes_of(q, rows, m, TYPE_F16);
+    else codes_of(q, rows, m, TYPE_F32);
+}
 
-/* The codes of a tile: bytes of four columns for each of its rows, in eight vectors. */
-INLINE void decode(const uint8_t *tile, const int bits, __m512i *quad, const int stride) {
-    const __m512i *vector = (const __m512i *)tile;
-    for (int i = 0; i < bits; i++) __builtin_prefetch(tile + AHEAD + 64 * i, 0, 2);
+/* ---- sums of products ------------------------------------------------------------------------ */
+
+/* Adds products of four codes and four of x in every lane: the 8 quads of a piece, from 0 on. */
+INLINE vi dot(vi sum, vu codes, vi four) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)four);
+#elif defined(__AVX512BW__)
+    return (vi)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)four));
+#elif defined(__AVXVNNI__)
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)four);
+#else
+    return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)four));
+#endif
+}
+
+/* The sums of a piece as float32, exact. */
+INLINE vf float_of(vi sum) {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#elif defined(__AVX512BW__)
+    sum = (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#else
+    sum = (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#endif
+    return __builtin_convertvector(sum, vf);
+}
+
+/* Sums of few rows: VNNI's each wait for themselves, so there are two of them. */
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+enum { CHAINS = 2 };
+#else
+enum { CHAINS = 1 };
+#endif
+
+INLINE vu load_codes(const uint8_t *from, int vector) {
+    vu words;
+    memcpy(&words, from + 64 * vector, sizeof words);
+    return words;
+}
+
+/* The codes of LANES rows of a tile: bytes of four columns of each row, in eight vectors. */
+INLINE void decode(const uint8_t *tile, const int bits, vu *quad, const int stride) {
     if (bits == 4) {
-        __m512i low = _mm512_set1_epi8(15);
         for (int j = 0; j < 4; j++) {
-            __m512i words = _mm512_loadu_si512(vector + j);
-            quad[2 * j * stride] = _mm512_and_si512(words, low);
-            quad[(2 * j + 1) * stride] = _mm512_and_si512(_mm512_srli_epi16(words, 4), low);
+            vu words = load_codes(tile, j);
+            quad[2 * j * stride] = words & 0x0F0F0F0F;
+            quad[(2 * j + 1) * stride] = words >> 4 & 0x0F0F0F0F;
         }
         return;
     }
     /* A byte from each of two shifted half lanes: the low one's low byte, the other's high byte. */
-#define BYTES(LOW, HIGH)                                                                          \
-    _mm512_and_si512(low, _mm512_ternarylogic_epi32(_mm512_set1_epi16(0xFF), LOW, HIGH, 0xCA))
-    __m512i low = _mm512_set1_epi8(7), words[3];
+    const uint32_t low = 0x00070007, high = 0x07000700;
+    vu words[3];
     for (int j = 0; j < 3; j++) {
-        words[j] = _mm512_loadu_si512(vector + j);
-        quad[2 * j * stride] = BYTES(words[j], _mm512_srli_epi16(words[j], 1));
-        quad[(2 * j + 1) * stride] =
-            BYTES(_mm512_srli_epi16(words[j], 3), _mm512_srli_epi16(words[j], 4));
+        words[j] = load_codes(tile, j);
+        quad[2 * j * stride] = (words[j] & low) | (words[j] >> 1 & high);
+        quad[(2 * j + 1) * stride] = (words[j] >> 3 & low) | (words[j] >> 4 & high);
     }
-    quad[6 * stride] = BYTES(_mm512_srli_epi16(words[0], 6), _mm512_slli_epi16(words[1], 2));
-    __m512i one = _mm512_set1_epi16(1 << 8), two = _mm512_set1_epi16(2 << 8);
-    __m512i last = _mm512_and_si512(_mm512_srli_epi16(words[0], 7), one);
-    last = _mm512_or_si512(last, _mm512_and_si512(_mm512_srli_epi16(words[1], 6), two));
-    __m512i four = _mm512_set1_epi16(4 << 8);
-    last = _mm512_or_si512(last, _mm512_and_si512(_mm512_srli_epi16(words[2], 5), four));
-    quad[7 * stride] = BYTES(_mm512_srli_epi16(words[2], 6), last);
-#undef BYTES
+    quad[6 * stride] = (words[0] >> 6 & low) | (words[1] << 2 & high);
+    vu last = (words[0] >> 7 & 0x01000100) | (words[1] >> 6 & 0x02000200);
+    quad[7 * stride] = (words[2] >> 6 & low) | last | (words[2] >> 5 & 0x04000400);
 }
 
-INLINE __m512i four_of(const int8_t *codes) {
+INLINE void fetch(const uint8_t *tile, const int bits) {
+    for (int i = 0; i < bits; i++) __builtin_prefetch(tile + AHEAD + 64 * i, 0, 2);
+}
+
+/* Subtracting 0 leaves every number as it is, so that no instruction is needed. */
+INLINE vf spread(float number) {
+    return number - (vf){0};
+}
+
+INLINE vi four_of(const int8_t *codes) {
     int32_t four;
     memcpy(&four, codes, 4);
-    return _mm512_set1_epi32(four);
+    return (vi){0} + four;
 }
 
-INLINE __m512 scaled(const Weight *w, __m512 sum, float x_sum, int64_t column, int64_t row,
-                     __m512 total) {
-    __m512 scale = (__m512)scale_at(w, column, row), x = _mm512_set1_ps(x_sum);
-    __m512 middle = _mm512_set1_ps((float)(1 << (w->bits - 1)));
-    total = _mm512_fmadd_ps(scale, _mm512_fnmadd_ps(middle, x, sum), total);
-    return w->zeros ? _mm512_fmadd_ps((__m512)zero_at(w, column, row), x, total) : total;
+/* Adds the sums of a block, `stride` apart, to those of some rows of x. */
+INLINE void add_scaled(const Weight *w, const vf *sum, const float *x_sum, int64_t column,
+                       int64_t row, float *total, const int count, const int stride) {
+    int64_t at = column / w->group * w->rows + row;
+    vf scale = load_any(w->scales, at, w->scale_type), zero = {0};
+    vf less = spread(-(float)(1 << (w->bits - 1)));
+    if (w->zeros) zero = load_any(w->zeros, at, w->scale_type);
+    for (int m = 0; m < count; m++) {
+        vf x = spread(x_sum[m]), new = load_lanes(total, m * PANEL, TYPE_F32);
+        new = multiply_add(scale, multiply_add(less, x, sum[m * stride]), new);
+        if (w->zeros) new = multiply_add(zero, x, new);
+        memcpy(total + m * PANEL, &new, sizeof new);
+    }
 }
 
-INLINE void finish(const Product *p, __m512 sum, int64_t m, int64_t row) {
-    if (p->bias) sum = _mm512_add_ps(sum, (__m512)load_typed(p->bias, row, TYPE_BF16));
-    v16h narrow = narrowed((v16f)sum);
-    memcpy((uint16_t *)p->y + m * p->weight->rows + row, &narrow, sizeof narrow);
-}
-
-/* Up to STRIP rows: multiplied as the codes are decoded. */
-INLINE void few_rows(const Job *job, int64_t row, int64_t first, const int count, const int wide,
-                     const int bits) {
+INLINE void finish(const Job *job, const float *total, int64_t m, int64_t row, int blocks) {
     const Product *p = job->product;
-    const Weight *w = p->weight;
-    const int8_t *x = job->rows.codes + first * w->columns;
+    const int type = job->rows.type;
+    for (int n = 0; n < TILE_ROWS * blocks; n += LANES) {
+        vf y = load_lanes(total, n, TYPE_F32);
+        if (p->bias) y += load_any(p->bias, row + n, type);
+        store_typed(p->y, m * p->weight->rows + row + n, LANES, typed_bits(y, type), type);
+    }
+}
+
+/* Up to FEW rows: multiplied as the codes are decoded. */
+INLINE void few_rows(const Job *job, int64_t row, const int count, const int wide, const int bits) {
+    const Weight *w = job->product->weight;
+    const int across = wide * PARTS;
+    const int8_t *x = job->rows.codes;
     int64_t tiles = w->columns / TILE_COLUMNS, down = tiles * 64 * bits;
-    const float *x_scale = job->rows.scale + first * tiles;
-    __m512 total[STRIP][WIDE];
-    for (int m = 0; m < count; m++)
-        for (int n = 0; n < wide; n++) total[m][n] = _mm512_setzero_ps();
+    float total[FEW * PANEL] __attribute__((aligned(64)));
+    memset(total, 0, (size_t)count * PANEL * sizeof *total);
     for (int64_t b = 0; b < w->columns; b += job->rows.block) {
-        __m512 sum[STRIP][WIDE];
-        for (int m = 0; m < count; m++)
-            for (int n = 0; n < wide; n++) sum[m][n] = _mm512_setzero_ps();
+        vf sum[FEW * FEW_WIDE * PARTS];
+#pragma GCC unroll 12
+        for (int i = 0; i < count * across; i++) sum[i] = (vf){0};
         for (int64_t k = b; k < b + job->rows.block; k += TILE_COLUMNS) {
             const uint8_t *tile = tile_at(w, row, k);
-#pragma GCC unroll 4
-            for (int n = 0; n < wide; n++) {
-                __m512i quad[QUADS], whole[STRIP][2];
-                decode(tile + n * down, bits, quad, 1);
+#pragma GCC unroll 8
+            for (int n = 0; n < across; n++) {
+                vu quad[QUADS];
+                vi own[FEW][CHAINS];
+                if (n % PARTS == 0) fetch(tile + n / PARTS * down, bits);
+                decode(tile + n / PARTS * down + n % PARTS * VECTOR_BYTES, bits, quad, 1);
                 for (int m = 0; m < count; m++)
-                    whole[m][0] = whole[m][1] = _mm512_setzero_si512();
+                    for (int c = 0; c < CHAINS; c++) own[m][c] = (vi){0};
 #pragma GCC unroll 8
                 for (int i = 0; i < QUADS; i++)
-#pragma GCC unroll 3
-                    for (int m = 0; m < count; m++) /* two sums: each waits for itself */
-                        whole[m][i % 2] = _mm512_dpbusd_epi32(
-                            whole[m][i % 2], quad[i], four_of(x + m * w->columns + k + 4 * i));
-#pragma GCC unroll 3
+#pragma GCC unroll 4
+                    for (int m = 0; m < count; m++)
+                        own[m][i % CHAINS] = dot(own[m][i % CHAINS], quad[i],
+                                                 four_of(x + m * w->columns + k + 4 * i));
+#pragma GCC unroll 4
                 for (int m = 0; m < count; m++) {
-                    __m512i both = _mm512_add_epi32(whole[m][0], whole[m][1]);
-                    __m512 scale = _mm512_set1_ps(x_scale[m * tiles + k / TILE_COLUMNS]);
-                    sum[m][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), scale, sum[m][n]);
+                    vi both = CHAINS == 2 ? own[m][0] + own[m][CHAINS - 1] : own[m][0];
+                    vf scale = spread(job->rows.scale[m * tiles + k / TILE_COLUMNS]);
+                    vf *to = sum + m * across + n;
+                    *to = multiply_add(float_of(both), scale, *to);
                 }
             }
         }
-        const float *sums = job->rows.sums + b / job->rows.block * p->count + first;
-        for (int n = 0; n < wide; n++)
-            for (int m = 0; m < count; m++)
-                total[m][n] = scaled(w, sum[m][n], sums[m], b, row + 16 * n, total[m][n]);
+        const float *sums = job->rows.sums + b / job->rows.block * job->product->count;
+        for (int n = 0; n < across; n++)
+            add_scaled(w, sum + n, sums, b, row + LANES * n, total + LANES * n, count, across);
     }
-    for (int m = 0; m < count; m++)
-        for (int n = 0; n < wide; n++) finish(p, total[m][n], first + m, row + 16 * n);
+    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, m, row, wide);
 }
 
-#define FEW(COUNT, BITS_)                                                                        \
+#define FEW_ROWS(COUNT, BITS_)                                                                   \
     static __attribute__((noinline)) void few_##COUNT##_##BITS_(const Job *job, int64_t row,     \
-                                                                int64_t first, int blocks) {     \
-        if (blocks == WIDE) few_rows(job, row, first, COUNT, WIDE, BITS_);                       \
-        else                                                                                     \
-            for (int n = 0; n < blocks; n++) few_rows(job, row + 16 * n, first, COUNT, 1, BITS_); \
+                                                                int blocks) {                    \
+        int n = 0;                                                                               \
+        for (; n + FEW_WIDE <= blocks; n += FEW_WIDE)                                            \
+            few_rows(job, row + TILE_ROWS * n, COUNT, FEW_WIDE, BITS_);                          \
+        for (; n < blocks; n++) few_rows(job, row + TILE_ROWS * n, COUNT, 1, BITS_);             \
     }
-FEW(1, 3) FEW(2, 3) FEW(3, 3) FEW(1, 4) FEW(2, 4) FEW(3, 4)
+FEW_ROWS(1, 3) FEW_ROWS(2, 3) FEW_ROWS(3, 3) FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(3, 4)
 
-typedef void (*Few)(const Job *, int64_t, int64_t, int);
-static const Few few[2][STRIP + 1] = {{0, few_1_3, few_2_3, few_3_3}, {0, few_1_4, few_2_4, few_3_4}};
+typedef void (*Few)(const Job *, int64_t, int);
+#ifdef __AVX512BW__
+static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3}, {0, few_1_4, few_2_4, few_3_4}};
+#else
+FEW_ROWS(4, 3) FEW_ROWS(4, 4)
+static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3, few_4_3},
+                                    {0, few_1_4, few_2_4, few_3_4, few_4_4}};
+#endif
 
 /* More rows: strips of them go over a panel of decoded codes in the first-level cache. */
-INLINE void multiply(const Job *job, const __m512i *panel, int64_t first, int64_t column,
-                     int64_t row, float *total, const int strip, const int wide) {
-    const Product *p = job->product;
-    const Weight *w = p->weight;
+INLINE void multiply(const Job *job, const vu *panel, int64_t first, int64_t column, int64_t row,
+                     float *total, const int strip, const int group) {
+    const Weight *w = job->product->weight;
+    const int wide = group * PARTS;
     int64_t tiles = w->columns / TILE_COLUMNS;
     const int8_t *x = job->rows.codes + first * w->columns + column;
     const float *x_scale = job->rows.scale + first * tiles + column / TILE_COLUMNS;
-    __m512 sum[STRIP][WIDE];
-    for (int m = 0; m < strip; m++)
-        for (int n = 0; n < wide; n++) sum[m][n] = _mm512_setzero_ps();
+    vf sum[STRIP * GROUP * PARTS];
+#pragma GCC unroll 12
+    for (int i = 0; i < strip * wide; i++) sum[i] = (vf){0};
     for (int64_t t = 0; t < job->rows.block / TILE_COLUMNS; t++) {
-        __m512i whole[STRIP][WIDE];
+        vi own[STRIP][GROUP * PARTS];
         for (int m = 0; m < strip; m++)
-            for (int n = 0; n < wide; n++) whole[m][n] = _mm512_setzero_si512();
+            for (int n = 0; n < wide; n++) own[m][n] = (vi){0};
 #pragma GCC unroll 8
         for (int i = 0; i < QUADS; i++) {
-            const __m512i *quad = panel + (t * QUADS + i) * wide;
-#pragma GCC unroll 3
+            const vu *quad = panel + (t * QUADS + i) * wide;
+#pragma GCC unroll 6
             for (int m = 0; m < strip; m++) {
-                __m512i four = four_of(x + m * w->columns + t * TILE_COLUMNS + 4 * i);
+                vi four = four_of(x + m * w->columns + t * TILE_COLUMNS + 4 * i);
 #pragma GCC unroll 4
-                for (int n = 0; n < wide; n++)
-                    whole[m][n] = _mm512_dpbusd_epi32(whole[m][n], quad[n], four);
+                for (int n = 0; n < wide; n++) own[m][n] = dot(own[m][n], quad[n], four);
             }
         }
-#pragma GCC unroll 3
+#pragma GCC unroll 6
         for (int m = 0; m < strip; m++) {
-            __m512 scale = _mm512_set1_ps(x_scale[m * tiles + t]);
+            vf scale = spread(x_scale[m * tiles + t]);
 #pragma GCC unroll 4
-            for (int n = 0; n < wide; n++)
-                sum[m][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[m][n]), scale, sum[m][n]);
+            for (int n = 0; n < wide; n++) {
+                vf *to = sum + m * wide + n;
+                *to = multiply_add(float_of(own[m][n]), scale, *to);
+            }
         }
     }
-    const float *sums = job->rows.sums + column / job->rows.block * p->count + first;
+    const float *sums = job->rows.sums + column / job->rows.block * job->product->count + first;
     for (int n = 0; n < wide; n++)
-        for (int m = 0; m < strip; m++) {
-            float *to = total + m * PANEL + 16 * n;
-            _mm512_store_ps(to, scaled(w, sum[m][n], sums[m], column, row + 16 * n, _mm512_load_ps(to)));
-        }
+        add_scaled(w, sum + n, sums, column, row + LANES * n, total + LANES * n, strip, wide);
 }
 
-INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, const int wide) {
-    const Product *p = job->product;
-    const Weight *w = p->weight;
-    __m512i panel[BLOCK / 4 * WIDE];
+/* Rows to multiply at once while so many are left. One alone would wait for its own sums. */
+INLINE int64_t strip_of(int64_t left) {
+    return left == STRIP + 1 ? STRIP - 1 : left < STRIP ? left : STRIP;
+}
+
+INLINE void multiply_strip(const Job *job, const vu *panel, int64_t first, int64_t count,
+                           int64_t column, int64_t row, float *total, const int group) {
+#define ROWS(COUNT)                                                                              \
+    case COUNT:                                                                                  \
+        if (COUNT <= STRIP) multiply(job, panel, first, column, row, total, COUNT, group);       \
+        break;
+    switch (count) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
+#undef ROWS
+}
+
+/* `groups` groups of tiles by some rows of x. */
+INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, int groups,
+                       const int group) {
+    const Weight *w = job->product->weight;
+    const int wide = group * PARTS, across = BLOCK / 4 * wide;
+    vu panel[BLOCK / 4 * WIDE * PARTS];
     float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
     for (int64_t k = 0; k < w->columns; k += job->rows.block) {
-        for (int n = 0; n < wide; n++)
+        for (int n = 0; n < groups * wide; n++)
             for (int64_t t = 0; t < job->rows.block; t += TILE_COLUMNS) {
-                const uint8_t *tile = tile_at(w, row + 16 * n, k + t);
-                __m512i *out = panel + t / 4 * wide + n;
+                const uint8_t *tile = tile_at(w, row + LANES * n, k + t) + n % PARTS * VECTOR_BYTES;
+                vu *out = panel + n / wide * across + t / 4 * wide + n % wide;
+                if (n % PARTS == 0) fetch(tile, w->bits);
                 if (w->bits == 4) decode(tile, 4, out, wide);
                 else decode(tile, 3, out, wide);
             }
         for (int64_t m = 0; m < count;) {
-            /* One row alone would wait for its own sums: two strips of two instead. */
-            int64_t left = count - m, now = left == 4 ? 2 : left < STRIP ? left : STRIP;
-            float *to = total + m * PANEL;
-            if (now == 3) multiply(job, panel, first + m, k, row, to, 3, wide);
-            else if (now == 2) multiply(job, panel, first + m, k, row, to, 2, wide);
-            else multiply(job, panel, first + m, k, row, to, 1, wide);
+            int64_t now = strip_of(count - m);
+            for (int g = 0; g < groups; g++) {
+                int64_t side = TILE_ROWS * group * g;
+                multiply_strip(job, panel + g * across, first + m, now, k, row + side,
+                               total + m * PANEL + side, group);
+            }
             m += now;
         }
     }
     for (int64_t m = 0; m < count; m++)
-        for (int n = 0; n < wide; n++)
-            finish(p, _mm512_load_ps(total + m * PANEL + 16 * n), first + m, row + 16 * n);
+        finish(job, total + m * PANEL, first + m, row, groups * group);
 }
 
 void packed_int8_part(const Product *p, const Prepared *q, int64_t panel) {
     Job job = {.product = p, .rows = *q};
-    int64_t row = panel * PANEL, left = (p->weight->rows - row) / 16;
+    int64_t row = panel * PANEL, left = (p->weight->rows - row) / TILE_ROWS;
     int blocks = left < WIDE ? (int)left : WIDE;
-    if (p->count <= STRIP) {
-        few[p->weight->bits - 3][p->count](&job, row, 0, blocks);
+    if (p->count <= FEW) {
+        few[p->weight->bits - 3][p->count](&job, row, blocks);
         return;
     }
     for (int64_t first = 0; first < p->count; first += ROW_BLOCK) {
         int64_t count = p->count - first < ROW_BLOCK ? p->count - first : ROW_BLOCK;
-        if (blocks == WIDE) panel_rows(&job, row, first, count, WIDE);
-        else
-            for (int n = 0; n < blocks; n++) panel_rows(&job, row + 16 * n, first, count, 1);
+        if (GROUP > 1 && blocks == WIDE)
+            panel_rows(&job, row, first, count, WIDE / GROUP, GROUP);
+        else panel_rows(&job, row, first, count, blocks, 1);
     }
 }
 
@@ -278,12 +398,11 @@ static void any_part(void *data, int64_t panel) {
     packed_int8_part(job->product, &job->rows, panel);
 }
 
-int kernels_packed_int8(const Product *p) {
+int kernels_packed_int8(const Product *p, int type) {
     const Weight *w = p->weight;
     size_t count = (size_t)p->count, columns = (size_t)w->columns;
     int64_t block = block_columns(w, BLOCK);
-    Prepared q = {.x = p->x, .columns = w->columns, .block = block, .bits = w->bits,
-                  .type = TYPE_BF16};
+    Prepared q = {.x = p->x, .columns = w->columns, .block = block, .bits = w->bits, .type = type};
     q.codes = malloc(count * columns);
     q.scale = malloc(count * columns / TILE_COLUMNS * sizeof *q.scale);
     q.sums = malloc(count * columns / (size_t)block * sizeof *q.sums);

@@ -1,34 +1,36 @@
 /* float32 weights as torch stores them, [rows, columns], multiplied by a few rows of x. */
+#include "lanes.h"
 #include "step.h"
 
-#ifdef __AVX512F__
-enum { AT_ONCE = 4 };
+#ifdef __AVX2__
+enum { ROWS = 4, AT_ONCE = LANES / 4 }; /* of x, and of the weight, whose sums fit the registers */
 
 INLINE void multiply(const Product *p, int64_t row, int64_t first, const int count) {
     int64_t columns = p->weight->columns;
     const float *x = (const float *)p->x + first * columns;
     const float *weight = (const float *)p->weight->tiles + row * columns;
-    v16f sum[AT_ONCE][AT_ONCE];
+    vf sum[ROWS][AT_ONCE];
     for (int m = 0; m < count; m++)
-        for (int n = 0; n < AT_ONCE; n++) sum[m][n] = (v16f){0};
-    for (int64_t k = 0; k < columns; k += 16)
+        for (int n = 0; n < AT_ONCE; n++) sum[m][n] = (vf){0};
+    for (int64_t k = 0; k < columns; k += LANES)
 #pragma GCC unroll 4
         for (int m = 0; m < count; m++) {
-            v16f own = load_floats(x + m * columns + k);
+            vf own = load_lanes(x, m * columns + k, TYPE_F32);
 #pragma GCC unroll 4
-            for (int n = 0; n < AT_ONCE; n++) sum[m][n] += own * load_floats(weight + n * columns + k);
+            for (int n = 0; n < AT_ONCE; n++)
+                sum[m][n] += own * load_lanes(weight, n * columns + k, TYPE_F32);
         }
     for (int m = 0; m < count; m++)
         for (int n = 0; n < AT_ONCE; n++) {
             float y = p->bias ? ((const float *)p->bias)[row + n] : 0;
-            for (int i = 0; i < 16; i++) y += sum[m][n][i];
+            for (int i = 0; i < LANES; i++) y += sum[m][n][i];
             ((float *)p->y)[(first + m) * p->weight->rows + row + n] = y;
         }
 }
 
 /* Rows [16 item, 16 item + 16) of the weight. */
 void plain_part(const Product *p, int64_t item) {
-    for (int64_t first = 0; first < p->count; first += AT_ONCE)
+    for (int64_t first = 0; first < p->count; first += ROWS)
         for (int64_t row = 16 * item; row < 16 * item + 16; row += AT_ONCE)
             switch (p->count - first) {
             case 1: multiply(p, row, first, 1); break;

@@ -5,10 +5,10 @@
  * spread over the threads in parts. All rows store their keys and values before any row attends.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
  * takes, and then sleep, so that other processes get the core. */
+#include "lanes.h"
 #include "rows.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
+#ifdef __AVX2__
 #include <limits.h>
 #include <stdlib.h>
 
@@ -109,9 +109,11 @@ INLINE int64_t take(Run *run) {
 static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
     const Prepared *q = &o->prepared;
     if (o->kernel == PACKED_FLOAT) float_sums(q, rows, m);
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-    if (o->kernel == PACKED_BF16) bf16_sums(q, rows, m);
     if (o->kernel == PACKED_INT8) piece_codes(q, rows, m);
+#ifdef __AVX512BF16__
+    if (o->kernel == PACKED_BF16) bf16_sums(q, rows, m);
+#endif
+#ifdef __AVX512VNNI__
     if (o->kernel == LLM_INT8) {
         q->start[m] = m * q->columns; /* each row has its own place for them */
         int8_scan(q, m);
@@ -146,7 +148,8 @@ static void on_row(const Step *step, const Operator *operator, int64_t m) {
 /* ---- products and attention ------------------------------------------------------------------ */
 
 static int64_t parts_of(const Product *p, int kernel) {
-    return kernel == PLAIN_FLOAT ? p->weight->rows / 16 : (p->weight->rows + PANEL - 1) / PANEL;
+    if (kernel == PLAIN_FLOAT) return p->weight->rows / 16;
+    return kernel == PACKED_FLOAT ? float_parts(p) : (p->weight->rows + PANEL - 1) / PANEL;
 }
 
 static void product_part(const Products *o, const Product *p, int64_t item) {
@@ -154,11 +157,13 @@ static void product_part(const Products *o, const Product *p, int64_t item) {
     switch (o->kernel) {
     case PLAIN_FLOAT: plain_part(p, item); break;
     case PACKED_FLOAT: float_part(p, q, item); break;
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    case PACKED_INT8: packed_int8_part(p, q, item); break;
+#ifdef __AVX512BF16__
     case DENSE_BF16: dense_part(p, item); break;
     case PACKED_BF16: bf16_part(p, q, o->few_limit, item); break;
+#endif
+#ifdef __AVX512VNNI__
     case LLM_INT8: int8_part(p, q, item); break;
-    case PACKED_INT8: packed_int8_part(p, q, item); break;
 #endif
     }
 }

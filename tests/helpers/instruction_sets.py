@@ -1,0 +1,38 @@
+"""The compiled kernels of every instruction set that this machine can run."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+from llmpq.dist.engine import compiled_steps
+from llmpq.kernels.cpu import compiled, dense, dispatch, norm, paged_attention, step, tiles
+from llmpq.kernels.cpu.native import FLAGS, has_avx_vnni, instruction_set, library, load
+
+OWN = instruction_set()
+RUNNABLE = [
+    name
+    for name in list(FLAGS)[list(FLAGS).index(OWN) :]
+    if library() is not None and (name != "avx2_vnni" or has_avx_vnni())
+]
+"""The newest first, which is this process's own; none without a compiler."""
+WITH_BYTES = ("avx512_bf16", "avx512_vnni")
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Let this process choose and run kernels as one that has instruction set ``name`` does."""
+    loaded = load(name)
+    replaced = {
+        "library": lambda: loaded,
+        "instruction_set": lambda: name,
+        "has_bf16_products": lambda: name == "avx512_bf16",
+        "has_byte_products": lambda: name in WITH_BYTES,
+        "has_u8_matmul": lambda: name.endswith("_vnni") or name in WITH_BYTES,
+    }
+    modules = (compiled, compiled_steps, dense, dispatch, norm, paged_attention, step, tiles)
+    with ExitStack() as stack:
+        for module in modules:
+            for function, by in replaced.items():
+                if hasattr(module, function):
+                    stack.enter_context(mock.patch.object(module, function, by))
+        yield
