@@ -53,14 +53,27 @@ _CPU_COSTS = {
     ),
     "float16": (
         PrecisionCost(bits=8, compute=0.04, stream=0.91, overhead=1.2, thin=1.5),
-        PrecisionCost(bits=4, compute=0.135, stream=0.27, overhead=1.2, thin=1.3),
-        PrecisionCost(bits=3, compute=0.135, stream=0.245, overhead=1.2, thin=1.3),
+        PrecisionCost(bits=4, compute=0.065, stream=0.72, overhead=1.2, thin=1.28),
+        PrecisionCost(bits=3, compute=0.065, stream=0.65, overhead=1.2, thin=1.28),
     ),
 }
 """Runs in other formats than bfloat16 on a CPU: the compiled kernels against torch's matmul.
 
 They multiply in float32 or in 8 bits whatever the run's format, which torch does in neither.
 Measured: same machine, one thread, weights 2048 x 2048, 1 to 512 rows (benchmarks/kernel_times.py).
+4 and 3 bits of float16: those of 8, times what both took over 8 in bfloat16.
+"""
+
+
+_OLDER_CPU_COSTS = (
+    PrecisionCost(bits=8, compute=1.3, stream=0.33, overhead=1.2, thin=0.65),
+    PrecisionCost(bits=4, compute=0.6, stream=0.6, overhead=1.2, thin=0.6),
+    PrecisionCost(bits=3, compute=0.6, stream=0.42, overhead=1.2, thin=0.6),
+)
+"""Runs in 16-bit formats on a CPU without products of bf16 pairs: arithmetic over float32's matmul.
+
+Measured: Intel Xeon held to AVX2, one thread, torch 2.13, weights 2048 x 2048, 1 to 512 rows
+(benchmarks/kernel_times.py).
 """
 
 
@@ -319,12 +332,12 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
     """Return the figures of a device; those of a CPU depend on its instructions and the dtype."""
     if spec.kind != "cpu":
         return spec
-    if spec.precision_costs == catalog.device("cpu").precision_costs:
-        spec = replace(spec, precision_costs=_CPU_COSTS.get(dtype, spec.precision_costs))
     rates = dict(spec.flops)
     for name, share in _ISA_HALF_RATES.get(device.cpu_isa or "", {}).items():
         if name in rates and "float32" in rates:
             rates[name] = min(rates[name], share * rates["float32"])
+    if spec.precision_costs == catalog.device("cpu").precision_costs:
+        spec = replace(spec, precision_costs=_precision_costs(spec, device, dtype, rates))
     part = device.cpu_share or 1.0
     return replace(
         spec,
@@ -332,3 +345,18 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
         memory_bytes_per_s=part * spec.memory_bytes_per_s,
         layer_overhead_s=spec.layer_overhead_s / part,
     )
+
+
+def _precision_costs(
+    spec: DeviceSpec, device: Device, dtype: Dtype, rates: dict[str, float]
+) -> tuple[PrecisionCost, ...]:
+    """Return the factors of a CPU that states none of its own.
+
+    One that computes bfloat16 slower than float32 converts it: it has no products of bf16 pairs.
+    """
+    full, own = rates.get("float32", 0.0), rates.get(dtype, 0.0)
+    has_pairs = rates.get("bfloat16", 0.0) >= full
+    if dtype == "float32" or has_pairs or device.cpu_isa == "sse4":
+        return _CPU_COSTS.get(dtype, spec.precision_costs)
+    # The kernels take the same time in both 16-bit formats.
+    return tuple(replace(cost, compute=cost.compute * own / full) for cost in _OLDER_CPU_COSTS)

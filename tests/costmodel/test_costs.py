@@ -241,6 +241,45 @@ def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
         assert old >= new
 
 
+# benchmarks/kernel_times.py, an Intel Xeon held to AVX2: seconds of few bits over those of float32.
+OLDER_CPU_RATIOS = {
+    (DECODE, 1): {8: 0.70, 4: 0.20, 3: 0.20},
+    (DECODE, 32): {8: 0.78, 4: 0.40, 3: 0.40},
+    (PREFILL, 512): {8: 1.30, 4: 0.58, 3: 0.58},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize("shape", OLDER_CPU_RATIOS, ids=lambda one: f"{one[0].value}-{one[1]}")
+def test_few_bits_on_a_cpu_without_bf16_products_cost_the_same_in_every_format(dtype, isa, shape):
+    cluster = one_node(DeviceGroup(type="cpu", count=1, cpu_isa=isa))
+    (device,) = cluster.devices
+    phase, rows = shape
+    batch, tokens = (1, rows) if phase is PREFILL else (rows, 1)
+    model = catalog.model("meta-llama/Llama-3.1-8B")
+    full, own = (build_costs(model, cluster, dtype=one, kv_bits=16) for one in ("float32", dtype))
+    wide = full.layer_s(device, phase, 16, batch, tokens, 0)
+    for bits, ratio in OLDER_CPU_RATIOS[shape].items():
+        assert own.layer_s(device, phase, bits, batch, tokens, 0) == pytest.approx(
+            ratio * wide, rel=0.35
+        )
+
+
+def test_processors_of_the_catalogue_without_bf16_products_take_their_own_factors():
+    def share(name, bits):
+        cluster = one_node(DeviceGroup(type=name, count=1))
+        costs = build_costs(OPT, cluster, dtype="bfloat16", kv_bits=16)
+        four, wide = (
+            costs.layer_s(cluster.devices[0], PREFILL, one, 1, 512, 0) for one in (bits, 16)
+        )
+        return four / wide
+
+    for name in ("EPYC-7763", "Xeon-8380"):  # they convert bfloat16
+        assert share(name, 4) < 0.6
+    assert share("EPYC-9654", 4) > 0.8
+
+
 def test_a_share_of_a_core_slows_everything_alike():
     cluster = one_node(
         DeviceGroup(type="cpu", count=1), DeviceGroup(type="cpu", count=1, cpu_share=0.25)
