@@ -261,10 +261,13 @@ class _Trial:
         longest: tokens of the longest sequence for which choices hold; ``None`` for any.
 
     Raises:
-        UnsupportedStepError: the attention of the stage has no compiled kernel.
+        UnsupportedStepError: the attention of the stage has no compiled kernel, or no step computes
+            in its format.
     """
 
     def __init__(self, layers: DecoderStage, cache: KVCache) -> None:
+        if cache.dtype not in LIMITS:
+            raise UnsupportedStepError(f"numbers of {cache.dtype}")
         is_compiled = cache.attends and has_steps(instruction_set())
         if not (is_compiled and layers.attends_to_cache and layers.layout is None):
             raise UnsupportedStepError("its attention has no compiled kernel here")

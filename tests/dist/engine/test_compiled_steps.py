@@ -148,6 +148,15 @@ def test_rows_may_be_consecutive_tokens_of_a_sequence(tiny_model, monkeypatch, d
     assert (found - expected).float().norm() < (1e-5 if dtype == torch.float32 else 0.02) * added
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+def test_float16_runs_operator_by_operator(tiny_model, caplog, bits):
+    path = tiny_model("llama", shape=SHAPE)
+    stage = load_stage(path, 0, 2, [bits] * 2, dtype=torch.float16, device="cpu")
+    with caplog.at_level("INFO"):
+        assert decode_steps_of(stage, cache_of(stage, None, torch.float16), 1) is None
+    assert "numbers of torch.float16" in caplog.text
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_other_activations_are_recognized_by_their_values(tiny_model, activation):
     path = tiny_model("llama", shape=SHAPE, hidden_act=activation)
