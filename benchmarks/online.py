@@ -375,12 +375,10 @@ def vllm_bench(options: argparse.Namespace, number: int) -> None:
 def by_vllm_bench(options: argparse.Namespace, name: str, port: int, words: list[str]) -> Reply:
     """Return the report of a client run on a server."""
     report, model = options.folder / "vllm.json", str(options.folder / "model")
-    if name.startswith("transformers"):
-        place = ["--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--model", model]
-    else:
-        place = ["--backend", "openai", "--endpoint", "/v1/completions", "--model", "model"]
+    named = model if name.startswith("transformers") else "model"
     call([
-        str(options.vllm_python), "-c", VLLM_BENCH, *place, "--base-url", f"http://127.0.0.1:{port}",
+        str(options.vllm_python), "-c", VLLM_BENCH, "--backend", "openai", "--endpoint",
+        "/v1/completions", "--model", named, "--base-url", f"http://127.0.0.1:{port}",
         *words, "--tokenizer", model, "--dataset-name", "random", "--random-input-len",
         str(options.prompt_tokens), "--random-output-len", str(options.new_tokens), "--ignore-eos",
         "--num-warmups", str(WARM_UP), "--percentile-metrics", "ttft,e2el", "--metric-percentiles",

@@ -3,6 +3,7 @@
     python benchmarks/routers.py --folder DIR --case overhead    # scripted replicas, no work
     python benchmarks/routers.py --folder DIR --case throughput  # two equal replicas
     python benchmarks/routers.py --folder DIR --case ttft        # two different replicas
+    python benchmarks/routers.py --folder DIR --case balancers   # ours, real and simulated
     python benchmarks/routers.py --folder DIR --output FILE      # JSON of all runs
 
 Routers are llmpq-route, and vllm-router and sglang-router where ``--vllm_router`` and
@@ -14,7 +15,8 @@ router and client.
 ``ttft`` first runs the policies of the other routers in turn, and keeps for each router the one
 with the least mean. The second replica is held to the oldest vector extensions; both are profiled
 first, so that their plans state their speed. Requests arrive at ``--load`` times the rate that both
-replicas answer when they are full.
+replicas answer when they are full. ``balancers`` sends such requests through our router with each
+of its load balancers, and simulates the same ones by the plans of the replicas.
 """
 
 from __future__ import annotations
@@ -38,11 +40,23 @@ from typing import Any
 
 from load import Query, Sample, Send, drive, sender, summary
 from servers import Running, free_port, llmpq_serve, running
+from tokenizers import Tokenizer
 from workbench import PASSIVE, ROOT, machine, write_results
 
 from llmpq import plan
+from llmpq.batching.queue_order import queue_order
+from llmpq.costmodel import build_costs
+from llmpq.dist.engine.policy import engine_limits
+from llmpq.dist.io.job import EngineOptions
 from llmpq.profiler.device import cpu_isas
+from llmpq.routing import BALANCERS, load_balancer
+from llmpq.sim.engine_costs import PlanEngineCosts
+from llmpq.sim.fleet import FleetReplica, simulate_fleet
+from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.plan import read_plan
+from llmpq.spec.trace import TraceRequest
 
 DEMO = ROOT / "models" / "demo"
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "with", "he", "as", "at")
@@ -349,6 +363,48 @@ def ttft(options: argparse.Namespace) -> None:
                 run_ttft(options, "ttft", variant, found[variant], queries)
 
 
+def balancers(options: argparse.Namespace) -> None:
+    """Compare our load balancers in front of two different replicas, and simulate them."""
+    with different_replicas(options.folder) as ports, contextlib.ExitStack() as stack:
+        rate = options.load * full_rate(ports)
+        found = {
+            name: stack.enter_context(routing(options, "llmpq", name, ports)).port
+            for name in BALANCERS
+        }
+        for number in range(options.rounds):
+            queries = arrivals(round(rate * options.seconds), rate, seed=number)
+            for place in range(len(BALANCERS)):
+                name = BALANCERS[(place + number) % len(BALANCERS)]
+                run_ttft(options, "balancers", ("llmpq", name), found[name], queries,
+                         simulated=simulated(options.folder, name, queries))  # fmt: skip
+
+
+def simulated(folder: Path, name: str, queries: Sequence[Query]) -> list[float]:
+    """Return the TTFT of each request, in milliseconds, as the plans forecast it."""
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    trace = [
+        TraceRequest(
+            arrival_s=query.arrival_s,
+            prompt_tokens=len(tokenizer.encode(body_of(query)["prompt"]).ids),
+            new_tokens=query.new_tokens,
+        )
+        for query in queries
+    ]
+    replicas = [
+        FleetReplica(
+            costs=PlanEngineCosts(PlanCosts(one, build_costs(
+                catalog.resolve_model(str(DEMO))[0], one.cluster, dtype=one.dtype,
+                kv_bits=one.kv_bits, head_bits=one.head_width,
+            ))),
+            limits=engine_limits(one, EngineOptions(prefix_caching=False)),
+            order=queue_order("fcfs"),
+        )
+        for one in map(read_plan, measured_plans(folder, sorted(os.sched_getaffinity(0))))
+    ]  # fmt: skip
+    report = simulate_fleet(replicas, load_balancer(name), trace).total
+    return [round(1e3 * one.time_to_first_token_s, 2) for one in report.requests]
+
+
 def full_rate(ports: Sequence[int]) -> float:
     """Return the requests a second of all replicas together while each has enough to do."""
     queries = arrivals(FULL_REQUESTS, 1.0, seed=99)
@@ -369,6 +425,7 @@ def run_ttft(
     variant: tuple[str, str],
     port: int,
     queries: Sequence[Query],
+    simulated: Sequence[float] = (),
 ) -> None:
     """Send the arrivals to a router and keep the run, with the TTFT of each request."""
     samples = asyncio.run(drive(queries, sender(port, body_of)))
@@ -376,6 +433,7 @@ def run_ttft(
         "router": variant[0], "policy": variant[1], "round": queries[0].number // ROUND_NUMBERS,
         "rate": round(len(queries) / queries[-1].arrival_s, 3), **summary(samples),
         "ttft_ms": [round(1e3 * (one.first_s - one.due_s), 2) for one in samples if one.first_s],
+        **({"simulated_ttft_ms": list(simulated)} if simulated else {}),
     })  # fmt: skip
 
 
@@ -467,6 +525,7 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
         "two_replicas_under_load": throughput_rows(found["throughput"]),
         "time_to_first_token_of_two_different_replicas": ttft_rows(found["ttft"]),
         "policies_of_other_routers": choice_rows(found["choice"]),
+        "our_load_balancers_real_and_simulated": balancer_rows(found["balancers"]),
         "samples": found,
     }
 
@@ -536,6 +595,21 @@ def ttft_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+def balancer_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the mean of each load balancer over all requests, measured and simulated."""
+    rows = []
+    for policy in dict.fromkeys(run["policy"] for run in runs):
+        own = [run for run in runs if run["policy"] == policy]
+        measured = statistics.fmean(value for run in own for value in run["ttft_ms"])
+        forecast = statistics.fmean(value for run in own for value in run["simulated_ttft_ms"])
+        rows.append({
+            "balancer": policy, "requests": sum(run["requests"] for run in own),
+            "mean TTFT ms": round(measured, 1), "simulated ms": round(forecast, 1),
+            "simulated / measured": round(forecast / measured, 2),
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: row["mean TTFT ms"])
+
+
 def choice_rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return mean and 95th percentile of each policy over all requests."""
     keys = dict.fromkeys((run["router"], run["policy"]) for run in runs)
@@ -569,7 +643,7 @@ def p95(values: Sequence[float]) -> float:
     return statistics.quantiles(values, n=20, method="inclusive")[-1]
 
 
-CASES = {"overhead": overhead, "throughput": throughput, "ttft": ttft}
+CASES = {"overhead": overhead, "throughput": throughput, "ttft": ttft, "balancers": balancers}
 
 if __name__ == "__main__":
     sys.exit(main())
