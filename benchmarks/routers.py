@@ -16,7 +16,8 @@ router and client.
 with the least mean. The second replica is held to the oldest vector extensions; both are profiled
 first, so that their plans state their speed. Requests arrive at ``--load`` times the rate that both
 replicas answer when they are full. ``balancers`` sends such requests through our router with each
-of its load balancers, and simulates the same ones by the plans of the replicas.
+of its load balancers, and simulates the same ones by the plans of the replicas: of a random Llama
+of 125 M parameters, whose steps are long beside the cost of HTTP, which is not simulated.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from load import Query, Sample, Send, drive, sender, summary
-from servers import Running, free_port, llmpq_serve, running
-from tokenizers import Tokenizer
-from workbench import PASSIVE, ROOT, machine, write_results
+from servers import Running, free_port, llmpq_serve, make_text_model, running
+from workbench import PASSIVE, ROOT, SMALL_LLAMA, machine, write_results
 
 from llmpq import plan
 from llmpq.batching.queue_order import queue_order
@@ -163,7 +163,7 @@ def scripted_replicas(folder: Path) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def real_replicas(folder: Path) -> Iterator[list[int]]:
     """Run two replicas of the demo model, of one thread each; yield their ports."""
-    path = demo_plan(folder)
+    path = one_worker(folder)
     with contextlib.ExitStack() as stack:
         found = [
             stack.enter_context(
@@ -178,39 +178,41 @@ def real_replicas(folder: Path) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def different_replicas(folder: Path) -> Iterator[list[int]]:
+def different_replicas(folder: Path, model: Path = DEMO) -> Iterator[list[int]]:
     """Run two replicas of different speed, each on a core; yield their ports."""
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         found = [
             stack.enter_context(
                 llmpq_serve(
-                    DEMO, path, folder / f"replica-{number}.log", "--step_timeout", "60",
+                    model, path, folder / f"replica-{number}.log", "--step_timeout", "60",
                     "--no_prefix_caching", name="demo", core=cores[number % len(cores)],
                 )
             )
-            for number, path in enumerate(measured_plans(folder, cores))
+            for number, path in enumerate(measured_plans(folder, cores, model))
         ]  # fmt: skip
         yield [one.port for one in found]
 
 
-def measured_plans(folder: Path, cores: Sequence[int]) -> list[Path]:
+def measured_plans(folder: Path, cores: Sequence[int], model: Path) -> list[Path]:
     """Profile both replicas at once and plan them, once; return their strategy files."""
     isas = {"all-extensions": None, "oldest-extensions": cpu_isas()[0]}
     jobs = [
-        profile(folder, name, isa, cores[place % len(cores)])
+        profile(folder, model, name, isa, cores[place % len(cores)])
         for place, (name, isa) in enumerate(isas.items())
         if not (folder / f"{name}.csv").exists()
     ]
     for job in jobs:
         if job.wait():
             raise SystemExit(f"llmpq-profile: status {job.returncode}")
-    return [demo_plan(folder, name, isa) for name, isa in isas.items()]
+    return [one_worker(folder, model, name, isa) for name, isa in isas.items()]
 
 
-def profile(folder: Path, name: str, isa: str | None, core: int) -> subprocess.Popen[bytes]:
-    """Start to measure a layer of the demo model on a core."""
-    words = [str(Path(sys.executable).parent / "llmpq-profile"), "layer", "--model", str(DEMO)]
+def profile(
+    folder: Path, model: Path, name: str, isa: str | None, core: int
+) -> subprocess.Popen[bytes]:
+    """Start to measure a layer of the model on a core."""
+    words = [str(Path(sys.executable).parent / "llmpq-profile"), "layer", "--model", str(model)]
     words += ["--device", "cpu", "--threads", "1", "--core", str(core), "--bits", "16"]
     words += ["--dtype", "float32", "--batches", "1", "4", "16", "--prompt_tokens", "32", "128"]
     words += [str(PROMPT_TOKENS), "--context_tokens", "32", "128", str(PROMPT_TOKENS + NEW_TOKENS)]
@@ -219,11 +221,12 @@ def profile(folder: Path, name: str, isa: str | None, core: int) -> subprocess.P
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, env=os.environ | PASSIVE)
 
 
-def demo_plan(folder: Path, name: str = "", isa: str | None = None) -> Path:
-    """Plan the demo model on one CPU worker of one thread, once; return the strategy file.
+def one_worker(folder: Path, model: Path = DEMO, name: str = "", isa: str | None = None) -> Path:
+    """Plan a model on one CPU worker of one thread, once; return the strategy file.
 
     Args:
         folder: of the file.
+        model: folder of the weights.
         name: of its latency table there; by default the figures of the catalogue.
         isa: newest vector extension of the worker.
     """
@@ -233,7 +236,7 @@ def demo_plan(folder: Path, name: str = "", isa: str | None = None) -> Path:
         group = DeviceGroup(type="cpu", count=1, threads=1, profile=table, cpu_isa=isa)
         cluster = Cluster(name="one", nodes=(Node(name="here", devices=(group,)),))
         made = plan(
-            str(DEMO), cluster=cluster, batch=16, prompt=PROMPT_TOKENS, new=NEW_TOKENS,
+            str(model), cluster=cluster, batch=16, prompt=PROMPT_TOKENS, new=NEW_TOKENS,
             dtype="float32", bits=(16,),
         )  # fmt: skip
         made.save(path)
@@ -344,7 +347,7 @@ def throughput(options: argparse.Namespace) -> None:
 def ttft(options: argparse.Namespace) -> None:
     """Compare TTFT of the same arrivals through our router and the best policies of others."""
     with different_replicas(options.folder) as ports, contextlib.ExitStack() as stack:
-        rate = options.load * full_rate(ports)
+        rate = options.load * full_rate(ports, body_of)
         found = {
             (name, policy): stack.enter_context(routing(options, name, policy, ports)).port
             for name, policy in variants(options)
@@ -353,20 +356,23 @@ def ttft(options: argparse.Namespace) -> None:
         for number in range(CHOICE_ROUNDS):
             queries = arrivals(round(rate * options.seconds / 2), rate, seed=1000 + number)
             for variant in rivals[number:] + rivals[:number]:
-                run_ttft(options, "choice", variant, found[variant], queries)
+                run_ttft(options, "choice", variant, sender(found[variant], body_of), queries)
         best = best_policies(runs_of(options.folder, "choice"))
         kept = [variant for variant in found if variant not in rivals or variant in best]
         for number in range(options.rounds):
             queries = arrivals(round(rate * options.seconds), rate, seed=number)
             for place in range(len(kept)):
                 variant = kept[(place + number) % len(kept)]
-                run_ttft(options, "ttft", variant, found[variant], queries)
+                run_ttft(options, "ttft", variant, sender(found[variant], body_of), queries)
 
 
 def balancers(options: argparse.Namespace) -> None:
     """Compare our load balancers in front of two different replicas, and simulate them."""
-    with different_replicas(options.folder) as ports, contextlib.ExitStack() as stack:
-        rate = options.load * full_rate(ports)
+    folder = options.folder / "balancers"
+    folder.mkdir(exist_ok=True)
+    make_text_model(folder / "model")
+    with different_replicas(folder, folder / "model") as ports, contextlib.ExitStack() as stack:
+        rate = options.load * full_rate(ports, ids_of)
         found = {
             name: stack.enter_context(routing(options, "llmpq", name, ports)).port
             for name in BALANCERS
@@ -375,17 +381,17 @@ def balancers(options: argparse.Namespace) -> None:
             queries = arrivals(round(rate * options.seconds), rate, seed=number)
             for place in range(len(BALANCERS)):
                 name = BALANCERS[(place + number) % len(BALANCERS)]
-                run_ttft(options, "balancers", ("llmpq", name), found[name], queries,
-                         simulated=simulated(options.folder, name, queries))  # fmt: skip
+                run_ttft(options, "balancers", ("llmpq", name), sender(found[name], ids_of),
+                         queries, simulated(folder, name, queries))  # fmt: skip
 
 
 def simulated(folder: Path, name: str, queries: Sequence[Query]) -> list[float]:
     """Return the TTFT of each request, in milliseconds, as the plans forecast it."""
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    model = folder / "model"
     trace = [
         TraceRequest(
             arrival_s=query.arrival_s,
-            prompt_tokens=len(tokenizer.encode(body_of(query)["prompt"]).ids),
+            prompt_tokens=query.prompt_tokens,
             new_tokens=query.new_tokens,
         )
         for query in queries
@@ -393,24 +399,24 @@ def simulated(folder: Path, name: str, queries: Sequence[Query]) -> list[float]:
     replicas = [
         FleetReplica(
             costs=PlanEngineCosts(PlanCosts(one, build_costs(
-                catalog.resolve_model(str(DEMO))[0], one.cluster, dtype=one.dtype,
+                catalog.resolve_model(str(model))[0], one.cluster, dtype=one.dtype,
                 kv_bits=one.kv_bits, head_bits=one.head_width,
             ))),
             limits=engine_limits(one, EngineOptions(prefix_caching=False)),
             order=queue_order("fcfs"),
         )
-        for one in map(read_plan, measured_plans(folder, sorted(os.sched_getaffinity(0))))
+        for one in map(read_plan, measured_plans(folder, sorted(os.sched_getaffinity(0)), model))
     ]  # fmt: skip
     report = simulate_fleet(replicas, load_balancer(name), trace).total
     return [round(1e3 * one.time_to_first_token_s, 2) for one in report.requests]
 
 
-def full_rate(ports: Sequence[int]) -> float:
+def full_rate(ports: Sequence[int], body: Callable[[Query], dict[str, Any]]) -> float:
     """Return the requests a second of all replicas together while each has enough to do."""
     queries = arrivals(FULL_REQUESTS, 1.0, seed=99)
 
     async def both() -> list[list[Sample]]:
-        sends = [sender(port, body_of) for port in ports]
+        sends = [sender(port, body) for port in ports]
         return list(
             await asyncio.gather(*(drive(queries, send, FULL_CONCURRENCY) for send in sends))
         )
@@ -423,12 +429,12 @@ def run_ttft(
     options: argparse.Namespace,
     case: str,
     variant: tuple[str, str],
-    port: int,
+    send: Send,
     queries: Sequence[Query],
     simulated: Sequence[float] = (),
 ) -> None:
     """Send the arrivals to a router and keep the run, with the TTFT of each request."""
-    samples = asyncio.run(drive(queries, sender(port, body_of)))
+    samples = asyncio.run(drive(queries, send))
     add(options, case, {
         "router": variant[0], "policy": variant[1], "round": queries[0].number // ROUND_NUMBERS,
         "rate": round(len(queries) / queries[-1].arrival_s, 3), **summary(samples),
@@ -494,6 +500,11 @@ def body_of(query: Query) -> dict[str, Any]:
 
 
 # Results
+
+
+def ids_of(query: Query) -> dict[str, Any]:
+    """Return a request as token ids, whose number every router knows."""
+    return body_of(query) | {"prompt": list(query.token_ids(SMALL_LLAMA["vocab"]))}
 
 
 def add(options: argparse.Namespace, case: str, row: dict[str, Any]) -> None:
