@@ -32,6 +32,7 @@ import platform
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -86,6 +87,9 @@ LLAMA_SETTINGS = (("-kvu",), (), ("-kvu", "--poll", "0"), ("-kvu", "--cache-ram"
 store of prompts. Flash attention, other samplers and one thread were tried and are not faster."""
 ORDERS = ("fcfs", "larry", "no_preempt", "trail")
 WARM_UP = 2
+ROUND_NUMBERS = 1_000_000
+"""Numbers of requests between those of two rounds. No server sees a number twice, as it would
+find the prompt in its cache."""
 Reply = dict[str, Any]
 
 
@@ -381,6 +385,7 @@ def by_vllm_bench(options: argparse.Namespace, name: str, port: int, words: list
         "/v1/completions", "--model", named, "--base-url", f"http://127.0.0.1:{port}",
         *words, "--tokenizer", model, "--dataset-name", "random", "--random-input-len",
         str(options.prompt_tokens), "--random-output-len", str(options.new_tokens), "--ignore-eos",
+        "--seed", str(zlib.crc32(" ".join(words).encode())),  # other prompts for every run
         "--num-warmups", str(WARM_UP), "--percentile-metrics", "ttft,e2el", "--metric-percentiles",
         "50,95", "--save-result", "--result-filename", str(report),
     ], {"VLLM_TARGET_DEVICE": "cpu"})  # fmt: skip
@@ -448,9 +453,9 @@ CASES = {
 
 
 def equal(options: argparse.Namespace, level: int, number: int) -> list[Query]:
-    """Return requests of equal lengths; those of every round differ."""
+    """Return requests of equal lengths; those of every round and level differ."""
     count = options.requests or max(8, 4 * level)
-    first = (number + 1) * 100_000
+    first = (number + 1) * ROUND_NUMBERS + level * 1_000
     return [
         Query(number=first + at, prompt_tokens=options.prompt_tokens, new_tokens=options.new_tokens)
         for at in range(count)
@@ -458,7 +463,7 @@ def equal(options: argparse.Namespace, level: int, number: int) -> list[Query]:
 
 
 def arriving(options: argparse.Namespace, kind: str, rate: float, number: int) -> list[Query]:
-    """Return requests with Azure's lengths, arriving at a mean rate."""
+    """Return requests with Azure's lengths, arriving at a mean rate; those of every run differ."""
     count = options.requests or 60
     trace = slice_trace(load_trace(options.trace), options.trace_first, None)[:count]
     short = [
@@ -477,7 +482,8 @@ def arriving(options: argparse.Namespace, kind: str, rate: float, number: int) -
     else:
         own_rate = len(fitting) / fitting[-1].arrival_s
         fitting = [replace(item, arrival_s=item.arrival_s * own_rate / rate) for item in fitting]
-    first = (number + 1) * 100_000 + 50_000
+    first = (number + 1) * ROUND_NUMBERS + (400_000 if kind == "poisson" else 700_000)
+    first += round(10 * rate) * 1_000
     return [
         Query(
             number=first + at, prompt_tokens=item.prompt_tokens, new_tokens=item.new_tokens,
