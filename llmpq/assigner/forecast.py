@@ -83,11 +83,7 @@ def _decode_step_s(plan: Plan, costs: PlanCosts, rows: int) -> float:
 
 def policy_of(plan: Plan, schedule: Schedule) -> BatchingPolicy:
     """Return the policy of a schedule on the plan's pipeline."""
-    shape = PipelineShape(
-        micro_batching=plan.micro_batching,
-        num_slots=plan.workload.batch,
-        num_stages=len(plan.path(Phase.DECODE)),
-    )
+    shape = PipelineShape.of(plan)
     return make_policy(schedule, shape)
 
 

@@ -14,7 +14,8 @@ from llmpq.batching.policies.rra import RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.errors import SpecError
-from llmpq.spec.plan import MicroBatching
+from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 
 DEFAULT_THRESHOLD = 0.25
@@ -28,11 +29,23 @@ class PipelineShape:
         micro_batching: maximum sequences of a micro-batch in each phase.
         num_slots: number of KV slots.
         num_stages: number of stages.
+        prompt_tokens: of a prompt, as planned.
     """
 
     micro_batching: MicroBatching
     num_slots: int
     num_stages: int
+    prompt_tokens: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> PipelineShape:
+        """Return the sizes of a plan."""
+        return cls(
+            micro_batching=plan.micro_batching,
+            num_slots=plan.workload.batch,
+            num_stages=len(plan.path(Phase.DECODE)),
+            prompt_tokens=plan.workload.prompt_tokens,
+        )
 
 
 def make_policy(
@@ -52,7 +65,10 @@ def make_policy(
     sizes = pipeline.micro_batching
     if schedule.policy == "hybrid":
         return HybridPolicy(
-            micro_batching=sizes, num_slots=pipeline.num_slots, num_stages=pipeline.num_stages
+            micro_batching=sizes,
+            num_slots=pipeline.num_slots,
+            num_stages=pipeline.num_stages,
+            prompt_tokens=pipeline.prompt_tokens,
         )
     if schedule.policy == "iteration":
         return IterationPolicy(micro_batching=sizes)

@@ -87,11 +87,7 @@ class Served:
     def play(self, plan: Plan, trace: Sequence[TraceRequest] | None = None) -> SimReport:
         """Play requests, all of them or others, under a plan's schedule."""
         assert plan.schedule is not None
-        shape = PipelineShape(
-            micro_batching=plan.micro_batching,
-            num_slots=plan.workload.batch,
-            num_stages=len(plan.path(Phase.DECODE)),
-        )
+        shape = PipelineShape.of(plan)
         return simulate(
             PlanCosts(plan, self.costs, pads_prompts=True),
             make_policy(plan.schedule, shape),

@@ -56,6 +56,47 @@ def test_prefills_everything_then_decodes_in_full_micro_batches():
     assert [len(d.slots) for d in steps[4:] if isinstance(d, Decode)] == [4, 4, 4, 4]
 
 
+@given(
+    wanted=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    slots=st.integers(1, 12),
+    sizes=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    stages=st.integers(1, 5),
+    prompt=st.integers(1, 9),
+    data=st.data(),
+)
+def test_short_prompts_share_a_micro_batch(wanted, slots, sizes, stages, prompt, data):
+    prefill, decode = (min(size, slots) for size in sizes)
+    planned = data.draw(st.integers(prompt, 9))
+    pipeline = Pipeline(wanted, slots, limit=stages + 1, prompt_tokens=prompt)
+    pipeline.run(
+        HybridPolicy(
+            micro_batching=MicroBatching(prefill=prefill, decode=decode),
+            num_slots=slots, num_stages=stages, prompt_tokens=planned,
+        )
+    )  # fmt: skip
+    assert pipeline.made == dict(enumerate(wanted))
+    for decision in pipeline.decisions:
+        if isinstance(decision, Prefill):
+            assert len(decision.requests) * prompt <= prefill * planned
+            assert len(decision.requests) <= max(prefill, decode)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stages", "expected"),
+    [(8, 2, 1), (3, 2, 2), (2, 2, 4), (1, 2, 4), (2, 4, 2), (1, 1, 6)],
+)
+def test_a_micro_batch_has_the_planned_tokens_but_leaves_some_for_every_stage(
+    prompt, stages, expected
+):
+    policy = HybridPolicy(
+        micro_batching=MicroBatching(prefill=1, decode=6),
+        num_slots=8, num_stages=stages, prompt_tokens=8,
+    )  # fmt: skip
+    waiting = [WaitingRequest(request=number, prompt_tokens=prompt) for number in range(20)]
+    view = SchedulerView(waiting=waiting, ready=[], free_slots=8)
+    assert policy.decide(view) == Prefill(requests=tuple(range(expected)))
+
+
 def test_sequence_starts_when_a_slot_is_free():
     view = SchedulerView(
         waiting=[WaitingRequest(request=7, prompt_tokens=2)],

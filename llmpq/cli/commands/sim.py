@@ -113,11 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     trace, skipped = fit_trace(_requests(options, plan), plan.workload, options.too_long)
     answers = [item.new_tokens for item in trace]
     schedule = schedule_of(options, plan, answers)
-    shape = PipelineShape(
-        micro_batching=plan.micro_batching,
-        num_slots=plan.workload.batch,
-        num_stages=len(plan.stages),
-    )
+    shape = PipelineShape.of(plan)
     prompts = [item.prompt_tokens for item in trace]
     predictor = make_predictor(prediction_of(options), prompts, answers)
     policy = make_policy(schedule, shape, predictor)

@@ -64,11 +64,7 @@ def policy_of(
 
     The most tokens that a request asks for are the known length of its answer.
     """
-    shape = PipelineShape(
-        micro_batching=plan.micro_batching,
-        num_slots=plan.workload.batch,
-        num_stages=len(plan.path(Phase.DECODE)),
-    )
+    shape = PipelineShape.of(plan)
     ordered = in_order(requests)
     predictor = make_predictor(
         prediction,

@@ -128,7 +128,9 @@ class FrameLimits:
     def most(self, kind: FrameKind) -> tuple[int, int]:
         """Return the most rows of a step of ``kind``, and the most tokens of all of them."""
         if kind is FrameKind.PREFILL:
-            return self.prefill_rows, self.prefill_rows * self.prefill_tokens
+            # Short prompts share a micro-batch (HybridPolicy).
+            rows = max(self.prefill_rows, self.decode_rows)
+            return rows, self.prefill_rows * self.prefill_tokens
         if kind is FrameKind.DECODE:
             return self.decode_rows, self.decode_rows
         return self.mixed_rows, self.mixed_tokens
