@@ -156,18 +156,24 @@ def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
 
 
 def add_words(writer: Any, kinds: Any, vocabulary: int) -> None:
-    """Add a vocabulary of words, which a server needs to write text."""
-    controls = {0: ("<unk>", kinds.UNKNOWN), 1: ("<s>", kinds.CONTROL), 2: ("</s>", kinds.CONTROL)}
+    """Add a vocabulary of words, which a server needs to read and write text.
+
+    WordPiece (``bert``) takes whole words; a SentencePiece vocabulary would need all their parts.
+    """
+    controls = {
+        0: ("[UNK]", kinds.UNKNOWN),
+        1: ("[CLS]", kinds.CONTROL),
+        2: ("[SEP]", kinds.CONTROL),
+    }
     tokens = [controls.get(token, (f"\u2581w{token}", kinds.NORMAL)) for token in range(vocabulary)]
-    for byte in range(256):
-        tokens[3 + byte] = (f"<0x{byte:02X}>", kinds.BYTE)
-    # Words are found by joining characters; no text has the byte FF.
-    tokens[3 + 255] = ("\u2581w", kinds.NORMAL)
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("bert")
     writer.add_token_list([text for text, _ in tokens])
-    writer.add_token_scores([0.0] * vocabulary)
     writer.add_token_types([int(kind) for _, kind in tokens])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_sep_token_id(2)
     writer.add_add_bos_token(False)
+    writer.add_add_eos_token(False)
 
 
 def llama_cpp(  # noqa: PLR0913  what a run is, and how
