@@ -1,12 +1,14 @@
 """Time long prompts, and decode steps of one sequence over long contexts.
 
-    python benchmarks/long_contexts.py --folder DIR [--before CHECKOUT] [--rounds 3]
+    python benchmarks/long_contexts.py --folder DIR --prepare      # models: nothing is timed
+    python benchmarks/long_contexts.py --folder DIR --rounds 2 --json FILE.json
 
 A random Llama of 125 M parameters, one stage, all cores. Every run is a process of its own, and the
-contenders run in turn: ours, the same of another checkout (``--before``), and llama.cpp with and
-without flash attention where benchmarks/rivals.py built it into DIR/rivals. Ours is the median of
-the rounds, theirs the best. Contexts of decode steps are filled with random keys and values;
-llama.cpp reads a prompt first.
+contenders run in turn: ours, transformers at 16 bits, and llama.cpp with and without flash
+attention where benchmarks/rivals.py built it into DIR/rivals. Ours is the median of the rounds,
+theirs the best. Layers and head have the same bits. Decode steps follow the prompt; of ours, the
+longest context and 8-bit keys and values are filled with random ones instead. Runs are kept one by
+one in DIR, so that an interrupted round goes on where it was.
 """
 
 from __future__ import annotations
@@ -15,192 +17,206 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import rivals
 import torch
-from workbench import PASSIVE, ROOT, make_model
+from sizes import MODELS, make_models
+from transformers import AutoModelForCausalLM
+from workbench import call, origin, run_rounds, text_of, unset_threading, write_results
 
 from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row
-from llmpq.models import Master, kv_shapes, load_config
+from llmpq.models import kv_shapes, load_config
 from llmpq.quant.loading.loader import load_master, load_stage
 
-SHAPE = {"layers": 12, "hidden": 768, "intermediate": 2048, "heads": 12, "kv_heads": 4}
-VOCABULARY, POSITIONS = 32000, 32768
-CASE = "long"
-PROMPTS = (128, 512, 2048, 8192)
-CONTEXTS = (128, 8000, 32000)
+MODEL = "125M"
+CONTEXTS = (128, 512, 2048, 8192, 32000)
+LONGEST_PROMPT = 8192
 STEPS = 16
 """Decode steps of a run."""
-LONGEST_RIVAL = 8192
-"""Most tokens of a prompt that llama.cpp gets: a longer one takes minutes."""
+OURS, TRANSFORMERS, LLAMA_CPP = "llmpq", "transformers", "llama.cpp"
+PASSES = {"prompt_s": "prompt", "step_s": "decode"}
+NOTE = (
+    "Tokens a second of one sequence, 125 M parameters, all cores. Decode: steps after so many "
+    "tokens. llmpq: median of the rounds; others: their best run, llama.cpp's with or without "
+    "flash attention. The head has the bits of the layers."
+)
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--before", type=Path, help="another checkout to compare with")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prepare", action="store_true", help="make models and exit")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--bits", nargs="+", default=["16", "8", "4"])
+    parser.add_argument("--longest", type=int, default=CONTEXTS[-1], help="context")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder.absolute()
     if options.one:
-        kind, bits, kv_bits, tokens = options.one
-        one = prompt_seconds if kind == "prompt" else decode_seconds
-        print(json.dumps(one(folder / CASE, int(bits), int(kv_bits), int(tokens))))
+        name, *sizes = options.one
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        one = ours if name == OURS else transformers
+        print(json.dumps(one(folder / MODEL, *map(int, sizes))))
         return 0
-    prepare(folder)
-    measure(folder, options)
-    print(table(folder))
+    make_models(folder, [MODEL])
+    rivals.prepare(folder / "rivals", MODEL, MODELS[MODEL])
+    if options.prepare:
+        return 0
+    wanted = [one for one in cases(options.bits) if one["tokens"] <= options.longest]
+    runs = run_rounds(folder / "long.jsonl", wanted, options.rounds, partial(run, folder))
+    table = table_of(runs)
+    print(text_of(table))
+    if options.json is not None:
+        words = "python benchmarks/long_contexts.py --folder DIR"
+        head = origin("long-contexts", words, **{"llama.cpp": rivals.PACKAGE})
+        write_results(options.json, {**head, "samples": runs, "tables": [table]})
     return 0
 
 
-def prepare(folder: Path) -> None:
-    """Make the models."""
-    folder.mkdir(parents=True, exist_ok=True)
-    make_model(folder / CASE, {**SHAPE, "vocab": VOCABULARY, "max_positions": POSITIONS})
-    if rivals.bench_of(folder / "rivals").exists():
-        rivals.prepare(folder / "rivals", CASE, tuple(SHAPE.values()), VOCABULARY)
+def cases(widths: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the runs of a round, in turn: 8-bit keys and values with the longest contexts only."""
+    found = []
+    for bits in widths:
+        for tokens in CONTEXTS:
+            for kv_bits in ("16", "8") if tokens >= LONGEST_PROMPT else ("16",):
+                names = [OURS]
+                if tokens <= LONGEST_PROMPT:
+                    names += [TRANSFORMERS] * (bits == kv_bits == "16") + [LLAMA_CPP]
+                case = {"bits": bits, "kv_bits": kv_bits, "tokens": tokens}
+                found += [{**case, "run": name} for name in names]
+    return found
 
 
-def cases(bits: list[str]) -> list[tuple[str, str, str, int]]:
-    """Return kind, bits, bits of keys and values, and tokens of every run."""
-    prompts = [("prompt", width, "16", tokens) for width in bits for tokens in PROMPTS]
-    decodes = [
-        ("decode", width, kv_bits, tokens)
-        for width in bits
-        for kv_bits in ("16", "8")
-        for tokens in CONTEXTS
-    ]
-    return [*prompts, *decodes]
+def run(folder: Path, case: Mapping[str, Any]) -> dict[str, float]:
+    """Time the prompt and the decode steps of a case, in seconds."""
+    sizes = [str(case[name]) for name in ("bits", "kv_bits", "tokens")]
+    if case["run"] == LLAMA_CPP:
+        return llama_cpp(folder / "rivals", *sizes)
+    words = [sys.executable, __file__, "--folder", str(folder), "--one", case["run"], *sizes]
+    threads = len(os.sched_getaffinity(0))
+    environment = cpu_environment(threads) if case["run"] == OURS else unset_threading()
+    return dict(json.loads(call(words, environment).splitlines()[-1]))
 
 
-def measure(folder: Path, options: argparse.Namespace) -> None:
-    """Time all runs, round by round; each is kept at once."""
-    for _ in range(options.rounds):
-        for case in cases(options.bits):
-            found = {"ours": ours(folder, case, ROOT)}
-            if options.before is not None:
-                found["before"] = ours(folder, case, options.before.absolute())
-            theirs = llama_cpp(folder, case)
-            if theirs is not None:
-                found["llama.cpp"] = theirs
-            line = {"case": list(case), "seconds": found, "load": os.getloadavg()[0]}
-            with (folder / f"{CASE}.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def ours(folder: Path, case: tuple[str, str, str, int], checkout: Path) -> float:
-    """Time our layers in a process of their own."""
-    words = [sys.executable, __file__, "--folder", str(folder), "--one", *map(str, case)]
-    environment = {**os.environ, **PASSIVE, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
-    environment["PYTHONPATH"] += f":{ROOT / 'benchmarks'}"
-    done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return float(done.stdout.splitlines()[-1])
-
-
-def llama_cpp(folder: Path, case: tuple[str, str, str, int]) -> float | None:
-    """Time llama.cpp's batched benchmark, the better of two settings; ``None`` if it has none."""
-    kind, bits, kv_bits, tokens = case
-    place = folder / "rivals"
-    if not rivals.bench_of(place).exists() or bits not in rivals.BITS or tokens > LONGEST_RIVAL:
-        return None
+def llama_cpp(place: Path, bits: str, kv_bits: str, tokens: str) -> dict[str, float]:
+    """Time llama.cpp's batched benchmark, the better of its settings."""
     stored = {"16": "f16", "8": "q8_0"}[kv_bits]
     found = []
     for flash in ("on", "off") if kv_bits == "16" else ("on",):
         words = ["-fa", flash, "-ctk", stored, "-ctv", stored]
-        one = rivals.llama_cpp(place, CASE, bits, 1, tokens, STEPS, words)
-        prompt = one["seconds"] - one["decode"]
-        found.append(prompt if kind == "prompt" else one["decode"] / STEPS)
-    return min(found)
+        one = rivals.llama_cpp(place, MODEL, bits, 1, int(tokens), STEPS, words)
+        found.append((one["seconds"] - one["decode"], one["decode"] / STEPS))
+    return {name: min(one) for name, one in zip(PASSES, zip(*found, strict=True), strict=True)}
 
 
-def _stage(
-    model_dir: Path, bits: int, kv_bits: int, tokens: int
-) -> tuple[StageRunner, KVCache, Master]:
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    config = load_config(model_dir)
+@torch.inference_mode()
+def ours(model_dir: Path, bits: int, kv_bits: int, tokens: int) -> dict[str, float]:
+    """Time a prompt, unless it is too long, and decode steps after it."""
+    config, dtype, most = load_config(model_dir), torch.bfloat16, tokens + 2 * STEPS
     layers = config.num_hidden_layers
-    dtype = torch.bfloat16
     stage = load_stage(model_dir, 0, layers, [bits] * layers, dtype=dtype, device="cpu")
-    cache = KVCache(
-        kv_shapes(config, 0, layers), 0, dtype=dtype, num_blocks=blocks_of(tokens), kv_bits=kv_bits
-    )
+    master = load_master(model_dir, dtype=dtype, device="cpu", head_bits=bits)
+    shapes = kv_shapes(config, 0, layers)
+    cache = KVCache(shapes, 0, dtype=dtype, num_blocks=blocks_of(most), kv_bits=kv_bits)
     runner = StageRunner(
-        layers=stage,
-        cache=cache,
-        device=torch.device("cpu"),
+        layers=stage, cache=cache, device=torch.device("cpu"), is_last=True,
         graphs=decode_steps_of(stage, cache, full_rows=1),
-        is_last=True,
-    )
-    return runner, cache, load_master(model_dir, dtype=dtype, device="cpu")
+    )  # fmt: skip
+
+    def step(ids: torch.Tensor, first: int) -> None:
+        end = first + ids.shape[1]
+        row = Row(blocks=slot_blocks(0, most, end), first=first, length=end)
+        master.logits(runner.run(master.embed(ids, torch.arange(first, end)[None]), [row])[0])
+
+    is_filled = kv_bits == 8 or tokens > LONGEST_PROMPT
+    if is_filled:
+        _fill(cache, layers)
+    return _timed(step, tokens, has_prompt=not is_filled)
 
 
-@torch.inference_mode()
-def prompt_seconds(model_dir: Path, bits: int, kv_bits: int, tokens: int) -> float:
-    """Run one prompt, the better of two after a warm-up."""
-    runner, _, master = _stage(model_dir, bits, kv_bits, tokens)
-    ids = (torch.arange(tokens) * 31 % VOCABULARY)[None]
-    row = Row(blocks=slot_blocks(0, tokens, tokens), first=0, length=tokens)
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        hidden = runner.run(master.embed(ids, torch.arange(tokens)[None]), [row])
-        master.logits(hidden[0])
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
-
-
-@torch.inference_mode()
-def decode_seconds(model_dir: Path, bits: int, kv_bits: int, tokens: int) -> float:
-    """Run decode steps over a context: the median seconds of one."""
-    most = tokens + 2 * STEPS
-    runner, cache, master = _stage(model_dir, bits, kv_bits, most)
-    for layer in range(SHAPE["layers"]):
-        heads = cache.heads_of(layer)
+def _fill(cache: KVCache, layers: int) -> None:
+    for heads in map(cache.heads_of, range(layers)):
         for part, scales in ((heads.keys, heads.key_scales), (heads.values, heads.value_scales)):
             if scales is None:
                 part.normal_()
             else:
                 part.random_(-127, 128)
                 scales.fill_(0.01)
-    seconds = []
-    for first in range(tokens, most):
-        row = Row(blocks=slot_blocks(0, most, first + 1), first=first, length=first + 1)
+
+
+@torch.inference_mode()
+def transformers(model_dir: Path, _bits: int, _kv_bits: int, tokens: int) -> dict[str, float]:
+    """Time transformers' own model in bfloat16: a prompt and decode steps after it."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    cache = None
+
+    def step(ids: torch.Tensor, first: int) -> None:
+        nonlocal cache
+        before = cache if first else None
+        cache = model(ids, past_key_values=before, logits_to_keep=1).past_key_values
+
+    return _timed(step, tokens)
+
+
+def _timed(
+    step: Callable[[torch.Tensor, int], None], tokens: int, *, has_prompt: bool = True
+) -> dict[str, float]:
+    """Return the time of a prompt after a warm-up, and the median of the later steps.
+
+    Shorter prompts run twice, and the better one counts.
+    """
+    prompts, steps = [], []
+    ids = (torch.arange(tokens) * 31 % MODELS[MODEL]["vocab"])[None]
+    lengths = (128, tokens) if tokens == LONGEST_PROMPT else (128, tokens, tokens)
+    for length in lengths if has_prompt else ():
         start = time.perf_counter()
-        hidden = runner.run(master.embed(torch.tensor([[7]]), torch.tensor([[first]])), [row])
-        master.logits(hidden[0])
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[STEPS:])
+        step(ids[:, :length], 0)
+        prompts.append(time.perf_counter() - start)
+    for first in range(tokens, tokens + 2 * STEPS):
+        start = time.perf_counter()
+        step(ids[:, :1], first)
+        steps.append(time.perf_counter() - start)
+    found = {"prompt_s": min(prompts[1:])} if prompts else {}
+    return {**found, "step_s": statistics.median(steps[STEPS:])}
 
 
-def table(folder: Path) -> str:
-    """Return a Markdown table of what was measured: tokens a second."""
-    found: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for text in (folder / f"{CASE}.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        for name, seconds in line["seconds"].items():
-            found[tuple(map(str, line["case"]))][name].append(seconds)
-    names = ("ours", "before", "llama.cpp")
-    lines = ["| run | bits | KV bits | tokens | " + " | ".join(names) + " |", "| --- " * 7 + "|"]
-    for (kind, bits, kv_bits, tokens), times in found.items():
-        count = int(tokens) if kind == "prompt" else 1
-        cells = []
-        for name in names:
-            choose = min if name == "llama.cpp" else statistics.median
-            cells.append(f"{count / choose(times[name]):.0f}" if times[name] else "")
-        lines.append(f"| {kind} | {bits} | {kv_bits} | {tokens} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return tokens a second of what was measured, and ours over the others'."""
+    names, rows = (OURS, LLAMA_CPP, TRANSFORMERS), []
+    sizes = dict.fromkeys((one["bits"], one["kv_bits"], one["tokens"]) for one in runs)
+    for (field, title), size in ((pair, one) for pair in PASSES.items() for one in sizes):
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for one in runs:
+            if (one["bits"], one["kv_bits"], one["tokens"]) == size and field in one:
+                seconds[one["run"]].append(one[field])
+        if not seconds[OURS]:
+            continue
+        count = size[2] if title == "prompt" else 1
+        speeds = {
+            name: count / (statistics.median(found) if name == OURS else min(found))
+            for name, found in seconds.items()
+            if found
+        }
+        cells = [f"{speeds[name]:.0f}" if name in speeds else "" for name in names]
+        for name in names[1:]:
+            cells.append(f"{speeds[OURS] / speeds[name]:.2f}" if name in speeds else "")
+        rows.append([title, size[0], size[1], f"{size[2]:,}", *cells])
+    columns = ["", "bits", "KV bits", "tokens", *names]
+    columns += [f"{OURS} / {name}" for name in names[1:]]
+    return {"title": "Long contexts", "columns": columns, "rows": rows, "note": NOTE}
 
 
 if __name__ == "__main__":

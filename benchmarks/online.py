@@ -148,10 +148,8 @@ def prepare(options: argparse.Namespace) -> None:
     make_text_model(options.folder / "model")
     for bits in options.bits:
         plan_of(options, bits)
-    if (options.folder / "rivals" / "venv").exists():
-        names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
-        shape = tuple(SMALL_LLAMA[name] for name in names)
-        rivals.prepare(options.folder / "rivals", rivals.SERVER_CASE, shape, VOCABULARY)
+    shape = {**SMALL_LLAMA, "vocab": VOCABULARY}
+    rivals.prepare(options.folder / "rivals", rivals.SERVER_CASE, shape)
 
 
 def plan_of(options: argparse.Namespace, bits: int) -> Path:

@@ -17,18 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
 
 import rivals
 import torch
 from transformers import AutoModelForCausalLM
-from workbench import call, cluster_text, command, machine, make_model, write_prompts
+from workbench import call, cluster_text, command, make_model, origin, write_prompts
 
 from llmpq.dist.engine.compiled_steps import decode_steps_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
@@ -50,6 +48,7 @@ SHAPES = {
 VOCABULARY, MAX_POSITIONS = 32000, 1024
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 128, 64
 DECODE_PROMPT, DECODE_TOKENS = 32, 32
+STORE_BYTES = 16 << 30
 RIVAL, PIPELINE, LLAMA_CPP = "transformers", "transformers-pipeline", "llama.cpp"
 RUNS = {
     "batch16": (
@@ -134,8 +133,7 @@ def prepare(folder: Path) -> None:
         sizes = dict(zip(names, shape, strict=True))
         whole = {**sizes, "vocab": VOCABULARY, "max_positions": MAX_POSITIONS}
         make_model(folder / case, whole)
-        if rivals.bench_of(folder / "rivals").exists():
-            rivals.prepare(folder / "rivals", case, shape, VOCABULARY)
+        rivals.prepare(folder / "rivals", case, whole)
     write_prompts(folder / "prompts.jsonl", [(PROMPT_TOKENS, NEW_TOKENS)] * BATCH)
     cores = len(os.sched_getaffinity(0))
     for stages in (1, 2):
@@ -236,7 +234,7 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
     """Decode greedily with one stage of ours: embedding, layers, head and choice of every step."""
     config = load_config(model_dir)
     layers, rows = config.num_hidden_layers, len(ids)
-    weight_cache = WeightCache.opened(model_dir.parent / "store", 4 << 30)
+    weight_cache = WeightCache.opened(model_dir.parent / "store", STORE_BYTES)
     stage = load_stage(
         model_dir,
         0,
@@ -368,15 +366,11 @@ def samples(folder: Path, case: str) -> dict[str, list[float]]:
 def document(folder: Path) -> dict[str, object]:
     """Return all tables with their samples and where they come from."""
     return {
-        "topic": "throughput",
-        "command": "python benchmarks/pipeline.py --folder DIR --case batch16 (and single, decode)",
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-            "llama.cpp": rivals.PACKAGE,
-        },
+        **origin(
+            "throughput",
+            "python benchmarks/pipeline.py --folder DIR --case batch16 (and single, decode)",
+            **{"llama.cpp": rivals.PACKAGE},
+        ),
         "samples": {case: samples(folder, case) for case in RUNS},
         "tables": [
             {

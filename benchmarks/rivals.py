@@ -3,8 +3,8 @@
     python benchmarks/rivals.py --folder DIR      # builds llama.cpp once, low priority: 15 minutes
 
 llama.cpp comes as the source of the package ``llama-cpp-python``; it and the ``gguf`` package live
-in an environment under the folder. Its models are random ones of the same shapes, in bf16, Q8_0 and
-Q4_0. ``benchmarks/pipeline.py`` times both beside ours, where they are.
+in an environment under the folder. Its models are random ones of the same shapes, in bf16, Q8_0,
+Q4_0 and Q3_K. ``benchmarks/pipeline.py`` times both beside ours, where they are.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench import unset_threading
 
 PACKAGE = "llama-cpp-python==0.3.36"
-BITS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0"}
+BITS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0", "3": "Q3_K"}
+SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab")
 EPSILON = 1e-5
+DEVIATION = 0.02
+"""Of random weights."""
+BLOCKS = {"Q8_0": (0, 73.9), "Q4_0": (0, 4.61), "Q3_K": (-2, 42.3)}
+"""Where a block of a format has its scale, and the deviation of random codes at a scale of 1."""
 SERVER_CASE = "online"
 """Models of this case have a vocabulary, for ``llama-server``."""
 
@@ -87,12 +92,17 @@ def worker_of(folder: Path) -> Path:
     return folder / "build" / "bin" / "ggml-rpc-server"
 
 
-def prepare(folder: Path, case: str, shape: tuple[int, ...], vocabulary: int) -> None:
-    """Write llama.cpp's models of a case."""
+def prepare(folder: Path, case: str, shape: Mapping[str, int]) -> None:
+    """Write llama.cpp's models of a case, where ``gguf`` was installed.
+
+    ``shape`` is that of ``workbench.make_model``.
+    """
     python = folder / "venv" / "bin" / "python"
+    if not python.exists():
+        return
     for bits in BITS:
         if not gguf_of(folder, case, bits).exists():
-            sizes = [*map(str, shape), str(vocabulary)]
+            sizes = [str(shape[name]) for name in SIZES]
             words = ["--folder", str(folder), "--gguf", case, bits, *sizes]
             subprocess.run([str(python), __file__, *words], check=True)
 
@@ -130,8 +140,7 @@ def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
             return
-        values = chance.normal(0.0, 0.02, shape).astype(np.float32)
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, random_blocks(kind, shape, chance), raw_dtype=kind)
 
     add("token_embd.weight", vocabulary, hidden)
     add("output_norm.weight", hidden)
@@ -153,6 +162,20 @@ def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def random_blocks(kind: Any, shape: tuple[int, ...], chance: Any) -> Any:
+    """Return a random matrix in a format of llama.cpp, as bytes; few-bit ones as random codes."""
+    import gguf  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+
+    if kind.name not in BLOCKS:
+        values = chance.standard_normal(shape, np.float32) * np.float32(DEVIATION)
+        return gguf.quants.quantize(values, kind)
+    (count, size), (at, deviation) = gguf.GGML_QUANT_SIZES[kind], BLOCKS[kind.name]
+    blocks = chance.integers(0, 256, (shape[0], shape[1] // count, size), np.uint8)
+    blocks[..., at], blocks[..., at + 1] = np.array([DEVIATION / deviation], "<f2").view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def add_words(writer: Any, kinds: Any, vocabulary: int) -> None:

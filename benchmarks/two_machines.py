@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import secrets
 import statistics
 import subprocess
@@ -30,7 +29,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +38,9 @@ from workbench import (
     ROOT,
     SMALL_LLAMA,
     command,
-    machine,
     make_model,
+    origin,
+    text_of,
     unset_threading,
     write_prompts,
 )
@@ -52,6 +51,7 @@ from scripts.boxes.wire import Host, Link, hosts
 
 CASE = "single"
 """Name of the model, in pipeline.py's folder too."""
+BITS = ("16", "8", "4")
 PROMPT, STEPS = 32, 31
 """Tokens of a prompt; decode steps: the first new token comes from the prompt."""
 LOOPBACK, LINK = "loopback", "link"
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true", help="make models and exit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--places", nargs="+", choices=list(TITLES), default=list(TITLES))
-    parser.add_argument("--bits", nargs="+", choices=list(rivals.BITS), default=list(rivals.BITS))
+    parser.add_argument("--bits", nargs="+", choices=list(rivals.BITS), default=BITS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--budget", type=float, default=60.0, help="seconds to time layers")
     parser.add_argument("--output", type=Path, help="results of all runs in the folder")
@@ -175,9 +175,7 @@ def prepare(folder: Path) -> None:
     """Make the model, in our format and in llama.cpp's, and the secret of the hosts."""
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder / CASE)
-    names = ("layers", "hidden", "intermediate", "heads", "kv_heads")
-    shape = tuple(SMALL_LLAMA[name] for name in names)
-    rivals.prepare(folder / "rivals", CASE, shape, SMALL_LLAMA["vocab"])
+    rivals.prepare(folder / "rivals", CASE, SMALL_LLAMA)
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
@@ -437,25 +435,14 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
     return found
 
 
-def text_of(table: dict[str, Any]) -> str:
-    """Return a table as Markdown."""
-    columns = table["columns"]
-    lines = [columns, ("---",) * len(columns), *table["rows"]]
-    return "\n".join([f"**{table['title']}**", "", *(f"| {' | '.join(one)} |" for one in lines)])
-
-
 def document(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the results with their samples and where they come from."""
     return {
-        "topic": "two-machines",
-        "command": "python benchmarks/two_machines.py --folder DIR --rounds 3",
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-            "llama.cpp": rivals.PACKAGE,
-        },
+        **origin(
+            "two-machines",
+            "python benchmarks/two_machines.py --folder DIR --rounds 3",
+            **{"llama.cpp": rivals.PACKAGE},
+        ),
         "samples": list(runs),
         "tables": tables(runs),
     }

@@ -8,7 +8,9 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,57 @@ def call(words: Sequence[str], variables: Mapping[str, str] = PASSIVE) -> str:
     if done.returncode:
         raise SystemExit(f"{words[:4]}: status {done.returncode}\n{done.stderr[-2000:]}")
     return done.stdout
+
+
+def run_rounds(
+    kept: Path,
+    cases: Sequence[Mapping[str, Any]],
+    rounds: int,
+    run: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Run every case once a round, and return all runs: the fields of a case with what it gave.
+
+    Args:
+        kept: file of the runs, each added at once; what it has already is not run again.
+        cases: fields that tell each from the others.
+        rounds: runs of a case.
+        run: of a case.
+    """
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    runs: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    for number in range(rounds):
+        for case in cases:
+            if sum(case.items() <= one.items() for one in runs) <= number:
+                runs.append({**case, **run(case)})
+                with kept.open("a") as file:
+                    file.write(json.dumps(runs[-1]) + "\n")
+    return runs
+
+
+def origin(topic: str, words: str, **versions: str) -> dict[str, Any]:
+    """Return what a result file begins with: where its figures come from.
+
+    ``words`` are the command, ``versions`` those of others than Python, torch and transformers.
+    """
+    return {
+        "topic": topic,
+        "command": words,
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+            **versions,
+        },
+    }
+
+
+def text_of(table: Mapping[str, Any]) -> str:
+    """Return a table as Markdown."""
+    columns = table["columns"]
+    lines = [columns, ("---",) * len(columns), *table["rows"]]
+    rows = (f"| {' | '.join(map(str, cells))} |" for cells in lines)
+    return "\n".join([f"**{table['title']}**", "", *rows])
 
 
 def write_results(path: Path, document: Mapping[str, Any]) -> None:
