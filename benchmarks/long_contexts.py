@@ -214,7 +214,7 @@ def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in names[1:]:
             cells.append(f"{speeds[OURS] / speeds[name]:.2f}" if name in speeds else "")
         rows.append([title, size[0], size[1], f"{size[2]:,}", *cells])
-    columns = ["", "bits", "KV bits", "tokens", *names]
+    columns = ["phase", "bits", "KV bits", "tokens", *names]
     columns += [f"{OURS} / {name}" for name in names[1:]]
     return {"title": "Long contexts", "columns": columns, "rows": rows, "note": NOTE}
 
