@@ -152,7 +152,7 @@ def test_rows_may_be_consecutive_tokens_of_a_sequence(tiny_model, monkeypatch, d
 def test_float16_runs_operator_by_operator(tiny_model, caplog, bits):
     path = tiny_model("llama", shape=SHAPE)
     stage = load_stage(path, 0, 2, [bits] * 2, dtype=torch.float16, device="cpu")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="llmpq"):
         assert decode_steps_of(stage, cache_of(stage, None, torch.float16), 1) is None
     assert "numbers of torch.float16" in caplog.text
 
